@@ -42,7 +42,7 @@ from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import Begun, RunClosed, begin
 from turnlog.infra.roles.terminal import Terminal, say
-from turnlog.infra.run_folder import LOGS, SETTINGS, held, private_folder
+from turnlog.infra.run_folder import LOGS, SETTINGS, held, lacks_room, private_folder
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.schemas import UndecodableRecord, topics
@@ -236,6 +236,7 @@ def _counts(counts: Counter[str]) -> str:
 FEEDER_LOCK = "feeder.lock"
 """In the run's directory: held by the process that feeds the run."""
 LOOK_EVERY_S = 0.5
+FIRST_PHASE = "waiting for the first weights"
 POLL_S = 0.2
 
 
@@ -352,15 +353,19 @@ def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
 async def _feed(role: Role, display: Display) -> None:
     """Feed the run until it is over. Raises UnfinishedRun."""
     async with display.shown(), _fed(role.settings), beside(_watch(role, display)) as watching:
-        display.phase = "waiting for the first weights"
+        display.phase = FIRST_PHASE
         while not await _over(role, display):
             await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
             if watching.done():
                 watching.result()
             if display.picture.phase == RunPhase.PAUSED:
                 display.phase = "paused"
+            elif full := lacks_room(Path(role.settings.run.directory)):
+                display.phase = f"paused: {full}"
             elif display.picture.sessions_started:
                 display.phase = "looping"
+            elif display.phase.startswith("paused"):
+                display.phase = FIRST_PHASE
 
 
 @contextlib.asynccontextmanager

@@ -52,6 +52,7 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), inden
     processes, elsewhere = status_processes(settings), False
     asked = _asked(health or settings.status.health)
     found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "health": asked}
+    found["disk"] = run_folder.lacks_room(Path(settings.run.directory))
     found |= {"views": views(settings, asked), "recipes": recipes(settings)}
     if processes:
         try:
@@ -174,6 +175,8 @@ def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
         up = run_folder.verb_line(directory, "up")
         console.print(f"run {settings.run.id!r} is not up: start it with `{up}`", soft_wrap=True)
         return
+    if found.get("disk"):
+        console.print(f"paused: {found['disk']}")
     if found["processes"]:
         table = Table("process", "state", "pid", "restarts", "waits for / error", title=f"run {found['run']}")
         for process in found["processes"]:

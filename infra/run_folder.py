@@ -13,12 +13,13 @@ import logging
 import os
 import secrets
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from turnlog.infra.embedded import AlreadyUp
+from turnlog.infra.embedded import AlreadyUp, NoSpace
 from turnlog.secret_files import FileSecret, SecretUnusable
 from turnlog.setting_types import LEAST_KEY
 from turnlog.settings import Settings, SettingsError, StoreSettings, load, tables_of
@@ -240,6 +241,8 @@ STATE = "supervisor.json"
 LOCK = "supervisor.lock"
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
+FULL, LEAST_FREE = 16 * 2**20, 256 * 2**20
+"""Bytes: what a disk has less of is full, since a broker rolls files of 10 MiB; and what a start takes at least."""
 
 
 def write_settings(directory: Path, settings: Settings) -> Path:
@@ -312,6 +315,27 @@ def is_live(directory: Path) -> bool:
             return False
     except AlreadyUp:
         return True
+
+
+def lacks_room(folder: Path, least: int = FULL) -> str:
+    """Which disk has too little room, and what to do; empty when there is as much, or nobody knows."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    if free >= least:
+        return ""
+    return (
+        f"the disk of {folder} is full: {free / 2**20:.0f} MiB are left, {least / 2**20:.0f} MiB are needed; "
+        "make room and everything goes on (`turnlog run list` shows what each run takes, `turnlog run delete ID` lets "
+        "one go)"
+    )
+
+
+def check_room(directory: Path) -> None:
+    """Raises NoSpace where a run could not even begin."""
+    if full := lacks_room(directory, LEAST_FREE):
+        raise NoSpace(full)
 
 
 def file_sizes(directory: Path) -> dict[str, list[int]]:

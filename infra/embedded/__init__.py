@@ -9,9 +9,11 @@ EmbeddedError
 │   ├── JarsUnavailable  the Maven repository did not answer: network, or TURNLOG_MAVEN_REPOSITORY
 │   └── JarMismatch      a jar is not the one that jars.lock pins
 ├── PortTaken          a port that a setting names is in use
+├── NoSpace            the disk of the run's directory is too full to start on
 ├── OtherBrokers       the run's log lies in another number of brokers than [kafka] brokers says
 ├── ServerDied         a server or role ended, with the tail of its log
 │   ├── LacksServer    ... since a server that it needs did not answer (status 75)
+│   ├── DiskFull       ... since a disk is full: it is started again when there is room
 │   ├── Hung           ... by us: it was alive and silent
 │   ├── BrokerDied
 │   ├── StoreDied
@@ -56,6 +58,10 @@ class PortTaken(EmbeddedError):
     """Another process listens on the port; the message names the setting."""
 
 
+class NoSpace(EmbeddedError):
+    """Too little room to start a run. Remedy: free some, or another [run] directory."""
+
+
 class OtherBrokers(EmbeddedError):
     """A log keeps its number of brokers. Remedy: that number in [kafka] brokers, or another run."""
 
@@ -66,6 +72,10 @@ class ServerDied(EmbeddedError):
 
 class LacksServer(ServerDied):
     """It ended since a server that it needs did not answer: it is started again as long as it takes."""
+
+
+class DiskFull(ServerDied):
+    """A disk is full: what ran on it is started again when there is room. Nothing but room is needed."""
 
 
 class Hung(ServerDied):

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import queue
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -25,17 +27,27 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import BinaryIO, ClassVar, Self
 
-from turnlog.infra.embedded import LacksServer, NotReady, ServerDied
+from turnlog.infra.embedded import DiskFull, EmbeddedError, LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Liveness
 from turnlog.infra.embedded.ports import claim
+from turnlog.infra.run_folder import lacks_room
 from turnlog.names import RESTARTS_VARIABLE, ExitStatus
 
 MARK = "TURNLOG_CHILD"
 TAIL_LINES = 20
 PROBE_EVERY_S = 0.02
 KILL_TIMEOUT_S = 5.0
+NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|database or disk is full")
+NO_ROOM_REMEDY = "a disk that it writes to is full: make room there, and it goes on"
+NO_FILES = "Too many open files"
+FILES_REMEDY = (
+    "it may not open as many files as it needs: raise the limit of the user (`ulimit -Hn`, LimitNOFILE of systemd, "
+    "--ulimit nofile of Docker), or have fewer partitions ([kafka])"
+)
+OPEN_FILES = 65_536
+"""As many as a process of ours may open, where the user may: a broker has three of each segment."""
 OWN_LAST_LINE = re.compile(r"turnlog [\w-]+: \w+: ")
 EXEC_S = 1.0
 """For a process to become the program that it executes."""
@@ -72,6 +84,14 @@ class Launch:
     remedy: str = "see its log"
 
 
+def raise_file_limit() -> None:
+    """From now on this process and its children may open as many files as the user may, OPEN_FILES at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 @functools.cache
 def scope() -> str:
     """What the marks of all children of this process begin with."""
@@ -87,16 +107,31 @@ class Child:
         self._restarts = restarts
         self.mark = f"{scope()}:{launch.name}-{next(_numbers)}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_from = 0
+        """Where this run's lines begin."""
 
     def start(self) -> Self:
-        """Start the process; does not wait until it is ready."""
+        """Start the process; does not wait until it is ready. Without a log where the disk takes none. Raises the
+        launch's `died`."""
         launch = self.launch
-        launch.log.parent.mkdir(parents=True, exist_ok=True)
         env = {key: value for key, value in os.environ.items() if key not in launch.without}
         env |= {MARK: self.mark, RESTARTS_VARIABLE: str(self._restarts), **launch.env}
-        with launch.log.open("ab") as log:
-            self._process = _spawn(launch.argv, env, log.fileno())
+        try:
+            with self._opened_log() as log:
+                self._process = _spawn(launch.argv, env, log.fileno())
+        except OSError as error:
+            raise launch.died(f"{launch.name} cannot be started: {error}") from error
         return self
+
+    def _opened_log(self) -> BinaryIO:
+        try:
+            self.launch.log.parent.mkdir(parents=True, exist_ok=True)
+            log = self.launch.log.open("ab")
+        except OSError as error:
+            logging.getLogger(__name__).warning("%s runs without a log: %s", self.launch.name, error)
+            return open(os.devnull, "ab")
+        self._log_from = log.tell()
+        return log
 
     @property
     def pid(self) -> int:
@@ -157,14 +192,23 @@ class Child:
     def death(self) -> ServerDied:
         """The typed error of a process that has ended."""
         kind = LacksServer if self.returncode == ExitStatus.UNREACHABLE else self.launch.died
-        return kind(
-            f"{self.launch.name} ended with status {self.returncode}: {self.launch.remedy}; "
-            f"log {self.launch.log}\n{self.tail()}"
-        )
+        tail = self.tail()
+        remedy = FILES_REMEDY if NO_FILES in tail else self.launch.remedy
+        return kind(f"{self.launch.name} ended with status {self.returncode}: {remedy}; log {self.launch.log}\n{tail}")
+
+    def with_cause(self, death: EmbeddedError) -> EmbeddedError:
+        """The death, as DiskFull where a full disk has led to it: it wrote so, or its disk is."""
+        if isinstance(death, LacksServer):
+            return death
+        full = lacks_room(self.launch.log.parent)
+        if not full and not NO_ROOM.search(self.tail()):
+            return death
+        said = f"{full}; log {self.launch.log}\n{self.tail()}" if full else f"{NO_ROOM_REMEDY}; {death}"
+        return DiskFull(f"{self.launch.name} stopped: {said}")
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of the log."""
-        return log_tail(self.launch.log, lines)
+        """The last lines that this run has put into its log."""
+        return log_tail(self.launch.log, lines, since=self._log_from)
 
     @property
     def _started(self) -> subprocess.Popen[bytes]:
@@ -235,13 +279,13 @@ def cause_of(death: str) -> str:
     return (own or lines or [""])[-1]
 
 
-def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a file; empty when there is none."""
+def log_tail(log: Path, lines: int = TAIL_LINES, *, since: int = 0) -> str:
+    """The last lines of a file from a place on; empty where it cannot be read."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 256 * lines))
+            file.seek(max(since, log.stat().st_size - 256 * lines))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 

@@ -2,8 +2,9 @@
 
 Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths in a
 row, or too many of any kind within OFTEN_S, to failed, an end with status 0 to done. `on_change` hears of every step.
-A child that is alive and silent is killed, which is a death. The end of one that lacked a server counts for nothing: it
-is started again as long as it takes. So is an optional member, whose failure is reported once per spell.
+A child that is alive and silent is killed, which is a death. The end of one that lacked a server, or room on its disk,
+counts for nothing: it is started again as long as it takes. So is an optional member, whose failure is reported once
+per spell.
 
 Health has two levels. Restarts of a member come first. Where they do not help, and the member once worked, the run is
 started again: every member but the servers, which goes on from the log and its last checkpoint. That happens
@@ -19,11 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from turnlog.infra.embedded import EmbeddedError, Hung, LacksServer, NotReady, ServerDied
+from turnlog.infra.embedded import DiskFull, EmbeddedError, Hung, LacksServer, NotReady, ServerDied
 from turnlog.infra.embedded.liveness import Silence
 from turnlog.infra.embedded.process import CLEAN_EXITS, Child, Launch
+from turnlog.infra.run_folder import lacks_room
 
 log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.25
@@ -31,6 +34,8 @@ LONGEST_BACKOFF_S = 8.0
 LONGEST_OPTIONAL_BACKOFF_S = 120.0
 """Between two starts of an optional member that has died too often: its starts take from what trains."""
 PROBE_EVERY_S = 0.1
+ROOM_EVERY_S = 2.0
+"""Between two looks at a full disk."""
 OFTEN_S = 600.0
 """Within which deaths are counted of a member that becomes ready each time."""
 RUN_RESTARTS_S = 3600.0
@@ -252,9 +257,9 @@ class Supervisor:
                 self._change(watched, State.DONE)
                 return
             except (NotReady, ServerDied) as death:
-                watched.error = death
+                watched.error = await asyncio.to_thread(_with_cause, watched, death)
             log.warning("%s", str(watched.error).partition("\n")[0])
-            counts, now = not isinstance(watched.error, LacksServer), time.monotonic()
+            counts, now = not isinstance(watched.error, LacksServer | DiskFull), time.monotonic()
             recent = [at for at in recent if now - at < OFTEN_S] + [now] * counts
             if now - watched.ready_at > member.quick_s:
                 quick, backoff_s, watched.troubled = 0, FIRST_BACKOFF_S, False
@@ -270,6 +275,8 @@ class Supervisor:
             watched.restarts += 1
             self._change(watched, State.RESTARTING)
             await asyncio.sleep(backoff_s)
+            if isinstance(watched.error, DiskFull):
+                await _room(member.launch.log.parent)
 
     async def _live(self, watched: Watched) -> None:
         """One life of a member: return when it ends with status 0. Raises its death, Hung or NotReady."""
@@ -347,6 +354,16 @@ class Supervisor:
         if state in SATISFIED:
             watched.satisfied.set()
         self._on_change(watched)
+
+
+def _with_cause(watched: Watched, death: EmbeddedError) -> EmbeddedError:
+    return death if watched.child is None else watched.child.with_cause(death)
+
+
+async def _room(folder: Path) -> None:
+    """Return when the folder's disk is not full."""
+    while await asyncio.to_thread(lacks_room, folder):  # noqa: ASYNC110 - a disk tells nobody that it has room again
+        await asyncio.sleep(ROOM_EVERY_S)
 
 
 async def _end(child: Child) -> None:

@@ -24,7 +24,7 @@ from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDie
 from turnlog.infra.embedded.broker import class_path
 from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import ROLES, LaunchPlan, waiting_for
-from turnlog.infra.embedded.process import cause_of, log_tail, scope, sweep, swept_by_another
+from turnlog.infra.embedded.process import cause_of, log_tail, raise_file_limit, scope, sweep, swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
 from turnlog.infra.roles.terminal import aside
 from turnlog.infra.run_folder import (
@@ -33,6 +33,7 @@ from turnlog.infra.run_folder import (
     LOGS,
     SETTINGS,
     Endpoints,
+    check_room,
     check_secrets,
     is_live,
     kept_secret,
@@ -85,6 +86,7 @@ def up(
     private_folder(directory)
     with locked(directory):  # raises AlreadyUp
         check_secrets(directory)
+        check_room(directory)
         write_settings(directory, settings)
     if not settings.kafka.bootstrap:
         class_path(say=say)
@@ -116,6 +118,8 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     with locked(directory), swept_by_another():
         try:
             check_secrets(directory)
+            check_room(directory)
+            raise_file_limit()
             write_settings(directory, settings)
             for key in (GATEWAY_KEY, CREDENTIAL_KEY):
                 kept_secret(directory / key)
@@ -172,25 +176,42 @@ def _children(directory: Path) -> list[dict[str, Any]]:
     return []
 
 
+class Bookkeeping:
+    """What a supervisor writes of itself. A disk that does not take it costs the run nothing: it is tried again."""
+
+    def __init__(self, write: Callable[[], None], *, again_s: float = 5.0) -> None:
+        self._write, self._again_s = write, again_s
+        self._again: asyncio.TimerHandle | None = None
+
+    def keep(self) -> None:
+        """Write the present state, now or as soon as that is possible."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        try:
+            self._write()
+        except OSError as error:
+            log.warning("what `turnlog status` shows is old, since it cannot be written: %s", error)
+            self._again = asyncio.get_running_loop().call_later(self._again_s, self.keep)
+
+
 async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -> None:
     directory = Path(settings.run.directory)
     plan = await asyncio.to_thread(LaunchPlan, settings, roles)
     pid, began = os.getpid(), time.time()
 
-    def keep() -> None:
+    def write() -> None:
         children = [one.as_dict() for one in supervisor.watched.values()]
         write_state(directory, {"pid": pid, "scope": scope(), "since": began, "children": children})
+        run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 
     def changed(watched: Watched) -> None:
-        keep()
+        books.keep()
         on_log.changed(watched)
         notify({"child": watched.as_dict()})
         waits = [one.member.optional for one in supervisor.watched.values() if not one.settled]
         if all(waits):  # for optional ones alone, or for none
             notify({"trains" if waits else "ready": True})
-
-    def told() -> None:
-        run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 
     supervisor = Supervisor(
         plan.members,
@@ -198,14 +219,14 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         run_restarts=settings.liveness.run_restarts,
         on_failure=lambda failure: on_log.failed(failure),
     )
-    on_log = OnLog(settings, plan, supervisor, told)
+    books = Bookkeeping(write)
+    on_log = OnLog(settings, plan, supervisor, books.keep)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stopping.set)
     if parent := os.environ.pop(PARENT, ""):
         loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process we belong to is gone
-    told()
-    keep()
+    write()
     notify({"endpoints": True})
     async with _followed(on_log):
         await supervisor.run()

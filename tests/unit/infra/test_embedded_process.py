@@ -145,3 +145,47 @@ def test_sweep_kills_what_carries_the_mark_and_nothing_else(tmp_path: Path) -> N
 )
 def test_the_cause_of_a_death_is_what_the_process_said_last_of_it(tail: str, why: str) -> None:
     assert cause_of(f"index-0 ended with status 2: see its log; log x\n{tail}") == why
+
+
+def test_a_child_that_may_open_no_more_files_is_told_as_that(tmp_path: Path) -> None:
+    code = "raise SystemExit('java.io.IOException: Too many open files')"
+    child = Child(_launch(tmp_path, code, remedy="give it another port")).start()
+    assert child.wait(30)
+    assert "ulimit -Hn" in str(child.death())
+    assert "another port" not in str(child.death())
+
+
+def test_a_death_is_told_by_the_lines_of_its_own_life(tmp_path: Path) -> None:
+    """What an earlier life wrote of a full disk says nothing of this one."""
+    (tmp_path / "child.log").write_text("OSError: [Errno 28] No space left on device\n")
+    child = Child(_launch(tmp_path, "raise SystemExit('wrong setting')")).start()
+    assert child.wait(30)
+    death = child.death()
+    assert "wrong setting" in str(death)
+    assert "No space left" not in str(death)
+    assert child.with_cause(death) is death
+
+
+def test_a_child_runs_without_a_log_where_none_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    child = Child(_launch(tmp_path, "print('done')", log=tmp_path / "logs" / "child.log")).start()
+    assert child.wait(30)
+    assert (child.returncode, child.tail()) == (0, "")
+
+
+def test_a_child_that_cannot_be_started_has_died_of_that(tmp_path: Path) -> None:
+    argv = (sys.executable, "-c", "pass", "x" * 200_000)  # longer than an argument may be
+    with pytest.raises(ServerDied, match=r"child cannot be started: .*Argument list too long"):
+        Child(_launch(tmp_path, "", argv=argv)).start()
+
+
+def test_children_may_open_as_many_files_as_the_user_may() -> None:
+    code = (
+        "import resource as r\n"
+        "from turnlog.infra.embedded.process import OPEN_FILES, raise_file_limit\n"
+        "hard = r.getrlimit(r.RLIMIT_NOFILE)[1]\n"
+        "r.setrlimit(r.RLIMIT_NOFILE, (64, hard))\n"
+        "raise_file_limit()\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (OPEN_FILES if hard < 0 else min(hard, OPEN_FILES), hard)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from turnlog.infra.run_folder import (
     file_sizes,
     is_live,
     kept_secret,
+    lacks_room,
     locked,
     private_folder,
     read_endpoints,
@@ -172,6 +174,15 @@ def test_starting_a_run_deletes_no_other_run(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(PortTaken):
             up(settings, say=lambda _: None)
     assert len(list((tmp_path / "runs").glob("run-*/checkpoints/weights"))) == 8
+
+
+def test_a_disk_with_less_room_than_is_needed_is_named_with_a_remedy(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert lacks_room(tmp_path, 0) == ""
+    said = lacks_room(tmp_path, 2 * free)
+    assert said.startswith(f"the disk of {tmp_path} is full: ")
+    assert "turnlog run list" in said
+    assert lacks_room(tmp_path / "none", 2 * free) == "", "of what is not there nobody knows"
 
 
 def test_the_sizes_of_a_runs_files_tell_its_checkpoints_apart(tmp_path: Path) -> None:

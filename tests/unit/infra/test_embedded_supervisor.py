@@ -18,11 +18,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tests.contract.test_https import served
-from turnlog.infra.embedded import BrokerDied, Hung, LacksServer, NotReady
+from turnlog.infra.embedded import BrokerDied, DiskFull, Hung, LacksServer, NotReady
 from turnlog.infra.embedded.liveness import Liveness, Loops, answering, generates, http_answers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch, marked, scope
 from turnlog.infra.embedded.supervisor import Failure, Member, State, Supervisor, Watched
+from turnlog.infra.embedded.up import Bookkeeping
+from turnlog.infra.run_folder import read_state, write_state
 
 SLEEPER = "import time; time.sleep(600)"
 Seen = asyncio.Queue[tuple[str, State]]
@@ -182,6 +184,44 @@ async def test_an_optional_member_never_fails_is_reported_once_and_comes_back(tm
         assert {state for name, state in order if name == "trainer"} == {State.STARTING, State.READY}
         assert supervisor.watched["trainer"].restarts == 0
     assert len(told) == 1
+
+
+async def test_a_full_disk_is_waited_for_however_often_an_essential_member_dies_of_it(tmp_path: Path) -> None:
+    full, told = tmp_path / "full", list[Failure]()
+    full.touch()
+    code = (
+        "import os, time\n"
+        f"if os.path.exists({str(full)!r}):\n    with open('/dev/full', 'w') as file:\n        file.write('record')\n"
+        f"{SLEEPER}"
+    )
+    server = _member(tmp_path, "log", code, deaths=2, often=2, essential=True, ready=lambda: not full.exists())
+    async with _running(server, on_failure=told.append) as (supervisor, seen):
+        for _ in range(3):
+            await _until(seen, ("log", State.RESTARTING))
+        error = supervisor.watched["log"].error
+        assert isinstance(error, DiskFull)
+        assert "make room there, and it goes on" in str(error)
+        full.unlink()
+        await _until(seen, ("log", State.READY))
+    assert told == []
+
+
+async def test_what_a_supervisor_writes_of_itself_costs_the_run_nothing_and_is_written_later(tmp_path: Path) -> None:
+    part, written = tmp_path / "supervisor.json.part", asyncio.Event()
+    part.symlink_to("/dev/full")
+
+    def write() -> None:
+        write_state(tmp_path, {"pid": 1})
+        written.set()
+
+    books = Bookkeeping(write, again_s=0.01)
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    books.keep()
+    assert read_state(tmp_path) == {}
+    part.unlink()
+    await asyncio.wait_for(written.wait(), 10)
+    assert read_state(tmp_path) == {"pid": 1}
 
 
 async def test_one_quick_death_after_a_long_life_is_the_first(tmp_path: Path) -> None:
