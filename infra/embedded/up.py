@@ -305,11 +305,11 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, time
         if "trains" in told:
             trains_at = min(trains_at, now)
         if now - trains_at > OPTIONAL_S:
-            say(*(f"not ready, and the run trains without it: {line}" for line in _waits(directory)))
+            _say_waits(directory, "not ready, and the run trains without it:", say)
             return
         if now - said_at > SAY_EVERY_S:
             said_at = now
-            say(*(f"{now - began:6.1f} s  waiting for {line}" for line in _waits(directory)))
+            _say_waits(directory, f"{now - began:6.1f} s  waiting for", say)
     if time.monotonic() < began + timeout_s:
         log = directory / LOGS / "supervisor.log"
         raise SupervisorFailed(SupervisorDied(f"the supervisor of {directory} ended; log {log}\n{log_tail(log)}"))
@@ -322,6 +322,11 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, time
         )
     )
     raise NotReady(f"{', '.join(unready)}: not ready after {timeout_s:.0f} s; {left} {directory / LOGS}")
+
+
+def _say_waits(directory: Path, what: str, say: Say) -> None:
+    for line in _waits(directory):
+        say(f"{what} {line}")
 
 
 def _waits(directory: Path) -> list[str]:
