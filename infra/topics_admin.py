@@ -82,7 +82,8 @@ FLEET = Access(reads=(topics.ENGINES, topics.ENGINE_REQUESTS), writes=(topics.EN
 ACCESS: Mapping[str, Access] = {
     "feeder": FEEDER,
     "gateway": Access(
-        reads=(*AGENTS, topics.ENGINES, topics.ENGINE_REQUESTS), writes=(*AGENTS, topics.ENGINE_REQUESTS)
+        reads=(*AGENTS, topics.ENGINES, topics.ENGINE_REQUESTS, topics.WEIGHTS),
+        writes=(*AGENTS, topics.ENGINE_REQUESTS),
     ),
     "runner": Access(
         group=ConsumerGroup.RUNNER,

@@ -31,6 +31,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
+from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.fold.settlement import PASS
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -401,18 +402,23 @@ class Readiness:
         """The last one that its weights have been stepped on."""
         self._engines: dict[str, int] = {}
         """Live engine -> weight version it serves."""
-        self.version = -1
-        """The newest published weight version; -1 before the first."""
+        self._chain = WeightChain()
 
     def apply(self, event: Event) -> None:
         """Fold one record; others are passed over."""
         match event:
             case WeightVersionPublished() if event.version > self.version:
-                self.version, self.batch = event.version, event.batch_index
+                self._chain.apply(event)
+                self.batch = event.batch_index
             case EngineRegistered() | EngineWeightsLoaded() | EngineWeightsRefused():
                 self._engines[event.engine_id] = event.version
             case EngineDraining() | EngineGone():
                 self._engines.pop(event.engine_id, None)
+
+    @property
+    def version(self) -> int:
+        """The newest published weight version; -1 before the first."""
+        return -1 if self._chain.newest is None else self._chain.newest
 
     def waits_for(self, *, first: bool) -> str:
         """What stands in the way of asking for groups; empty when nothing does. `first`: nothing was asked for yet."""
@@ -425,9 +431,10 @@ class Readiness:
         slot in, `versions_ahead` versions from now; where it is above `version`, those weights are not out yet.
 
         A step is on the log before its weights are, and a trainer that went back to a checkpoint publishes older
-        weights under a new number until it has caught up: both count as versions ahead.
+        weights under a new number until it has caught up: both count as versions ahead. Versions are counted along the
+        chain of publications, where weights that went out twice have one place.
         """
-        return max(self.version + versions_ahead - max_lag, 0)
+        return max(self._chain.oldest(ahead=versions_ahead, max_lag=max_lag), 0)
 
     def _first_acknowledgements(self) -> str:
         """Before the very first task every registered engine serves the first weights."""

@@ -41,6 +41,7 @@ from turnlog.infra.tensors.versions import (
     check_fits,
     model_shapes,
 )
+from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.fleet import STARTING
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
 
@@ -75,6 +76,8 @@ class Swap:
         self._refused: set[int] = set()
         self._unanswered: set[int] = set()
         """Versions of which the log says neither that they were loaded, nor refused, nor superseded."""
+        self._chain = WeightChain()
+        """Of what was published."""
         self._ahead = -1
         """Version that was fetched before there was an engine."""
 
@@ -82,7 +85,8 @@ class Swap:
         """A version is on the log."""
         if event.version not in self._standing.answered:
             self._unanswered.add(event.version)
-        if event.version > self._standing.version:
+        self._chain.apply(event)
+        if self._chain.is_news(event.version, self._standing.version):
             self.waiting.append(event.version)
         self._recent[event.version] = event
         needed = set(sorted(self._recent)[-RECENT:])
@@ -96,7 +100,7 @@ class Swap:
     def begin_after(self, version: int) -> None:
         """The engine has that one: those above it wait."""
         known = {*self.waiting, *self._recent} - self._refused
-        self.waiting = sorted(one for one in known if one > version)
+        self.waiting = sorted(one for one in known if self._chain.is_news(one, version))
 
     def begin_again(self) -> None:
         """The engine has lost what it had: the newest good version waits."""

@@ -38,15 +38,16 @@ from turnlog.infra.engine import (
 )
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
+from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.fleet import RELEASED
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
-from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, Event
+from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, Event, WeightVersionPublished
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.events.turns import VersionSpan
-from turnlog.schemas.topics import ENGINES
+from turnlog.schemas.topics import ENGINES, WEIGHTS
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 ENGINE_S = Histogram("turnlog_gateway_engine_seconds", "One engine call", ("engine",), buckets=SECONDS)
@@ -205,9 +206,9 @@ class Wanted:
     least: int = -1
     pinned: int | None = None
 
-    def accepts(self, engine: LiveEngine) -> bool:
-        """Whether the engine serves, with weights that fit."""
-        fits = engine.version >= self.least if self.pinned is None else engine.version == self.pinned
+    def accepts(self, engine: LiveEngine, chain: WeightChain) -> bool:
+        """Whether the engine serves, with weights that fit: of `least` or of a later step, whatever their numbers."""
+        fits = not chain.is_older(engine.version, self.least) if self.pinned is None else engine.version == self.pinned
         return engine.state == "serving" and fits
 
     def gone(self, engines: Collection[LiveEngine]) -> bool:
@@ -232,10 +233,16 @@ class Engines:
     connect: Callable[[str], Engine] = SGLang
     clock: Callable[[], float] = time.monotonic
     live: dict[str, LiveEngine] = field(default_factory=dict)
+    chain: WeightChain = field(default_factory=WeightChain)
+    """Of what was published."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def apply(self, event: Event) -> None:
-        """Fold one record of engine-status; every one repeats url, state and version."""
+        """Fold one record of weight-versions or of engine-status, whose records repeat url, state and version."""
+        if isinstance(event, WeightVersionPublished):
+            self.chain.apply(event)
+            self._wake()
+            return
         engine = self.live.get(event.engine_id)
         if engine is None:
             engine = LiveEngine(event.engine_id, event.url, event.state, event.version, self.connect(event.url))
@@ -256,7 +263,7 @@ class Engines:
             now = self.clock()
             if any(engine.state == RELEASED for engine in self.live.values()):
                 deadline = max(deadline, now + RELEASED_S)
-            able = [engine for engine in self.live.values() if wanted.accepts(engine)]
+            able = [engine for engine in self.live.values() if wanted.accepts(engine, self.chain)]
             awake = [engine for engine in able if engine.rests_until <= now]
             if awake:
                 return self._preferred(session_id, awake)
@@ -321,14 +328,13 @@ def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict
 
 
 async def follow(engines: Engines, log_: Log, events: EventLog, *, current: asyncio.Event) -> None:
-    """Fold engine-status from its start, for ever; sets `current` when what was there is folded."""
-    partition = Partition(ENGINES.name, 0)
-    starts = await log_.start_offsets([partition])
-    end = (await log_.end_offsets([partition]))[partition]
+    """Fold engine-status and weight-versions, for ever; sets `current` when what was there is folded."""
+    partitions = [Partition(ENGINES.name, 0), Partition(WEIGHTS.name, 0)]
+    starts, ends = await log_.start_offsets(partitions), await log_.end_offsets(partitions)
     async with log_.reader() as reader:
         reader.assign(starts)
         while True:
-            if reader.position(partition) >= end:
+            if all(reader.position(partition) >= end for partition, end in ends.items()):
                 current.set()
             for record in await reader.poll(timeout_s=1.0):
                 try:

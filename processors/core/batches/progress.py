@@ -78,7 +78,7 @@ class DeviceTurn:
 
 
 class WeightChain:
-    """The fold of weight-versions: two integers and a hash per version. Repeats change nothing."""
+    """The fold of weight-versions: three integers and a hash per version. Repeats change nothing."""
 
     def __init__(self) -> None:
         self.newest: int | None = None
@@ -88,8 +88,12 @@ class WeightChain:
         """Version -> its place on the chain; weights that are the same bytes after the same step share one."""
         self._links: list[tuple[int, str]] = []
         """By place: (optimizer steps, hash of the tensors' checksums)."""
+        self._heads: list[int] = []
+        """By place: the newest version there."""
         self._lost: dict[tuple[int, str], list[int]] = {}
         """Versions that are off the chain, by link."""
+        self._steps: dict[int, int] = {}
+        """Version -> optimizer steps behind its weights, whether it is on the chain or not."""
 
     def apply(self, event: WeightVersionPublished) -> None:
         """Fold one publication."""
@@ -101,6 +105,8 @@ class WeightChain:
         link = event.step, environment_digest(event.checksums)
         if not self._links or self._links[-1] != link:
             self._links.append(link)
+            self._heads.append(event.version)
+        self._heads[-1], self._steps[event.version] = event.version, event.step
         for version in (event.version, *self._lost.pop(link, ())):
             self._places[version] = len(self._links) - 1
 
@@ -129,6 +135,25 @@ class WeightChain:
         place = self._places.get(version)
         return None if place is None else self._links[place][0]
 
+    def is_older(self, version: int, than: int) -> bool:
+        """Whether the weights of a version are older than those of another: fewer optimizer steps are behind them. A
+        trainer that went back to a checkpoint gives old weights new numbers. By number where one is not known."""
+        steps = self._steps
+        return steps[version] < steps[than] if version in steps and than in steps else version < than
+
+    def is_news(self, version: int, served: int) -> bool:
+        """Whether an engine that serves the one is to load the other. While a trainer that went back publishes what is
+        older than that, the engine goes on with what the trainer will make again."""
+        return version > served and not self.is_older(version, served)
+
+    def oldest(self, *, ahead: int, max_lag: int) -> int:
+        """The version whose weights are `max_lag` publications behind those held `ahead` publications from now; a
+        number above `newest` where they are not out yet. -1 before the first version."""
+        if self.newest is None:
+            return -1
+        place, end = max(len(self._links) - 1 + ahead - max_lag, 0), len(self._links) - 1
+        return self._heads[place] if place <= end else self.newest + place - end
+
     def of_step(self, step: int) -> int | None:
         """The newest version, where its weights have so many optimizer steps behind them."""
         return self.newest if self.newest is not None and self.step_of(self.newest) == step else None
@@ -140,7 +165,7 @@ class WeightChain:
             if place >= kept:
                 self._lost.setdefault(self._links[place], []).append(version)
                 del self._places[version]
-        del self._links[kept:]
+        del self._links[kept:], self._heads[kept:]
 
 
 class Progress:

@@ -72,12 +72,12 @@ def tensors(number: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((2, 3), float(number)), "b": torch.ones(4)}
 
 
-async def publish(role: Role, number: int, *, content: bytes | None = None) -> None:
-    """Version `number`; `content` stands in for its file."""
+async def publish(role: Role, number: int, *, content: bytes | None = None, **of: int) -> None:
+    """Version `number`; `content` stands in for its file, `of` for its step and incarnation."""
     event = await version(tensors(number), number, role.blobs, Path(role.settings.model.path))
     if content is not None:
         event = dataclasses.replace(event, files=(WeightFile("model.safetensors", await role.blobs.put(content)),))
-    await role.events.append(event)
+    await role.events.append(dataclasses.replace(event, **of))
 
 
 async def said(role: Role, count: int) -> list[Event]:
@@ -131,6 +131,21 @@ async def test_of_several_waiting_versions_only_the_newest_is_loaded(role: Role,
     assert isinstance(loaded, EngineWeightsLoaded)
     assert (loaded.version, loaded.superseded) == (3, (0, 1, 2))
     assert control.loads == [3]
+
+
+async def test_an_engine_does_not_go_back_to_the_older_weights_of_a_trainer_that_restarted(
+    role: Role, control: MemoryEngineControl, running: asyncio.Task[None]
+) -> None:
+    """It serves what the trainer will make again, and is given that under its new number."""
+    for number in range(2):
+        await publish(role, number)
+        await said(role, 2 + number)
+    await publish(role, 2, step=0, incarnation=1)
+    await publish(role, 3, step=1, incarnation=1)
+    loaded = (await said(role, 4))[3]
+    assert isinstance(loaded, EngineWeightsLoaded)
+    assert (loaded.version, loaded.superseded) == (3, (2,))
+    assert control.loads == [0, 1, 3]
 
 
 async def test_versions_that_the_engine_has_are_no_lag_of_its_loader(role: Role, running: asyncio.Task[None]) -> None:

@@ -17,6 +17,7 @@ from tests.contract.test_https import served
 from tests.fakes.memory_engine import MemoryEngine
 from tests.secured import Authority
 from tests.unit.gateway.conftest import WINDOW, until
+from tests.unit.producers.test_admission import published
 from turnlog.infra.engine import EngineDead, Generate, Piece
 from turnlog.infra.roles import tls
 from turnlog.infra.run_folder import GATEWAY_KEY
@@ -209,6 +210,26 @@ async def test_a_turn_waits_for_its_weights_and_says_so_when_they_do_not_come(ri
     answer = await ask
     assert answer.json()["turnlog"]["weight_version_first"] == 0  # what the engine itself says of its tokens wins
     assert rig.gateway.engines.live["e0"].version == 3
+
+
+async def test_a_turn_waits_for_weights_of_its_step_or_a_later_one_whatever_their_number(rig: Any) -> None:
+    """A trainer that went back to a checkpoint publishes older weights under a higher number."""
+    for version, step in enumerate([0, 1, 2, 3, 4, 5]):
+        await rig.events.append(published(version, step))
+    await rig.events.append(published(6, 4, incarnation=1))
+    await rig.engine_says(version=6)
+    choosing = asyncio.create_task(rig.gateway.engines.choose("s", Wanted(5), timeout_s=20.0))
+    await until(lambda: rig.gateway.engines.live["e0"].version == 6)
+    assert (await rig.gateway.engines.choose("s", Wanted(4), timeout_s=0.0)).version == 6
+    with pytest.raises(NoEngine):
+        await rig.gateway.engines.choose("s", Wanted(5), timeout_s=0.0)
+    assert not choosing.done()
+    await rig.events.append(published(7, 5, incarnation=1))
+    await rig.engine_says(version=7)
+    assert (await choosing).version == 7
+    await rig.engine_says(version=5)
+    await until(lambda: rig.gateway.engines.live["e0"].version == 5)
+    assert (await rig.gateway.engines.choose("s", Wanted(6), timeout_s=0.0)).version == 5
 
 
 async def test_a_turn_waits_for_as_long_as_the_trainer_has_the_engines_device(rig: Any) -> None:

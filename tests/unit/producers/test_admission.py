@@ -95,9 +95,11 @@ def stepped(draw: int, batch: int) -> StepCompleted:
     )  # fmt: skip
 
 
-def published(version: int) -> WeightVersionPublished:
+def published(version: int, step: int | None = None, incarnation: int = 0) -> WeightVersionPublished:
+    """`step`: as many as its number where nobody says."""
+    step = version if step is None else step
     return WeightVersionPublished(
-        event_id=f"w{version}", run_id="r", version=version, step=version, batch_index=version - 1, incarnation=0,
+        event_id=f"w{version}", run_id="r", version=version, step=step, batch_index=step - 1, incarnation=incarnation,
         kind="full", base_version=None, files=(), dtype="float32", checksums={}, checkpoint=None,
     )  # fmt: skip
 
@@ -246,8 +248,22 @@ def test_a_group_may_be_as_old_as_the_draw_allows_that_it_has_a_slot_in() -> Non
 @pytest.mark.parametrize(("ahead", "max_lag", "oldest"), [(0, 0, 7), (1, 1, 7), (0, 1, 6), (2, 1, 8), (0, 9, 0)])
 def test_engines_must_serve_a_version_that_is_not_stale_in_that_draw(ahead: int, max_lag: int, oldest: int) -> None:
     readiness = Readiness()
-    readiness.apply(published(7))
+    for version in range(8):
+        readiness.apply(published(version))
     assert readiness.version_for(versions_ahead=ahead, max_lag=max_lag) == oldest
+
+
+@pytest.mark.parametrize(
+    ("ahead", "max_lag", "oldest"), [(0, 0, 4), (1, 0, 5), (1, 1, 4), (1, 2, 1), (2, 2, 4), (9, 12, 0), (3, 1, 6)]
+)
+def test_versions_are_counted_along_the_chain_when_a_trainer_went_back(ahead: int, max_lag: int, oldest: int) -> None:
+    """Versions 2 and 3 are of steps that the trainer has lost; 4 is the weights of version 2 again."""
+    readiness = Readiness()
+    for version in range(4):
+        readiness.apply(published(version))
+    readiness.apply(published(4, step=2, incarnation=1))
+    assert readiness.version_for(versions_ahead=ahead, max_lag=max_lag) == oldest
+    assert (readiness.version, readiness.batch) == (4, 1)
 
 
 def test_a_group_in_a_later_part_of_its_draw_was_not_dropped() -> None:
