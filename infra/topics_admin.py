@@ -100,7 +100,7 @@ ACCESS: Mapping[str, Access] = {
     "assembler": Access(
         group=ConsumerGroup.ASSEMBLER,
         consumes=tuple(BY_NAME[name] for name in INPUTS),
-        reads=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES),
+        reads=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.ENGINES),
         writes=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.SESSIONS, PARKED),
         owner=TransactionalId.ASSEMBLER,
     ),

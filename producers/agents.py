@@ -36,7 +36,7 @@ from turnlog.infra.recipes import (
 )
 from turnlog.infra.tools import AGENT
 from turnlog.producers.gateway_client import EpochLost, GatewayClient, GatewayFailed, Session, SessionState
-from turnlog.producers.tool_calls import ToolCalls
+from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls
 from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId
@@ -52,6 +52,14 @@ OBEY_S = 5.0
 """For a function that was cancelled to end; then it is left alone."""
 LAST_LINES = 2000
 """Characters of a function's traceback, or of what a program printed, that stand in the reason of its session's end."""
+
+
+WAITED = "Outage"
+"""Begins the reason of a session that our own servers kept from going on."""
+LOST_TURN = "the last turn that it asked for came to nothing for want of an engine, a log or its gateway"
+LOST_TIME = "it was cut off, and how long it had waited for its gateway nobody knows"
+SLACK_S = 1.0
+"""Seconds of waiting that make no difference to an agent."""
 
 
 class ToolBroken(Exception):
@@ -105,6 +113,8 @@ class Attempt:
         """A tool call that ran. Raises ToolUnanswered, ToolBroken."""
         done = await self.calls.call(call, name)
         TOOL_CALLS.labels(done.status.value).inc()
+        if done.reason == UNBEGUN:
+            raise NoWorker(f"call {done.call_id} found no sandbox in time: see [sandbox] slots")
         if done.status in (ToolStatus.infra_error, ToolStatus.cancelled):
             raise ToolBroken(f"call {done.call_id} ended as {done.status.value}: {done.reason}")
         return done
@@ -126,6 +136,11 @@ class Actor(Protocol):
     async def act(self) -> Ending:
         """Until the agent ends. Raises what a rollout makes outcomes of: GatewayClientError, ToolUnanswered,
         ToolBroken, BrokenRecipe."""
+        ...
+
+    async def spent_s(self) -> float:
+        """Seconds of its own that the session has spent: what it waited for engines, sandboxes and gateways is none.
+        Below the truth while nobody can say it."""
         ...
 
     async def late(self) -> Ending:
@@ -160,9 +175,14 @@ async def _cut_off(attempt: Attempt) -> Ending:
     return Ending(Outcome.truncated, "deadline")
 
 
+def _interrupted(why: str) -> Ending:
+    return Ending(Outcome.infra_failure, f"{WAITED}: {why}")
+
+
 class ToolLoop:
     """The built-in agent: answer the model's tool calls, ask for the next turn, until it calls no more or a limit is
-    reached. See Actor."""
+    reached. What it has spent is what records say: the seconds of its turns in which an engine sampled, and of its
+    calls in which a sandbox worked. So it is the same under whichever runner goes on. See Actor."""
 
     ended = None
 
@@ -170,6 +190,18 @@ class ToolLoop:
         self._attempt, self._state = attempt, state
         self._conversation = Conversation([])
         self._played: Played | None = None
+        self._spent_s = (state.own_s if state else 0.0) + attempt.calls.answered_s()
+        self._stepping = False
+        self._playing_since: float | None = None
+
+    async def spent_s(self) -> float:
+        spent_s = self._spent_s
+        if self._playing_since is not None:
+            return spent_s + asyncio.get_running_loop().time() - self._playing_since
+        if (running_s := self._attempt.calls.running_s) is not None:
+            return spent_s + running_s
+        state = await self._attempt.gateway.glimpse(self._attempt.session) if self._stepping else None
+        return spent_s + (state.running_s if state else 0.0)
 
     @property
     def judged(self) -> TurnId | None:
@@ -190,6 +222,8 @@ class ToolLoop:
         conversation, limits = self._conversation, self._attempt.request.limits
         messages = conversation.messages
         while True:
+            if self._spent_s >= limits.deadline_s:
+                return Ending(Outcome.truncated, "deadline")
             if self._played is not None and self._played.done:
                 return Ending(Outcome.completed)
             if messages[-1]["role"] == "assistant":
@@ -221,7 +255,7 @@ class ToolLoop:
 
     async def _step(self) -> None:
         """One turn. A session that moved to another gateway is opened again and goes on there."""
-        attempt, conversation = self._attempt, self._conversation
+        attempt, conversation, self._stepping = self._attempt, self._conversation, True
         for _ in range(STEP_REPEATS):
             try:
                 turn = await attempt.gateway.complete(
@@ -234,6 +268,8 @@ class ToolLoop:
             raise GatewayFailed(
                 f"session {attempt.session.session_id}: no gateway keeps it for step {conversation.steps}"
             )
+        self._stepping = False
+        self._spent_s += turn.own_s
         conversation.messages.append(turn.message)
         conversation.finish_reason, conversation.last_turn = turn.finish_reason, turn.turn
         conversation.steps += 1
@@ -243,13 +279,17 @@ class ToolLoop:
         """The tool message of one call. Raises ToolUnanswered, ToolBroken, BrokenRecipe."""
         recipe, name, arguments = self._attempt.recipe, call["function"]["name"], call["function"]["arguments"]
         if self._played is not None:
+            self._playing_since = began = asyncio.get_running_loop().time()
             content = await asyncio.to_thread(called, recipe, self._played.call, name, arguments)
+            self._spent_s += asyncio.get_running_loop().time() - began
+            self._playing_since = None
             TOOL_CALLS.labels("simulated").inc()
         elif isinstance(mapped := self._mapped(call), str):
             content = mapped
             TOOL_CALLS.labels("unparsable").inc()
         else:
             done = await self._attempt.call(mapped, call["id"])
+            self._spent_s += done.duration_s
             content = called(recipe, recipe.tool_answer, done.status is ToolStatus.ok, done.output)
         return {"role": "tool", "tool_call_id": call["id"], "content": content}
 
@@ -268,13 +308,31 @@ class FunctionActor:
         self._attempt, self._agent, self._state = attempt, agent, state
         self._broken: Exception | None = None
         self._calls, self._one_call = 0, asyncio.Lock()
+        self._began: float | None = None
+        self._queued_s = 0.0
+        """Of its calls, until a sandbox worked on them."""
+        self._called: float | None = None
+        """Since when a call is pending."""
         self.verifier: Judged = attempt.recipe.verifier
 
     async def messages(self) -> list[Message]:
         return await _recorded(self._attempt)
 
+    async def spent_s(self) -> float:
+        if self._began is None:
+            return 0.0
+        state = await self._attempt.gateway.glimpse(self._attempt.session)
+        if state is None:
+            return 0.0
+        now, queued_s = asyncio.get_running_loop().time(), self._queued_s
+        if self._called is not None:
+            queued_s += now - self._called - (self._attempt.calls.running_s or 0.0)
+        return now - self._began - state.waited_s - queued_s
+
     async def late(self) -> Ending:
-        return await _cut_off(self._attempt)
+        ending = await _cut_off(self._attempt)
+        state = await self._attempt.gateway.state(self._attempt.session)
+        return _interrupted(LOST_TIME) if state.taken_over or state.failed_by_us else ending
 
     async def act(self) -> Ending:
         if self._state is not None and self._state.messages:
@@ -288,6 +346,7 @@ class FunctionActor:
             tools=attempt.recipe.tools,
             call=self._call,
         )
+        self._began = asyncio.get_running_loop().time()
         ending = await self._ended(session)
         state = await attempt.gateway.state(attempt.session)
         TURNS.inc(state.turns)
@@ -295,6 +354,8 @@ class FunctionActor:
             raise self._broken
         if ending.outcome is Outcome.infra_failure and state.refused in ENDINGS:
             return ENDINGS[state.refused]
+        if state.failed_by_us:
+            return _interrupted(LOST_TURN)
         if ending.outcome is not Outcome.infra_failure and not state.turns:
             return Ending(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
         return ending
@@ -338,11 +399,15 @@ class FunctionActor:
         async with self._one_call:
             self._calls += 1
             name = call_id(self._attempt.session.session_id, "", self._calls, 0, "agent")
+            self._called = began = asyncio.get_running_loop().time()
             try:
                 done = await self._attempt.call(call, name)
             except Exception as error:
                 self._broken = error
                 raise
+            finally:
+                self._called = None
+            self._queued_s += max(0.0, asyncio.get_running_loop().time() - began - done.duration_s)
         return SandboxAnswer(done.status is ToolStatus.ok, done.output.decode(errors="replace"), done.exit_code)
 
 
@@ -378,9 +443,13 @@ class CommandActor:
         given = {part: self._given(getattr(self._agent, part)) for part in ("argv", "env", "files")}
         sealed = attempt.gateway.sealed(attempt.session, name)
         arguments = {"argv": list(given["argv"]), "env": dict(given["env"]), "files": dict(given["files"])}
-        return await self._ending(
-            await attempt.calls.call(SandboxCall(AGENT.name, {**arguments, "credential": sealed}), name)
-        )
+        call = SandboxCall(AGENT.name, {**arguments, "credential": sealed})
+        return await self._ending(await attempt.calls.call(call, name, while_it_runs=True))
+
+    async def spent_s(self) -> float:
+        running_s = self._attempt.calls.running_s
+        state = None if running_s is None else await self._attempt.gateway.glimpse(self._attempt.session)
+        return 0.0 if running_s is None or state is None else running_s - state.waited_s
 
     async def late(self) -> Ending:
         done = await self._attempt.calls.ended("deadline", self._attempt.patience_s)
@@ -409,7 +478,12 @@ class CommandActor:
         if state.refused in ENDINGS:
             return ENDINGS[state.refused]
         if done.status in (ToolStatus.timeout, ToolStatus.cancelled):
+            own_s, limit_s = done.duration_s - state.waited_s, self._attempt.request.limits.deadline_s
+            if state.taken_over or state.failed_by_us or (state.waited_s > SLACK_S and own_s < limit_s - SLACK_S):
+                return _interrupted(LOST_TIME)
             return Ending(Outcome.truncated, "deadline")
+        if state.failed_by_us:
+            return _interrupted(LOST_TURN)
         if done.reason:  # a limit of its sandbox, or the end of that
             return Ending(Outcome.agent_error, how)
         return Ending(Outcome.completed, "" if not done.exit_code else how)

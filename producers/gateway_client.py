@@ -2,7 +2,7 @@
 
 GatewayClientError
 ├── GatewayUnavailable   no answer for longer than runner.gateway_patience_s
-│   └── EnginesBusy      408, 425, 429, 503, and 502 and 504 of what stands before it: asked again within that patience
+│   └── EnginesBusy      408, 425, 429, 503, and 502 and 504 of what stands before it: turns wait until it is over
 ├── GatewayFailed        any other 5xx, an unknown session, an answer that is no completion: an infrastructure failure
 ├── GatewayRefused       401, 403: the key or token is wrong; the process must end
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
+import math
 import ssl
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -37,6 +38,8 @@ from turnlog.schemas.events import Agent, Outcome, RolloutRequested
 from turnlog.schemas.events.turns import CUT_OFF
 from turnlog.schemas.types import TurnId
 from turnlog.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class NoAnswer(Exception):
@@ -105,7 +108,10 @@ async def _usable(free: list[httpcore.AsyncHTTPConnection]) -> httpcore.AsyncHTT
     return None
 
 
+WANTING = frozenset({"engines_unavailable", "log_unavailable"})
+"""Codes of turns that no engine could serve, or no log could take."""
 AGENT: Final = Agent("turnlog-white-box", "1")
+COMPLETIONS: Final = "/v1/chat/completions"
 CONNECT_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -180,6 +186,24 @@ class SessionState:
     """Of the end."""
     refused: str = ""
     """Code of the last request for a turn, if it was refused for what it asks."""
+    failed: str = ""
+    """Code of the last turn, if it failed and not by what was asked."""
+    own_s: float = 0.0
+    """Seconds in which engines sampled for its whole turns."""
+    running_s: float = 0.0
+    """Seconds in which engines have sampled for the turns that run."""
+    waited_s: float = 0.0
+    """Seconds in which turns, recorded or running, waited for an engine."""
+    taken_over: bool = False
+    """Another gateway had it before."""
+    silent: bool = False
+    """It has no turn at the gateway that has it now."""
+
+    @property
+    def failed_by_us(self) -> bool:
+        """The last request for a turn may have come to nothing for want of a server: an agent that asks for its turns
+        itself may have ended by that."""
+        return self.failed in WANTING or (self.taken_over and self.silent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +214,8 @@ class Completion:
     """The assistant message; its tool calls carry the ids that the log knows them by (schemas.ids.call_id)."""
     finish_reason: str
     turn: TurnId
+    own_s: float = 0.0
+    """Seconds in which an engine sampled for it."""
 
 
 class GatewayClient:
@@ -256,32 +282,28 @@ class GatewayClient:
         return CredentialKeys(*self._credentials).sealed(session.agent_token, call_id)
 
     async def state(self, session: Session) -> SessionState:
-        """Where the session stands."""
-        found = orjson.loads((await self._of(session, "GET", f"/sessions/{session.session_id}")).content)
-        reasons = {(turn["epoch"], turn["index"]): turn["finish_reason"] for turn in found["turns"]}
-        last = found["last_turn"]
-        return SessionState(
-            finished=found["finished"],
-            outcome=Outcome(found["outcome"]) if found["outcome"] else Outcome.unknown,
-            messages=tuple(found["messages"]),
-            finish_reason=reasons[last["epoch"], last["index"]] if last else "",
-            last_turn=TurnId(last["epoch"], last["index"]) if last else None,
-            turns=len(found["turns"]),
-            turn_ids=tuple(TurnId(turn["epoch"], turn["index"]) for turn in found["turns"]),
-            reason=found["reason"] or "",
-            refused=found.get("refused", ""),  # release v4's gateways do not say it
-        )
+        """Where the session stands. Raises GatewayClientError."""
+        return _state(await self._of(session, "GET", f"/sessions/{session.session_id}"))
+
+    async def glimpse(self, session: Session) -> SessionState | None:
+        """Where the session stands, asked once; None where no gateway can say so now."""
+        try:
+            return _state(await self._once("GET", f"{session.base_url}/sessions/{session.session_id}", session.token))
+        except (NoAnswer, GatewayClientError) as error:
+            log.info("session %s cannot be looked at now: %s", session.session_id, error)
+            return None
 
     async def complete(self, session: Session, messages: list[Message], tools: Any, *, step: int) -> Completion:
         """The next turn. The same step of a session is the same turn, however often it is asked for. A gateway of
-        release v2 gives a turn that it cut off as an answer: another one is asked for, by another body. Raises
-        GatewayClientError."""
+        release v2 gives a turn that it cut off as an answer: another one is asked for, by another body. While a gateway
+        answers that no engine serves, or that the log takes no record, it is asked again for as long as that takes: to
+        wait costs the session nothing, and to begin it anew would cost its turns. Raises GatewayClientError."""
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         if tools:
             body["tools"] = tools
         key, parts = f"{session.session_id}:{step}", 0
         while True:
-            answer = await self._of(session, "POST", "/v1/chat/completions", body, idempotency_key=key)
+            answer = await self._of(session, "POST", COMPLETIONS, body, idempotency_key=key, busy_s=math.inf)
             if (turn := _completion(answer)).finish_reason not in CUT_OFF:
                 return turn
             parts += 1
@@ -306,17 +328,19 @@ class GatewayClient:
         await self._of(session, "POST", f"/sessions/{session.session_id}/finish", body)
 
     async def _of(
-        self, session: Session, method: str, path: str, body: Any = None, *, idempotency_key: str = ""
-    ) -> Answer:
+        self, session: Session, method: str, path: str, body: Any = None, *, idempotency_key: str = "",
+        busy_s: float | None = None,
+    ) -> Answer:  # fmt: skip
         """A request about an open session, at the gateway that has it. When that one gives no answer, or has lost it,
-        whoever [gateway] url reaches says where it is, or takes it over. Raises GatewayClientError."""
-        patience = Patience(self._patience_s)
+        whoever [gateway] url reaches says where it is, or takes it over. `busy_s`: for which EnginesBusy is waited out,
+        where that is another time. Raises GatewayClientError."""
+        patience, busy = Patience(self._patience_s), Patience(self._patience_s if busy_s is None else busy_s)
         while True:
             try:
                 token = session.agent_token if path.startswith("/v1/") else session.token
                 return await self._once(method, session.base_url + path, token, body, idempotency_key)
             except EnginesBusy as error:
-                await patience.after(str(error))
+                await busy.after(str(error))
             except (NoAnswer, EpochLost) as error:
                 if isinstance(error, EpochLost) and session.base_url == self.url:
                     raise
@@ -360,15 +384,42 @@ class Patience:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._started = time.monotonic()
+        self._since: float | None = None
+        """Of the first trouble."""
         self._pause_s = FIRST_PAUSE_S
 
     async def after(self, trouble: str) -> None:
         """Pause before the next repeat. Raises GatewayUnavailable when patience is over."""
-        if time.monotonic() - self._started > self._limit_s:
+        now = asyncio.get_running_loop().time()
+        self._since = now if self._since is None else self._since
+        if now - self._since > self._limit_s:
             raise GatewayUnavailable(f"{trouble}; given up after {self._limit_s:g} s, see [runner] gateway_patience_s")
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+def _state(answer: Answer) -> SessionState:
+    """Gateways of earlier releases do not say everything of it."""
+    found = orjson.loads(answer.content)
+    turns, last, running = found["turns"], found["last_turn"], found.get("running", ())
+    reasons = {(turn["epoch"], turn["index"]): turn["finish_reason"] for turn in turns}
+    return SessionState(
+        finished=found["finished"],
+        outcome=Outcome(found["outcome"]) if found["outcome"] else Outcome.unknown,
+        messages=tuple(found["messages"]),
+        finish_reason=reasons[last["epoch"], last["index"]] if last else "",
+        last_turn=TurnId(last["epoch"], last["index"]) if last else None,
+        turns=len(turns),
+        turn_ids=tuple(TurnId(turn["epoch"], turn["index"]) for turn in turns),
+        reason=found["reason"] or "",
+        refused=found.get("refused", ""),
+        failed=found.get("failed", ""),
+        own_s=math.fsum(turn.get("own_s", 0.0) for turn in turns if turn["finish_reason"] not in CUT_OFF),
+        running_s=math.fsum(turn["own_s"] for turn in running),
+        waited_s=math.fsum(turn.get("waited_s", 0.0) for turn in (*turns, *running)),
+        taken_over=found.get("taken_over", False),
+        silent=all(turn["epoch"] != found["epoch"] for turn in turns),
+    )
 
 
 def _completion(answer: Answer) -> Completion:
@@ -377,8 +428,11 @@ def _completion(answer: Answer) -> Completion:
         body = orjson.loads(answer.content)
         about = body["turnlog"]
         return Completion(
-            body["choices"][0]["message"], about["finish_reason"], TurnId(about["epoch"], about["index"])
-        )  # fmt: skip
+            body["choices"][0]["message"],
+            about["finish_reason"],
+            TurnId(about["epoch"], about["index"]),
+            float(about.get("own_s", 0.0)),
+        )
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise GatewayFailed(f"{answer.url}: no chat completion: {type(error).__name__}: {error}") from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,9 +36,10 @@ from turnlog.infra.recipes import (
 )
 from turnlog.infra.roles import log_lines
 from turnlog.infra.verifiers import is_late
-from turnlog.producers.agents import Actor, Attempt, Ending, ToolBroken, acting
+from turnlog.producers.agents import WAITED, Actor, Attempt, Ending, ToolBroken, acting
 from turnlog.producers.gateway_client import (
     ContextExceeded,
+    EnginesBusy,
     GatewayClient,
     GatewayFailed,
     GatewayUnavailable,
@@ -46,7 +48,7 @@ from turnlog.producers.gateway_client import (
     SessionOver,
     SessionState,
 )
-from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, begins_with
+from turnlog.producers.tool_calls import NoWorker, Results, ToolCalls, ToolUnanswered, begins_with
 from turnlog.producers.verdicts import Bench
 from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested
 from turnlog.settings import RunnerSettings
@@ -56,6 +58,12 @@ SESSIONS = Counter("turnlog_runner_sessions", "Sessions ended", ["outcome"])
 REWARDS = Counter("turnlog_runner_rewards", "Verdicts", ["verdict"])
 REWARD_SUM = Counter("turnlog_runner_reward_sum", "Sum of the positive rewards assigned")
 CUT = "its group was scored without it"
+LOOK_S = 1.0
+"""Between two looks at a session that has waited: what it has spent is asked of its gateway then."""
+UNBOUNDED_S = 31536000.0
+"""Of a sandbox's wall time; [sandbox] agent_s is below it."""
+OUTAGES = frozenset({WAITED, *(error.__name__ for error in (GatewayUnavailable, EnginesBusy, NoWorker))})
+"""What begins the reason of a session that ended for want of a server."""
 LIVE = (Outcome.completed, Outcome.truncated, Outcome.agent_error)
 """Outcomes of an agent that lived: they get a verdict."""
 
@@ -116,25 +124,26 @@ class Rollout:
         4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable.
         """
         log_lines.about(group_id=self._request.group_id)
-        for attempt in range(self._settings.max_attempts):
+        left = self._settings.max_attempts
+        for attempt in itertools.count():
             if self._cut:
                 self._ended_by_cut = True
                 return None
-            final = attempt + 1 == self._settings.max_attempts
             session = await self._gateway.open(self._request, self._recipe, attempt)
             log_lines.about(session_id=session.session_id)
             state = await self._gateway.state(session) if resume else None
             if state is not None and state.finished:
-                outcome, owed = state.outcome, self._still_owed(session, state)
+                ending, owed = Ending(state.outcome, state.reason), self._still_owed(session, state)
             else:
                 try:
-                    outcome, owed = await self._attempt(session, state, attempt, final)
+                    ending, owed = await self._attempt(session, state, attempt, final=left == 1)
                 except SessionOver as over:
                     log.warning("rollout %s: %s", self._request.rollout_id, over)
                     return None
-            if outcome is not Outcome.infra_failure:
+            left -= not _waited(ending)
+            if ending.outcome is not Outcome.infra_failure or not left:
                 return owed
-        return None
+        raise AssertionError("unreachable")
 
     async def settle(self, owed: Owed) -> None:
         """Judge, and write the verdict. Raises GatewayClientError, LogUnavailable."""
@@ -154,8 +163,9 @@ class Rollout:
         return Owed(self._bench(session, {}), self._recipe.verifier, episode)
 
     async def _attempt(
-        self, session: Session, state: SessionState | None, number: int, final: bool
-    ) -> tuple[Outcome, Owed | None]:
+        self, session: Session, state: SessionState | None, number: int, *, final: bool
+    ) -> tuple[Ending, Owed | None]:
+        """`final`: whether this attempt is the last one, if it fails by more than an outage."""
         actor = acting(
             Attempt(
                 number=number,
@@ -171,7 +181,7 @@ class Rollout:
         )
         ending = await self._until_cut(actor, calls)
         failed, owed, steps = ending.outcome not in LIVE, None, 0
-        final = final or not failed or ending.outcome is Outcome.cancelled
+        final = (final and not _waited(ending)) or not failed or ending.outcome is Outcome.cancelled
         if failed:
             log.warning("rollout %s, attempt %d: %s", self._request.rollout_id, number, ending.reason)
         else:
@@ -198,7 +208,7 @@ class Rollout:
             step_rewards=steps,
         )
         SESSIONS.labels(ending.outcome.value).inc()
-        return ending.outcome, owed
+        return ending, owed
 
     def _bench(self, session: Session, asked: Mapping[str, SandboxCall]) -> Bench:
         return Bench(
@@ -222,10 +232,9 @@ class Rollout:
 
     def _calls(self, session: Session) -> ToolCalls:
         sandbox, patience_s = sandbox_of(self._recipe), self._settings.tool_deadline_s
-        if isinstance(agent_of(self._recipe), CommandAgent):  # its one call is the session
-            deadline_s = self._request.limits.deadline_s
-            sandbox = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, wall_s=deadline_s))
-            patience_s += deadline_s
+        if isinstance(agent_of(self._recipe), CommandAgent):  # its one call is the session: its deadline is kept here
+            sandbox = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, wall_s=UNBOUNDED_S))
+            patience_s += self._request.limits.deadline_s
         return ToolCalls(
             self._events,
             self._results,
@@ -236,13 +245,17 @@ class Rollout:
         )
 
     async def _in_time(self, actor: Actor) -> Ending:
+        """Act until the session has spent its deadline; what it waits for our servers is not spent."""
+        limit_s = self._request.limits.deadline_s
+        acting = asyncio.create_task(actor.act(), name=f"agent of {self._request.rollout_id}")
         try:
-            async with asyncio.timeout(self._request.limits.deadline_s) as deadline:
-                return await actor.act()
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            return await actor.late()
+            while not acting.done() and (left_s := limit_s - await actor.spent_s()) > 0:
+                await asyncio.wait({acting}, timeout=max(left_s, min(LOOK_S, limit_s / 10)))
+        finally:
+            finished = acting.done()
+            acting.cancel()
+            await asyncio.wait({acting})
+        return acting.result() if finished else await actor.late()
 
     async def _until_cut(self, actor: Actor, calls: ToolCalls) -> Ending:
         """Act, unless the group is scored meanwhile."""
@@ -272,3 +285,8 @@ class Rollout:
             return Ending(Outcome.agent_error, str(error))
         except (GatewayFailed, GatewayUnavailable, ToolUnanswered, ToolBroken, BrokenRecipe) as error:
             return Ending(Outcome.infra_failure, f"{type(error).__name__}: {error}")
+
+
+def _waited(ending: Ending) -> bool:
+    """Whether want of a server ended it, by the reason that is on the log: that is no attempt at the task."""
+    return ending.outcome is Outcome.infra_failure and ending.reason.partition(":")[0] in OUTAGES

@@ -28,7 +28,7 @@ from turnlog.producers.gateway_client import GatewayClient, RequestRejected
 from turnlog.producers.rollout import Rollout
 from turnlog.producers.tool_calls import Results
 from turnlog.schemas import UndecodableRecord, topics
-from turnlog.schemas.events import GroupEmitted, RolloutRequested, ToolCallCompleted
+from turnlog.schemas.events import GroupEmitted, RolloutRequested, ToolCallCompleted, ToolCallStarted
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Unit:
 
 log = logging.getLogger(__name__)
 TOPICS = (topics.TASKS.name, topics.TOOL_RESULTS.name)
-COMPLETED = (RECORD_HEADER, ToolCallCompleted.__name__.encode())
+ANSWERED = tuple((RECORD_HEADER, record.__name__.encode()) for record in (ToolCallStarted, ToolCallCompleted))
 COMMIT_EVERY_S = 1.0
 POLL_S = 0.1
 OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts taken and not over")
@@ -241,7 +241,7 @@ class Runner:
         for record in records:
             if record.topic == topics.TASKS.name:
                 await self._task(record)
-            elif COMPLETED in record.headers:
+            elif any(header in record.headers for header in ANSWERED):
                 await self._result(record)
         assert self._reader is not None
         for unit in self._units.values():
@@ -253,7 +253,11 @@ class Runner:
         except UndecodableRecord as cause:
             await self._role.park(record, cause)
             return
-        self._units[record.partition].results.feed(event)
+        results = self._units[record.partition].results
+        if isinstance(event, ToolCallStarted):
+            results.begun(event, time.time() - record.timestamp_ms / 1000)
+        else:
+            results.feed(event)
 
     async def _task(self, record: Record) -> None:
         try:

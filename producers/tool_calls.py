@@ -2,13 +2,15 @@
 
 The runner's one resident reader feeds every result into the `Results` of its unit; a rollout waits there.
 
-ToolUnanswered: nobody answered in time (runner.tool_deadline_s); the call was cancelled.
+ToolUnanswered     nobody answered in time (runner.tool_deadline_s); the call was cancelled
+└── NoWorker       and nobody had begun with it: it waited for a sandbox
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
@@ -21,12 +23,20 @@ from turnlog.schemas.events import (
     ToolCallCancelled,
     ToolCallCompleted,
     ToolCallRequested,
+    ToolCallStarted,
 )
 from turnlog.schemas.types import BlobRef
+
+UNBEGUN = "deadline_s"
+"""Reason of an answer that says that no sandbox was free in time: the call never ran."""
 
 
 class ToolUnanswered(Exception):
     """No sandbox worker answered: is one running, and are its slots enough?"""
+
+
+class NoWorker(ToolUnanswered):
+    """No sandbox worker took the call."""
 
 
 class Results:
@@ -35,6 +45,8 @@ class Results:
     def __init__(self) -> None:
         self._answers: dict[str, dict[str, ToolCallCompleted]] = {}
         self._waiting: dict[str, asyncio.Future[ToolCallCompleted]] = {}
+        self._begun: dict[str, dict[str, float]] = {}
+        """By rollout and call, the event loop's time at which a worker began with it last."""
         self._open: set[str] = set()
         self._settled = False
 
@@ -46,11 +58,24 @@ class Results:
         """The rollout is over."""
         self._open.discard(rollout_id)
         self._answers.pop(rollout_id, None)
+        self._begun.pop(rollout_id, None)
 
     def settle(self) -> None:
         """Every open rollout is expected by now: drop what belongs to others, and keep no more of it."""
         self._settled = True
         self._answers = {rollout: calls for rollout, calls in self._answers.items() if rollout in self._open}
+        self._begun = {rollout: calls for rollout, calls in self._begun.items() if rollout in self._open}
+
+    def begun(self, event: ToolCallStarted, age_s: float) -> None:
+        """A worker began with a call so long ago; what an attempt before had done is lost."""
+        if not self._settled or event.rollout_id in self._open:
+            at = asyncio.get_running_loop().time() - max(0.0, age_s)
+            self._begun.setdefault(event.rollout_id, {})[event.call_id] = at
+
+    def running_s(self, rollout_id: str, call_id: str) -> float | None:
+        """Seconds since a worker began with the call; None: none has, it waits for a sandbox."""
+        at = self._begun.get(rollout_id, {}).get(call_id)
+        return None if at is None else asyncio.get_running_loop().time() - at
 
     def feed(self, event: ToolCallCompleted) -> None:
         """One answer, in log order; later ones for the same call change nothing."""
@@ -121,14 +146,25 @@ class ToolCalls:
         if answered:
             self._workspace = self._results.workspace(self._request.rollout_id, self._session_id)
 
-    async def call(self, call: SandboxCall, call_id: str) -> ToolCallCompleted:
+    def answered_s(self) -> float:
+        """Seconds that sandboxes have worked on those of the session's calls that are answered."""
+        return math.fsum(done.duration_s for done in self._results.of(self._request.rollout_id, self._session_id))
+
+    @property
+    def running_s(self) -> float | None:
+        """Seconds since a worker began with the pending call; None: no call is pending, or it waits for a sandbox."""
+        pending = self._pending
+        return None if pending is None else self._results.running_s(pending.rollout_id, pending.call_id)
+
+    async def call(self, call: SandboxCall, call_id: str, *, while_it_runs: bool = False) -> ToolCallCompleted:
         """Have a call run. Publishing again under the same call_id is harmless: a worker answers a repeated call from
-        its stored result. Raises ToolUnanswered, LogUnavailable."""
+        its stored result. `while_it_runs`: the time to its answer counts until a worker begins with it, and no longer.
+        Raises ToolUnanswered, LogUnavailable."""
         self.asked[call_id] = call
         request = self._pending = self._requested(call, call_id)
         if self._results.answer(request.rollout_id, request.call_id) is None:
             await self._events.append(request)
-        done = await self._answered(request, self._deadline_s)
+        done = await self._answered(request, self._deadline_s, while_it_runs=while_it_runs)
         self._pending = None
         self._next += 1
         self._workspace = done.workspace
@@ -141,15 +177,22 @@ class ToolCalls:
         await self.cancel(reason)
         return await self._answered(pending, within_s) if pending is not None else None
 
-    async def _answered(self, request: ToolCallRequested, within_s: float) -> ToolCallCompleted:
-        try:
-            return await self._results.wait(request.rollout_id, request.call_id, within_s)
-        except TimeoutError:
-            await self.cancel("unanswered")
-            raise ToolUnanswered(
-                f"call {request.call_id} ({request.tool}) got no answer in {within_s:g} s: are sandbox workers "
-                "running? See [runner] tool_deadline_s"
-            ) from None
+    async def _answered(
+        self, request: ToolCallRequested, within_s: float, *, while_it_runs: bool = False
+    ) -> ToolCallCompleted:
+        while True:
+            try:
+                return await self._results.wait(request.rollout_id, request.call_id, within_s)
+            except TimeoutError:
+                begun = self._results.running_s(request.rollout_id, request.call_id) is not None
+                if while_it_runs and begun:
+                    continue
+                await self.cancel("unanswered")
+                kind = ToolUnanswered if begun else NoWorker
+                raise kind(
+                    f"call {request.call_id} ({request.tool}) got no answer in {within_s:g} s: are sandbox workers "
+                    "running? See [runner] tool_deadline_s"
+                ) from None
 
     async def cancel(self, reason: str) -> None:
         """Say that nobody waits for the pending call, if there is one. Not for a session that moves to another runner:

@@ -33,7 +33,7 @@ from turnlog.infra.verifiers import PatchVerifier, SandboxVerifier, rewarding_st
 from turnlog.infra.verifiers.judges import Cause, EnvStep, Means, NoVerdict, foreign, judge, patiently, rewarded, tail
 from turnlog.infra.verifiers.patches import Trees, judged
 from turnlog.producers.gateway_client import GatewayClient, Session
-from turnlog.producers.tool_calls import Results, ToolCalls, ToolUnanswered, begins_with, json_of
+from turnlog.producers.tool_calls import UNBEGUN, NoWorker, Results, ToolCalls, ToolUnanswered, begins_with, json_of
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RewardAssigned,
@@ -219,10 +219,14 @@ class Bench:
         try:
             done = await alone.call(call, name)
         except ToolUnanswered as error:
-            raise NoVerdict(Cause.timeout, f"{error}, or timeout_s of verifier {verifier.name}") from error
+            waited = isinstance(error, NoWorker)
+            why = f"{error}, or timeout_s of verifier {verifier.name}"
+            raise NoVerdict(Cause.timeout, why, waited=waited) from error
         about = f"call {name} ({call.tool}) of verifier {verifier.name} ended as {done.status.value}: {done.reason}"
         text = f"{about}: {tail(_read(done)[1], 1000)}"
-        if done.status in (ToolStatus.infra_error, ToolStatus.cancelled) or done.reason == "deadline_s":
+        if done.reason == UNBEGUN:
+            raise NoVerdict(Cause.sandbox, text, waited=True)
+        if done.status in (ToolStatus.infra_error, ToolStatus.cancelled):
             raise NoVerdict(Cause.sandbox, text, again=True)
         if done.status is ToolStatus.refused:
             raise NoVerdict(Cause.refused, text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import json
 import logging
 import math
@@ -75,11 +76,14 @@ class Cause(StrEnum):
 
 
 class NoVerdict(Exception):
-    """A verifier could not judge; says why. `again`: another attempt may do better, `after_s` from now or later."""
+    """A verifier could not judge; says why. `again`: another attempt may do better, `after_s` from now or later;
+    `waited`: this one was none, for nobody began with it."""
 
-    def __init__(self, cause: Cause, why: str, *, again: bool = False, after_s: float = 0.0) -> None:
+    def __init__(
+        self, cause: Cause, why: str, *, again: bool = False, after_s: float = 0.0, waited: bool = False
+    ) -> None:
         super().__init__(f"{cause.value}: {tail(why, CAUSE_CHARS)}")
-        self.cause, self.again, self.after_s = cause, again, after_s
+        self.cause, self.again, self.after_s, self.waited = cause, again, after_s, waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +188,10 @@ async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args
 
 async def patiently(ask: Callable[[int], Awaitable[T]], *, timeout_s: float | None, attempts: int) -> T:
     """What `ask`, which is told the attempt (from 0), returns within `timeout_s` (None: it has its own); asked again,
-    with growing pauses, while that may help. Raises NoVerdict."""
-    pause = FIRST_PAUSE_S
-    for attempt in range(max(attempts, 1)):
+    with growing pauses, while that may help: as often as `attempts` says, and without end where nobody began with it.
+    Raises NoVerdict."""
+    pause, left = FIRST_PAUSE_S, attempts
+    for attempt in itertools.count():
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 return await ask(attempt)
@@ -196,11 +201,12 @@ async def patiently(ask: Callable[[int], Awaitable[T]], *, timeout_s: float | No
             failed = NoVerdict(Cause.timeout, f"no answer in {timeout_s:g} s (timeout_s of the verifier)", again=True)
         except NoVerdict as error:
             failed = error
-        if not failed.again or attempt + 1 >= attempts:
-            break
+        left -= not failed.waited
+        if not failed.waited and (not failed.again or left < 1):
+            raise failed
         await asyncio.sleep(min(max(pause, failed.after_s), LONGEST_PAUSE_S))
-        pause *= 2
-    raise failed
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    raise AssertionError("unreachable")
 
 
 def tail(text: str, most: int) -> str:

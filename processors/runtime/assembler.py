@@ -24,7 +24,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
-from turnlog.processors.runtime.reaper import Reaper
+from turnlog.processors.runtime.reaper import EnginesServe, Reaper
 from turnlog.processors.runtime.unit import AssemblerPlan, Clock, Unit, UnitFailed, by_unit, requested_skips
 from turnlog.processors.runtime.watch import Limits
 from turnlog.settings import AssemblerSettings
@@ -42,6 +42,7 @@ async def main(role: Role) -> None:
     settings = role.settings.assembler
     plan = assembler_plan(run, settings)
     runner = Runner(plan, role.log, role.events, role.blobs, role.health, clock=time.monotonic)
+    engines = EnginesServe(role.log, role.events, clock=time.monotonic)
     reaper = Reaper(
         runner.units,
         role.log,
@@ -55,7 +56,9 @@ async def main(role: Role) -> None:
             truncated=run.fold.truncated != "exclude",
         ),
         beat=functools.partial(role.health.beat, "reaper"),
+        served_since=engines.since,
     )
+    following = asyncio.create_task(engines.follow())
     reaping = asyncio.create_task(reaper.run(role.stopping))
     folding = asyncio.create_task(
         runner.run(
@@ -66,13 +69,20 @@ async def main(role: Role) -> None:
         )
     )
     try:
-        done, _ = await asyncio.wait((folding, reaping), return_when=asyncio.FIRST_EXCEPTION)
+        await _first_error_or_all(folding, reaping, beside=following)
+    finally:
+        for task in (reaping, folding, following):
+            task.cancel()
+        await asyncio.wait((folding, reaping, following))
+
+
+async def _first_error_or_all(*tasks: asyncio.Task[None], beside: asyncio.Task[None]) -> None:
+    """Until the tasks have ended. Raises the first error of any, also of one that goes on for ever beside them."""
+    waiting: set[asyncio.Task[None]] = {*tasks, beside}
+    while waiting - {beside}:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
-    finally:
-        reaping.cancel()
-        folding.cancel()
-        await asyncio.wait((folding, reaping))
 
 
 def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPlan:

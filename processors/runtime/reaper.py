@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,11 +17,15 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
+from turnlog.processors.core.fleet import SERVING, Fleet
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.unit import Clock, Unit
 from turnlog.processors.runtime.watch import Limits, Watch
+from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import GroupClosed, SessionFinished
+from turnlog.schemas.topics import ENGINES
 
+log = logging.getLogger(__name__)
 EXPIRED = Counter("turnlog_assembler_expired_sessions", "SessionFinished(expired) written")
 CLOSED = Counter("turnlog_assembler_closed_groups", "GroupClosed written", ["reason"])
 LAG = Gauge(
@@ -40,15 +46,51 @@ class _Look:
     """When this owner first passed an end; before, nothing is overdue."""
 
 
+class EnginesServe:
+    """Since when some engine has served, by the log: while none does, sessions are silent for want of one."""
+
+    def __init__(self, log: Log, events: EventLog, *, clock: Clock) -> None:
+        self._log, self._events, self._clock = log, events, clock
+        self._fleet = Fleet()
+        self._since: float | None = None
+        """None: none serves, or what the log holds is not read yet."""
+
+    def since(self) -> float:
+        """Now, while none serves; long ago in a run that has had none."""
+        return self._clock() if self._since is None else self._since
+
+    async def follow(self) -> None:
+        """Fold engine-status, until cancelled."""
+        places = [Partition(ENGINES.name, 0)] if ENGINES.name in await self._log.topics() else []
+        starts, ends = await self._log.start_offsets(places), await self._log.end_offsets(places)
+        async with self._log.reader() as reader:
+            reader.assign(starts)
+            while True:
+                if all(reader.position(place) >= end for place, end in ends.items()):
+                    self._look()
+                for record in await reader.poll(timeout_s=1.0):
+                    try:
+                        self._fleet.apply(await self._events.decode(record))
+                    except UndecodableRecord as error:
+                        log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+
+    def _look(self) -> None:
+        engines = self._fleet.engines.values()
+        if any(engine.state == SERVING for engine in engines):
+            self._since = self._clock() if self._since is None else self._since
+        else:
+            self._since = None if engines else -math.inf
+
+
 class Reaper:
     """Watches the units of one process."""
 
     def __init__(
         self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, limits: Limits,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = lambda: None, served_since: Callable[[], float] = lambda: -math.inf,
     ) -> None:  # fmt: skip
-        """`beat` is called at every look."""
-        self._beat = beat
+        """`beat` is called at every look; `served_since`: since when sessions could go on, now where they cannot."""
+        self._beat, self._served_since = beat, served_since
         self._units = units
         self._log = client
         self._events = events
@@ -89,7 +131,7 @@ class Reaper:
         if all(unit.position[topic] >= end for topic, end in look.ends.items()):
             if look.caught_up_at is None:
                 look.caught_up_at = self._clock()
-            due = self._due(look, look.caught_up_at)
+            due = self._due(look, max(look.caught_up_at, self._served_since()))
             look.at = self._clock()
             look.ends = await self._ends(number)
         for topic, end in look.ends.items():

@@ -290,6 +290,10 @@ class Turn:
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int = 0
+    own_s: float = 0.0
+    """Seconds in which an engine sampled for it."""
+    waited_s: float = 0.0
+    """Seconds in which none did."""
     logprobs: bytes
     """Of the output, little-endian float32, as recorded."""
     versions: tuple[int, int]
@@ -347,6 +351,8 @@ class Turn:
             cached_tokens=completed.cached_tokens,
             output_tokens=completed.output_tokens,
             reasoning_tokens=completed.reasoning_tokens,
+            own_s=completed.total_s - completed.waited_s,
+            waited_s=completed.waited_s,
             logprobs=logprobs,
             versions=(completed.weight_version_first, completed.weight_version_last),
             hashed=hashed,

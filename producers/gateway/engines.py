@@ -15,8 +15,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence, Set
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +41,17 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.experts import own_rows, routing_of_model
-from turnlog.processors.core.fleet import RELEASED
+from turnlog.processors.core.fleet import DRAINING, RELEASED, SERVING
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
-from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, Event, WeightVersionPublished
+from turnlog.schemas.events import (
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+    WeightVersionPublished,
+)
 from turnlog.schemas.events.tasks import Sampling
 from turnlog.schemas.events.turns import VersionSpan
 from turnlog.schemas.topics import ENGINES, WEIGHTS
@@ -133,6 +140,10 @@ RELEASED_S = 5.0
 """A turn is not given up sooner after the last look at an engine whose device is the trainer's."""
 SILENCE_S = 2.0
 """After which an engine is asked for a sign of life, and within which it must give one."""
+PAUSED = ("pause", "load", "check", "resume")
+"""Phases of a swap in which its engine samples nothing."""
+PAUSES = 64
+"""Swaps of weights that an engine's calls are compared with."""
 OVERLOAD = 32
 """Requests in flight beyond the least loaded engine's at which a session leaves its own engine."""
 
@@ -158,6 +169,31 @@ class LiveEngine:
     calls: set[asyncio.Timeout] = field(default_factory=set)
     """By which running requests are given up."""
     listening: asyncio.Task[None] | None = None
+    pauses: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PAUSES))
+    """From when to when it sampled nothing lately, by the clock of Engines."""
+    away_since: float | None = None
+    """Since when it has sampled nothing: its device is the trainer's, or it gives no answer."""
+
+    swaps_since: float | None = None
+    """Since when a version is published that it has neither loaded nor refused: it may be paused for that."""
+
+    def served_s(self, since: float, until: float, *, running: bool = False) -> float:
+        """Seconds of a call in which it sampled; of a `running` one, in which it certainly did."""
+        open_since = (self.away_since, self.swaps_since if running else None)
+        away = _apart([*self.pauses, *((start, until) for start in open_since if start is not None)])
+        return max(0.0, until - since - sum(max(0.0, min(until, end) - max(since, start)) for start, end in away))
+
+    def stood(self, event: Event, now: float) -> None:
+        """Note what a record of engine-status says of the time in which it sampled nothing."""
+        if event.state not in (SERVING, DRAINING):
+            self.away_since = now if self.away_since is None else self.away_since
+        elif self.away_since is not None:
+            self.pauses.append((self.away_since, now))
+            self.away_since = None
+        elif isinstance(event, EngineWeightsLoaded):
+            self.pauses.append((now - sum(event.seconds.get(phase, 0.0) for phase in PAUSED), now))
+        if isinstance(event, EngineWeightsLoaded | EngineWeightsRefused):
+            self.swaps_since = None
 
     @property
     def adapter(self) -> Adapter | None:
@@ -199,6 +235,15 @@ class LiveEngine:
             self.heard = loop.time()
 
 
+def _apart(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The same time in spans that do not overlap."""
+    reached = float("-inf")
+    for start, end in sorted(spans):
+        if end > reached:
+            yield max(start, reached), end
+            reached = end
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Which weights a turn may be sampled from."""
@@ -209,7 +254,7 @@ class Wanted:
     def accepts(self, engine: LiveEngine, chain: WeightChain) -> bool:
         """Whether the engine serves, with weights that fit: of `least` or of a later step, whatever their numbers."""
         fits = not chain.is_older(engine.version, self.least) if self.pinned is None else engine.version == self.pinned
-        return engine.state == "serving" and fits
+        return engine.state == SERVING and fits
 
     def gone(self, engines: Collection[LiveEngine]) -> bool:
         """Whether no engine will have them again: all have later ones."""
@@ -241,6 +286,9 @@ class Engines:
         """Fold one record of weight-versions or of engine-status, whose records repeat url, state and version."""
         if isinstance(event, WeightVersionPublished):
             self.chain.apply(event)
+            for each in self.live.values():
+                if each.swaps_since is None and self.chain.is_news(event.version, each.version):
+                    each.swaps_since = self.clock()
             self._wake()
             return
         engine = self.live.get(event.engine_id)
@@ -252,6 +300,7 @@ class Engines:
         engine.state, engine.version = event.state, event.version
         if isinstance(event, EngineRegistered | EngineWeightsLoaded):
             engine.base_version = event.base_version
+        engine.stood(event, self.clock())
         engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()
 
@@ -365,6 +414,32 @@ class Draft:
     first_token_s: float = 0.0
     failure: Exception | None = None
     """Why a draft with tokens ended in `error`."""
+    served_s: float = 0.0
+    """Seconds in which an engine sampled for it, over the calls that have ended."""
+    call: tuple[LiveEngine, float] | None = None
+    """The engine call that runs, and when it began, by the clock of Engines."""
+
+    sampled_at: float = 0.0
+    """When tokens of that call came last, by the same clock."""
+
+    @contextmanager
+    def served_by(self, engine: LiveEngine, clock: Callable[[], float]) -> Iterator[None]:
+        """Count the time of an engine call. What a dead engine had sampled and not sent is lost, and counts nothing."""
+        began = self.sampled_at = clock()
+        self.call = engine, began
+        try:
+            yield
+        finally:
+            until = self.sampled_at if self.finish == "dead" else clock()
+            self.served_s, self.call = self.served_s + engine.served_s(began, until), None
+
+    def own_s(self, now: float) -> float:
+        """Seconds in which an engine sampled for it until `now`, by the clock of Engines; the rest of its life it has
+        waited."""
+        if self.call is None:
+            return self.served_s
+        engine, began = self.call
+        return self.served_s + engine.served_s(began, now, running=True)
 
     def versions(self) -> tuple[int, int]:
         """Weight version of the first and of the last token."""
@@ -405,11 +480,13 @@ class Sampler:
         stop: tuple[str, ...] = (),
         grammar: Grammar | None = None,
         stopped: Callable[[list[int]], bool] = lambda _: False,
+        draft: Draft | None = None,
     ) -> Draft:
         """The turn's output; `progress` is told of new ids, `stopped` whether an output holds one of `stop`, also where
-        one call gave its beginning and another its end. Raises EngineFailed, NoEngine when there is no token."""
+        one call gave its beginning and another its end. `draft`: a new one that the caller watches. Raises
+        EngineFailed, NoEngine when there is no token."""
         loop = asyncio.get_running_loop()
-        draft = Draft(loop.time())
+        draft = draft or Draft(loop.time())
         stops = dict.fromkeys((*sampling.stop_token_ids, *([] if self.end_of_turn is None else [self.end_of_turn])))
         try:
             for attempt in range(RESUBMISSIONS):
@@ -428,7 +505,8 @@ class Sampler:
                     cache_key=str(engine.version) if self.keyed else "",
                     adapter=engine.adapter,
                 )
-                await self._call(engine, request, draft, wanted, stream, gone, progress, experts, max(1.0, left))
+                with draft.served_by(engine, self.engines.clock):
+                    await self._call(engine, request, draft, wanted, stream, gone, progress, experts, max(1.0, left))
                 draft.finish = _ended(draft, self.eos.union(stops), max_new_tokens, stopped)
                 if draft.finish in ("stop", "length") and experts is not None:
                     experts.demand(len(prompt) + len(draft.ids))
@@ -515,6 +593,7 @@ class Sampler:
         if piece.ids and not draft.ids:
             draft.first_token_s = now - draft.started
         draft.ids += piece.ids
+        draft.sampled_at = self.engines.clock() if piece.ids else draft.sampled_at
         draft.logprobs += piece.logprobs
         draft.cached_tokens = max(draft.cached_tokens, piece.cached_tokens)
 

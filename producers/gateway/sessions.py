@@ -85,8 +85,15 @@ class Running:
     parts: list[Part] = field(default_factory=list)
     """What was said so far, if somebody asked for a stream; all of it once the task is done."""
     clients: int = 0
+    began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    own_s: Callable[[], float] = lambda: 0.0
+    """Seconds in which an engine has sampled for it."""
     cut_off: bool = False
     """What was sampled is being recorded as a part: who asks again is given another turn."""
+
+    def age_s(self) -> float:
+        """Seconds since it was asked for."""
+        return asyncio.get_running_loop().time() - self.began
 
     def wake(self) -> None:
         """Tell those who stream."""
@@ -134,6 +141,8 @@ class Session:
     finishing: asyncio.Task[SessionFinished] | None = None
     refused: str = ""
     """Code of the last request for a turn, if it was refused for what it asks."""
+    failed: str = ""
+    """Code of the last turn, if it failed and not by what was asked: no engine served, the log took no record."""
     begun: deque[float] = field(default_factory=deque)
     """time.monotonic() of the turns of the last minute, where they are counted."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -209,12 +218,19 @@ class Session:
             "reason": self.finished.reason if self.finished else None,
             "turns": [
                 {"epoch": turn.id.epoch, "index": turn.id.index, "finish_reason": turn.finish_reason.value,
-                 "aborted": turn.aborted, "output_tokens": turn.output_tokens, "prompt_tokens": turn.prompt_tokens}
+                 "aborted": turn.aborted, "output_tokens": turn.output_tokens, "prompt_tokens": turn.prompt_tokens,
+                 "own_s": turn.own_s, "waited_s": turn.waited_s}
                 for turn in self.conversation.turns.values()
+            ],
+            "running": [
+                {"index": index, "own_s": (own_s := running.own_s()), "waited_s": max(0.0, running.age_s() - own_s)}
+                for index, running in self.running.items()
             ],
             "messages": messages,
             "last_turn": {"epoch": main.id.epoch, "index": main.id.index} if main else None,
             "refused": self.refused,
+            "failed": self.failed,
+            "taken_over": self.epoch != self.started.event_id,
             "call_seq": sum(message.get("role") == "tool" for message in messages),
         }  # fmt: skip
 

@@ -408,6 +408,7 @@ def _completed(
         queue_s=draft.queue_s,
         first_token_s=draft.first_token_s,
         total_s=now - draft.started,
+        waited_s=max(0.0, now - draft.started - draft.served_s),
         engine_id=draft.engine_id,
         traceparent=request.traceparent,
     )
@@ -505,7 +506,9 @@ class Turns:
         progress = self._follower(request, plan, running) if request.stream else lambda _: None
         routing = self.planner.routing
         experts = routing.turn(plan.stored[1]) if routing is not None and plan.stored is not None else None
-        draft = await sampler.sample(
+        draft = Draft(running.began)
+        running.own_s = lambda: draft.own_s(sampler.engines.clock())
+        await sampler.sample(
             session.id,
             plan.prompt,
             session.started.sampling,
@@ -519,6 +522,7 @@ class Turns:
             stop=request.stop,
             grammar=plan.grammar,
             stopped=lambda ids: shortened(self.prompts.tokens.decode(ids), request.stop)[1] is not None,
+            draft=draft,
         )
         running.cut_off = draft.finish in CUT_OFF
         turn = await self._record(session, request, plan, draft, running, experts)
@@ -620,7 +624,10 @@ def _check_turns(session: Session, claims: Claims) -> None:
 
 def _ended(session: Session, running: Running, task: asyncio.Task[Turn]) -> None:
     session.running.pop(running.id.index, None)
-    if not task.cancelled() and task.exception() is not None:  # retrieved here, for nobody may wait any more
+    error = None if task.cancelled() else task.exception()  # retrieved here, for nobody may wait any more
+    if not task.cancelled():
+        session.failed = error.code if isinstance(error, GatewayError) else ""
+    if error is not None:
         for key, (_, each) in list(session.by_key.items()):
             if each is running:
                 del session.by_key[key]

@@ -93,6 +93,9 @@ class TurnCompleted:
     traceparent: str = ""
     """The agent's span that asked, as W3C Trace Context writes it, without its flags: 00-TRACE-SPAN-00; empty where the
     request named none."""
+    waited_s: float = 0.0
+    """Of total_s, seconds in which nothing sampled for the turn: no engine served it, its engine was paused for new
+    weights, or it died and what it had sampled was lost."""
 
 
 @dataclass(frozen=True, slots=True)

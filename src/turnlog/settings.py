@@ -325,7 +325,7 @@ class FeederSettings:
     max_context_tokens: Count = 512
     """Prompt and output of one turn; at most engine.context."""
     deadline_s: Seconds = 120.0
-    """Of one session; then it is truncated."""
+    """Of one session's own work, after which it is truncated. Waits for engines, sandboxes and gateways are no work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +351,7 @@ class RunnerSettings:
     concurrency: Count = 64
     """Sessions at once in one process."""
     max_attempts: Count = 3
-    """Sessions per rollout before the failure is final."""
+    """Sessions per rollout before the failure is final; one that ended for want of a server does not count."""
     tool_deadline_s: Seconds = 60.0
     """From a tool call to its answer; then the session is tried again."""
     gateway_patience_s: Seconds = 60.0

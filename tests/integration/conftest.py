@@ -42,6 +42,7 @@ from turnlog.schemas.events import (
     SessionFinished,
     ToolCallCompleted,
     ToolCallRequested,
+    ToolCallStarted,
     ToolStatus,
 )
 from turnlog.settings import GatewaySettings, KafkaSettings, ModelSettings, RunnerSettings, RunSettings, Settings
@@ -75,6 +76,12 @@ class Stage:
     engine: MemoryEngine
     policy: Policy = uses_the_tool
     answers: Answerer = lambda request, count: ToolStatus.ok
+    reports: int = 0
+    """Of the engine, so far."""
+    reason: str = ""
+    """Of answers that are not ok."""
+    begins: bool = False
+    """The worker says that it begins with a call, as real ones do."""
     executed: Counter[str] = dataclasses.field(default_factory=Counter)
     blobs: MemoryBlobs = dataclasses.field(default_factory=MemoryBlobs)
 
@@ -131,8 +138,8 @@ class Stage:
         return found
 
     @asynccontextmanager
-    async def gateway(self) -> AsyncIterator[None]:
-        """A real gateway on the address of the settings."""
+    async def gateway(self, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[None]:
+        """A real gateway on the address of the settings. `clock`: by which it waits for engines."""
         log = MemoryLog(self.broker)
         async with EventLog.open(log, self.registry, writer="gateway") as events:
             role = Role("gateway", "gateway-1", self.settings, log, events, self.blobs, Health("gateway"))
@@ -142,6 +149,7 @@ class Stage:
             listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
             with contextlib.closing(listener):
                 gateway = await Gateway.assembled(role, url, connect=lambda _: self.engine)
+                gateway.engines.clock = clock
                 async with gateway.current(), serving(gateway, listener):
                     yield
 
@@ -175,6 +183,8 @@ class Stage:
                     if not isinstance(event, ToolCallRequested):
                         continue
                     if event.call_id not in stored:
+                        if self.begins:
+                            await self.events.append(self.started(event))
                         status = self.answers(event, sum(self.executed.values()))
                         self.executed[event.call_id] += 1
                         if status is None:
@@ -183,12 +193,25 @@ class Stage:
                     await self.events.append(stored[event.call_id])
             await self.broker.changed(0.2)
 
+    async def engine_says(self, record: type[Event], *, version: int = 0, **more: Any) -> None:
+        """What the engine's weight loader writes."""
+        self.reports += 1
+        about = {"run_id": "r", "engine_id": "e", "url": "http://e", "state": "serving", "version": version}
+        await self.events.append(record(event_id=f"report {self.reports}", **{**about, **more}))
+
+    def started(self, event: ToolCallRequested, attempt: int = 1) -> ToolCallStarted:
+        return ToolCallStarted(
+            event_id=f"{event.call_id} {attempt}", run_id="r", group_id=event.group_id, session_id=event.session_id,
+            floor=event.floor, rollout_id=event.rollout_id, call_id=event.call_id, attempt=attempt, worker="w",
+        )  # fmt: skip
+
     def completed(self, event: ToolCallRequested, status: ToolStatus) -> ToolCallCompleted:
         expression = json.loads(event.arguments)["code"].removeprefix("print(").removesuffix(")")
+        reason = "" if status is ToolStatus.ok else self.reason
         return ToolCallCompleted(
             event_id=event.call_id, run_id="r", group_id=event.group_id, session_id=event.session_id,
             floor=event.floor, rollout_id=event.rollout_id, call_id=event.call_id, call_seq=event.call_seq,
-            status=status, reason="", exit_code=0, output=f"{eval(expression)}\n".encode(), full_output=None,
+            status=status, reason=reason, exit_code=0, output=f"{eval(expression)}\n".encode(), full_output=None,
             duration_s=0.0, queue_s=0.0, workspace=None, attempt=0, worker="w", cached=False,
         )  # fmt: skip
 
@@ -199,11 +222,21 @@ class Stage:
 
 @pytest.fixture
 async def stage(calc_model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(calc_model, tmp_path) as stage:
+        worker = asyncio.create_task(stage.work())
+        yield stage
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+@asynccontextmanager
+async def staged(calc_model: Path, directory: Path) -> AsyncIterator[Stage]:
+    """A stage on which nobody answers tool calls yet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     settings = Settings(
-        run=RunSettings(id="r", directory=str(tmp_path)),
+        run=RunSettings(id="r", directory=str(directory)),
         kafka=KafkaSettings(groups=2, rollouts=2),
         model=ModelSettings(path=str(calc_model)),
         gateway=GatewaySettings(url=url),
@@ -217,12 +250,5 @@ async def stage(calc_model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
         engine = MemoryEngine(vocabulary=384, context=512)
         stage = Stage(settings, log.broker, registry, events, engine)
         engine.script = stage.script(TextTokens(calc_model))
-        await events.append(
-            EngineRegistered(
-                event_id="e", run_id="r", engine_id="e", url="http://e", state="serving", version=0, model="m"
-            )
-        )
-        worker = asyncio.create_task(stage.work())
+        await stage.engine_says(EngineRegistered, model="m")
         yield stage
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)

@@ -33,6 +33,8 @@ from turnlog.sandbox_workers.workspaces import Folder
 from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
+    EngineGone,
+    EngineRegistered,
     Outcome,
     RewardAssigned,
     RolloutRequested,
@@ -307,6 +309,18 @@ async def test_a_program_that_hangs_is_truncated_and_judged_by_what_it_left(
     assert (episode.ended.exit_code, episode.ended.output) == (None, "waiting\n")
     await left(tmp_path / "left", episode)
     assert (tmp_path / "left/half").read_text() == "8"
+
+
+async def test_what_a_program_waits_for_an_engine_is_not_of_its_deadline(stage: Stage, offered: Any) -> None:
+    offered.a.runs(ASKS + "ask()")
+    stage.policy = lambda prompt: "8"
+    await stage.engine_says(EngineGone, state="gone", cause="killed")
+    await stage.request(recipe="a", deadline_s=10.0)
+    async with working(stage), stage.gateway(), stage.running():
+        await until(stage, ToolCallStarted)
+        await asyncio.sleep(12.0)
+        await stage.engine_says(EngineRegistered, model="m")
+        assert await outcomes(stage, 1) == [(Outcome.completed, True, "")]
 
 
 async def test_a_program_goes_on_under_another_runner(stage: Stage, offered: Any) -> None:

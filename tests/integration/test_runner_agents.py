@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 import types
@@ -32,7 +33,17 @@ from turnlog.infra.recipes import (
     played,
 )
 from turnlog.producers.recipes.calc import RECIPE as CALC
-from turnlog.schemas.events import Outcome, RewardAssigned, SessionStarted, ToolCallRequested, ToolStatus
+from turnlog.schemas.events import (
+    EngineGone,
+    EngineRegistered,
+    Outcome,
+    RewardAssigned,
+    SessionStarted,
+    ToolCallRequested,
+    ToolStatus,
+    TurnCompleted,
+)
+from turnlog.settings import EngineSettings
 
 Acts = Callable[[AgentSession], Awaitable[Any]]
 UNFINISHED = (Outcome.infra_failure, False)
@@ -182,6 +193,67 @@ async def test_a_function_that_is_at_its_limits_is_truncated_and_judged(
     assert await outcomes(stage, 1, **({"max_turns": 9} | limits)) == [(Outcome.truncated, True)]
     [finish], [reward] = await stage.finished(1), await stage.said(RewardAssigned)
     assert (finish.reason, reward.value) == (reason, 0.0)
+
+
+async def test_what_a_function_waits_for_an_engine_is_not_of_its_deadline(
+    stage: Stage, acts: Callable[[Acts], None]
+) -> None:
+    async def asks(session: AgentSession) -> None:
+        asking = asyncio.create_task(ask(session))
+        await asyncio.wait({asking}, timeout=2.5)
+        assert not asking.done()
+        await stage.engine_says(EngineRegistered, model="m")
+        await asking
+
+    acts(asks)
+    stage.policy = lambda prompt: "8"
+    await stage.engine_says(EngineGone, state="gone", cause="killed")
+    assert await outcomes(stage, 1, deadline_s=1.0) == [(Outcome.completed, True)]
+    [reward], [turn] = await stage.said(RewardAssigned), await stage.said(TurnCompleted)
+    assert reward.value == 1.0
+    assert 2.0 < turn.waited_s < turn.total_s
+
+
+@pytest.mark.parametrize("says", [AgentError, None])
+async def test_a_turn_that_no_engine_served_is_no_failure_of_the_agent_whatever_the_function_makes_of_it(
+    stage: Stage, acts: Callable[[Acts], None], says: type[AgentError] | None
+) -> None:
+    attempts = 0
+
+    async def gives_up(session: AgentSession) -> None:
+        nonlocal attempts
+        attempts += 1
+        await ask(session)
+        if attempts <= stage.settings.runner.max_attempts:  # as many outages are no attempts at all
+            await stage.engine_says(EngineGone, state="gone", cause="killed")
+            with pytest.raises(openai.InternalServerError):
+                await ask(session, {"role": "user", "content": "go on"})
+            await stage.engine_says(EngineRegistered, model="m")
+            if says is not None:
+                raise says("no answer")
+
+    acts(gives_up)
+    stage.settings = dataclasses.replace(stage.settings, engine=EngineSettings(request_timeout_s=0.5))
+    assert await outcomes(stage, 3) == [UNFINISHED, UNFINISHED, (Outcome.completed, True)]
+    assert len(await stage.said(RewardAssigned)) == 1
+
+
+async def test_a_call_that_found_no_sandbox_in_time_is_no_answer_of_a_tool(
+    stage: Stage, acts: Callable[[Acts], None]
+) -> None:
+    async def shrugs(session: AgentSession) -> None:
+        await ask(session)
+        try:
+            await session.call(SandboxCall("python", {"code": "print(1)"}))
+        except Exception:
+            return
+
+    acts(shrugs)
+    stage.answers, stage.reason = (
+        lambda request, count: ToolStatus.timeout if count == 0 else ToolStatus.ok,
+        "deadline_s",
+    )
+    assert await outcomes(stage, 2) == [UNFINISHED, (Outcome.completed, True)]
 
 
 async def test_an_image_token_that_the_model_writes_beside_images_is_the_agents_error(

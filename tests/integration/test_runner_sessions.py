@@ -137,7 +137,7 @@ async def test_a_live_agent_that_hits_a_limit_is_truncated_and_still_judged(
 
 
 async def test_a_deadline_truncates_the_session_and_cancels_the_call_that_it_waited_for(stage: Stage) -> None:
-    stage.answers = lambda request, count: None
+    stage.answers, stage.begins = lambda request, count: None, True
     await stage.request(deadline_s=0.5)
     async with stage.gateway(), stage.running():
         [finish] = await stage.finished(1)

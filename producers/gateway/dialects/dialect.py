@@ -333,6 +333,7 @@ def about(session_id: str, turn: Turn) -> dict[str, Any]:
         "stopped_by": turn.stopped_by,
         "weight_version_first": turn.versions[0],
         "weight_version_last": turn.versions[1],
+        "own_s": turn.own_s,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 
@@ -18,10 +19,19 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.reaper import Reaper
+from turnlog.processors.runtime.reaper import EnginesServe, Reaper
 from turnlog.processors.runtime.unit import records_between
 from turnlog.processors.runtime.watch import Limits, Watch
-from turnlog.schemas.events import Event, GroupClosed, GroupScored, GroupStatus, Outcome, SessionFinished
+from turnlog.schemas.events import (
+    EngineGone,
+    EngineRegistered,
+    Event,
+    GroupClosed,
+    GroupScored,
+    GroupStatus,
+    Outcome,
+    SessionFinished,
+)
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.schemas.types import TurnId
@@ -97,6 +107,35 @@ async def test_a_silent_session_is_expired_with_the_turns_that_are_on_the_log(as
     assert finish.event_id == digest("SessionFinished", silent.session_id, silent.epoch, "expired"), "in every release"
     (score,) = await assembler.scores()
     assert score.rollouts[0].excluded_reason == "expired"
+
+
+async def test_a_session_is_not_silent_while_no_engine_serves(assembler: Assembler) -> None:
+    engines = EnginesServe(assembler.log, assembler.events, clock=assembler.clock)
+    assembler.reaper = Reaper(
+        assembler.runner.units, assembler.log, assembler.events, clock=assembler.clock, limits=LIMITS,
+        served_since=engines.since,
+    )  # fmt: skip
+    engine = {"run_id": "local", "engine_id": "e", "url": "http://e", "version": 0}
+    came = EngineRegistered(event_id="came", state="serving", model="m", **engine)
+    went = EngineGone(event_id="went", state="gone", cause="killed", **engine)
+
+    async def heard(serves: bool) -> None:
+        while (engines._since is not None) is not serves:
+            await assembler.log.broker.changed(1.0)
+
+    following = asyncio.create_task(engines.follow())
+    await assembler.append(came, story("g").started())
+    await heard(True)
+    await assembler.fold()
+    await assembler.append(went)
+    await heard(False)
+    assert await assembler.after(10 * DEADLINE_S) == []
+    await assembler.append(dataclasses.replace(came, event_id="came back"))
+    await heard(True)
+    assert await assembler.after(SILENCE_S - 1) == []
+    (finish,) = await assembler.after(2)
+    assert (finish.session_id, finish.outcome) == (story("g").session_id, Outcome.expired)
+    following.cancel()
 
 
 async def test_a_unit_that_went_has_no_gauge_of_its_lag_here(assembler: Assembler) -> None:
