@@ -16,7 +16,7 @@ import yaml
 from turnlog import cli
 from turnlog.asyncapi_page import asyncapi_page
 from turnlog.consumers.index.schema import page as index_page
-from turnlog.infra.topics_admin import ACCESS, VERBS
+from turnlog.infra.topics_admin import ACCESS, ROLES, VERBS, acls
 from turnlog.metrics_page import metrics_page
 from turnlog.producers.gateway.dialects import fields_page
 from turnlog.schemas.catalogue_page import catalogue_page
@@ -101,6 +101,16 @@ def test_each_verb_is_named_with_those_whose_rights_it_needs() -> None:
     assert set(found.choices) - WITHOUT_A_LOG - named <= set(ACCESS)
     page = (ROOT / "docs/kafka.md").read_text()
     assert [name for name, said in VERBS.items() if f"| `{name}` | {said} |" not in page] == []
+
+
+def test_the_page_names_those_that_ask_for_a_producer_id_alone() -> None:
+    page = (ROOT / "docs/kafka.md").read_text()
+    found = re.search(r"only those that write none \(([^)]*)\)", page)
+    assert found is not None
+    given = {
+        role for role in ROLES for acl in acls(Settings(), role) if acl.operation == "IdempotentWrite"
+    }  # fmt: skip
+    assert set(re.findall(r"`([a-z-]+)`", found[1])) == given
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
