@@ -221,9 +221,22 @@ class Guard:
         if self._rules.login and not visitor.logged_in and not request.scope["path"].startswith(OPEN):
             raise Refused(401, "log in first: `turnlog dashboard link` prints a link that counts once")
         if request.method == "POST":
-            _check_origin(request)
+            self._check_origin(request)
             if not visitor.logged_in:
                 raise Refused(403, "log in first: `turnlog dashboard link` prints a link that counts once")
+
+    def _check_origin(self, request: Request) -> None:
+        """Raises Refused for a POST that another site's page sent, or that does not say which page did. Another scheme
+        is another site, unless a proxy with TLS is before us, by a name of [dashboard] hosts or by what it forwards."""
+        origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
+        host, schemes = request.headers["host"], {request.url.scheme}
+        found = HOST.fullmatch(host)
+        if found is not None and found[1].lower() in self._rules.hosts:
+            schemes.add("https")
+        if origin not in {f"{scheme}://{host}" for scheme in schemes} or site != "same-origin":
+            raise Refused(
+                403, f"a form of another site ({origin[:200] or 'no Origin'}): actions come from pages of this one"
+            )
 
     def _knows(self, host: str) -> bool:
         found = HOST.fullmatch(host)
@@ -253,15 +266,6 @@ class Guard:
         answer = RedirectResponse("/", 303)
         answer.delete_cookie(self._rules.cookie, path="/", httponly=True, samesite="strict")
         return answer
-
-
-def _check_origin(request: Request) -> None:
-    """Raises Refused for a POST that another site's page sent, or that does not say which page did."""
-    origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
-    if origin.partition("://")[2] != request.headers["host"] or site != "same-origin":
-        raise Refused(
-            403, f"a form of another site ({origin[:200] or 'no Origin'}): actions come from pages of this one"
-        )
 
 
 async def checked_form(request: Request) -> Mapping[str, str]:

@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import os
+import stat
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
@@ -136,11 +138,22 @@ async def _served(settings: Settings, *, archive: bool, against: Sequence[str] =
         serving(settings, connect, stopping=stopping, against=against) as (url, keys),
     ):
         with _told(Path(settings.run.directory), url):
-            say(f"dashboard of run {settings.run.id}: {url}", f"log in once: {link(keys, url)}")
+            say(f"dashboard of run {settings.run.id}: {url}", _login_line(settings, keys, url))
             if not is_loopback(settings.dashboard.host):
                 log.warning("%s is reached from elsewhere, and not encrypted: put a proxy with TLS before it", url)
             health.started()
             await stopping.wait()
+
+
+def _login_line(settings: Settings, keys: Keys, url: str) -> str:
+    """How to log in. A file keeps what it is told, and more people read a log than may act: no link goes into one."""
+    try:
+        kept = stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    except (OSError, ValueError):  # it is no file at all
+        kept = False
+    if kept:
+        return f"log in: `turnlog --run {settings.run.id} dashboard link` prints a link that counts once"
+    return f"log in once: {link(keys, url)}"
 
 
 @contextlib.contextmanager

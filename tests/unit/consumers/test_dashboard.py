@@ -302,7 +302,8 @@ async def test_a_form_counts_with_origin_login_and_form_token_alone(told: ToldRu
         token = re.search(r'name="form_token" value="([0-9a-f]+)"', page)
         assert token is not None
         form = {"form_token": token[1]}
-        for headers in ({}, {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": "http://["},
+        secure = {"origin": origin["origin"].replace("http:", "https:")}
+        for headers in ({}, secure, {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": "http://["},
                         origin | {"sec-fetch-site": "cross-site"}):  # fmt: skip
             answer = await client.post("/logout", data=form, headers=headers)
             assert (answer.status_code, "content-security-policy" in answer.headers) == (403, True), headers
@@ -660,6 +661,32 @@ def test_the_command_says_where_it_is_serves_without_a_log_and_ends_clean(told: 
     gone = started(told, "link")
     assert "NotRunning" in gone.communicate(timeout=60)[1]
     assert gone.returncode == 2
+
+
+async def test_a_form_comes_by_https_where_a_proxy_is_before_the_dashboard(told: ToldRun) -> None:
+    async with site(told, hosts=("runs.example",)) as (client, link):
+        await client.get(link)
+        token = re.search(r'name="form_token" value="([0-9a-f]+)"', (await client.get("/")).text)
+        assert token is not None
+        client.cookies = httpx.Cookies(dict(client.cookies))
+        for origin, status in (("https://other.example", 403), ("https://runs.example", 303)):
+            named = {"host": "runs.example", "origin": origin}
+            answer = await client.post("/logout", data={"form_token": token[1]}, headers=named)
+            assert answer.status_code == status, answer.text
+
+
+def test_no_login_link_goes_into_a_log(told: ToldRun, tmp_path: Path) -> None:
+    env = {**os.environ, "TURNLOG_RUN_ID": "run", "TURNLOG_RUN_DIRECTORY": str(told.folder)}
+    log, command = tmp_path / "dashboard.log", [sys.executable, "-m", "turnlog.cli", "dashboard"]
+    with log.open("wb") as out, subprocess.Popen(command, env=env, stdout=out, stderr=out) as serving_:
+        try:
+            while not log.read_bytes().count(b"\n") >= 2 and serving_.poll() is None:
+                os.sched_yield()
+        finally:
+            serving_.send_signal(signal.SIGINT)
+            serving_.wait(60)
+    assert "log in: `turnlog --run run dashboard link` prints a link" in log.read_text()
+    assert "token" not in log.read_text()
 
 
 def test_a_bind_beyond_the_loopback_warns_that_it_is_not_encrypted(told: ToldRun) -> None:
