@@ -9,6 +9,7 @@ GatewayError
 │   ├── ConstraintRefused a field would constrain what is sampled
 │   └── UnknownPrevious   previous_response_id names no turn of the session
 ├── ImagesNotServed       400 the model, or its template, takes no images
+├── ToolsNotServed        400 the model's chat template does not write calls or their results
 ├── StrayImageToken       400 the model or a message wrote an image token, and no engine takes that beside images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
@@ -94,6 +95,12 @@ class ImagesNotServed(GatewayError):
     """Says what the model lacks."""
 
     status, type, code = 400, "invalid_request_error", "images_not_served"
+
+
+class ToolsNotServed(GatewayError):
+    """Says what the chat template drops of a conversation."""
+
+    status, type, code = 400, "invalid_request_error", "tools_not_served"
 
 
 class StrayImageToken(GatewayError):

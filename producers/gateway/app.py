@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import orjson
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -73,7 +73,7 @@ from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.formats import formats_of
 from turnlog.producers.gateway.parsers.parser import CallFormat, Marks
 from turnlog.producers.gateway.profiles import Harness, harness
-from turnlog.producers.gateway.prompts import Prompts, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, Shown, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import (
@@ -117,6 +117,7 @@ NOT_SERVED = (
     "Anthropic's messages (/v1/messages); Google's API, which Gemini CLI speaks, is not: take another client, "
     "or a proxy that translates (docs/harnesses.md)"
 )
+WRITES = Gauge("turnlog_gateway_template_writes", "Whether the model's chat template writes it", ("what",))
 REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
 
 T = TypeVar("T")
@@ -173,13 +174,19 @@ class Gateway:
             life_s=shown.session_s, turns=shown.session_turns, turns_per_minute=shown.session_turns_per_minute
         )
         images = image_tokens(folder, settings.gateway.max_image_pixels)
-        calls, thinking = formats_of(template.source, settings.gateway.tool_calls, settings.gateway.reasoning)
-        log.info("%s", _of_the_model(prompts, calls, thinking))
+        written = prompts.shown()
+        calls, thinking = formats_of(
+            f"{template.source}\n{written.answer}", settings.gateway.tool_calls, settings.gateway.reasoning
+        )
+        log.info("%s", _of_the_model(prompts, written, calls, thinking))
+        for warning in _doubts(prompts, written, calls):
+            log.warning("%s", warning)
         keys = SigningKeys(settings.gateway, Path(settings.run.directory))
         sampler = Sampler(
             engines=engines,
             timeout_s=settings.engine.request_timeout_s,
-            end_of_turn=prompts.end_of_turn,
+            # where the model names what ends its answers, a mark of the template may end only a part of one
+            ends=tuple(sorted(tokens.eos)) or tuple(one for one in [prompts.end_of_turn] if one is not None),
             eos=tokens.eos,
             vocabulary=tokens.vocabulary,
             keyed=settings.engine.update == "in_place",
@@ -200,6 +207,7 @@ class Gateway:
                     constraints=settings.gateway.constraints,
                     routing=routing_of(tokens.config, settings.gateway.routed_experts, settings.engine.update),
                     image_token=images.token if images else None,
+                    shown=written,
                     calls=calls,
                     thinking=thinking,
                 ),
@@ -568,17 +576,40 @@ def build(gateway: Gateway) -> Starlette:
     )
 
 
-def _of_the_model(prompts: Prompts, calls: CallFormat | None, thinking: Marks | None) -> str:
+def _of_the_model(prompts: Prompts, written: Shown, calls: CallFormat | None, thinking: Marks | None) -> str:
     """What a gateway makes of a chat template: a wrong guess, and what costs tokens, is seen at its start."""
     kinds = prompts.appended()
     told = {
+        "writes": [what for what, shown in written.of_tools().items() if shown],
         "tool calls": [calls.marks.opening] if calls else [],
         "reasoning": [thinking.opening] if thinking else [],
         "appended": [kind for kind, appended in kinds.items() if appended],
         "rendered anew": [kind for kind, appended in kinds.items() if not appended],
     }
+    for what, shown in written.of_tools().items():
+        WRITES.labels(what).set(bool(shown))
     said = (f"{name}: {', '.join(found) or 'none'}" for name, found in told.items())
     return f"chat template {prompts.template.sha256[:12]}: {'; '.join(said)}"
+
+
+def _doubts(prompts: Prompts, written: Shown, calls: CallFormat | None) -> Iterator[str]:
+    """What will go wrong without an error, or is refused later."""
+    for what, shown in written.of_tools().items():
+        if shown is False:
+            yield f"the chat template does not write {what}: the model never sees what requests have of them"
+    if written.calls and calls is None:
+        yield "no known format reads the calls that the chat template writes: they stay text ([gateway] tool_calls)"
+    elif written.answer and calls is not None and not written.read_by(calls):
+        yield (
+            f"the format {calls.marks.opening} does not read the calls as the chat template writes them: [gateway] "
+            "tool_calls names another"
+        )
+    end = prompts.end_of_turn
+    if end is not None and prompts.tokens.eos and end not in prompts.tokens.eos:
+        yield (
+            f"answers end at what generation_config.json and config.json name, and {prompts.end_mark}, by which the "
+            "chat template ends messages, is not among it: name it there if it ends answers, too"
+        )
 
 
 async def main(role: Role) -> None:

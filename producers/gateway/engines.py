@@ -454,7 +454,7 @@ class Sampler:
 
     engines: Engines
     timeout_s: float
-    end_of_turn: int | None
+    ends: Sequence[int]
     eos: frozenset[int] = frozenset()
     """Ids at which engines stop unasked."""
     vocabulary: int = 2**31
@@ -487,7 +487,7 @@ class Sampler:
         EngineFailed, NoEngine when there is no token."""
         loop = asyncio.get_running_loop()
         draft = draft or Draft(loop.time())
-        stops = dict.fromkeys((*sampling.stop_token_ids, *([] if self.end_of_turn is None else [self.end_of_turn])))
+        stops = dict.fromkeys((*sampling.stop_token_ids, *self.ends))
         try:
             for attempt in range(RESUBMISSIONS):
                 left = self.timeout_s - (loop.time() - draft.started)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from turnlog.producers.gateway import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.parsers.formats import MARKS
+from turnlog.producers.gateway.parsers.parser import Call, CallFormat, Parser
 from turnlog.producers.gateway.rendering.template import ChatTemplate, read_json, tojson
 
 UNKNOWN = "�"
@@ -199,6 +200,31 @@ class Ending(NamedTuple):
     mark_text: str
 
 
+class Shown(NamedTuple):
+    """What a template writes of a conversation with tools. None: it refuses such a conversation."""
+
+    tools: bool | None
+    """The tools that are offered."""
+    calls: bool | None
+    results: bool | None
+    answer: str
+    """An answer that is one call of f, {"a": SENTINEL}, as the template writes it; empty if it does not."""
+
+    def of_tools(self) -> dict[str, bool | None]:
+        """Whether the template writes each of these."""
+        return {"tools": self.tools, "calls": self.calls, "results": self.results}
+
+    def read_by(self, calls: CallFormat) -> bool:
+        """Whether a format reads the call in `answer`."""
+        parser = Parser(calls, tools=TOOLS)
+        parser.push(self.answer)
+        parser.end()
+        return Call("f", f'{{"a":"{SENTINEL}"}}') in parser.parts
+
+
+RESULT = "Zq8"
+
+
 class Prompts:
     """Prompt ids of turns, for one tokenizer and one template."""
 
@@ -289,6 +315,41 @@ class Prompts:
         anew: by the roles of the messages, and whether tools are offered."""
         kinds = [Kind(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
         return {"+".join(one.roles) + " with tools" * one.tools: self._incremental(one) for one in kinds}
+
+    def shown(self) -> Shown:
+        """What the template writes of tools, calls and results."""
+        asked = {"role": "user", "content": "u"}
+        called = {"role": "assistant", "content": "", "tool_calls": _called(1)}
+        result = {"role": "tool", "content": RESULT, "tool_call_id": "call00000", "name": "f"}
+        described = [{"type": "function", "function": {"name": "f", "description": RESULT, "parameters": PARAMETERS}}]
+        before = self._attempted([asked], TOOLS) or ""
+        offered, said = self._attempted([asked], described), self._attempted([asked, called], TOOLS)
+        answered = self._attempted([asked, called, result], TOOLS)
+        calls = None if said is None else said != self._attempted([asked, {"role": "assistant", "content": ""}], TOOLS)
+        return Shown(
+            tools=None if offered is None else RESULT in offered,
+            calls=calls,
+            results=None if answered is None else RESULT in answered,
+            answer=self._without_end((said or "").removeprefix(before)) if SENTINEL in (said or "") else "",
+        )
+
+    def _without_end(self, answer: str) -> str:
+        """An answer as it was sampled: without the marks that end it."""
+        ends = [self.end_mark, *(self.tokens.special[one] for one in self.tokens.eos if one in self.tokens.special)]
+        while True:
+            shorter = answer.rstrip("\n")
+            for end in ends:
+                shorter = shorter.removesuffix(end)
+            if shorter == answer:
+                return answer
+            answer = shorter
+
+    def _attempted(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
+        """A conversation as the template writes it, None if it refuses; an answer at its end is whole."""
+        try:
+            return self.template.render(self._fitted(messages), tools, generate=messages[-1]["role"] != "assistant")
+        except BadRequest:
+            return None
 
     def _incremental(self, kind: Kind) -> bool:
         if kind not in self._kinds:

@@ -26,6 +26,7 @@ from turnlog.producers.gateway import (
     GatewayError,
     NotRecorded,
     PrefillNotServed,
+    ToolsNotServed,
     TurnsSpent,
 )
 from turnlog.producers.gateway.conversation import Place, Turn, above, continued
@@ -35,7 +36,7 @@ from turnlog.producers.gateway.images import Admitted, by_reference, check_image
 from turnlog.producers.gateway.messages import Message, id_of_call, response_of, system_digest, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
 from turnlog.producers.gateway.parsers.parser import CallFormat, Marks, Parser, Part, Reasoning, certain, shortened
-from turnlog.producers.gateway.prompts import Prompts, TextStream
+from turnlog.producers.gateway.prompts import Prompts, Shown, TextStream
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Running, Session
 from turnlog.schemas.events.tasks import Purpose
@@ -119,6 +120,8 @@ class Planner:
     routing: Routing | None = None
     """Of a mixture of experts whose routed experts are recorded."""
     image_token: int | None = None
+    shown: Shown
+    """What the template writes of tools, calls and results."""
     calls: CallFormat | None = None
     """None: all stays text."""
     thinking: Marks | None = None
@@ -127,8 +130,10 @@ class Planner:
     async def plan(
         self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
     ) -> TurnPlan:
-        """Raises BadRequest, ConstraintRefused, ImagesNotServed, StrayImageToken, ContextOverflow, TooMany."""
+        """Raises BadRequest, ConstraintRefused, ImagesNotServed, ToolsNotServed, StrayImageToken, ContextOverflow,
+        TooMany."""
         _check_prefill(request.messages[-1])
+        self._check_tools(request)
         window = self._window(claims)
         base, kept, tools_sha256, prompt = await self._prompt(session, request, window)
         ids, images, known, reason = prompt
@@ -148,6 +153,18 @@ class Planner:
             base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, grammar, policy,
             stored,
         )  # fmt: skip
+
+    def _check_tools(self, request: TurnRequest) -> None:
+        """A model may know its tools otherwise, by its training or by a system text; what they answered it cannot.
+        Raises ToolsNotServed."""
+        if request.tools and self.shown.tools is False:
+            IGNORED.labels("tools").inc()
+        if self.shown.results is False and any(one.role == "tool" for one in request.messages):
+            raise ToolsNotServed(
+                "the model's chat template does not write the results of tools, so that the model would never see "
+                "them: send them as the user's messages, or give the model's folder a template that writes them",
+                param="messages",
+            )
 
     def _grammar(self, request: TurnRequest, prompt: Ids, *, trains: bool) -> Grammar | None:
         """What an engine is to hold the output to. What trains takes nothing: log-probs of tokens that a grammar chose
@@ -283,6 +300,13 @@ class Planner:
         return with_ids(request.messages, ids) if ids else request.messages
 
     async def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
+        if self.shown.calls is False and any("tool_calls" in one.template for one in request.messages):
+            raise ToolsNotServed(
+                "the model's chat template does not write the calls of the assistant's messages, and these have to be "
+                f"written anew ({reason}): give the model's folder a template that writes them",
+                param="messages",
+            )
+
         def rendered() -> tuple[Ids, tuple[ImageRef, ...]]:
             ids = self.prompts.full(self._shown(request), request.tools, session.began)
             ids, images = placed(ids, 0, self.image_token, _pictures(request.messages, request.images))
@@ -589,8 +613,11 @@ class Turns:
         return progress
 
     def _parser(self, request: TurnRequest, plan: TurnPlan) -> Parser:
-        calls = self.planner.calls if request.calls and request.tools else None
-        return Parser(calls, self.planner.thinking, self.planner.inside(plan.prompt), request.tools or ())
+        tools = request.tools or () if request.calls else ()
+        calls = self.planner.calls
+        if calls is not None and calls.whole is None and not tools:
+            calls = None
+        return Parser(calls, self.planner.thinking, self.planner.inside(plan.prompt), tools)
 
     def _said(self, session: Session, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft) -> Said:
         """The output's text without what ended it, taken apart."""

@@ -259,11 +259,37 @@ class GatewaySettings:
     history: Literal["sampled", "template"] = "sampled"
     """sampled: a base's ids stay; template: strip as the chat template does."""
     tool_calls: Literal[
-        "auto", "none", "hermes", "qwen3_coder", "seed", "glm45", "glm4", "llama3", "mistral", "deepseek", "kimi_k2"
+        "auto",
+        "none",
+        "hermes",
+        "qwen3_coder",
+        "seed",
+        "glm45",
+        "glm4",
+        "llama3",
+        "mistral",
+        "deepseek",
+        "kimi_k2",
+        "gpt_oss",
+        "minimax_m2",
+        "deepseek_v32",
+        "deepseek_v4",
+        "gemma4",
+        "lfm2",
+        "cohere",
+        "nemotron",
+        "apertus",
+        "hunyuan",
+        "minicpm",
+        "muse",
+        "solar",
+        "gigachat",
+        "functionary",
+        "tool_calls",
     ] = "auto"
-    """How the model writes tool calls: auto, as its chat template shows it, else hermes; none: all stays text."""
+    """How the model writes tool calls: auto, as its chat template shows it; none: all stays text."""
     reasoning: Literal[
-        "auto", "none", "think", "thinking", "thought", "reasoning", "seed", "mistral", "kimi", "cohere"
+        "auto", "none", "think", "thinking", "thought", "reasoning", "seed", "mistral", "kimi", "cohere", "gemma4"
     ] = "auto"
     """Between which marks the model reasons (think: <think> and </think>): auto, those of which the closing one stands
     in its chat template; none: what it reasons stays text."""

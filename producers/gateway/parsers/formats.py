@@ -14,10 +14,50 @@ from typing import Any
 
 import orjson
 
-from turnlog.producers.gateway.parsers.parser import Call, CallFormat, Marks
-from turnlog.producers.gateway.parsers.values import Schema, compact, exact, leading
+from turnlog.producers.gateway.parsers.families import (
+    QUOTE,
+    by_schema,
+    call,
+    dsml,
+    gemma,
+    harmony,
+    keyed_by_name,
+    objects,
+    pairs,
+    pythonic,
+    schemas,
+    tagged,
+)
+from turnlog.producers.gateway.parsers.parser import JSON_STRING, Call, CallFormat, Marks
+from turnlog.producers.gateway.parsers.values import exact, leading
 
-NAME = re.compile(r"[^\s<>{}\[\]]+")
+
+def _listed(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+    """Objects of {"name", "arguments"}: a list of them, or one behind the other."""
+    return _calls(objects(body)) or None
+
+
+def _cohere(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+    """A list of {"tool_call_id", "tool_name", "parameters"}"""
+    found = objects(body) or [None]
+    if not all(isinstance(one, dict) and one.keys() <= {"tool_call_id", "tool_name", "parameters"} for one in found):
+        return None
+    return _calls([{"name": one.get("tool_name"), "parameters": one.get("parameters")} for one in found])
+
+
+def _solar(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+    """ID, a mark, NAME, a mark, the arguments."""
+    _, _, rest = body.partition("<|tool_call:name|>")
+    name, _, arguments = rest.partition("<|tool_call:args|>")
+    made = call(name.strip(), exact(arguments))
+    return [made] if made else None
+
+
+def _function(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+    """NAME>{...}"""
+    name, _, arguments = body.partition(">")
+    made = call(name.strip(), exact(arguments))
+    return [made] if made else None
 
 
 def _hermes(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
@@ -43,37 +83,34 @@ def _llama_bare(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     """The same as a whole answer, without a mark: nothing tells it from an answer in JSON but the name of a tool that
     was offered, and arguments beside it."""
     value = exact(body)
-    if not isinstance(value, dict) or len(value.keys() - BESIDE) != 1 or value.get("name") not in _schemas(tools):
+    if not isinstance(value, dict) or len(value.keys() - BESIDE) != 1:
         return None
-    return _calls(value)
+    found = _calls(value)
+    return found if found and all(one.name in schemas(tools) for one in found) else None
 
 
-def _coder(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME> <parameter=KEY> value </parameter> ..."""
-    name, _, rest = body.partition(">")
-    values = _pairs(rest, r"\s*<parameter=([^<>\s]+)>\n?(.*?)\n?", "</parameter>")
-    return _typed(name, values, tools, otherwise=("string",))
+CODER = tagged(">", r"\s*<parameter=(?P<key>[^<>\s]+)>\n?(?P<value>.*?)\n?", "</parameter>")
 
 
 def _glm(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     """NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value> ..."""
     name, key, rest = body.partition("<arg_key>")
-    values = _pairs(key + rest, r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*)", "</arg_value>")
-    return _typed(name.strip(), values, tools, otherwise=())
+    values = pairs(key + rest, r"\s*<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*)", "</arg_value>")
+    return by_schema(name.strip(), values, tools, otherwise=())
 
 
 def _glm4(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     """NAME, a new line, the arguments; several with <|assistant|> between them. Only a tool that was offered: nothing
     else tells it from text."""
-    offered, found, at = _schemas(tools), list[Call](), 0
+    offered, found, at = schemas(tools), list[Call](), 0
     body = body.strip()
     while at < len(body):
         name, _, _ = body[at:].partition("\n")
         arguments, end = leading(body, at + len(name))
-        call = _call(name.strip() if name.strip() in offered else "", arguments)
-        if not call or not (end == len(body) or body.startswith("<|assistant|>", end)):
+        made = call(name.strip() if name.strip() in offered else "", arguments)
+        if not made or not (end == len(body) or body.startswith("<|assistant|>", end)):
             return None
-        found.append(call)
+        found.append(made)
         at = end + len("<|assistant|>")
         while body[at : at + 1].isspace():
             at += 1
@@ -88,10 +125,10 @@ def _mistral(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     while at < len(body):
         arguments = body.find("[ARGS]", at)
         value, end = leading(body, arguments + len("[ARGS]"))
-        call = _call(body[at : max(at, arguments)].partition("[CALL_ID]")[0].strip(), value)
-        if not call or not (end == len(body) or body.startswith("[TOOL_CALLS]", end)):
+        made = call(body[at : max(at, arguments)].partition("[CALL_ID]")[0].strip(), value)
+        if not made or not (end == len(body) or body.startswith("[TOOL_CALLS]", end)):
             return None
-        found.append(call)
+        found.append(made)
         at = end + len("[TOOL_CALLS]")
     return found or None
 
@@ -101,16 +138,16 @@ def _deepseek(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     name, _, arguments = body.partition("<｜tool▁sep｜>")
     if "\n```json\n" in arguments and arguments.rstrip().endswith("\n```"):
         name, _, arguments = arguments.rstrip()[:-3].partition("\n```json\n")
-    call = _call(name.strip(), exact(arguments))
-    return [call] if call else None
+    made = call(name.strip(), exact(arguments))
+    return [made] if made else None
 
 
 def _kimi(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     """functions.NAME:COUNT, a mark, the arguments."""
     name, _, arguments = body.partition("<|tool_call_argument_begin|>")
     named = re.fullmatch(r"(?:functions\.)?([\w.-]+):\d+", name.strip())
-    call = _call(named[1] if named else "", exact(arguments))
-    return [call] if call else None
+    made = call(named[1] if named else "", exact(arguments))
+    return [made] if made else None
 
 
 def _mistral_id(_: str, __: int, given: str) -> str:
@@ -126,16 +163,16 @@ def _kimi_id(tool: str, before: int, given: str) -> str:
 PARAMETER = Marks("<parameter=", "</parameter>")
 FORMATS: Mapping[str, CallFormat] = {
     "seed": CallFormat(
-        Marks("<function=", "</function>"), _coder, Marks("<seed:tool_call>", "</seed:tool_call>"), values=PARAMETER
+        Marks("<function=", "</function>"), CODER, Marks("<seed:tool_call>", "</seed:tool_call>"), values=PARAMETER
     ),
     "qwen3_coder": CallFormat(
-        Marks("<function=", "</function>"), _coder, Marks("<tool_call>", "</tool_call>"), values=PARAMETER
+        Marks("<function=", "</function>"), CODER, Marks("<tool_call>", "</tool_call>"), values=PARAMETER
     ),
     "glm45": CallFormat(
         Marks("<tool_call>", "</tool_call>"), _glm, values=Marks("<arg_value>", "</arg_value>")
     ),
     "glm4": CallFormat(
-        Marks("<|assistant|>", ""), _glm4, bare=lambda tools: [f"{name}\n" for name in _schemas(tools)],
+        Marks("<|assistant|>", ""), _glm4, bare=lambda tools: [f"{name}\n" for name in schemas(tools)],
         around_arguments=("NAME\n", ""),
     ),
     "llama3": CallFormat(
@@ -154,6 +191,56 @@ FORMATS: Mapping[str, CallFormat] = {
         Marks("<|tool_call_begin|>", "<|tool_call_end|>"), _kimi,
         Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ids=_kimi_id,
     ),
+    "gpt_oss": CallFormat(Marks("<|channel|>", ""), lambda _, __: None, whole=harmony),
+    "minimax_m2": CallFormat(
+        Marks('<invoke name="', "</invoke>"),
+        tagged('">', r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</parameter>"),
+        Marks("<minimax:tool_call>", "</minimax:tool_call>"), values=Marks('<parameter name="', "</parameter>"),
+    ),
+    "deepseek_v32": CallFormat(
+        Marks('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), dsml,
+        Marks("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        values=Marks('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+    ),
+    "deepseek_v4": CallFormat(
+        Marks('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), dsml,
+        Marks("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        values=Marks('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+    ),
+    "gemma4": CallFormat(Marks("<|tool_call>", "<tool_call|>"), gemma, values=Marks(QUOTE, QUOTE)),
+    "lfm2": CallFormat(Marks("<|tool_call_start|>", "<|tool_call_end|>"), pythonic, values=Marks("'", "'")),
+    "cohere": CallFormat(Marks("<|START_ACTION|>", "<|END_ACTION|>"), _cohere),
+    "nemotron": CallFormat(Marks("<TOOLCALL>", "</TOOLCALL>"), _listed),
+    "apertus": CallFormat(Marks("<|tools_prefix|>", "<|tools_suffix|>"), keyed_by_name),
+    "hunyuan": CallFormat(
+        Marks("<tool_call:opensource>", "</tool_call:opensource>"),
+        tagged(
+            "<tool_sep:opensource>",
+            r"\s*<arg_key:opensource>(?P<key>[^<>]+)</arg_key:opensource>\s*<arg_value:opensource>(?P<value>.*)",
+            "</arg_value:opensource>",
+        ),
+        Marks("<tool_calls:opensource>", "</tool_calls:opensource>"),
+        values=Marks("<arg_value:opensource>", "</arg_value:opensource>"),
+    ),
+    "minicpm": CallFormat(
+        Marks('<function name="', "</function>"),
+        tagged(
+            '">', r'\s*<param name="(?P<key>[^"]+)">(?P<cdata><!\[CDATA\[)?(?P<value>.*?)(?(cdata)\]\]>)', "</param>"
+        ),
+        values=Marks('<param name="', "</param>"),
+    ),
+    "muse": CallFormat(
+        Marks('<atem:invoke name="', "</atem:invoke>"),
+        tagged('">', r'\s*<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</atem:parameter>"),
+        Marks("<atem:function_calls>", "</atem:function_calls>"),
+        values=Marks('<atem:parameter name="', "</atem:parameter>"),
+    ),
+    "solar": CallFormat(
+        Marks("<|tool_call:begin|>", "<|tool_call:end|>"), _solar, Marks("<|tool_calls|>", "<|calls|>")
+    ),
+    "gigachat": CallFormat(Marks("<|function_call|>", ""), _hermes),
+    "functionary": CallFormat(Marks("<function=", "</function>"), _function),
+    "tool_calls": CallFormat(Marks("<tool_calls>", "</tool_calls>"), _listed),
     "hermes": CallFormat(
         Marks("<tool_call>", "</tool_call>"), _hermes,
         around_arguments=('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
@@ -161,18 +248,34 @@ FORMATS: Mapping[str, CallFormat] = {
 }  # fmt: skip
 """By the names of [gateway] tool_calls."""
 TOLD_BY: Mapping[str, str] = {
+    "gpt_oss": "<|start|>assistant<|channel|>",
     "seed": "<seed:tool_call>",
+    "minimax_m2": "<minimax:tool_call>",
+    "deepseek_v32": "<｜DSML｜function_calls>",
+    "deepseek_v4": "<｜DSML｜tool_calls>",
+    "gemma4": "<|tool_call>call:",
+    "lfm2": "<|tool_call_start|>",
+    "cohere": "<|START_ACTION|>",
+    "nemotron": "<TOOLCALL>",
+    "apertus": "<|tools_prefix|>",
+    "hunyuan": "<tool_call:opensource>",
+    "minicpm": "<param name=",
+    "muse": "<atem:invoke name=",
+    "solar": "<|tool_call:begin|>",
+    "gigachat": "<|function_call|>",
     "qwen3_coder": "<parameter=",
+    "functionary": "<function=",
     "glm45": "<arg_key>",
     "glm4": "<|observation|>",
     "llama3": "dictionary of argument name and its value",
     "mistral": "[TOOL_CALLS]",
     "deepseek": "<｜tool▁call▁begin｜>",
     "kimi_k2": "<|tool_call_begin|>",
-    "hermes": "",
+    "tool_calls": "<tool_calls>",
+    "hermes": "<tool_call>",
 }
-"""What tells in a chat template that its model has a format: the first that is found, else Hermes, which Qwen 2.5,
-Qwen 3 and most fine-tuned models write."""
+"""What tells that a model has a format, in its chat template or in what that writes: the first that is found. A model
+without any writes no calls that are known here."""
 THINKING: Mapping[str, Marks] = {
     "think": Marks("<think>", "</think>"),
     "thinking": Marks("<thinking>", "</thinking>"),
@@ -182,14 +285,20 @@ THINKING: Mapping[str, Marks] = {
     "mistral": Marks("[THINK]", "[/THINK]"),
     "kimi": Marks("◁think▷", "◁/think▷"),
     "cohere": Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": Marks("<|channel>thought\n", "<channel|>"),
 }
 """By the names of [gateway] reasoning. A model has the first whose closing mark is in its chat template."""
 HERMES, THINK = FORMATS["hermes"], THINKING["think"]
 MARKS = frozenset(
     [
         *itertools.chain(*THINKING.values()),
-        *(mark for one in FORMATS.values() for mark in (*one.marks, *(one.around or ())) if mark),
-        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[ARGS]", "[CALL_ID]"),
+        *(
+            mark
+            for one in FORMATS.values()
+            for mark in (*one.marks, *(one.around or ()), *one.values)
+            if mark and mark not in JSON_STRING
+        ),
+        *("<arg_key>", "</arg_key>", "[ARGS]", "[CALL_ID]", "<|channel>", "<tool_sep:opensource>"),
         *("<｜tool▁sep｜>", "<|tool_call_argument_begin|>"),
     ]
 )
@@ -199,10 +308,10 @@ MARKS = frozenset(
 def formats_of(
     template: str, tool_calls: str = "auto", reasoning: str = "auto"
 ) -> tuple[CallFormat | None, Marks | None]:
-    """How a model with this chat template writes calls and reasoning, each None where it has none. The other two:
-    [gateway] tool_calls and reasoning."""
+    """How a model writes calls and reasoning, each None where it has none. `template`: its chat template, and what that
+    writes; the other two: [gateway] tool_calls and reasoning."""
     if tool_calls == "auto":
-        tool_calls = next(name for name, told_by in TOLD_BY.items() if told_by in template)
+        tool_calls = next((name for name, told_by in TOLD_BY.items() if told_by in template), "none")
     if reasoning == "auto":
         reasoning = next((name for name, marks in THINKING.items() if marks.closing in template), "none")
     return FORMATS.get(tool_calls), THINKING.get(reasoning)
@@ -213,7 +322,7 @@ def only_call(
 ) -> str | None:
     """The structural tag, as JSON, of an answer that is one call of the tool that is `wanted`, "" for any, behind what
     the model thinks; `inside`: where it thinks already. None: no such tool, or a family that writes no JSON."""
-    offered = {name: schema for name, schema in _schemas(tools).items() if wanted in ("", name)}
+    offered = {name: schema for name, schema in schemas(tools).items() if wanted in ("", name)}
     if calls is None or calls.around_arguments is None or not offered:
         return None
     before, after = calls.around_arguments
@@ -264,35 +373,5 @@ def _calls(value: Any) -> list[Call] | None:
             return None
         arguments: Any = one[keys[0]] if keys else {}
         name: str = one["name"]
-        found.append(Call(name, arguments) if isinstance(arguments, str) else _call(name, arguments))
+        found.append(Call(name, arguments) if isinstance(arguments, str) else call(name, arguments))
     return [one for one in found if one] if all(found) else None
-
-
-def _call(name: str, arguments: Any) -> Call | None:
-    """None where there is no name, or where the arguments are no object."""
-    return Call(name, compact(arguments)) if name and isinstance(arguments, dict) else None
-
-
-def _pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
-    """Keys and values, with white space between them and nothing else."""
-    *pieces, last = text.split(closing)
-    found = [re.fullmatch(pair, piece, re.DOTALL) for piece in pieces]
-    return [(one[1].strip(), one[2]) for one in found if one] if all(found) and not last.strip() else None
-
-
-def _typed(
-    name: str, values: list[tuple[str, str]] | None, tools: Sequence[Any], otherwise: Sequence[str]
-) -> list[Call] | None:
-    """A call whose values are read by what its tool's schema says of them."""
-    if values is None or not NAME.fullmatch(name):
-        return None
-    schema = Schema(_schemas(tools).get(name))
-    call = _call(name, {key: schema.value(key, text, otherwise=otherwise) for key, text in values})
-    return [call] if call else None
-
-
-def _schemas(tools: Sequence[Any]) -> dict[str, Any]:
-    """Parameters of the tools that were offered, by name."""
-    functions = [one.get("function") for one in tools if isinstance(one, dict)]
-    named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
-    return {one["name"]: one.get("parameters") for one in named}

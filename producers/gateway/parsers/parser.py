@@ -72,6 +72,9 @@ class CallFormat:
     ids: Callable[[str, int, str], str] | None = None
     """(tool, number of calls before, a client's id) -> the id that the chat template shows, where it takes no other or
     the model writes it itself; of a result that answers no call, the tool is empty. None: the client's."""
+    whole: Callable[[str, Sequence[Any]], Sequence[Part] | None] | None = None
+    """Takes a whole answer apart, at its end, where a family writes no block but messages; None: what it is given is
+    no such answer."""
 
 
 @dataclass(slots=True)
@@ -114,6 +117,9 @@ class Parser:
     def end(self) -> None:
         """Nothing follows."""
         calls, opened = self.calls, False
+        if calls is not None and calls.whole is not None:
+            self._messages(calls.whole(self._pending, self.tools))
+            return
         while calls is not None and self._first >= 0:
             self._break(calls)
             self.push("")
@@ -132,8 +138,15 @@ class Parser:
         if opened or (self._space and not any(isinstance(part, Call) for part in self.parts)):
             self._append(Text, self._space)
 
+    def _messages(self, found: Sequence[Part] | None) -> None:
+        self.ill_formed += found is None and bool(self.tools) and "<|call|>" in self._pending
+        self.parts += [Text(self._pending)] if found is None and self._pending else found or ()
+        self._pending = ""
+
     def _step(self) -> bool:
         """Decide about the next piece of what is pending; whether there is another one to decide about."""
+        if self.calls is not None and self.calls.whole is not None:
+            return False
         if self.thinking is not None and self.inside:
             return self._reasoning(self.thinking)
         if self.thinking is not None and not self._begun:
@@ -206,7 +219,8 @@ class Parser:
             if mark >= 0 and not 0 <= end < mark and self._first < 0:
                 self._first = mark
             if self._first >= 0 and values is not JSON_STRING:
-                others = (text.find(one, max(at, self._first)) for one in (opening, values.opening))
+                marks = {opening, values.opening} - {values.closing}
+                others = (text.find(one, max(at, self._first)) for one in marks)
                 if any(other >= 0 and not 0 <= end < other for other in others):
                     return -1
             if end < 0:

@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tests.unit.gateway.conftest import Rig, rigged, settings_of
 from tests.unit.gateway.test_gateway_tokens import ALTERNATING
+from turnlog.producers.gateway.dialects.dialect import IGNORED
 from turnlog.producers.gateway.messages import in_call_order, normalised
 from turnlog.producers.gateway.prompts import Prompts
 from turnlog.schemas.events import Boundary, FinishReason, TokenSnapshot, TurnCompleted
@@ -33,7 +34,7 @@ CONTEXT = 4096
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>",
-    "</tool_call>", "<think>", "</think>",
+    "</tool_call>", "<think>", "</think>", "<|end|>",
 )  # fmt: skip
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|user|>", "<|observation|>")
 TYPES = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -306,6 +307,61 @@ async def test_a_gateway_says_at_its_start_what_it_makes_of_its_template(
     async with served(source, tmp_path):
         [line] = [each.getMessage() for each in caplog.records if each.getMessage().startswith("chat template ")]
     assert told in line
+
+
+MESSAGES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_RESULTS = MESSAGES.replace("{{ m.content", "{{ '' if m.role == 'tool' else m.content")
+
+
+async def test_what_a_template_does_not_write_is_counted_or_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(MESSAGES, tmp_path) as rig:
+        session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 200})
+        counted = _ignored("tools")
+        rig.script.answers += [rig.tokens.encode("fine<|im_end|>")] * 2
+        asked: list[Any] = [{"role": "user", "content": "?"}]
+        assert (await rig.chat(session, asked, tools=TOOLS)).status_code == 200
+        assert _ignored("tools") == counted + 1
+        call = {"id": "c", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
+        asked += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "8"},
+        ]
+        refused = await rig.chat(session, asked, tools=TOOLS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "tools_not_served")
+    for what in ("tools", "calls"):
+        assert f"the chat template does not write {what}" in caplog.text
+    (tmp_path / "other").mkdir()
+    async with served(NO_RESULTS, tmp_path / "other") as rig:
+        session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 200})
+        refused = await rig.chat(session, [asked[0], {"role": "tool", "content": "8"}])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "tools_not_served")
+
+
+def _ignored(field: str) -> float:
+    return float(IGNORED.labels(field)._value.get())
+
+
+HARMONY = (
+    "{# <|start|>assistant<|channel|> #}"
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final<|message|>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+async def test_an_answer_of_several_messages_is_ended_by_what_the_configuration_names(tmp_path: Path) -> None:
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>42<|im_end|>"
+    async with served(HARMONY, tmp_path) as rig:
+        end = rig.tokens.encode("<|end|>")
+        rig.script.answers.append(rig.tokens.encode(said))
+        answer = await rig.chat(await rig.open(sampling={"max_new_tokens": 200}), [{"role": "user", "content": "?"}])
+        message = answer.json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", "42")
+        assert not {*end} & {*rig.engines["e0"].requests[0].stop_token_ids}
 
 
 async def test_a_session_is_shown_the_time_of_its_beginning_at_every_gateway(tmp_path: Path) -> None:

@@ -100,6 +100,104 @@ WELL_FORMED: dict[str, dict[str, list[Part]]] = {
     },
 }  # fmt: skip
 """What the chat templates of these families write: every parser of them must agree."""
+PARAMETERS = (("city", "Oslo ü"), ("days", "5"))
+
+
+def tags(parameter: str) -> str:
+    """The parameters of OSLO, each as `parameter` writes it."""
+    return "".join(parameter % one for one in PARAMETERS)
+
+
+DSML = "".join(
+    f'<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n'
+    for (key, value), kind in zip(PARAMETERS, ("true", "false"), strict=True)
+)
+HUNYUAN = tags("<arg_key:opensource>%s</arg_key:opensource>\n<arg_value:opensource>%s</arg_value:opensource>\n")
+CALLED = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+FAMILIES: list[tuple[str, str, list[Part]]] = [
+    ("gpt_oss", f"<|channel|>analysis<|message|>why<|end|>{CALLED}{ARGS}", [Reasoning("why"), OSLO]),
+    ("gpt_oss", f"<|channel|>commentary<|message|>so<|end|>{CALLED}{ARGS}<|call|>", [Text("so"), OSLO]),
+    ("gpt_oss", " to=functions.stop<|channel|>commentary json<|message|>{}<|call|>", [STOP]),
+    ("gpt_oss", "<|channel|>final<|message|>so", [Text("so")]),
+    ("gpt_oss", "so", [Text("so")]),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">' + tags('<parameter name="%s">%s</parameter>\n')
+        + '</invoke>\n<invoke name="stop"></invoke>\n</minimax:tool_call>',
+        [OSLO, STOP],
+    ),
+    *(
+        (
+            name,
+            f'so\n\n<｜DSML｜{around}>\n<｜DSML｜invoke name="weather">\n{DSML}</｜DSML｜invoke>\n'
+            f'<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n</｜DSML｜{around}>',
+            [Text("so"), OSLO, STOP],
+        )
+        for name, around in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    ),
+    ("gemma4", 'so<|tool_call>call:weather{city:<|"|>Oslo ü<|"|>,days:5}<tool_call|>', [Text("so"), OSLO]),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|><tool_call|><|"|>}<tool_call|>', [call_of("<tool_call|>")]),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:[1,true,null,{<|"|>b<|"|>:<|"|>c<|"|>}],d:{}}<tool_call|>',
+        [Call("f", '{"a":[1,true,null,{"b":"c"}],"d":{}}')],
+    ),
+    ("lfm2", "<|tool_call_start|>[weather(city='Oslo ü', days=5), stop()]<|tool_call_end|>", [OSLO, STOP]),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(a=[1, None, true], b={'c': -1})]<|tool_call_end|>so",
+        [Call("f", '{"a":[1,null,true],"b":{"c":-1}}'), Text("so")],
+    ),
+    (
+        "cohere",
+        f'<|START_ACTION|>[\n{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ARGS}}}\n]<|END_ACTION|>',
+        [OSLO],
+    ),
+    ("nemotron", f"so <TOOLCALL>[{LISTED}, {LISTED}]</TOOLCALL>", [Text("so"), OSLO, OSLO]),
+    ("apertus", f'<|tools_prefix|>[{{"weather": {ARGS}}}, {{"stop": {{}}}}]<|tools_suffix|>', [OSLO, STOP]),
+    (
+        "hunyuan",
+        f"<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n{HUNYUAN}"
+        "</tool_call:opensource>\n</tool_calls:opensource>",
+        [OSLO],
+    ),
+    (
+        "minicpm",
+        '<function name="weather"><param name="city"><![CDATA[Oslo ü]]></param><param name="days">5</param></function>',
+        [OSLO],
+    ),
+    (
+        "muse",
+        '<atem:function_calls>\n<atem:invoke name="weather">\n'
+        + tags('<atem:parameter name="%s">%s</atem:parameter>\n') + "</atem:invoke>\n</atem:function_calls>",
+        [OSLO],
+    ),
+    (
+        "solar",
+        f"<|tool_calls|><|tool_call:begin|>i<|tool_call:name|>weather<|tool_call:args|>{ARGS}<|tool_call:end|><|calls|>",
+        [OSLO],
+    ),
+    ("gigachat", f"<|function_call|>{LISTED}", [OSLO]),
+    ("functionary", f"so<function=weather>{ARGS}</function>", [Text("so"), OSLO]),
+    ("tool_calls", f"<tool_calls>[{LISTED}]</tool_calls>", [OSLO]),
+    ("tool_calls", f"<tool_calls>\n{LISTED}\n{LISTED}\n</tool_calls>", [OSLO, OSLO]),
+]  # fmt: skip
+"""As the chat templates of these families write a call of each."""
+ILL_FORMED: dict[str, str] = {
+    "gpt_oss": f"{CALLED.removeprefix('<|start|>assistant')}{{<|call|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="weather">so</invoke>',
+    "deepseek_v32": '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">so</｜DSML｜invoke>',
+    "gemma4": "<|tool_call>call:weather{city:Oslo}<tool_call|>",
+    "lfm2": "<|tool_call_start|>[weather(open('a'))]<|tool_call_end|>",
+    "cohere": f"<|START_ACTION|>[{LISTED}]<|END_ACTION|>",
+    "nemotron": "<TOOLCALL>[]</TOOLCALL>",
+    "apertus": f'<|tools_prefix|>[{{"weather": {ARGS}, "stop": {{}}}}]<|tools_suffix|>',
+    "hunyuan": "<tool_call:opensource>weather</tool_call:opensource>",
+    "minicpm": '<function name="weather">so</function>',
+    "solar": "<|tool_call:begin|>i<|tool_call:name|>weather<|tool_call:end|>",
+    "functionary": "<function=weather>5</function>",
+    "tool_calls": "<tool_calls>so</tool_calls>",
+}  # fmt: skip
 OWN: list[tuple[str, str, list[Part], int]] = [
     # Spellings that the families' own parsers take, and SGLang's do not or not alike.
     ("qwen3_coder", f"<function={WEATHER}</function>\n</tool_call> then", [OSLO, Text("then")], 0),
@@ -111,6 +209,7 @@ OWN: list[tuple[str, str, list[Part], int]] = [
     ("glm4", "\nweather is fine", [Text("\nweather is fine")], 0),
     ("llama3", ' {"answer": 5} ', [Text(' {"answer": 5} ')], 0),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{ARGS}", [OSLO], 0),
+    *((name, text, parts, 0) for name, text, parts in FAMILIES),
     # Either key of the arguments is read in every family that writes JSON.
     ("hermes", f"<tool_call>{LLAMA}</tool_call>", [OSLO], 0),
     ("hermes", '<tool_call>{"name": "stop"}</tool_call>', [STOP], 0),
@@ -172,6 +271,7 @@ OWN: list[tuple[str, str, list[Part], int]] = [
         1,
     ),
     # Ill-formed blocks stay text, and each is counted once.
+    *((name, text, [Text(text)], 1) for name, text in ILL_FORMED.items()),
     ("qwen3_coder", coder("weather>\n<parameter=city>\nOslo"), [Text(coder("weather>\n<parameter=city>\nOslo"))], 1),
     ("qwen3_coder", "so <tool_call>\nnothing", [Text("so <tool_call>\nnothing")], 1),
     ("qwen3_coder", f"{coder(WEATHER)}\n<tool_call>", [OSLO, Text("<tool_call>")], 1),
@@ -220,6 +320,8 @@ def parsed(
 def test_calls_of_each_family_leave_the_text(name: str, text: str, parts: list[Part], ill_formed: int) -> None:
     assert parsed(name, [text]) == (parts, ill_formed)
     assert parsed(name, text) == (parts, ill_formed)  # a character at a time
+    if FORMATS[name].whole is not None:  # which tells reasoning itself
+        return
     reasoned = parsed(name, [*"<think>why</think>\n\n", *text])
     assert reasoned == ([Reasoning("why"), *(dataclasses.replace(one) for one in stripped(parts))], ill_formed)
 
@@ -322,6 +424,11 @@ def test_a_schema_that_refers_to_itself_many_times_over_is_read_at_once() -> Non
 IN_JSON = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>', "mistral": "[TOOL_CALLS]f[ARGS]%s",
     "llama3": '{"name": "f", "parameters": %s}', "glm4": "\nf\n%s", "deepseek": V31.replace("weather", "f"),
+    "cohere": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": %s}]<|END_ACTION|>',
+    "nemotron": '<TOOLCALL>[{"name": "f", "arguments": %s}]</TOOLCALL>',
+    "apertus": '<|tools_prefix|>[{"f": %s}]<|tools_suffix|>', "functionary": "<function=f>%s</function>",
+    "gpt_oss": " to=functions.f<|channel|>commentary json<|message|>%s<|call|>",
+    "solar": "<|tool_call:begin|>i<|tool_call:name|>f<|tool_call:args|>%s<|tool_call:end|>",
     "deepseek_v3": V3.replace("weather", "f"), "kimi_k2": KIMI.replace("%s:%d", "f:0", 1),
 }  # fmt: skip
 """How families that write arguments as JSON write a call of f."""
@@ -504,7 +611,8 @@ def test_marks_of_calls_are_no_end_of_an_output_and_not_held_back(byte_level: Te
     ("template", "calls", "thinking"),
     [
         ("{{ '<tool_call>\\n' }}", "hermes", None),
-        ("{{ content }}", "hermes", None),
+        ("{{ content }}", None, None),
+        *((told, name, None) for name, told in TOLD_BY.items() if name != "glm4"),
         ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder", None),
         ("<think></think><tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key><|observation|>", "glm45", "think"),
         ("<|observation|>", "glm4", None),
@@ -516,8 +624,10 @@ def test_marks_of_calls_are_no_end_of_an_output_and_not_held_back(byte_level: Te
         ("<seed:tool_call>\n<function=f>\n<parameter=a> </seed:think>", "seed", "seed"),
     ],
 )  # fmt: skip
-def test_a_models_formats_are_found_in_its_chat_template(template: str, calls: str, thinking: str | None) -> None:
-    assert formats_of(template) == (FORMATS[calls], THINKING[thinking] if thinking else None)
+def test_a_models_formats_are_found_in_its_chat_template(
+    template: str, calls: str | None, thinking: str | None
+) -> None:
+    assert formats_of(template) == (FORMATS[calls] if calls else None, THINKING[thinking] if thinking else None)
     assert formats_of(template, "llama3", "kimi") == (FORMATS["llama3"], THINKING["kimi"])
     assert formats_of(template, "none", "none") == (None, None)
 
