@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from turnlog.infra.registry import Registry
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
 from turnlog.schemas import LaterKind, OtherRegistry, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.avsc import stored_schema
-from turnlog.schemas.codec import Codec
+from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.events import ALL, DeadLetter, Event, TokenSnapshot, sampled_tokens
 from turnlog.schemas.ids import dead_letter_id
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
@@ -109,12 +108,20 @@ class EventLog:
             check_written(record, later.name)
             passed_over(record, later)
             raise
-        except UndecodableRecord:
-            with contextlib.suppress(UnknownSchemaId, LaterKind):
-                check_written(record, self.codec.frame(record.value)[0])
+        except OtherRegistry:
+            raise
+        except UndecodableRecord as broken:
+            check_written(record, self._held(record.value, broken))
             raise
         check_written(record, type(event).__name__)
         return event
+
+    def _held(self, value: bytes, broken: UndecodableRecord) -> str:
+        """What the registry has under the id of a value that is broken; empty of a value without an id."""
+        try:
+            return self.codec.frame(value)[0]
+        except (UndecodableRecord, UnknownSchemaId):
+            return f"what cannot be used ({broken})" if value[:1] == b"\0" and len(value) >= HEADER.size else ""
 
     async def known(self, record: Record) -> Event | None:
         """The event of a record; None for one of a kind that only a newer release knows. Raises UndecodableRecord,
@@ -157,7 +164,7 @@ def check_written(record: Record, found: str) -> None:
     """Raises OtherRegistry where the writer's own header says another kind of record than the registry's id of it:
     what a record is stands in it, and the number is of one registry alone."""
     named = next((value for name, value in record.headers if name == RECORD_HEADER), b"").decode(errors="replace")
-    if named in ALL and named != found:
+    if named in ALL and found and named != found:
         raise OtherRegistry(
             f"{where(record)} was written as {named}, and the registry holds {found}: [registry] url is not the "
             "registry that the run was written with, or its schemas were restored under other ids. Restore them with "
