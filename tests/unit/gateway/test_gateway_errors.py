@@ -111,16 +111,16 @@ async def test_only_the_right_key_opens_each_door(rig: Any) -> None:
     session, other = await rig.open("a"), await rig.open("b")
     assert (await rig.http.post("/sessions", json={})).status_code == 401
     assert (await rig.http.post("/sessions", json={}, headers={"authorization": "Bearer wrong"})).status_code == 401
-    forged = {**session, "token": session["token"][:-2] + "xx"}
+    forged = {**session, "agent_token": session["agent_token"][:-2] + "xx"}
     answer = await rig.chat(forged, [QUESTION])
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert forged["token"] not in answer.text
+    assert forged["agent_token"] not in answer.text
     assert (await rig.finish({**session, "token": other["token"]})).status_code == 401
 
 
 async def test_a_token_of_a_session_that_was_never_started_is_not_found(rig: Any) -> None:
     token = sign(Claims(session_id="nobody", group_id="g", floor=0), rig.gateway.keys.first)
-    answer = await rig.chat({"token": token}, [QUESTION])
+    answer = await rig.chat({"agent_token": token}, [QUESTION])
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
 
 
