@@ -146,7 +146,7 @@ class EventLog:
             try:
                 self.codec.hold(unknown.schema_id, schema)
             except UndecodableRecord:
-                check_written(record, repr(schema.get("name")))
+                check_written(record, repr(schema.get("name") if isinstance(schema, Mapping) else schema)[:100])
                 raise
             return self.codec.decode(record.value)
 

@@ -10,10 +10,12 @@ import pytest
 
 from tests.fakes.memory_log import Died, MemoryLog
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Partition, Transactor, partition_of
+from turnlog.infra.log import Partition, Record, Transactor, partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import specs
 from turnlog.names import RECORD_HEADER
+from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.codec import HEADER
 from turnlog.schemas.events import ToolCallCancelled
 from turnlog.schemas.topics import TOOL_CALLS
 from turnlog.settings import KafkaSettings, Settings
@@ -43,6 +45,17 @@ def written(log: MemoryLog, events: EventLog) -> dict[int, list[str]]:
         assert all((RECORD_HEADER, b"ToolCallCancelled") in record.headers for record in records)
         found[number] = [events.codec.decode(record.value).call_id for record in records]
     return found
+
+
+@pytest.mark.parametrize("schema", [[], "long", None, {"name": ["StepCompleted"]}, {"name": "x" * 100_000}])
+async def test_a_record_under_json_that_is_no_schema_is_undecodable(schema: object) -> None:
+    registry = MemoryRegistry()
+    async with EventLog.open(MemoryLog(), registry, writer="test") as events:
+        registry.schemas[77_777] = schema  # type: ignore[assignment]
+        record = Record("engine-status", 0, 0, b"", HEADER.pack(0, 77_777), (), 0)
+        for _ in range(2):
+            with pytest.raises(UndecodableRecord, match="schema id 77777"):
+                await events.decode(record)
 
 
 async def test_events_keep_their_order_in_the_partitions_of_their_keys() -> None:
