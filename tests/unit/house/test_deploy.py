@@ -203,7 +203,7 @@ def test_the_chart_names_verbs_and_variables_that_exist(documents: list[Document
 def test_settings_of_the_chart_load(documents: list[Document], tmp_path: Path) -> None:
     (settings,) = {document["data"]["settings.toml"] for document in documents if document["kind"] == "ConfigMap"}
     (tmp_path / "settings.toml").write_text(settings)
-    (tmp_path / "secret").write_text("a secret")
+    (tmp_path / "secret").write_text("a-secret-that-is-long-enough-to-sign-by")
     assert load(
         tmp_path / "settings.toml", dict.fromkeys(secret_files(documents), str(tmp_path / "secret"))
     ).kafka.bootstrap
@@ -278,6 +278,31 @@ def test_pods_are_restricted_but_for_those_that_make_sandboxes(documents: list[D
             own = container["securityContext"]
             assert (own["allowPrivilegeEscalation"], own["capabilities"]) == (False, {"drop": ["ALL"]}), name
             assert own["readOnlyRootFilesystem"] is True, name
+
+
+IDS = ("runAsUser", "runAsGroup", "fsGroup")
+
+
+@pytest.mark.parametrize("profile", ["userns", "privileged", "runtime"])
+def test_the_cluster_assigns_users_and_groups_where_the_values_name_none(profile: str) -> None:
+    everything = OUT | {"sandbox": {"profile": profile, "runtimeClassName": "kata"}, "dashboard": {"enabled": True}}
+
+    def asked(ids: Document) -> dict[str, list[int | None]]:
+        found = pods(list(rendered(everything | {"podSecurity": ids})))
+        return {name: [pod["securityContext"].get(one) for one in IDS] for name, pod in found}
+
+    makes_sandboxes = {"turnlog-sandbox"} if profile != "runtime" else set()
+    for ids, wanted in (
+        ({}, [10001] * 3), (dict.fromkeys(IDS, 1000660000), [1000660000] * 3), (dict.fromkeys(IDS), [None] * 3),
+    ):  # fmt: skip
+        given = asked(ids)
+        assert makes_sandboxes < given.keys()
+        assert {name: found for name, found in given.items() if found != wanted} == {
+            name: [None, None, wanted[2]] for name in makes_sandboxes if wanted[2]
+        }
+    for root in IDS:
+        with pytest.raises(HelmError, match=root):
+            asked({root: 0})
 
 
 def test_sandbox_workers_live_by_themselves_without_keys_of_others() -> None:

@@ -177,13 +177,22 @@ tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* An id of 0 is refused by values.schema.json; one that is null is left to the cluster, which assigns it. */}}
 {{- define "turnlog.podSecurity" -}}
 securityContext:
   runAsNonRoot: true
-  runAsUser: 10001
-  runAsGroup: 10001
-  fsGroup: 10001
+  {{- with .Values.podSecurity.runAsUser }}
+  runAsUser: {{ int64 . }}
+  {{- end }}
+  {{- with .Values.podSecurity.runAsGroup }}
+  runAsGroup: {{ int64 . }}
+  {{- end }}
+  {{- include "turnlog.fsGroup" . | nindent 2 }}
   seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "turnlog.fsGroup" -}}
+{{- with .Values.podSecurity.fsGroup }}fsGroup: {{ int64 . }}{{ end }}
 {{- end }}
 
 {{- define "turnlog.containerSecurity" -}}
