@@ -158,7 +158,7 @@ class Planner:
         """A model may know its tools otherwise, by its training or by a system text; what they answered it cannot.
         Raises ToolsNotServed."""
         if request.tools and self.shown.tools is False:
-            IGNORED.labels("tools").inc()
+            IGNORED.labels("tools_not_written").inc()
         if self.shown.results is False and any(one.role == "tool" for one in request.messages):
             raise ToolsNotServed(
                 "the model's chat template does not write the results of tools, so that the model would never see "

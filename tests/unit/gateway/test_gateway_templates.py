@@ -321,11 +321,11 @@ async def test_what_a_template_does_not_write_is_counted_or_refused_by_name(
 ) -> None:
     async with served(MESSAGES, tmp_path) as rig:
         session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 200})
-        counted = _ignored("tools")
+        counted = _ignored("tools_not_written")
         rig.script.answers += [rig.tokens.encode("fine<|im_end|>")] * 2
         asked: list[Any] = [{"role": "user", "content": "?"}]
         assert (await rig.chat(session, asked, tools=TOOLS)).status_code == 200
-        assert _ignored("tools") == counted + 1
+        assert _ignored("tools_not_written") == counted + 1
         call = {"id": "c", "type": "function", "function": {"name": "stop", "arguments": "{}"}}
         asked += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
