@@ -87,12 +87,15 @@ T = TypeVar("T")
 class S3Blobs(Folders):
     """See Blobs. The bucket is made at the first call when it is missing."""
 
-    def __init__(self, settings: StoreSettings, *, threads: int = THREADS, patient: bool = True) -> None:
-        """Connects at the first call; not `patient`, it asks once and waits for seconds. Raises StoreUnavailable for an
+    def __init__(
+        self, settings: StoreSettings, *, threads: int = THREADS, patient: bool = True, backoff_s: float = BACKOFF_S
+    ) -> None:
+        """Connects at the first call; not `patient`, it asks once and waits for seconds. `backoff_s`: before the second
+        try, twice that before the third. Raises StoreUnavailable for an
         endpoint that is no address, TlsFileUnusable."""
         super().__init__()
         self._settings = settings
-        self._http = _http(settings, threads, patient)
+        self._http = _http(settings, threads, patient, backoff_s)
         self._client = client(settings, self._http)
         self._pool = ThreadPoolExecutor(threads, "s3")
         self._bucket_lock = threading.Lock()
@@ -386,9 +389,9 @@ class _Http(urllib3.PoolManager):
     """What minio-py asks the store through. Answers that may pass are asked for again; any other that does not do what
     was asked raises Refused."""
 
-    def __init__(self, tries: int, **pool: Any) -> None:
+    def __init__(self, tries: int, backoff_s: float, **pool: Any) -> None:
         super().__init__(**pool)
-        self._pauses_s = [BACKOFF_S * 2**attempt for attempt in range(tries - 1)]
+        self._pauses_s = [backoff_s * 2**attempt for attempt in range(tries - 1)]
 
     def urlopen(  # type: ignore[override]
         self, method: str, url: str, redirect: bool = True, **how: Any
@@ -486,16 +489,18 @@ def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> 
     return made
 
 
-def _http(settings: StoreSettings, threads: int, patient: bool) -> _Http:
+def _http(settings: StoreSettings, threads: int, patient: bool, backoff_s: float) -> _Http:
     retries = urllib3.Retry(  # of connections; `_Http` looks at answers
         total=RETRIES if patient else 0,
-        backoff_factor=BACKOFF_S,
+        backoff_factor=backoff_s,
         allowed_methods=None,  # every call is idempotent
         respect_retry_after_header=False,
     )
     timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S if patient else CONNECT_TIMEOUT_S)
     trusted = trusting(settings.endpoint, settings.ca_file, "store")
-    return _Http(1 + RETRIES if patient else 1, maxsize=threads, retries=retries, timeout=timeout, ssl_context=trusted)
+    return _Http(
+        1 + RETRIES if patient else 1, backoff_s, maxsize=threads, retries=retries, timeout=timeout, ssl_context=trusted
+    )
 
 
 def _missing(name: str, settings: StoreSettings) -> BlobError:

@@ -166,9 +166,11 @@ class LearningPlan:
         return self.rate * (self.lowest_ratio + (1.0 - self.lowest_ratio) * left)
 
 
-def learning_plan(settings: Settings) -> LearningPlan:
-    """The plan of a run. Raises SettingsError for a layout that its ranks cannot make, and for an algorithm that is
-    unknown or not defined with these settings."""
+def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPlan:
+    """The plan of a run. `cuda`: whether its ranks have a device (None: torch says).
+
+    Raises SettingsError for a layout that its ranks cannot make, and for an algorithm that is unknown or not defined
+    with these settings."""
     trainer = settings.trainer
     for names in (("tensor", "pipeline", "context"), ("expert", "pipeline")):
         copy = math.prod(getattr(trainer, f"{name}_parallel") for name in names)
@@ -200,7 +202,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
             weight_decay=trainer.weight_decay,
             clip_grad=trainer.clip_grad,
             seed=trainer.seed,
-            dtype=parameter_type(trainer),
+            dtype=parameter_type(trainer, cuda=cuda),
             lora_rank=trainer.lora_rank,
             lora_alpha=trainer.lora_alpha,
             threads=trainer.threads,
@@ -216,7 +218,7 @@ def learning_plan(settings: Settings) -> LearningPlan:
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
         value_warmup=trainer.value_warmup_steps if objective.critic else 0,
-        recorded=recorded(settings),
+        recorded=recorded(settings, cuda=cuda),
         may_change=trainer.allow_changes,
         join_s=settings.liveness.join_s,
         launcher=trainer.launcher,
@@ -244,7 +246,7 @@ def _rate(trainer: TrainerSettings) -> float:
     return trainer.learning_rate or LEARNING_RATE
 
 
-def parameter_type(trainer: TrainerSettings) -> Literal["float32", "bfloat16"]:
+def parameter_type(trainer: TrainerSettings, *, cuda: bool | None = None) -> Literal["float32", "bfloat16"]:
     """What [trainer] dtype says, or means on this machine. Raises SettingsError where ranks are elsewhere."""
     if trainer.dtype != "auto":
         return trainer.dtype
@@ -253,17 +255,18 @@ def parameter_type(trainer: TrainerSettings) -> Literal["float32", "bfloat16"]:
             "trainer.dtype is auto and trainer.launcher is ray: the trainer does not see the devices of its ranks; set "
             "trainer.dtype to bfloat16, or to float32 where they have none"
         )
-    return "bfloat16" if torch.cuda.is_available() else "float32"
+    return "bfloat16" if (torch.cuda.is_available() if cuda is None else cuda) else "float32"
 
 
 PLANNED = "feeder.draws x batcher.updates_per_draw"
 
 
-def recorded(settings: Settings) -> dict[str, str]:
+def recorded(settings: Settings, *, cuda: bool | None = None) -> dict[str, str]:
     """What a checkpoint keeps of [trainer], by the name of the setting; and, where the rate follows them, the planned
     steps of the run, by that of theirs."""
     trainer = settings.trainer
-    values = dataclasses.asdict(trainer) | {"learning_rate": _rate(trainer), "dtype": parameter_type(trainer)}
+    dtype = parameter_type(trainer, cuda=cuda)
+    values = dataclasses.asdict(trainer) | {"learning_rate": _rate(trainer), "dtype": dtype}
     kept = {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
     return kept if trainer.learning_rate_schedule == "constant" else {**kept, PLANNED: json.dumps(_planned(settings))}
 

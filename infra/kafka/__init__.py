@@ -21,6 +21,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
+    REQUEST_TIMEOUT_MS,
     RETRY_S,
     UNSEEN,
     Admin,
@@ -68,14 +69,22 @@ class KafkaLog:
         answer_s: float = ANSWER_TIMEOUT_S,
         close_s: float = CLOSE_TIMEOUT_S,
         role: str = "",
+        request_ms: int = REQUEST_TIMEOUT_MS,
         counts: Mapping[str, int] | None = None,
     ) -> None:
         """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id;
         `membership`: time-outs of its group readers, if not the usual ones; `login`: none is PLAINTEXT. `answer_s`:
         after that an acknowledgement counts as lost; `close_s`: closing takes no longer; `role`: who is said to have
-        read and written; `counts`: of partitions that topics must have."""
+        read and written; `request_ms`: how long one request may take; `counts`: of partitions that topics must have."""
         self._connection = Connection(
-            bootstrap, prefix, membership or Membership(), login or Login(KafkaSettings()), answer_s, close_s, role
+            bootstrap,
+            prefix,
+            membership or Membership(),
+            login or Login(KafkaSettings()),
+            answer_s,
+            close_s,
+            role,
+            request_ms,
         )
         self._shared = AsyncExitStack()
         self._making = asyncio.Lock()

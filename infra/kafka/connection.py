@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -142,7 +143,8 @@ THROTTLED = {ProduceRequest: SECONDS.labels("produce"), FetchRequest: SECONDS.la
 QUICK = (MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest)
 _connect, _request = aiokafka.client.create_conn, AIOKafkaConnection.send
 _ask, _look_up = AIOKafkaClient.send, AIOKafkaClient.coordinator_lookup
-_wait_on_metadata = AIOKafkaClient._wait_on_metadata
+_wait_on_metadata, _bootstrap = AIOKafkaClient._wait_on_metadata, AIOKafkaClient.bootstrap
+_bootstrapping: ContextVar[list[AIOKafkaConnection] | None] = ContextVar("connections of a bootstrap", default=None)
 _silent: dict[tuple[str, int], float] = {}
 """Until when a broker counts as silent, by the monotonic clock."""
 
@@ -152,7 +154,7 @@ async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
     glance = time.monotonic() < _silent.get((host, port), 0.0)
     try:
         async with asyncio.timeout(GLANCE_S if glance else CONNECT_S):
-            return await _connect(host, port, **how)
+            made: AIOKafkaConnection = await _connect(host, port, **how)
     except TimeoutError:
         if not glance:
             _silent[host, port] = time.monotonic() + SILENT_S
@@ -161,6 +163,10 @@ async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
         raise
     except Exception as error:  # aiokafka's background tasks end over any other, and never start again
         raise KafkaConnectionError(f"{host}:{port}: {error!r}") from error
+    opened = _bootstrapping.get()
+    if opened is not None and how.get("on_close") is None:  # tasks that a bootstrap starts inherit its context
+        opened.append(made)
+    return made
 
 
 def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Awaitable[Any]:
@@ -209,6 +215,21 @@ async def _asked(
         raise RequestTimedOutError from gone
 
 
+async def _bootstrapped(client: AIOKafkaClient) -> None:
+    """aiokafka leaves the connection open over which it asks for the cluster's first metadata, if it is cancelled
+    meanwhile: every start that a time limit cuts off would leak one."""
+    opened: list[AIOKafkaConnection] = []
+    token = _bootstrapping.set(opened)
+    try:
+        await _bootstrap(client)
+    except BaseException:
+        for connection in opened:
+            connection.close(reason=CloseReason.SHUTDOWN)
+        raise
+    finally:
+        _bootstrapping.reset(token)
+
+
 async def _looked_up(client: AIOKafkaClient, kind: CoordinationType, key: str) -> int:
     """The broker that was asked may go down over it, or none may be known while all restart. aiokafka's sender ends
     then; what it asks again after is this."""
@@ -235,6 +256,7 @@ AIOKafkaConnection.send = _requested
 AIOKafkaClient.send = _asked
 AIOKafkaClient.coordinator_lookup = _looked_up
 AIOKafkaClient._wait_on_metadata = _waited_for
+AIOKafkaClient.bootstrap = _bootstrapped
 
 
 class _Sizes(Response):  # type: ignore[misc]
@@ -380,6 +402,8 @@ class Membership:
     """How long the group waits for a member that works on a batch to come back to poll()."""
     max_poll_interval_ms: int = 300_000
     """A member that does not poll for longer loses its units."""
+    metadata_ms: int = 30_000
+    """How old what a reader knows of topics may be: partitions that were added are seen so late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,10 +419,12 @@ class Connection:
     close_s: float = CLOSE_TIMEOUT_S
     role: str = ""
     """Under whose name bytes are counted."""
+    request_ms: int = REQUEST_TIMEOUT_MS
+    """How long aiokafka waits for the answer to one request."""
 
     def options(self) -> dict[str, Any]:
         """What every aiokafka client of it is made with. Raises TlsFailed."""
-        return {"bootstrap_servers": self.bootstrap, "request_timeout_ms": REQUEST_TIMEOUT_MS, **self.login.options()}
+        return {"bootstrap_servers": self.bootstrap, "request_timeout_ms": self.request_ms, **self.login.options()}
 
     def unanswered(self, doing: str, said: str = "no answer") -> LogUnreachable:
         """The error of what no broker did: what the login was refused for, if it was."""

@@ -45,9 +45,6 @@ from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 FETCH_WAIT_MS = 250
 """How long a fetch waits at the broker for data. A partition that is sought meanwhile waits for it to come back."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
-METADATA_MS = 30_000
-"""A member that leads its group without knowing a topic's partitions assigns none of them, and says so in one warning:
-every member is idle until it asks again, which by default it does after five minutes. Seen where brokers were slow."""
 PATIENT_BYTES = 1 << 20
 PATIENT_WAIT_MS = 500
 make_record = constructor(Record)
@@ -207,7 +204,7 @@ async def consuming(
         heartbeat_interval_ms=connection.membership.heartbeat_ms,
         rebalance_timeout_ms=connection.membership.rebalance_ms,
         max_poll_interval_ms=connection.membership.max_poll_interval_ms,
-        metadata_max_age_ms=METADATA_MS,
+        metadata_max_age_ms=connection.membership.metadata_ms,
     )
     try:
         with typed(connection, "start consumer"):

@@ -76,7 +76,7 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
         ({"trainer": {"checkpoint_every": 0}}, r"trainer.checkpoint_every must be a whole number from 1 .*, got 0"),
         ({"trainer": {"clip_low": math.nan}}, r"trainer.clip_low must be a number from 0 to 1, got nan"),
         ({"trainer": {"clip_grad": math.inf}}, r"trainer.clip_grad must be a number from 0 to .*, got inf"),
-        ({"trainer": {"dtype": "flaot"}}, r"trainer.dtype must be one of float32, bfloat16, got 'flaot'"),
+        ({"trainer": {"dtype": "flaot"}}, r"trainer.dtype must be one of auto, float32, bfloat16, got 'flaot'"),
         ({"trainer": {"world_size": -3}}, r"trainer.world_size must be a whole number from 1 .*, got -3"),
         ({"trainer": {"beta1": 1.0}}, r"trainer.beta1 must be a number from 0 below 1, got 1.0"),
         ({"fold": {"discount": 1.5}}, r"fold.discount must be a number from 0 to 1, got 1.5"),

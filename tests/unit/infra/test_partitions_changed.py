@@ -10,7 +10,8 @@ from uuid import uuid4
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 
-from turnlog.infra.kafka import KafkaLog, readers
+from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.connection import Membership
 from turnlog.infra.log import BrokenAssignment, GroupReader, Partition, PartitionsChanged
 from turnlog.infra.roles.starting import RUNS, _kafka, _look
 from turnlog.infra.topics_admin import apply
@@ -33,7 +34,7 @@ async def settings(kafka: str) -> Settings:
 
 @pytest.fixture
 async def log(settings: Settings) -> AsyncIterator[KafkaLog]:
-    log = KafkaLog.of(settings.kafka)
+    log = KafkaLog.of(settings.kafka, Membership(metadata_ms=500))
     yield log
     await log.close()
 
@@ -80,10 +81,7 @@ async def test_a_role_says_on_readyz_that_a_topic_has_got_more_and_writes_as_bef
         assert [place for place, _ in after] == [place for place, _ in before]
 
 
-async def test_a_member_that_is_given_new_partitions_ends(
-    settings: Settings, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "METADATA_MS", 500)
+async def test_a_member_that_is_given_new_partitions_ends(settings: Settings, log: KafkaLog) -> None:
     held = asyncio.Event()
 
     async def seek(units: frozenset[int]) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.faulty_store import HTML, Fault, FaultyStore, error
-from turnlog.infra import s3
 from turnlog.infra.blobs import BlobMissing, BucketMissing, StoreBusy, StoreUnavailable, StoreUnreachable
 from turnlog.infra.roles import is_unreachable
 from turnlog.infra.s3 import PART_BYTES, RETRIES, S3Blobs
@@ -33,10 +32,9 @@ def faulty(store: StoreSettings) -> FaultyStore:
 
 
 @pytest.fixture
-async def blobs(faulty: FaultyStore, store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S3Blobs]:
-    monkeypatch.setattr(s3, "BACKOFF_S", 0.001)
+async def blobs(faulty: FaultyStore, store: StoreSettings) -> AsyncIterator[S3Blobs]:
     with faulty.serving() as url:
-        blobs = S3Blobs(dataclasses.replace(store, endpoint=url))
+        blobs = S3Blobs(dataclasses.replace(store, endpoint=url), backoff_s=0.001)
         await blobs.put(b"the bucket is there")
         yield blobs
         await blobs.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer import LayoutUnfit
@@ -92,13 +91,10 @@ def test_a_model_that_the_ranks_cannot_share_is_refused_by_name(
         check_layout(TINY_MIXTURE if mixture else TINY, LearnerOptions(**options))
 
 
-def test_a_model_of_ones_own_takes_small_steps_and_half_the_memory_where_it_has_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_of_ones_own_takes_small_steps_and_half_the_memory_where_it_has_a_device() -> None:
     own = {"model": {"path": "/models/policy"}}
     for device, dtype in ((False, "float32"), (True, "bfloat16")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda device=device: device)
-        plan = learning_plan(from_tables(own, {}, source="test"))
+        plan = learning_plan(from_tables(own, {}, source="test"), cuda=device)
         assert (plan.learning_rate(0), plan.options.dtype) == (1e-6, dtype)
         assert (plan.recorded["learning_rate"], plan.recorded["dtype"]) == ("1e-06", f'"{dtype}"')
     said = {"learning_rate": 2e-5, "dtype": "float32"}
