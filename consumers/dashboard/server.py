@@ -27,7 +27,7 @@ from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health, QuietServer, configured, listening, serve_health
-from turnlog.infra.roles.probe import health_address
+from turnlog.infra.roles.probe import health_address, reached
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.starting import asked
 from turnlog.infra.roles.terminal import say
@@ -100,7 +100,7 @@ async def serving(
     keys = Keys(own.key, directory)
     records = Records(path_of(settings), Vocabulary(settings.model.path), connect)
     with closing(listening(own.host, own.port, "[dashboard] host or port")) as listener:
-        url = _url(own.host, listener.getsockname()[1])
+        url = reached(own.host, listener.getsockname()[1])
         cookie = "turnlog-" + hashlib.sha256(settings.run.id.encode()).hexdigest()[:12]
         login = own.login == "always" or not is_loopback(own.host)
         rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
@@ -166,12 +166,6 @@ def _told(directory: Path, url: str) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def _url(host: str, port: int) -> str:
-    """As a browser of this machine opens it, where every interface is listened on."""
-    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host) or (f"[{host}]" if ":" in host else host)
-    return f"http://{name}:{port}"
 
 
 def _hint(settings: Settings) -> str:

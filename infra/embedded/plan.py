@@ -31,12 +31,12 @@ from turnlog.infra.embedded.members import (
     role_member,
     turnlog,
 )
-from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports, reached
+from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.servers import ENGINE_REMEDY, ObjectStore, check_model
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.http_clients import got
-from turnlog.infra.roles.probe import health_host
+from turnlog.infra.roles.probe import health_host, reached
 from turnlog.infra.run_folder import LOGS, STORE_KEY, Endpoints
 from turnlog.settings import DashboardSettings, GatewaySettings, RegistrySettings, Settings, ViewsSettings
 

@@ -11,10 +11,9 @@ import socket
 from pathlib import Path
 
 from turnlog.infra.embedded import PortTaken
+from turnlog.infra.roles.probe import bindable
 
 HOST = "127.0.0.1"
-EVERYWHERE = ("", "0.0.0.0", "::")
-"""What a server listens on that listens on every address."""
 ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of ranks that are all on this machine: Gloo and NCCL listen on the loopback."""
 FIRST = 15000
@@ -36,6 +35,7 @@ def free_ports(count: int, host: str = HOST) -> list[int]:
 
 def is_free(port: int, host: str = HOST) -> bool:
     """Whether a server could listen on the port now."""
+    host = bindable(host)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -52,12 +52,6 @@ def listens(port: int, *, timeout_s: float = 0.2) -> bool:
     except OSError:
         return False
     return True
-
-
-def reached(host: str, port: int) -> str:
-    """Where this machine's own clients reach a server that listens there."""
-    name = HOST if host in EVERYWHERE else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def claim(port: int, setting: str, host: str = HOST) -> int:

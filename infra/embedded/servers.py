@@ -23,9 +23,10 @@ import urllib.error
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, StoreDied
-from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens, reached
+from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.roles.http_clients import got
+from turnlog.infra.roles.probe import reached
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.infra.tensors.adapters import ATTENTION, DENSE
 from turnlog.infra.tensors.files import NoWeights, weight_files

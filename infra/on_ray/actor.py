@@ -16,12 +16,12 @@ from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied
 from turnlog.infra.embedded.members import Slot, engine_member, loaders_own, role_member
-from turnlog.infra.embedded.ports import free_ports, reached
+from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.embedded.process import swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, Member, Supervisor, Watched
 from turnlog.infra.on_ray.cluster import Place, place
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.probe import health_host
+from turnlog.infra.roles.probe import health_host, reached
 from turnlog.settings import Settings, load
 
 log = logging.getLogger(__name__)

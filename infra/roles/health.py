@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from turnlog.infra.roles.measures import RESTARTS, restarts
+from turnlog.infra.roles.probe import EVERY, bindable
 
 WORK = "work"
 
@@ -206,12 +207,15 @@ class CannotListen(OSError):
 
 
 def listening(host: str, port: int, setting: str) -> socket.socket:
-    """A bound socket, so that the address is known, and ours, before anything is written; `setting` chooses it. Raises
-    CannotListen."""
+    """A bound socket, so that the address is known, and ours, before anything is written; `setting` chooses it. The
+    host :: is every address of both families, and of IPv4 alone where there is no IPv6. Raises CannotListen."""
+    host = bindable(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sends at once (TCP_NODELAY) only on a socket that says its protocol: else an answer takes 40 ms
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if host == EVERY:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         listener.bind((host, port))
     except OSError as error:

@@ -19,8 +19,9 @@ from turnlog.setting_types import SettingsError, is_service_link
 from turnlog.settings import Settings
 
 LOOPBACK = "127.0.0.1"
-ANY = {"0.0.0.0": LOOPBACK, "::": "::1"}
-"""Address to listen on -> the one at which this host reaches it."""
+EVERY = "::"
+"""Listens on every address of both families."""
+EVERY_IPV4 = "0.0.0.0"
 LONGEST = 1 << 20
 """Bytes of an answer that are read."""
 
@@ -44,6 +45,39 @@ def health_host(env: Mapping[str, str]) -> str:
     return env.get("TURNLOG_HEALTH_HOST") or LOOPBACK
 
 
+def bindable(host: str) -> str:
+    """The address to bind: for EVERY that of IPv4 alone where this machine has no IPv6, and else the host itself."""
+    if host != EVERY:
+        return host
+    try:
+        with socket.socket(socket.AF_INET6) as tried:
+            tried.bind((EVERY, 0))
+    except OSError:
+        return EVERY_IPV4
+    return host
+
+
+def at_home(host: str) -> str:
+    """The address at which this machine reaches a server that listens on `host`."""
+    return LOOPBACK if host in ("", EVERY, EVERY_IPV4) else host
+
+
+def reached(host: str, port: int, scheme: str = "http") -> str:
+    """Where this machine's own clients reach a server that listens there."""
+    return bracketed(f"{scheme}://{at_home(host)}:{port}")
+
+
+def bracketed(url: str) -> str:
+    """The URL with an IPv6 address in brackets: Kubernetes puts a pod's address into http://$(POD_IP):port without."""
+    scheme, mark, place = url.partition("://")
+    host, colon, rest = place.rpartition(":")
+    try:
+        socket.inet_pton(socket.AF_INET6, host)
+    except OSError:
+        return url
+    return f"{scheme}{mark}[{host}]{colon}{rest}"
+
+
 def served_at(role: str, settings: Settings, env: Mapping[str, str]) -> tuple[str, int] | None:
     """Host and port of the role's health: of its own pages where it has some, else of the health endpoint. Raises
     SettingsError."""
@@ -62,7 +96,7 @@ def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, li
         address = served_at(role, settings, env)
     if address is None:
         raise NoHealthServed(f"{role} serves no health here: TURNLOG_HEALTH_PORT is not set; set it, or give --url")
-    host, port = ANY.get(address[0], address[0]), address[1]
+    host, port = at_home(address[0]), address[1]
     path = "/healthz" if live else "/readyz"
     try:
         status, said = _get(host, port, path, timeout_s)

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import faust
 import faust.transport.drivers.aiokafka as driver
@@ -43,7 +44,7 @@ from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.ending import obey
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.measures import BYTES, STAGE_S
-from turnlog.infra.roles.probe import served_at
+from turnlog.infra.roles.probe import EVERY, bindable, reached, served_at
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import claimed
 from turnlog.infra.roles.starting import asked, lived, servers_of
@@ -300,9 +301,9 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
         broker_heartbeat_interval=SESSION_TIMEOUT_S / 3,
         consumer_group_instance_id=instance,
         web_enabled=address is not None,
-        web_host=host,
+        web_host=urlsplit(reached(host, port)).netloc.rpartition(":")[0],
         web_port=port,
-        web_bind=host,
+        web_bind="" if bindable(host) == EVERY else bindable(host),  # asyncio's servers hear IPv6 alone on ::
         loghandlers=[log_lines.handler(sys.stderr, as_json=log_lines.is_json(os.environ))],
     )
     tables = _tables(app, settings)

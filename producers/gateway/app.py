@@ -39,6 +39,7 @@ from turnlog.infra.roles.health import (
     configured,
     listening,
 )
+from turnlog.infra.roles.probe import bracketed, reached
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import serving as tls_context
 from turnlog.processors.core.methods.rules import fold_rules
@@ -618,7 +619,7 @@ async def main(role: Role) -> None:
     with contextlib.closing(listening(settings.host, settings.port, "[gateway] host or port")) as listener:
         port = listener.getsockname()[1]
         scheme = "https" if settings.certificate_file else "http"
-        own = settings.own_url.rstrip("/") or settings.url or f"{scheme}://{settings.host}:{port}"
+        own = bracketed(settings.own_url.rstrip("/")) or settings.url or reached(settings.host, port, scheme)
         gateway = await Gateway.assembled(role, own)
         async with gateway.current() as following, serving(gateway, listener):
             role.health.started()

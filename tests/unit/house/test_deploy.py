@@ -305,6 +305,16 @@ def test_the_cluster_assigns_users_and_groups_where_the_values_name_none(profile
             asked({root: 0})
 
 
+def test_servers_of_ours_in_pods_listen_on_both_families(documents: list[Document]) -> None:
+    hosts = {
+        entry["value"]
+        for container in containers(documents)
+        for entry in container.get("env", ())
+        if entry["name"].endswith("_HOST")
+    }
+    assert hosts == {"::"}
+
+
 def test_sandbox_workers_live_by_themselves_without_keys_of_others() -> None:
     documents = list(rendered(LAPTOP | {"model": {"claim": "policy"}}))
     spaces: dict[str, set[str]] = {}

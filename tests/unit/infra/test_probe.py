@@ -12,10 +12,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from turnlog.infra.embedded.ports import HOST
+from turnlog.infra.embedded.ports import HOST, is_free
 from turnlog.infra.roles.health import Health, listening, serve_health
+from turnlog.infra.roles.probe import bindable, bracketed, reached
 
 PROBE = [sys.executable, "-m", "turnlog.cli", "health"]
+
+LACKED = 12
+"""DECnet's address family, which Linux has no more."""
 
 
 @asynccontextmanager
@@ -93,7 +97,52 @@ async def test_silence_and_a_missing_port_are_no_health() -> None:
 async def test_a_role_that_listens_everywhere_is_asked_at_home(host: str) -> None:
     status, said = await asked("gateway", TURNLOG_HEALTH_HOST=host, TURNLOG_HEALTH_PORT="1")
     assert status == 1
-    assert f"gateway at {'127.0.0.1' if host == '0.0.0.0' else '::1'}:1/readyz: " in said
+    assert "gateway at 127.0.0.1:1/readyz: " in said
+
+
+async def test_a_wildcard_of_both_families_answers_ipv4_and_ipv6() -> None:
+    health = Health("lag")
+    health.started()
+    with listening("::", 0, "") as free:
+        port = int(free.getsockname()[1])
+    async with serve_health(health, ("::", port)):
+        for host in ("127.0.0.1", "[::1]") if bindable("::") == "::" else ("127.0.0.1",):
+            assert await asked("lag", "--url", f"http://{host}:{port}") == (0, "lag is ready")
+
+
+def test_a_wildcard_is_that_of_ipv4_where_the_kernel_has_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for a family that this kernel lacks, it refuses as one without IPv6 does."""
+    monkeypatch.setattr(socket, "AF_INET6", LACKED)
+    with pytest.raises(OSError, match="not supported"):
+        socket.socket(socket.AF_INET6)
+    with listening("::", 0, "") as listener:
+        host, port = listener.getsockname()
+        assert host == "0.0.0.0"
+    assert is_free(port, "::")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("http://fd00::2:18790", "http://[fd00::2]:18790"),
+        ("https://2001:db8::7:443", "https://[2001:db8::7]:443"),
+        ("http://[fd00::2]:18790", "http://[fd00::2]:18790"),
+        ("http://10.1.2.3:18790", "http://10.1.2.3:18790"),
+        ("http://gateway-0.rl:18790", "http://gateway-0.rl:18790"),
+        ("http://gateway", "http://gateway"),
+        ("", ""),
+    ],
+)
+def test_an_address_of_a_pod_stands_in_brackets_in_a_url(written: str, meant: str) -> None:
+    assert bracketed(written) == meant
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("::", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("fd00::2", "http://[fd00::2]:80")],
+)
+def test_a_server_is_reached_from_its_own_machine(host: str, url: str) -> None:
+    assert reached(host, 80) == url
 
 
 def test_a_probe_imports_nothing_that_makes_it_slow() -> None:

@@ -33,7 +33,7 @@ imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{/* What every process of ours is told, but for keys of secrets. */}}
 {{- define "turnlog.told" -}}
 - {name: TURNLOG_INSTANCE, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
-- {name: TURNLOG_HEALTH_HOST, value: "0.0.0.0"}
+- {name: TURNLOG_HEALTH_HOST, value: "::"}
 - {name: TURNLOG_LOG_FORMAT, value: {{ .Values.logs.format | quote }}}
 - {name: TURNLOG_LOG_LEVEL, value: {{ .Values.logs.level | quote }}}
 {{- if .Values.certificates.configMap }}
