@@ -145,6 +145,28 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
     return dataclasses.replace(settings, run=run)
 
 
+def newest_run(runs: Path = Path("runs")) -> str:
+    """The name of the folder of the run that is up there, of several or none the one that was started last; empty where
+    there is none."""
+    started = {path.parent: path.stat().st_mtime_ns for path in runs.glob(f"*/{SETTINGS}")}
+    return max(started, key=lambda directory: (is_live(directory), started[directory])).name if started else ""
+
+
+def check_there(settings: Settings) -> None:
+    """Raises NoEndpoints where neither a directory nor a server is known that could hold the run."""
+    directory = Path(settings.run.directory)
+    known = settings.kafka.bootstrap or settings.store.endpoint or settings.index.path
+    if not known and not directory.exists():
+        raise _no_run(directory)
+
+
+def _no_run(directory: Path) -> NoEndpoints:
+    return NoEndpoints(
+        f"there is no run in {directory.absolute()}: `turnlog run list` lists the runs of this directory, and "
+        "`turnlog demo` makes one"
+    )
+
+
 def verb_line(directory: Path, verb: str) -> str:
     """How `turnlog VERB` is said of the run of that directory."""
     if directory == Path("runs", directory.name):
@@ -185,9 +207,7 @@ def read_endpoints(directory: Path) -> Endpoints:
         values = json.loads((directory / FILE).read_text())
     except FileNotFoundError:
         if not directory.exists():
-            raise NoEndpoints(
-                f"there is no run in {directory.absolute()}: `turnlog run list` lists the runs of this directory"
-            ) from None
+            raise _no_run(directory) from None
         raise NoEndpoints(f"{directory / FILE} is missing: `{verb_line(directory, 'up')}` starts the run") from None
     return Endpoints(**{**values, "engines": tuple(values["engines"])})
 
@@ -286,8 +306,8 @@ def read_state(directory: Path) -> dict[str, Any]:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the run: one supervisor at a time. Raises AlreadyUp."""
     busy = AlreadyUp(
-        f"{directory} is up already: `turnlog status` shows it, `turnlog down` stops it, and another --run ID is "
-        "another run"
+        f"{directory} is up already: `{verb_line(directory, 'status')}` shows it, `{verb_line(directory, 'down')}` "
+        "stops it, and another --run ID is another run"
     )
     with held(directory / LOCK, busy):
         yield

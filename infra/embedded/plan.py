@@ -46,6 +46,8 @@ ROLES = (
 )  # fmt: skip
 """What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, those from `views` on have a
 switch in their settings (of alerts that is urls), and a dashboard has its indexer. Tasks are fed by `turnlog run`."""
+READING = ("reading",)
+"""In their place: no role and no engine, for who reads what a run has left."""
 SERVER_DEATHS = 3
 
 
@@ -65,7 +67,11 @@ class LaunchPlan:
         """Engine -> address; empty: its loader says it."""
         self._held: dict[str, str] = {}
         """Engine on Ray -> health of the process that holds it."""
-        self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
+        reads = tuple(roles) == READING
+        if reads:
+            roles = ()
+        else:
+            self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
         kafka, store = self._kafka(), self._store()
         registry = self._registry()
         self._topics()
@@ -75,8 +81,8 @@ class LaunchPlan:
             kafka=kafka,
             registry=registry,
             store=store,
-            gateway=settings.gateway.url or self._address(settings.gateway, "[gateway] port"),
-            views=self._address(settings.views, "[views] port"),
+            gateway=settings.gateway.url or ("" if reads else self._address(settings.gateway, "[gateway] port")),
+            views="" if reads else self._address(settings.views, "[views] port"),
             dashboard=self._address(settings.dashboard, "[dashboard] port") if shown else "",
             health={slot.name: reached(health_host(os.environ), next(self._ports)) for slot in slots},
         )

@@ -23,7 +23,7 @@ from turnlog.infra import embedded, run_folder
 from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.broker import class_path
 from turnlog.infra.embedded.on_log import OnLog
-from turnlog.infra.embedded.plan import ROLES, LaunchPlan, waiting_for
+from turnlog.infra.embedded.plan import READING, ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import cause_of, log_tail, raise_file_limit, scope, sweep, swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
 from turnlog.infra.roles.terminal import aside
@@ -35,6 +35,7 @@ from turnlog.infra.run_folder import (
     Endpoints,
     check_room,
     check_secrets,
+    held,
     is_live,
     kept_secret,
     locked,
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 NOTIFY = "TURNLOG_NOTIFY_FD"
 PARENT = "TURNLOG_PARENT_FD"
 SUPERVISED_ROLES = "TURNLOG_SUPERVISED_ROLES"
+READING_LOCK = "reading.lock"
+"""In the run's directory: held by the process that has started its servers to read it."""
 STOP_TIMEOUT_S = 90.0
 TICK_S, SAY_EVERY_S = 1.0, 15.0
 """Of `up`, while it waits: between two looks at the clock, and between two lines about who is waited for."""
@@ -87,7 +90,8 @@ def up(
     with locked(directory):  # raises AlreadyUp
         check_secrets(directory)
         check_room(directory)
-        write_settings(directory, settings)
+        if tuple(roles) != READING:
+            write_settings(directory, settings)
     if not settings.kafka.bootstrap:
         class_path(say=say)
     pipe, pid = _spawn(directory, roles, attached=attached)
@@ -120,7 +124,8 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
             check_secrets(directory)
             check_room(directory)
             raise_file_limit()
-            write_settings(directory, settings)
+            if tuple(chosen) != READING:
+                write_settings(directory, settings)
             for key in (GATEWAY_KEY, CREDENTIAL_KEY):
                 kept_secret(directory / key)
             asyncio.run(_supervise(settings, [role for role in chosen if role], notify))
@@ -144,7 +149,7 @@ def down(settings: Settings, *, say: Say | None = None) -> None:
         if left:
             say(f"ended {left} processes that a killed supervisor had left")
             return
-        raise NotUp(f"nothing of {directory} is running; `turnlog up` starts it")
+        raise NotUp(f"nothing of {directory} is running; `{run_folder.verb_line(directory, 'up')}` starts it")
     pidfd = os.pidfd_open(state["pid"])
     try:
         say(f"stopping {len(state['children'])} processes of {directory}")
@@ -155,6 +160,35 @@ def down(settings: Settings, *, say: Say | None = None) -> None:
     finally:
         os.close(pidfd)
     say("stopped")
+
+
+@contextlib.contextmanager
+def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
+    """While the block runs, the servers that hold the run's log and its objects answer: those that are up, else the
+    embedded ones alone, without roles and engines, which end with the block and with this process. One process at a
+    time starts them; another one waits. Raises EmbeddedError."""
+    directory = Path(settings.run.directory)
+    own = settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint
+    if own or not (directory / SETTINGS).exists():  # nothing to start; the verb itself says that the run is not there
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(held(directory / READING_LOCK))
+        if is_live(directory):
+            stack.close()
+            yield
+            return
+        (say or aside)(f"starting the servers of {directory} to read it; they end with this command")
+        up(settings, READING, attached=True, say=_silent)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(NotUp):  # its supervisor died
+                down(settings, say=_silent)
+
+
+def _silent(_: str) -> None:
+    """Progress that nobody asked for."""
 
 
 def status_processes(settings: Settings) -> list[dict[str, Any]]:
@@ -228,6 +262,9 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process we belong to is gone
     write()
     notify({"endpoints": True})
+    if tuple(roles) == READING:  # what the log asks for, engines above all, is not for a reader to start
+        await supervisor.run()
+        return
     async with _followed(on_log):
         await supervisor.run()
 
@@ -313,15 +350,15 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, time
     if time.monotonic() < began + timeout_s:
         log = directory / LOGS / "supervisor.log"
         raise SupervisorFailed(SupervisorDied(f"the supervisor of {directory} ended; log {log}\n{log_tail(log)}"))
+    raise _not_ready(directory, timeout_s, attached=attached)
+
+
+def _not_ready(directory: Path, timeout_s: float, *, attached: bool) -> NotReady:
     unready = _waits(directory) or ["the supervisor"]  # which has not come up itself
-    left = (
-        "everything was stopped; their logs are in"
-        if attached
-        else (
-            "the run was left as it is: `turnlog status` says what they wait for, `turnlog down` stops it; logs are in"
-        )
-    )
-    raise NotReady(f"{', '.join(unready)}: not ready after {timeout_s:.0f} s; {left} {directory / LOGS}")
+    status, stop = (run_folder.verb_line(directory, verb) for verb in ("status", "down"))
+    left = f"the run was left as it is: `{status}` says what they wait for, `{stop}` stops it; logs are in"
+    left = "everything was stopped; their logs are in" if attached else left
+    return NotReady(f"{', '.join(unready)}: not ready after {timeout_s:.0f} s; {left} {directory / LOGS}")
 
 
 def _say_waits(directory: Path, what: str, say: Say) -> None:
