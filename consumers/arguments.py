@@ -356,6 +356,7 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="one of the run's checkpoints instead, as [trainer] checkpoints keeps them",
     )
+    verb.add_argument("--json", action="store_true", help="what was written")
     _source(verb)
 
 
@@ -463,12 +464,14 @@ def dataset_arguments(verb: argparse.ArgumentParser) -> None:
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="hash files and rows again and compare with the manifest")
     verify.add_argument("out", type=Path, metavar="OUT", help="folder of the dataset")
+    verify.add_argument("--json", action="store_true", help="its manifest")
     build = actions.add_parser(
         "build", help="rows of a run as files", epilog=DATASET_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write rows of a run to the folder OUT: data/*.parquet or data/*.arrow, and manifest.json.",
     )  # fmt: skip
     build.add_argument("out", type=Path, metavar="OUT", help="folder to make; it appears when it is whole")
+    build.add_argument("--json", action="store_true", help="its manifest, and what filters removed")
     build.add_argument(
         "--from", dest="source", choices=("topics", "archive"), default="topics",
         help="read the topics, or the archive of the run (default topics)",
@@ -548,7 +551,7 @@ Examples:
 
 A letter is named by its id or any beginning of it that only one letter has. A requeued tool call is a call of its own:
 the first answer of the old one stands, so it runs under a new call_id, on the workspace that it named.
-Exit status: 0 done, 1 nothing matched, 2 cannot.
+Exit status: 0 done, also when `list` finds none; 1 nothing to requeue, 2 cannot.
 """
 
 
@@ -632,6 +635,7 @@ def replay_arguments(verb: argparse.ArgumentParser) -> None:
         help="only records up to then: a time (ISO 8601 or milliseconds), step:N, or topic[partition]@offset",
     )  # fmt: skip
     verb.add_argument("--fresh", action="store_true", help="forget what an unfinished replay has done")
+    verb.add_argument("--json", action="store_true", help="the verdict, or the manifest of what was written")
     other = verb.add_argument_group("refold", "Write a dataset under other settings (needs --out)")
     other.add_argument("--policy", metavar="NAME", default=None, help="[fold] policy")
     other.add_argument("--estimator", metavar="NAME", default=None, help="[fold] estimator")

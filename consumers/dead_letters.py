@@ -257,7 +257,11 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
     if arguments.json:
         for parked_ms, letter in newest:
             say_json(_body(letter, parked_ms), indent=None)
-        return ExitStatus.DONE if newest else ExitStatus.DIFFERS
+        return ExitStatus.DONE
+    if not newest:
+        only = "" if _asked(arguments) == Asked() else " that match"
+        say(f"run {role.settings.run.id!r} has no dead letters{only}")
+        return ExitStatus.DONE
     table = Table(title=f"dead letters of {role.settings.run.id}: {len(newest)} of {len(letters)}")
     for heading in ("id", "parked", "record", "by", "cause", "message"):
         table.add_column(heading, overflow="fold")
@@ -265,7 +269,7 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
         place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
         table.add_row(letter.event_id[:10], _time(parked_ms), place, letter.role, letter.cause, letter.message[:200])
     Terminal().print(table)
-    return ExitStatus.DONE if newest else ExitStatus.DIFFERS
+    return ExitStatus.DONE
 
 
 async def _show(role: Role, arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from turnlog.consumers.replay.verify import Verdict
 from turnlog.consumers.replay.verify import run as replay
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.books import Account, counting_steps
 from turnlog.schemas import topics
@@ -239,13 +239,16 @@ def store(report: Report, directory: Path) -> Path:
     return path
 
 
-async def write(settings: Settings) -> int:
+async def write(settings: Settings, *, as_json: bool = False) -> int:
     """`turnlog report`: replay, gather, write, print; 0 when nothing is wrong with the run."""
-    console = Terminal()
+    console = Terminal(stderr=as_json)
     async with opened("report", settings) as role:
         with console.status("reading the run's topics"):
             report = await gather(role, await replay(role), Measured())
     path = store(report, Path(settings.run.directory))
+    if as_json:
+        say_json(report.body | {"failures": report.failures})
+        return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE
     console.print(summary(report), f"written to {path}", *report.failures, sep="\n")
     return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE
 

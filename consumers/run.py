@@ -42,7 +42,7 @@ from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import Begun, RunClosed, begin
 from turnlog.infra.roles.terminal import Terminal, say
-from turnlog.infra.run_folder import LOGS, SETTINGS, held, lacks_room, private_folder
+from turnlog.infra.run_folder import LOGS, SETTINGS, held, lacks_room, private_folder, verb_line
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.schemas import UndecodableRecord, topics
@@ -263,9 +263,11 @@ def command(settings: Settings) -> int:
     try:
         asyncio.run(until_trained(settings, display))
     except asyncio.CancelledError:
-        console.print("interrupted: the servers go on (`turnlog down` stops them); `turnlog run` continues")
+        again, stop = (verb_line(Path(settings.run.directory), verb) for verb in ("run", "down"))
+        console.print(f"interrupted: the servers go on (`{stop}` stops them); `{again}` continues", soft_wrap=True)
         return ExitStatus.INTERRUPTED
-    console.print(f"{len(display.picture.steps)} steps trained; next: turnlog --run {settings.run.id} replay --verify")
+    again = verb_line(Path(settings.run.directory), "replay --verify")
+    console.print(f"{len(display.picture.steps)} steps trained; next: {again}")
     return 0
 
 
@@ -345,7 +347,7 @@ def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
         directory / FEEDER_LOCK,
         AlreadyFed(
             f"another `turnlog run` or `turnlog demo` feeds {directory} already, and goes on: "
-            "`turnlog status --watch` shows how far it is"
+            f"`{verb_line(directory, 'status --watch')}` shows how far it is"
         ),
     )
 

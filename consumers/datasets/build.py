@@ -29,7 +29,7 @@ from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.terminal import Terminal, say
+from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, SegmentSample, SessionStarted
 from turnlog.schemas.topics import Topic
@@ -211,10 +211,16 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
     """Build or verify; 0 when the dataset stands as it should. Raises DatasetError."""
     if arguments.action == "verify":
         manifest = verify(arguments.out)
+        if arguments.json:
+            say_json({"folder": str(arguments.out)} | manifest.to_json())
+            return 0
         say(f"{arguments.out}: whole, {_said(manifest)}")
         return 0
     manifest = run_verb(_built(settings, arguments))
     came = manifest.provenance
+    if arguments.json:
+        say_json({"folder": str(arguments.out)} | manifest.to_json() | {"removed": dict(came.removed)})
+        return 0
     say(f"{arguments.out}: {_said(manifest)}")
     for name, count in came.removed.most_common():
         say(f"  removed by {name}: {count:,}")

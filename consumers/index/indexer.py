@@ -513,6 +513,10 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 async def _build(settings: Settings, *, archive: bool) -> int:
     async with opened("index", settings, archive=archive) as role:
         path, began = path_of(role.settings), time.perf_counter()
-        records = await build(role, path)
+        try:
+            records = await build(role, path)
+        except BusyIndex:  # its writer takes in everything that is on the log
+            say(f"{path} is kept up to date by another process, `turnlog up` or `turnlog index`: nothing to do")
+            return ExitStatus.DONE
     say(f"{records:,} records in {time.perf_counter() - began:.1f} s: {path}")
     return ExitStatus.DONE

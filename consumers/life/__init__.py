@@ -249,6 +249,8 @@ async def _records(role: Role, begin: Mapping[Partition, int], ends: Mapping[Par
 
 def _tell(found: Iterable[Known]) -> None:
     table = Table("run", "state", "step", "draws", "last event", "bytes", "checkpoints", "prefix", "kafka", "directory")
+    table.columns[0].no_wrap = True  # what people copy
+    table.columns[0].overflow = "ignore"
     for run in found:
         planned = "?" if run.draws_planned is None else run.draws_planned
         step = "-" if run.last_step is None else str(run.last_step)

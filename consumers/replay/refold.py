@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import shutil
 import struct
@@ -45,7 +46,7 @@ from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Configured
-from turnlog.infra.roles.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.methods.rules import FoldRules
@@ -193,16 +194,22 @@ async def refold(
     until: str | None = None,
     fresh: bool = False,
     overwrite: bool = False,
+    as_json: bool = False,
     console: Terminal | None = None,
 ) -> int:
     """Write the dataset (where [fold] changes) and the batches (where [batcher] changes) below `out`; 0.
     Raises ReplayError, DatasetError and what the log, the store and the registry raise."""
-    console = console or Terminal()
+    console = console or Terminal(stderr=as_json)
     async with opened("replay", settings, archive=source == ARCHIVE) as role:
         with Shown(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
             written = await work.run(progress=progress, fresh=fresh)
+    if as_json:
+        manifest = out / "manifest.json"  # none where [batcher] alone changes
+        body = json.loads(manifest.read_text()) if manifest.exists() else None
+        say_json({"folder": str(out), "manifest": body, "said": written.split("\n")})
+        return 0
     console.print(*written.split("\n"), sep="\n", highlight=False, soft_wrap=True)
     return 0
 
@@ -462,7 +469,12 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.out is not None:
             raise BadRefold("--out is for a refold: say what changes, for example --policy, --estimator or --set")
         return await replay(
-            settings, verify=arguments.verify, source=arguments.source, until=arguments.until, fresh=arguments.fresh
+            settings,
+            verify=arguments.verify,
+            source=arguments.source,
+            until=arguments.until,
+            fresh=arguments.fresh,
+            as_json=arguments.json,
         )
     if arguments.verify:
         raise BadRefold("--verify compares what was recorded: leave the changes out")
@@ -470,5 +482,5 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
         raise BadRefold("a refold writes a dataset: say where with --out FOLDER")
     return await refold(
         settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
-        fresh=arguments.fresh, overwrite=arguments.overwrite,
+        fresh=arguments.fresh, overwrite=arguments.overwrite, as_json=arguments.json,
     )  # fmt: skip

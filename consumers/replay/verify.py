@@ -7,6 +7,7 @@ instead (refold.py).
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.runs import Configured, nothing_recorded
-from turnlog.infra.roles.terminal import Terminal
+from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.batches.draws import DrawRules
 from turnlog.processors.core.fold.group import GroupFold
@@ -108,6 +109,7 @@ async def replay(
     source: str = "topics",
     until: str | None = None,
     fresh: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Print the verdict; 0 when identical, 1 at the first divergence or when nothing is recorded. Without `verify` only
     counts are shown.
@@ -115,12 +117,15 @@ async def replay(
     `source`: topics | archive; `until`: see `until.moment`; `fresh`: forget what an unfinished replay compared.
     Raises ReplayError and what the log, the store and the registry raise: status 2.
     """
-    console = console or Terminal()
+    console = console or Terminal(stderr=as_json)
     async with opened("replay", settings, archive=source == ARCHIVE) as role:
         with Shown(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             verdict = await run(role, until=until, progress=progress, folder=folder, fresh=fresh)
         empty = "" if verdict.records_compared or verdict.divergence else await nothing_recorded(role)
+    if as_json:
+        say_json(dataclasses.asdict(verdict) | {"identical": verdict.identical, "why": empty})
+        return ExitStatus.DONE if verdict.identical or not (verify or empty) else ExitStatus.DIFFERS
     if empty:
         console.print(f"replay: {empty}", soft_wrap=True)
         return ExitStatus.DIFFERS

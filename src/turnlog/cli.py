@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import logging
 import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnlog import __version__
+from turnlog.command_help import SHELLS, Parser, complete_parser, naming
 from turnlog.infra.roles import ending, http_clients, leaves, log_lines
-from turnlog.infra.run_folder import run_settings
+from turnlog.infra.run_folder import NAMING, check_there, newest_run, run_settings
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES, ExitStatus
-from turnlog.settings import Settings, SettingsError
+from turnlog.settings import RunSettings, Settings, SettingsError
 
 if TYPE_CHECKING:
     from turnlog.infra.roles.role import Role
@@ -32,13 +35,55 @@ ROLES: dict[str, tuple[str, str]] = {
 }
 """Roles that are one asyncio process: verb -> (module with `main(role)`, what it does)."""
 
+Test = Callable[[argparse.Namespace], bool]
+
+
+def _always(_: argparse.Namespace) -> bool:
+    return True
+
+
+def _acts(*actions: str) -> Test:
+    return lambda arguments: arguments.action in actions
+
+
+READS: dict[str, Test] = {
+    "books": _always,
+    "fold": _always,
+    "replay": _always,
+    "report": _always,
+    "eval": _always,
+    "export": _always,
+    "reward": _always,
+    "dataset": _acts("build"),
+    "dead-letters": _acts("list", "show"),
+    "index": _acts("build"),
+    "session": lambda arguments: arguments.action == "export" or (arguments.action == "show" and not arguments.tree),
+    "tail": lambda arguments: arguments.until_end,
+    "why": lambda arguments: ":" in arguments.about,
+}
+"""Verbs that read the log of a run; where it is down, its servers are started for them."""
+LOOKS: dict[str, Test] = READS | {
+    "status": _always,
+    "dashboard": _always,
+    "query": _always,
+    "tail": _always,
+    "why": _always,
+    "session": _acts("show", "export"),
+    "engines": _acts("list"),
+    "sandbox": _acts("pool"),
+}
+"""Verbs that look at a run and change nothing of it: the newest run where none is named."""
+NAMING_VARIABLES = {*NAMING.values(), "TURNLOG_KAFKA_BOOTSTRAP"}
+"""With one of them, no run is chosen by its age."""
+
 EPILOG = """\
 First steps:
   turnlog demo                      the whole loop on this machine: agents act, tools run, the reward rises
   turnlog up && turnlog status      servers and roles, left running; `turnlog down` stops them
   turnlog replay --verify           fold the topics again and compare with what was trained
 
-Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environment; see docs/settings.md.
+Verbs that look at a run take the newest one of runs/ where none is named. --run and --settings may stand behind the
+verb. Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environment; see docs/settings.md.
 """
 
 
@@ -50,11 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         log_lines.begin(os.environ, sys.stderr)
         http_clients.spare_loopback(os.environ)
-        settings = run_settings(arguments.settings, os.environ, run_id=arguments.run_id or "")
+        settings = _settings(arguments)
         log_lines.speaks(arguments.verb, run=settings.run.id)
-        status: int = arguments.call(settings, arguments)
-        sys.stdout.flush()
-        return status
+        with _servers(settings, arguments):
+            status: int = arguments.call(settings, arguments)
+            sys.stdout.flush()
+            return status
     except KeyboardInterrupt:
         return ExitStatus.TERMINATED if ending.was_terminated() else ExitStatus.INTERRUPTED
     except BrokenPipeError as error:
@@ -64,6 +110,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.READER_GONE
     except Exception as error:
         return ended(arguments.verb, error)
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """Of the run that is named; a verb that looks at one takes the newest of runs/ where none is, and says so."""
+    run_id = arguments.run_id or ""
+    looks = (test := LOOKS.get(arguments.verb)) is not None and test(arguments)
+    named = run_id or arguments.settings or NAMING_VARIABLES & os.environ.keys()
+    if looks and not named and (run_id := newest_run()) not in ("", RunSettings().id):
+        from turnlog.infra.roles.terminal import aside
+
+        aside(f"run {run_id}, the newest of runs/ (--run names another)")
+    settings = run_settings(arguments.settings, os.environ, run_id=run_id)
+    if looks and arguments.verb != "status":  # which has a status of its own for that
+        check_there(settings)
+    return settings
+
+
+def _servers(settings: Settings, arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    """What a verb that reads the log of a run needs, where that is down."""
+    if (test := READS.get(arguments.verb)) is None or not test(arguments):
+        return nullcontext()
+    if getattr(arguments, "source", "") == "archive" and settings.store.endpoint:
+        return nullcontext()
+    from turnlog.infra.embedded.up import readable
+
+    return readable(settings)
 
 
 def _reader_is_gone() -> bool:
@@ -107,15 +179,14 @@ def _status_of(error: Exception) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Every verb with its help."""
-    top = argparse.ArgumentParser(
+    top: argparse.ArgumentParser = Parser(
         prog="turnlog",
         description="Event-sourced data plane and training loop for agentic RL.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=__version__)
-    top.add_argument("--settings", type=Path, metavar="FILE", help="TOML settings (default: built-in defaults)")
-    top.add_argument("--run", dest="run_id", metavar="ID", help="run id; its files are in runs/ID")
+    naming(top)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, what) in ROLES.items():
         _verb(verbs, name, _role(name, module), f"role: {what}")
@@ -135,7 +206,9 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument(
         "--into", type=Path, default=Path(), metavar="DIR", help="where the folder is made (default: here)"
     )
-    _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints")
+    _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints").add_argument(
+        "--json", action="store_true", help="the endpoints on standard output"
+    )
     _verb(verbs, "down", _down, "stop what `up` started")
     _askers(verbs)
     _lives(_verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained"))
@@ -146,6 +219,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
     _readers(verbs)
     _outlets(verbs)
+    completes = _verb(verbs, "completion", _completion, "print a script that completes this command line in a shell")
+    completes.add_argument("shell", choices=SHELLS, help="such as: source <(turnlog completion bash)")
+    complete_parser(top)
     return top
 
 
@@ -239,7 +315,9 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     books.add_argument("--limit", type=int, default=20, metavar="N", help="the N largest (default 20)")
     books.add_argument("--json", action="store_true")
     books.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
-    _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary")
+    _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary").add_argument(
+        "--json", action="store_true", help="print what report.json holds"
+    )
 
 
 def _outlets(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -257,7 +335,7 @@ Call = Callable[[Settings, argparse.Namespace], int]
 def _verb(
     verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, call: Call, what: str
 ) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
+    verb = verbs.add_parser(name, description=what[0].upper() + what[1:] + ".")  # complete_parser lists it
     verb.set_defaults(call=call)
     return verb
 
@@ -332,11 +410,14 @@ def _supervise(settings: Settings, _: argparse.Namespace) -> int:
     return supervise(settings)
 
 
-def _up(settings: Settings, _: argparse.Namespace) -> int:
+def _up(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.infra.embedded.up import up
+    from turnlog.infra.roles.terminal import say_json
     from turnlog.trainer.tiny_policy import prepared
 
-    up(prepared(settings))
+    found = up(prepared(settings))
+    if arguments.json:
+        say_json(dataclasses.asdict(found))
     return 0
 
 
@@ -383,6 +464,12 @@ def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
     made = initial_weights(prepared(settings))
     print(copied(made, arguments.out) if arguments.out else made)
     return 0
+
+
+def _completion(_: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.command_help import command
+
+    return command(parser(), arguments.shell)
 
 
 def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
@@ -569,10 +656,10 @@ def _books(settings: Settings, arguments: argparse.Namespace) -> int:
     return ending.run_verb(show(settings, asked))
 
 
-def _report(settings: Settings, _: argparse.Namespace) -> int:
+def _report(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.report import write
 
-    return ending.run_verb(write(settings))
+    return ending.run_verb(write(settings, as_json=arguments.json))
 
 
 __all__ = ["SettingsError", "main"]

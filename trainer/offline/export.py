@@ -30,7 +30,7 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.terminal import say
+from turnlog.infra.roles.terminal import say, say_json
 from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorSpec, Written, places, write_weights
 from turnlog.infra.tensors.versions import BadWeights, Chain, assembled, chain_of
@@ -110,6 +110,11 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
             done = export_checkpoint(settings, place, arguments.checkpoint, folder, versions)
     else:
         done = run_verb(_export(settings, folder, arguments.version, archive=archive))
+    if arguments.json:
+        version = None if done.version is None else done.version.version
+        about = {"folder": str(folder), "run": done.run_id, "version": version, "checkpoint": done.checkpoint}
+        say_json(about | {"tensors": done.tensors, "parameters": done.parameters, "dtypes": sorted(done.dtypes)})
+        return ExitStatus.DONE
     held = "held against its published checksums" if done.version else "of no published version: nothing to hold it to"
     say(f"{folder}: {done.said}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
     return ExitStatus.DONE

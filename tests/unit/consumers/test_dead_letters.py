@@ -81,7 +81,8 @@ async def test_letters_are_listed_by_what_is_asked_for(role: Role, capsys: pytes
     shown = capsys.readouterr().out
     assert second.event_id[:10] in shown
     assert first.event_id[:10] not in shown
-    assert await ran(role, "list", "--cause", "Unheard") == 1
+    assert await ran(role, "list", "--cause", "Unheard") == 0
+    assert capsys.readouterr().out == "run 'run' has no dead letters that match\n"
 
 
 async def test_a_letter_is_shown_with_what_can_be_read_of_its_record(

@@ -185,7 +185,7 @@ def test_help_starts_without_any_room() -> None:
     heavy = {"numpy", "torch", "aiokafka", "fastapi", "rich", "pyarrow", "transformers", "turnlog.infra.log"}
     assert not loaded & heavy
     for verb in ("demo", "up", "down", "status", "run", "replay", "topics", "books"):
-        assert f"\n    {verb} " in shown
+        assert f"\n  {verb} " in shown
 
 
 def test_a_rank_starts_without_what_it_never_uses() -> None:
