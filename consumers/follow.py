@@ -65,6 +65,8 @@ class Events:
         self._ready: deque[Record] = deque()
         self._done: dict[Partition, int] = {}
         """Offset to commit, of partitions that went on since the last commit."""
+        self._batch: dict[Partition, int] = {}
+        """Offset to commit once what is in hand is done."""
         self._ends: dict[Partition, int] = {}
         """Where to stop, of the partitions held; empty to go on for ever."""
         self._held = False
@@ -77,27 +79,55 @@ class Events:
 
     async def __anext__(self) -> Event:
         """The next event; the one before it is done. Raises LogError, RegistryUnavailable."""
+        while await self._more():
+            if (event := await self._decoded()) is not None:
+                return event
+        raise StopAsyncIteration
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """The same events in lists of what is there, so that their results can be kept in one transaction; a list is
+        done when the next one is asked for. Raises as `__anext__`."""
+        while await self._more():
+            events = []
+            while self._ready:
+                if (event := await self._decoded()) is not None:
+                    events.append(event)
+                self._in_hand()
+            if events:
+                yield events
+
+    async def _more(self) -> bool:
+        """What is in hand is done, and committed when that is due; wait for records. False at the end."""
         self.done()
         while True:
-            while self._ready:
-                self.record = self._ready.popleft()
-                try:
-                    return await self._events.decode(self.record)
-                except UndecodableRecord as error:
-                    log.warning("passed over: %s", error)
-                    self.undecodable += 1
-                    self.done()
             if time.monotonic() - self._committed_at >= self._commit_s:
                 await self.commit()
+            if self._ready:
+                return True
             if self.until_end and self._at_end():
-                raise StopAsyncIteration
+                return False
             self._ready.extend(await self.reader.poll(timeout_s=POLL_S))
 
-    def done(self) -> None:
-        """The event in hand may be committed."""
+    async def _decoded(self) -> Event | None:
+        """The next record's event; None where it is none."""
+        self.record = self._ready.popleft()
+        try:
+            return await self._events.decode(self.record)
+        except UndecodableRecord as error:
+            log.warning("passed over: %s", error)
+            self.undecodable += 1
+            return None
+
+    def _in_hand(self) -> None:
         if self.record is not None:
-            self._done[Partition(self.record.topic, self.record.partition)] = self.record.offset + 1
+            self._batch[Partition(self.record.topic, self.record.partition)] = self.record.offset + 1
             self.record = None
+
+    def done(self) -> None:
+        """What is in hand may be committed: an event, or a list of them."""
+        self._in_hand()
+        self._done |= self._batch
+        self._batch.clear()
 
     async def commit(self) -> None:
         """Commit every event that is done. Raises Fenced when the group has given its partitions to another member."""
@@ -121,7 +151,10 @@ class Events:
     async def revoked(self, units: frozenset[int]) -> None:
         """Forget what was not handed out: the next owner begins at the last commit."""
         self._held = False
-        self._done = {name: offset for name, offset in self._done.items() if name.number not in units}
+        self._done, self._batch = (
+            {name: offset for name, offset in known.items() if name.number not in units}
+            for known in (self._done, self._batch)
+        )
 
     def _at_end(self) -> bool:
         return self._held and all(self.reader.position(name) >= end for name, end in self._ends.items())

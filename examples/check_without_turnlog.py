@@ -18,6 +18,8 @@ from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from minio import Minio
 
+if len(sys.argv) < 5:
+    raise SystemExit(__doc__)
 bootstrap, registry, endpoint, bucket, prefix = [*sys.argv[1:6], ""][:5]
 deserialize = AvroDeserializer(SchemaRegistryClient({"url": registry}))
 place, keys = urlsplit(endpoint), (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])

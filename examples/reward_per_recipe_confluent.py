@@ -11,6 +11,8 @@ from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
+if len(sys.argv) < 3:
+    raise SystemExit(__doc__)
 bootstrap, registry, prefix = [*sys.argv[1:4], ""][:3]
 deserialize = AvroDeserializer(SchemaRegistryClient({"url": registry}))
 consumer = Consumer(
@@ -23,26 +25,27 @@ consumer = Consumer(
         "enable.partition.eof": True,
     }
 )
-db = sqlite3.connect("rewards-confluent.db", isolation_level=None)
+db = sqlite3.connect("rewards-confluent.db")
 db.execute("CREATE TABLE IF NOT EXISTS rewards (rollout_id PRIMARY KEY, recipe, reward)")
 consumer.subscribe([f"{prefix}segment-samples"])
 unread: set[int] | None = None
 while unread is None or unread:
-    message = consumer.poll(1.0)
+    messages = consumer.consume(500, 1.0)
     if unread is None and consumer.assignment():
         unread = {place.partition for place in consumer.assignment()}
-    if message is None:
-        continue
-    if message.error():
-        if message.error().code() != KafkaError._PARTITION_EOF:
-            raise SystemExit(message.error())
-        unread = (unread or set()) - {message.partition()}
-        continue
-    if dict(message.headers())["record"] == b"SegmentSample":
-        sample = deserialize(message.value(), SerializationContext(message.topic(), MessageField.VALUE))
-        row = (sample["rollout_id"], sample["recipe"], sample["reward"])
-        db.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", row)
-    consumer.store_offsets(message)
+    for message in messages:
+        if message.error():
+            if message.error().code() != KafkaError._PARTITION_EOF:
+                raise SystemExit(message.error())
+            unread = (unread or set()) - {message.partition()}
+        elif dict(message.headers())["record"] == b"SegmentSample":
+            sample = deserialize(message.value(), SerializationContext(message.topic(), MessageField.VALUE))
+            row = (sample["rollout_id"], sample["recipe"], sample["reward"])
+            db.execute("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", row)
+    db.commit()  # one wait for the disk, not one per row
+    for message in messages:
+        if not message.error():
+            consumer.store_offsets(message)
 consumer.close()
 for row in db.execute("SELECT recipe, count(*), round(avg(reward), 4) FROM rewards GROUP BY recipe"):
     print(*row)

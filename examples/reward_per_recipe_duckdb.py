@@ -16,6 +16,8 @@ import fastavro
 import pyarrow
 from minio import Minio
 
+if len(sys.argv) < 4:
+    raise SystemExit(__doc__)
 endpoint, bucket, archive = sys.argv[1:4]
 place, keys = urlsplit(endpoint), (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
 store = Minio(place.netloc, *keys, secure=place.scheme == "https", region="us-east-1")

@@ -53,6 +53,8 @@ def answers(path: Path) -> dict[str, Answer]:
 
 
 def main() -> int:
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     for question, answer in answers(Path(sys.argv[1])).items():
         print(f"\n{question}\n  {' | '.join(answer.columns)}")
         for row in answer.rows[:10]:

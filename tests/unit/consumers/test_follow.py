@@ -68,7 +68,7 @@ async def test_the_event_in_hand_at_an_error_comes_again_and_those_before_it_do_
     seen: list[int] = []
 
     async def fall_over_at_the_eighth() -> None:
-        async with cluster.follow() as events:
+        async with cluster.follow(commit_s=60.0) as events:
             async for event in events:
                 if len(seen) == 7:
                     raise ZeroDivisionError
@@ -138,3 +138,34 @@ def test_topics_that_cannot_be_followed_together_are_named() -> None:
         check([], kafka)
     with pytest.raises(UnknownTopic, match=r"'samples'.*docs/events\.md"):
         check(["samples"], kafka)
+
+
+async def test_lists_of_events_are_done_as_a_whole(cluster: Cluster) -> None:
+    seen: list[int] = []
+
+    async def fall_over_in_the_second_list() -> None:
+        async with cluster.follow() as events:
+            async for batch in events.batches():
+                if seen:
+                    raise ZeroDivisionError
+                seen.extend(int(event.event_id) for event in batch)
+                await cluster.append(20, 21)
+                events._ends = await events._log.end_offsets(list(events._ends))
+
+    with pytest.raises(ZeroDivisionError):
+        await fall_over_in_the_second_list()
+    again = await cluster.read()
+    assert sorted(seen + again) == list(range(22)), "the first list is committed, the second one comes again"
+
+
+async def test_what_is_done_is_committed_in_the_middle_of_a_fetch(cluster: Cluster) -> None:
+    async with cluster.follow() as events:
+        passed = 0
+        async for _ in events:
+            passed += 1
+            if passed == 5:
+                break
+        names = [Partition(SESSIONS, number) for number in range(4)]
+        commits = await events._log.commits("report", names)
+        assert events._ready, "the fetch has brought more"
+        assert sum(commit.offset for commit in commits.values()) == 4, "all but the one in hand"
