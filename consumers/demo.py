@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from turnlog.consumers.replay.verify import run as replay
-from turnlog.consumers.report import Measured, Report, gather, plot_rewards, store, summary
+from turnlog.consumers.report import JUDGED_FROM, Measured, Report, gather, plot_rewards, store, summary
 from turnlog.consumers.run import Display, beside, curve, stop_at_signal, until_trained
 from turnlog.infra.embedded import NotUp
 from turnlog.infra.embedded.up import down, up
@@ -140,11 +140,10 @@ def _say(report: Report, directory: Path, console: Terminal) -> None:
     console.print(f"reward  {curve(body['rewards'])}", highlight=False)
     console.print(f"files   {path}, {PLOT}, {SCREEN}, logs/ beside it", highlight=False, soft_wrap=True)
     console.print(
-        f"next    turnlog --run {body['run']} up        servers and roles of this run again",
-        f"        turnlog --run {body['run']} status    roles, lag, engines, versions",
-        f"        turnlog --run {body['run']} replay --verify",
-        f"        turnlog --run {body['run']} books     sampled = trained + masked",
-        f"        turnlog --run {body['run']} down",
+        f"next    turnlog --run {body['run']} dashboard          the run in the browser, until Ctrl-C",
+        f"        turnlog --run {body['run']} books              sampled = trained + masked",
+        f"        turnlog --run {body['run']} replay --verify    fold the topics again and compare",
+        f"        turnlog --run {body['run']} up                 servers and roles of this run again",
         sep="\n",
         highlight=False,
         soft_wrap=True,
@@ -152,6 +151,8 @@ def _say(report: Report, directory: Path, console: Terminal) -> None:
     for failure in report.failures:
         console.print(f"FAILED: {failure}", style="red")
     if not report.failures:
-        judged = "the reward rose, the books balance, every version was acknowledged, replay is identical"
-        short = "done; below 15 steps the reward is shown, not judged"
-        console.print(judged if body["steps"] >= 15 else short, style="green")
+        judged = "the books balance, every version was acknowledged, replay is identical"
+        if body["reward_rise_wanted"]:
+            short = f"done; below {JUDGED_FROM} steps the reward is shown, not judged"
+            judged = f"the reward rose, {judged}" if body["steps"] >= JUDGED_FROM else short
+        console.print(judged, style="green")

@@ -18,6 +18,7 @@ from turnlog.consumers import books
 from turnlog.consumers.replay.verify import Verdict
 from turnlog.consumers.replay.verify import run as replay
 from turnlog.infra.history import all_events, partitions, records
+from turnlog.infra.recipes import RecipeError, demo_rise, recipe
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
@@ -36,8 +37,6 @@ from turnlog.schemas.events.batches import HELD_OLD_CACHE_GAP_MAX, same_weights_
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
-RISE = 0.25
-"""Mean reward of the last five steps minus the first two, at least (goals.md L1)."""
 JUDGED_FROM = 15
 """Below so many steps the reward is shown, not judged."""
 GAP = 1e-4
@@ -79,6 +78,7 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "rewards": [round(reward, 4) for reward in rewards],
         "reward_first_2": fmean(rewards[:2]) if rewards else None,
         "reward_last_5": fmean(rewards[-5:]) if rewards else None,
+        "reward_rise_wanted": wanted_rise(role.settings),
         "load_average": measured.load_average or os.getloadavg()[0],
         "sampled_tokens": run.sampled,
         "trained_tokens": run.trained,
@@ -97,6 +97,14 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "versions": versions(),
     }  # fmt: skip
     return Report(body, tuple(failures(body, run, verdict)))
+
+
+def wanted_rise(settings: Settings) -> float:
+    """Of the recipe's mean reward; 0 where it is not judged, as of a recipe that is not installed here."""
+    try:
+        return demo_rise(recipe(settings.feeder.recipe))
+    except RecipeError:
+        return 0.0
 
 
 def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
@@ -178,9 +186,10 @@ def failures(body: Mapping[str, Any], run: Account, verdict: Verdict) -> list[st
     said: list[str] = []
     if not body["steps"]:
         said.append("no step was trained")
-    elif body["steps"] >= JUDGED_FROM and body["reward_last_5"] - body["reward_first_2"] < RISE:
+    elif body["steps"] >= JUDGED_FROM and (wanted := body["reward_rise_wanted"]):
         rise = body["reward_last_5"] - body["reward_first_2"]
-        said.append(f"the reward rose by {rise:.3f}, wanted at least {RISE}")
+        if rise < wanted:
+            said.append(f"the reward rose by {rise:.3f}, the recipe wants at least {wanted} (its demo_rise)")
     if not run.balance:
         said.append(
             f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {dict(run.masked)}; "

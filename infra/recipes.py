@@ -307,9 +307,9 @@ class Recipe(Protocol):
     """One kind of task, end to end. Implementations are stateless values: every method is a pure function.
 
     Optional beside these: `sandbox_tools: tuple[str, ...]`, `workspace: BlobRef` or a method `files(task)`, `agent`, a
-    FunctionAgent or a CommandAgent, `simulation: Callable[[TaskRow], Simulation]`, and a method `read_row`, see the
-    functions `sandbox_tools`, `first_workspace`, `first_files`, `agent_of`, `played` and `row_of`. Whoever inherits
-    from PlainRecipe says what differs."""
+    FunctionAgent or a CommandAgent, `simulation: Callable[[TaskRow], Simulation]`, `demo_rise: float`, and a method
+    `read_row`, see the functions `sandbox_tools`, `first_workspace`, `first_files`, `agent_of`, `played`, `demo_rise`
+    and `row_of`. Whoever inherits from PlainRecipe says what differs."""
 
     @property
     def name(self) -> str:
@@ -501,6 +501,13 @@ def first_workspace(recipe: Recipe) -> BlobRef | None:
     `workspace` names; nothing without one."""
     workspace: BlobRef | None = getattr(recipe, "workspace", None)
     return workspace
+
+
+def demo_rise(recipe: Recipe) -> float:
+    """By how much the mean reward must rise in `turnlog demo` with this recipe, of its last five steps above its first
+    two, for the demo to succeed: the recipe's attribute `demo_rise`; 0 without one, and then it is not judged."""
+    rise: float = getattr(recipe, "demo_rise", 0.0)
+    return rise
 
 
 def first_files(recipe: Recipe, task: TaskRow) -> Mapping[str, Any] | None:

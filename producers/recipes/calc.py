@@ -76,6 +76,7 @@ class Calc(PlainRecipe):
     """See the module's docstring and turnlog.infra.recipes.Recipe."""
 
     name = "calc"
+    demo_rise = 0.25
     environment = Environment(name="calc", version="1")
     sandbox_tools = ("python",)
     sandbox = SandboxSpec(limits=SandboxLimits(cpu_s=2.0, wall_s=5.0, output_bytes=4096))

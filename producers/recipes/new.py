@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import keyword
 import re
+import shlex
 import shutil
 import sys
 from importlib import resources
@@ -20,6 +21,7 @@ from pathlib import Path
 from string import Template
 from typing import Final
 
+import turnlog
 from turnlog.infra.offers import offered
 from turnlog.infra.recipes import AmbiguousRecipe
 from turnlog.infra.roles.terminal import say
@@ -66,7 +68,8 @@ def create(name: str, parent: Path) -> Path:
         raise NotCreated(f"{parent} is no folder")
     part = parent / f".{name}.part"
     shutil.rmtree(part, ignore_errors=True)
-    values = {"name": name, "package": package, "title": "".join(map(str.capitalize, name.split("-")))}
+    steps = "\n".join(next_steps(folder.absolute()))
+    values = {"steps": steps, "name": name, "package": package, "title": "".join(map(str.capitalize, name.split("-")))}
     try:
         for template, path in FILES.items():
             target = part / Template(path).substitute(values)
@@ -97,9 +100,24 @@ def _check(name: str, package: str) -> None:
 def command(arguments: argparse.Namespace) -> int:
     """What the verb does, and what to do next."""
     folder = create(arguments.name, arguments.into)
-    python, settings = sys.executable, folder / "settings.toml"
-    has_pip = any(importlib.metadata.distributions(name="pip"))
-    pip = f"{python} -m pip install" if has_pip else f"uv pip install --python {python}"
-    say(f"made {folder}; next:")
-    say(f"  {pip} --editable {folder}", f"  {python} -m pytest {folder}", f"  turnlog --settings {settings} demo")
+    say(f"made {folder}; next:", *(f"  {line}" for line in next_steps(folder)))
     return ExitStatus.DONE
+
+
+def next_steps(folder: Path) -> list[str]:
+    """Commands that install the package beside the turnlog that runs here, test it and train it, on a machine with
+    nothing on PATH: the environment that `make` builds holds no pip, and its uv lies beside the source."""
+    python, quoted = shlex.quote(sys.executable), shlex.quote(str(folder))
+    wanted = f"--editable {quoted}" + ("" if importlib.util.find_spec("pytest") else " pytest")
+    bootstrapped = Path(turnlog.__file__).parents[2] / ".cache/bootstrap/bin/uv"
+    uv = shutil.which("uv") or (str(bootstrapped) if bootstrapped.exists() else "")
+    install = [f"{python} -m pip install {wanted}"]
+    if not any(importlib.metadata.distributions(name="pip")):
+        install = (
+            [f"{shlex.quote(uv)} pip install --python {python} {wanted}"]
+            if uv
+            else [f"{python} -m ensurepip", *install]
+        )
+    program = shlex.quote(str(Path(sys.executable).parent / "turnlog"))
+    settings = shlex.quote(str(folder / "settings.toml"))
+    return [*install, f"{python} -m pytest {quoted}", f"{program} --settings {settings} demo"]

@@ -4,6 +4,8 @@ sessions."""
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -57,6 +59,27 @@ def test_its_own_tests_pass_where_it_is_installed(folder: Path, site: Path) -> N
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
+
+
+def test_the_commands_that_are_printed_work_on_a_machine_with_nothing_on_path(site: Path, tmp_path: Path) -> None:
+    own = "printed-by-a-test"
+    for metadata in Path(sysconfig.get_path("purelib")).glob("*.dist-info"):
+        shutil.copytree(metadata, site / metadata.name, dirs_exist_ok=True)  # installed, as uv sees it
+    python = site.parents[2] / "bin/python"
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    offline = bare | {"UV_OFFLINE": "1", "UV_NO_BUILD_ISOLATION": "1", "UV_CACHE_DIR": str(tmp_path / "cache")}
+    words = [str(python), "-m", "turnlog.cli", "recipe", "new", own, "--into", str(tmp_path)]
+    said = subprocess.run(words, env=bare, capture_output=True, text=True, check=True).stdout.splitlines()
+    install, test, demo = (line.strip() for line in said[1:])
+    for line in (install, f"{test} -p no:cacheprovider -q"):
+        done = subprocess.run(line, shell=True, env=offline, capture_output=True, text=True)
+        assert done.returncode == 0, (line, done.stdout[-1000:], done.stderr[-3000:])
+    program, *arguments = shlex.split(demo)
+    assert (Path(program), arguments[-1]) == (python.parent / "turnlog", "demo")
+    listed = [str(python), "-m", "turnlog.cli", *arguments[:-1], "run", "list"]
+    assert subprocess.run(listed, env=bare, cwd=tmp_path, capture_output=True).returncode == 0
+    told = (tmp_path / own / "README.md").read_text()
+    assert all(line in told for line in (install, test, demo))
 
 
 def halves(prompt: str) -> str:

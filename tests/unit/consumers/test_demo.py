@@ -9,12 +9,13 @@ from typing import Any
 
 from turnlog.consumers.demo import runnable_here
 from turnlog.consumers.replay.verify import Verdict
-from turnlog.consumers.report import Measured, gaps, gather, summary
+from turnlog.consumers.report import Measured, failures, gaps, gather, summary, wanted_rise
 from turnlog.infra.roles.terminal import Terminal
+from turnlog.processors.core.books import Account
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.schemas.events import StepCompleted, ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
-from turnlog.settings import Settings
+from turnlog.settings import FeederSettings, Settings
 
 
 def answer(number: int, worker: str) -> ToolCallCompleted:
@@ -68,6 +69,20 @@ async def test_a_report_counts_the_calls_that_ran_without_isolation(trained_run:
     console = Terminal(file=io.StringIO(), width=200)
     console.print(summary(report))
     assert "TOOLS RAN WITHOUT ISOLATION" in console.file.getvalue()
+
+
+def test_the_reward_is_judged_by_what_its_recipe_wants() -> None:
+    body = {
+        "steps": 15, "reward_first_2": 0.5, "reward_last_5": 0.6, "weight_versions_unanswered": {},
+        "weight_versions_acknowledged": 1,
+    }  # fmt: skip
+    books, replayed = Account(), Verdict(records_compared=1)
+    assert failures(body | {"reward_rise_wanted": 0.0}, books, replayed) == []
+    (said,) = failures(body | {"reward_rise_wanted": 0.25}, books, replayed)
+    assert "rose by 0.100, the recipe wants at least 0.25 (its demo_rise)" in said
+    assert failures(body | {"reward_rise_wanted": 0.25, "steps": 14}, books, replayed) == []
+    wanted = {name: wanted_rise(Settings(feeder=FeederSettings(recipe=name))) for name in ("calc", "household", "none")}
+    assert wanted == {"calc": 0.25, "household": 0.0, "none": 0.0}
 
 
 def step(
