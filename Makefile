@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos soak learning mutants images sbom schemas docs lock clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -121,11 +121,16 @@ $(UV): locks/uv.txt
 	@touch $(UV)
 
 $(ENVIRONMENT): $(UV) locks/all.lock pyproject.toml
-	@echo "environment: installing $$(grep -c == locks/all.lock) pinned packages into .venv (5.5 GB, a minute or two)" >&2
+	@echo "environment: installing $$(grep -c == locks/all.lock) pinned packages into .venv (7.4 GB, a minute or two)" >&2
 	@test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
 	@VIRTUAL_ENV=.venv $(UV) pip sync --quiet --require-hashes --compile-bytecode locks/all.lock
 	@VIRTUAL_ENV=.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(ENVIRONMENT)
+
+gpu: $(UV)  ## an environment for a machine with an NVIDIA GPU, in .venv-gpu (docs/your-own.md)
+	@test -x .venv-gpu/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-gpu
+	@VIRTUAL_ENV=.venv-gpu $(UV) pip sync --quiet --require-hashes --compile-bytecode locks/gpu.lock
+	@VIRTUAL_ENV=.venv-gpu $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 
 # One resolution of everything; the others are constrained by it. Only uv reads the dependency metadata of pyproject.toml
 # (SGLang's CUDA-only kernels stand behind an extra there), and only from the repository root.

@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 COMPOSE = yaml.safe_load((ROOT / "infra/deploy/compose/compose.yaml").read_text())
 SERVICES = set(COMPOSE["services"])
 PROFILES = {profile for service in COMPOSE["services"].values() for profile in service["profiles"]}
-SHELL = {"cd", "cp", "mkdir", "openssl", "chmod"}
+SHELL = {"cd", "cp", "mkdir", "openssl", "chmod", "git", "export"}
 OF_A_CLUSTER = {"helm", "kubectl"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -91,6 +91,7 @@ WITHOUT_A_LOG = {
     "schemas",
     "health",
     "recipe",
+    "completion",
 }
 """Verbs that ask no broker, or an embedded one, which asks nobody who they are."""
 
