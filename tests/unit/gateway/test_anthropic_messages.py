@@ -390,7 +390,7 @@ async def test_what_is_limited_is_counted_by_name_and_what_nobody_knows_as_other
     assert {name: counted(name) - before[name] for name in before} == once
 
 
-@pytest.mark.parametrize("template", [SEEING.replace("IMAGE", "<|image_pad|>")])
+@pytest.mark.parametrize("template", [SEEING.replace("IMAGE", "<|image_pad|>") + "{# <tool_call> #}"])
 class TestSeeing:
     @pytest.fixture
     def settings(self, settings: Settings, model_folder: Path, tmp_path: Path, template: str) -> Settings:
