@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -282,12 +283,14 @@ def read_range(content: bytes, place: Partition) -> Iterator[list[Record]]:
         while at < len(content):
             count, at = _long(content, at)
             size, at = _long(content, at)
+            if size < 0:  # the next block would be one that was read
+                raise CorruptArchive(f"{place.topic}[{place.number}]: a block of {size} bytes")
             packed = content[at : at + size]
             if content[at + size : at + size + 16] != sync:
                 raise CorruptArchive(f"{place.topic}[{place.number}]: a block has no end mark")
             yield _records(zlib.decompress(packed, -15) if deflated else packed, count, place)
             at += size + 16
-    except (IndexError, ValueError, KeyError, zlib.error) as error:
+    except (IndexError, ValueError, KeyError, OverflowError, MemoryError, struct.error, zlib.error) as error:
         raise CorruptArchive(f"{place.topic}[{place.number}]: no archive file ({error})") from error
 
 

@@ -153,3 +153,23 @@ def test_a_value_whose_schema_no_reader_follows_is_kept_as_it_stood(kind: object
     content = written([record(0, value)], {9: schema})
     assert back(content) == [record(0, value)]
     assert [found["raw"] for found in fastavro.reader(io.BytesIO(content))] == [value]
+
+
+@pytest.mark.parametrize("schema_id", [1 << 32, -1, 1 << 70])
+def test_a_schema_id_that_no_frame_can_have_makes_a_file_corrupt(schema_id: int) -> None:
+    events_ = [CODEC.encode(event) for event in events("agent.sessions")[:1]]
+    content = written([record(0, events_[0])], SCHEMAS, "null")
+    known, given = zigzag(1) + zigzag(HEADER.unpack_from(events_[0])[1]), zigzag(1) + wide(schema_id)
+    at = content.index(known + zigzag(len(events_[0]) - HEADER.size))
+    with pytest.raises(CorruptArchive):
+        back(content[:at] + given + content[at + len(known) :])
+
+
+def wide(value: int) -> bytes:
+    """Avro's coding of a number of any size."""
+    left = value * 2 if value >= 0 else -value * 2 - 1
+    out = bytearray()
+    while left > 127:
+        out.append(left & 127 | 128)
+        left >>= 7
+    return bytes([*out, left])
