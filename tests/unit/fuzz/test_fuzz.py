@@ -227,7 +227,7 @@ def test_a_settings_file_gives_settings_or_is_refused(data: st.DataObject) -> No
     path = weights()[0].with_name("settings.toml")
     path.write_bytes(data.draw(changed(data.draw(st.sampled_from(configs)).read_bytes())))
     with contextlib.suppress(SettingsError):
-        assert isinstance(load(path, {})), Settings
+        assert isinstance(load(path, {}), Settings)
 
 
 VARIABLES = (
@@ -243,7 +243,7 @@ VARIABLES = (
 )
 def test_an_environment_variable_gives_settings_or_is_refused(key: str, text: str) -> None:
     with contextlib.suppress(SettingsError):
-        assert isinstance(load(None, {f"TURNLOG_{key}": text})), Settings
+        assert isinstance(load(None, {f"TURNLOG_{key}": text}), Settings)
 
 
 @often
