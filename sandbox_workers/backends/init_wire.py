@@ -287,10 +287,23 @@ def described(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tu
     return json.dumps([{name: getattr(entry, name) for name in names} for entry in entries]).encode(), files
 
 
+def _refuse_half_pairs(source: str) -> None:
+    """Raises ValueError for a shell command with half of a surrogate pair: a ? in its place would be expanded."""
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(source[error.start])
+        raise ValueError(
+            f"a shell command is text, and has {half} at {error.start}: half of a surrogate pair"
+        ) from None
+
+
 def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) -> tuple[dict[str, Any], bytes, bytes]:
     """What `exec` sends: head, and body in two parts. `prompt`: somebody looks at the output while it is written."""
     if command.kind is Kind.program and not command.argv:
         raise ValueError("a program's argv names at least the program")
+    if command.kind is Kind.shell and not command.source.isascii():
+        _refuse_half_pairs(command.source)
     source = command.source.encode(errors="replace")
     head: dict[str, Any] = {
         "op": "exec",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 import socket
@@ -16,7 +17,9 @@ import pytest
 from turnlog.consumers.dashboard.guard import ENDED, Keys
 from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.embedded import AlreadyUp, PortTaken
+from turnlog.infra.embedded import up as of_up
 from turnlog.infra.embedded.servers import ObjectStore
+from turnlog.infra.embedded.supervisor import State
 from turnlog.infra.embedded.up import supervise, up
 from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.run_folder import (
@@ -247,3 +250,25 @@ def test_a_run_that_is_not_there_is_told_apart_from_one_that_is_down(
         read_endpoints(Path("runs/down"))
     with pytest.raises(NoEndpoints, match=r"`TURNLOG_RUN_DIRECTORY=/.* turnlog up` starts the run"):
         read_endpoints(tmp_path)
+
+
+@pytest.mark.parametrize("waiting", [(), ("views-0",), ("views-0", "index-0")])
+def test_up_says_each_member_that_it_goes_on_without_on_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: tuple[str, ...]
+) -> None:
+    """Its output takes one line at a time, and none where nobody is waited for."""
+    monkeypatch.setattr(of_up, "OPTIONAL_S", -1.0)
+    write_endpoints(tmp_path, Endpoints(kafka="k", registry="r", store="s"))
+    of_members = [{"name": name, "state": State.RESTARTING, "error": "", "waiting": ""} for name in waiting]
+    write_state(tmp_path, {"children": of_members})
+    lines: list[str] = []
+    reading, writing = os.pipe()
+    os.write(writing, b'{"trains": true}\n')
+    os.close(writing)
+
+    def say(line: str) -> None:
+        lines.append(line)
+
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        of_up._follow(pipe, tmp_path, wait=True, attached=False, timeout_s=60.0, say=say)
+    assert lines == [f"not ready, and the run trains without it: {name}" for name in waiting]

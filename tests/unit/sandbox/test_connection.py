@@ -14,6 +14,7 @@ import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.connection import PATIENCE, Account, Bounds, InitSandbox, Patience, started
+from turnlog.sandbox_workers.backends.init_wire import call
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import (
     Command,
@@ -328,3 +329,11 @@ async def test_an_interpreter_that_stands_still_dies_with_an_init_that_is_killed
     _, alive = psutil.wait_procs([interpreter], timeout=5)
     await sandbox.close()
     assert alive == []
+
+
+def test_a_shell_command_with_half_of_a_surrogate_pair_is_refused_and_never_expanded() -> None:
+    """In its place stood a ?, which the shell replaces by every name of one character."""
+    with pytest.raises(ValueError, match=r"has '\\ud800' at 3: half of a surrogate pair"):
+        call(Command(kind=Kind.shell, source="rm \ud800"), LIMITS, alive=False, prompt=False)
+    _, source, _ = call(Command(kind=Kind.shell, source="echo ü字"), LIMITS, alive=False, prompt=False)
+    assert source.decode() == "echo ü字"

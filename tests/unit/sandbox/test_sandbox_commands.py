@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import json
@@ -22,10 +23,10 @@ from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.health import Health, QuietServer, application
 from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.console.actions import findings
+from turnlog.sandbox_workers.console.actions import NotText, command_of, findings
 from turnlog.sandbox_workers.pooling import LOCAL, Pools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.protocol import Shape
+from turnlog.sandbox_workers.protocol import Kind, Shape
 
 SHAPE = Shape(disk_bytes=1000)
 
@@ -138,3 +139,13 @@ def test_check_ends_with_1_where_the_configured_backend_is_no_boundary(
 ) -> None:
     assert cli.main(["sandbox", "check"]) == 1
     assert "subprocess is not fully isolated here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("language", ["shell", "python"])
+def test_exec_refuses_source_that_is_no_text_and_takes_any_bytes_for_a_program(language: str) -> None:
+    """Arguments that are no UTF-8 come as halves of surrogate pairs."""
+    given = {"command": ["--", "ls", os.fsdecode(b"\xff")], "stdin": False, "shell": False, "python": False}
+    with pytest.raises(NotText, match="no UTF-8"):
+        command_of(argparse.Namespace(**given | {language: True}))
+    command = command_of(argparse.Namespace(**given))
+    assert (command.kind, command.argv[1]) == (Kind.program, "\udcff")
