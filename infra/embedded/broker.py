@@ -347,6 +347,13 @@ class Node:
         )
 
 
+def _in_java(text: str) -> str:
+    """Lines of a properties file, which Java reads as Latin-1 whatever the locale: other letters are escaped."""
+    units = text.encode("utf-16-be")
+    numbers = (int.from_bytes(units[at : at + 2]) for at in range(0, len(units), 2))
+    return "".join(chr(number) if number < 128 else f"\\u{number:04x}" for number in numbers)
+
+
 class Broker(Server):
     """A broker whose data lie in `directory`; started again there, it serves the same log."""
 
@@ -389,7 +396,7 @@ class Broker(Server):
         others formats its own at each start that finds nothing there: it copies from them what it has lost."""
         self.directory.mkdir(parents=True, exist_ok=True)
         properties = self.directory / "server.properties"
-        properties.write_text(self.node.properties(self.directory, self.port) + self._properties)
+        properties.write_text(_in_java(self.node.properties(self.directory, self.port) + self._properties))
         jvm = (
             java(),
             f"-Xmx{self._heap_mb}m",

@@ -34,9 +34,10 @@ def test_a_broker_keeps_its_log_in_a_folder_of_any_name_under_any_locale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LC_ALL", "C")
-    with Broker(tmp_path / "läufe-字") as broker:
+    with Broker(tmp_path / "läufe-字-𝛼") as broker:
         assert listens(broker.port)
-    assert list((tmp_path / "läufe-字" / "data").glob("*"))
+    assert list((tmp_path / "läufe-字-𝛼" / "data").glob("*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["läufe-字-𝛼"], "Java has made a folder of another name"
 
 
 async def _values(bootstrap: str) -> list[int]:
