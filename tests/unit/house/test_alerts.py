@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from turnlog.consumers.lag import ROLES as CONSUMERS
+from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
 from turnlog.producers.gateway import GatewayError
 
 ROOT = Path(__file__).parents[3]
@@ -68,3 +70,19 @@ def test_errors_of_the_gateway_that_an_alert_counts_are_its_own_and_all_of_them(
     counted = re.search(r'errors_total\{code=~"([^"]+)"\}', rules()["TurnlogGatewayErrors"])
     assert counted is not None
     assert counted[1].split("|") == sorted(wanted)
+
+
+def test_each_role_that_can_stand_still_has_an_alert_and_no_rule_names_a_role_that_is_none() -> None:
+    """One that reads topics stands still while it answers: its lag tells. Any other does when it answers no more."""
+    catalogue = {*TRAINING_ROLES, *OPTIONAL_ROLES}
+    selectors = {name: re.findall(r'\brole(=~|!~|!=|=)"([^"]+)"', expression) for name, expression in rules().items()}
+    assert {role for found in selectors.values() for _, named in found for role in named.split("|")} <= catalogue
+    assert CONSUMERS.keys() - {"run"} <= catalogue, "`turnlog run` is the one verb that reads as a group"
+    told = set()
+    for name, expression in rules().items():
+        if "role:turnlog_role_lag_seconds:max" in expression:
+            excepted = {role for mark, named in selectors[name] if mark[0] == "!" for role in named.split("|")}
+            only = {role for mark, named in selectors[name] if mark[0] != "!" for role in named.split("|")}
+            told |= (only or CONSUMERS.keys()) - excepted
+    assert told == CONSUMERS.keys(), "roles whose lag no alert looks at"
+    assert rules()["TurnlogRoleDown"] == 'up{job="turnlog"} == 0', "it is of every role"
