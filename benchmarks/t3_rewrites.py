@@ -18,6 +18,7 @@ import json
 import tempfile
 import time
 import tracemalloc
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Gateway:
         RECIPE.warm_start.write_tokenizer(folder)
         (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
         prompts = Prompts(TextTokens(folder), ChatTemplate.load(folder))
-        self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled")
+        self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled", shown=prompts.shown())
         self.runner = asyncio.Runner()
         self.ids = prompts.tokens.encode("7" * ANSWER)
 
@@ -88,7 +89,7 @@ def opened() -> Session:
         tokenizer_sha256="", chat_template_sha256="", sampling=Sampling(max_new_tokens=ANSWER),
         environment=Environment(name="none", version="1"), writer_url="",
     )  # fmt: skip
-    return Session(started, "e")
+    return Session(started, "e", datetime.now(UTC))
 
 
 def body(messages: list[Any]) -> bytes:

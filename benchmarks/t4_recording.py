@@ -45,7 +45,7 @@ from turnlog.producers.gateway.app import Gateway, listening, serving
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import EngineRegistered
-from turnlog.schemas.topics import ENGINES, MAX_MESSAGE_BYTES, SESSIONS, SNAPSHOTS, TURNS
+from turnlog.schemas.topics import ENGINES, MAX_MESSAGE_BYTES, SESSIONS, SNAPSHOTS, TURNS, WEIGHTS
 from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, RunSettings, Settings
 
 CONTEXT, DELTA, NEW, PARTITIONS, KEY = 4096, 256, 512, 4, "bench"
@@ -88,7 +88,8 @@ async def measure(server: LogServer, folder: Path) -> int:
     """Rounds of ours and of the floor in turn."""
     ports, log = free_ports(2), server.log()
     config = {"max.message.bytes": str(MAX_MESSAGE_BYTES)}
-    counts = {SESSIONS.name: PARTITIONS, TURNS.name: PARTITIONS, SNAPSHOTS.name: PARTITIONS, ENGINES.name: 1, FLOOR: 4}
+    counts = {topic.name: PARTITIONS for topic in (SESSIONS, TURNS, SNAPSHOTS)}
+    counts |= {ENGINES.name: 1, WEIGHTS.name: 1, FLOOR: 4}
     await log.create_topics([TopicSpec(name, count, 1, config) for name, count in counts.items()])
     gateway, floor = (f"http://{HOST}:{port}" for port in ports)
     rates: dict[str, list[float]] = {"gateway": [], "floor": []}

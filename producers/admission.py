@@ -7,12 +7,12 @@ that new rollouts must be sampled with are there.
 A group is open from its first request until a draw takes it or it fails: discarded by its score, or dropped whole by a
 manifest (stale). So the group that was admitted last is in draw number `draws trained + max_lag x publish_every` at the
 latest if none is slow, and no more than `max_lag` versions old there. Fresh tasks come from the run's datasets by their
-weights. The task of a failed group is drawn again as a new group. A group that was dropped taught nothing yet: its task
-comes before any fresh one. A group that was discarded has been seen, and the next one of its task is likely to end
-alike: its task waits until every fresh task of the epoch was asked for, and is drawn again a bounded number of times,
-so that tasks that are always solved or always failed cannot hold a run. A group that a draw trained without had its
-slot in that draw: it gives none back, or every drop would let one more group run ahead for ever. Facts may come in any
-order between topics, and more than once.
+weights. The task of a failed group is drawn again as a new group. A group that was dropped, or that lost too many of
+its rollouts, taught nothing yet: its task comes before any fresh one. A group that a filter discarded has been seen,
+and the next one of its task is likely to end alike: its task waits until every fresh task of the epoch was asked for,
+and is drawn again a bounded number of times, so that tasks that are always solved or always failed cannot hold a run. A
+group that a draw trained without had its slot in that draw: it gives none back, or every drop would let one more group
+run ahead for ever. Facts may come in any order between topics, and more than once.
 
 A task whose last group was passed by too few or too many of its rollouts teaches little (Foster and Foerster 2025,
 "Learning to reason at the frontier of learnability": p (1 - p) is what a gradient has of it): it is not drawn again
@@ -32,7 +32,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from turnlog.processors.core.batches.progress import WeightChain
-from turnlog.processors.core.fold.settlement import PASS
+from turnlog.processors.core.fold.settlement import PASS, TOO_FEW
 from turnlog.schemas.events import (
     BatchSkipped,
     EngineDraining,
@@ -169,8 +169,9 @@ class Admission:
         self._open: set[str] = set()
         self._taken: set[str] = set()
         self._failed: set[str] = set()
-        self._discarded: set[str] = set()
-        """Those of the failed ones that were discarded by their score; draws dropped the others."""
+        self._discarded: dict[str, bool] = {}
+        """Those of the failed ones that were discarded by their score, and whether that says something of the task;
+        draws dropped the others."""
         self._discards: Counter[Place] = Counter()
         """Place -> its groups among those."""
         self._left = frozenset(place for rows in rules.sources for place in rows.left)
@@ -245,7 +246,7 @@ class Admission:
             case GroupRequested(purpose=Purpose.train):
                 self._requested(event)
             case GroupEmitted(status=GroupStatus.discarded) | GroupScored(status=GroupStatus.discarded):
-                self._fail(event.group_id, discarded=True)
+                self._fail(event.group_id, discarded=True, seen=event.reason != TOO_FEW)
             case SampleBatchFormed():
                 self._formed(event)
             case BatchSkipped():
@@ -313,10 +314,11 @@ class Admission:
         self._discards[place] += event.group_id in self._discarded
         self._mark(place)
 
-    def _fail(self, group_id: str, *, discarded: bool = False) -> None:
+    def _fail(self, group_id: str, *, discarded: bool = False, seen: bool = True) -> None:
+        """`discarded`: by its score; `seen`: its rollouts were judged, and say something of the task."""
         place = self._places.get(group_id)
         if discarded and group_id not in self._discarded:
-            self._discarded.add(group_id)
+            self._discarded[group_id] = seen
             if place is not None:
                 self._discards[place] += 1
         self._failed.add(group_id)
@@ -334,7 +336,7 @@ class Admission:
         if latest not in self._discarded:
             self._repeats.dropped.add(place)
         elif self._discards[place] <= rules.discarded_repeats:
-            self._repeats.waiting.add(place)
+            (self._repeats.waiting if self._discarded[latest] else self._repeats.dropped).add(place)
         else:
             self._repeats.given_up.add(place)
 

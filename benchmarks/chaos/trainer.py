@@ -66,8 +66,8 @@ def trainer(settings: Settings, *doom: str) -> Child:
     """Start `turnlog trainer`, or one that dies of itself."""
     variables = {
         "TURNLOG_MODEL_PATH": settings.model.path,
-        "TURNLOG_TRAINER_LEARNING_RATE": "8e-4",
-        "TURNLOG_TRAINER_DTYPE": "float32",
+        "TURNLOG_TRAINER_LEARNING_RATE": str(settings.trainer.learning_rate),
+        "TURNLOG_TRAINER_DTYPE": settings.trainer.dtype,
         "TURNLOG_FEEDER_DRAWS": str(settings.feeder.draws),
         "TURNLOG_TRAINER_THREADS": str(settings.trainer.threads),
         "TURNLOG_TRAINER_CHECKPOINT_EVERY": str(settings.trainer.checkpoint_every),
@@ -239,6 +239,8 @@ def main() -> int:
             trainer=replace(
                 settings.trainer,
                 threads=1,
+                learning_rate=8e-4,  # the model is tiny
+                dtype="float32",
                 checkpoint_every=CHECKPOINT_EVERY,
                 checkpoints=arguments.checkpoints or settings.trainer.checkpoints,
             ),

@@ -166,7 +166,9 @@ def main() -> int:
             model=replace(settings.model, path=str(model)),
             engine=replace(settings.engine, urls=(f"http://{HOST}:{free_ports(1)[0]}",)),
             feeder=replace(settings.feeder, draws=BATCHES * (1 + 4 * arguments.kills)),
-            trainer=replace(settings.trainer, threads=1, checkpoint_every=CHECKPOINT_EVERY),
+            trainer=replace(
+                settings.trainer, threads=1, checkpoint_every=CHECKPOINT_EVERY, learning_rate=8e-4, dtype="float32"
+            ),
         )
         return asyncio.run(torture(settings, orders=arguments.kills, seed=arguments.seed))
 

@@ -52,6 +52,8 @@ from turnlog.settings import FeederSettings, KafkaSettings, RunSettings, Setting
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODES = ("sync", "partial-async", "fully-async")
 ROLES = {"feeder": feeder.main, "assembler": assembler.main, "batcher": batcher.main}
+FOLLOWERS = 1
+"""Readers of these roles beside their own: the assembler's of engine-status."""
 KILLED = {"feeder": 40, "assembler": 60, "batcher": 12}
 """Role -> points of a life, at most, before it is killed."""
 PROMPTS, GROUP, DRAWS = 3, 2, 8
@@ -326,7 +328,7 @@ async def in_memory(
         return Role(name, name, settings, connection, events, blobs, Health(name))
 
     async def settled() -> None:
-        while log.broker.waiting < len(ROLES):  # noqa: ASYNC110 - what a role has yet to do is no event
+        while log.broker.waiting < len(ROLES) + FOLLOWERS:  # noqa: ASYNC110 - what a role has yet to do is no event
             await asyncio.sleep(0)
 
     async with turning(make, pace, settled, deaths or {}) as world:

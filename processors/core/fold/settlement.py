@@ -154,6 +154,8 @@ def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
     return found[::-1]
 
 
+TOO_FEW = "too_few_valid"
+"""Reason of a group that was discarded since too few of its rollouts ended validly."""
 PASS = 1.0
 """The least reward of a rollout that passed."""
 VALID = frozenset({Outcome.completed, Outcome.truncated, Outcome.agent_error})
@@ -193,7 +195,7 @@ def settle(purpose: Purpose, trajectories: Sequence[Trajectory], rules: FoldRule
     if purpose is not Purpose.train:
         return Settlement(GroupStatus.not_training, "purpose", None)
     if len(trajectories) < rules.least_valid:
-        return Settlement(GroupStatus.discarded, "too_few_valid", None)
+        return Settlement(GroupStatus.discarded, TOO_FEW, None)
     advantages = estimate(rules.formula, trajectories, rules.options)
     for chosen in rules.filters:
         if chosen.discards(trajectories, advantages):
