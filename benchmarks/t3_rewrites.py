@@ -61,14 +61,14 @@ class Gateway:
         (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
         prompts = Prompts(TextTokens(folder), ChatTemplate.load(folder))
         self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled", shown=prompts.shown())
-        self.runner = asyncio.Runner()
+        self.loop = asyncio.new_event_loop()  # asyncio.Runner asks for the text of every result
         self.ids = prompts.tokens.encode("7" * ANSWER)
 
     def turn(self, session: Session, body: bytes) -> tuple[dict[str, Any], TurnPlan, int]:
         """The answer, what it would be sampled on, and how many ids were new to the log."""
         chat = OpenAIChat().request(body, session.conversation)
         session.repeated(chat.sha256, None)
-        plan = self.runner.run(self.planner.plan(session, chat, CLAIMS, None))
+        plan = self.loop.run_until_complete(self.planner.plan(session, chat, CLAIMS, None))
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
         draft = Draft(0.0, list(self.ids), [-0.5] * ANSWER, [VersionSpan(0, ANSWER)], "stop")
         response = {"role": "assistant", "content": "7" * ANSWER}

@@ -99,7 +99,7 @@ async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
 async def test_adapters_go_out_alone_on_the_weights_that_the_first_incarnation_published(
     settings: Settings, role: Role
 ) -> None:
-    adapters = dataclasses.replace(settings.trainer, lora_rank=4, publish="adapter")
+    adapters = dataclasses.replace(settings.trainer, lora_rank=4, publish="adapter", learning_rate_schedule="constant")
     await append_batches(role.events, role.blobs, settings.run.id, 2)
     for draws in (1, 2):
         feeder = dataclasses.replace(settings.feeder, draws=draws)
