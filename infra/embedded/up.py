@@ -119,9 +119,9 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     named = os.environ.pop(SUPERVISED_ROLES, None)
     chosen = roles if roles is not None else named.split(",") if named is not None else ROLES
     notify = _notifier()
+    check_secrets(directory)  # outside of the block below, whose end sweeps what this process has started
     with locked(directory), swept_by_another():
         try:
-            check_secrets(directory)
             check_room(directory)
             raise_file_limit()
             if tuple(chosen) != READING:
@@ -318,9 +318,12 @@ def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[Bi
     return os.fdopen(reading, "rb", buffering=0), pid
 
 
-def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, timeout_s: float, say: Say) -> None:
+def _follow(
+    pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, timeout_s: float, say: Say,
+    optional_s: float = OPTIONAL_S,
+) -> None:  # fmt: skip
     """Say what the supervisor tells, and now and then who is waited for and why, until everything is ready, or all that
-    trains is and the rest has had OPTIONAL_S. Raises SupervisorFailed, NotReady."""
+    trains is and the rest has had `optional_s`. Raises SupervisorFailed, NotReady."""
     began = said_at = time.monotonic()
     trains_at = float("inf")
     for told in _told(pipe, began + timeout_s):
@@ -341,7 +344,7 @@ def _follow(pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, time
             return
         if "trains" in told:
             trains_at = min(trains_at, now)
-        if now - trains_at > OPTIONAL_S:
+        if now - trains_at > optional_s:
             _say_waits(directory, "not ready, and the run trains without it:", say)
             return
         if now - said_at > SAY_EVERY_S:

@@ -13,6 +13,7 @@ REPLACES = {"setattr", "delattr", "__setattr__", "__delattr__"}
 EXCEPTIONS = {
     "tests/unit/consumers/test_earlier_releases.py": "FOLD_SECTIONS of a release to come, as every role reads them",
     "tests/unit/infra/test_clocks.py": "time.time, the machine's clock: what jumps is what nobody of ours may ask",
+    "tests/unit/infra/test_probe.py": "socket.AF_INET6, by a family that this kernel lacks, as if it had no IPv6",
     "tests/unit/infra/test_runs.py": "FOLD_SECTIONS, as a role that starts compares them",
 }
 """File -> what it replaces, and for want of which seam."""

@@ -47,7 +47,7 @@ async def test_a_registry_that_asks_to_be_asked_again_is_waited_for(status: int)
         Response(PAGE),
         Response(PAGE, 404),
         JSONResponse({"detail": "no such route"}, 404),
-        JSONResponse({"schema": "{"}),
+        Response('{"schema": "{', media_type="application/json"),
     ],
     ids=["page", "404", "404 in JSON", "cut"],
 )

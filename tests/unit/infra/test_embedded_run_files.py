@@ -254,10 +254,9 @@ def test_a_run_that_is_not_there_is_told_apart_from_one_that_is_down(
 
 @pytest.mark.parametrize("waiting", [(), ("views-0",), ("views-0", "index-0")])
 def test_up_says_each_member_that_it_goes_on_without_on_a_line_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: tuple[str, ...]
+    tmp_path: Path, waiting: tuple[str, ...]
 ) -> None:
     """Its output takes one line at a time, and none where nobody is waited for."""
-    monkeypatch.setattr(of_up, "OPTIONAL_S", -1.0)
     write_endpoints(tmp_path, Endpoints(kafka="k", registry="r", store="s"))
     of_members = [{"name": name, "state": State.RESTARTING, "error": "", "waiting": ""} for name in waiting]
     write_state(tmp_path, {"children": of_members})
@@ -270,5 +269,5 @@ def test_up_says_each_member_that_it_goes_on_without_on_a_line_of_its_own(
         lines.append(line)
 
     with os.fdopen(reading, "rb", buffering=0) as pipe:
-        of_up._follow(pipe, tmp_path, wait=True, attached=False, timeout_s=60.0, say=say)
+        of_up._follow(pipe, tmp_path, wait=True, attached=False, timeout_s=60.0, say=say, optional_s=-1.0)
     assert lines == [f"not ready, and the run trains without it: {name}" for name in waiting]
