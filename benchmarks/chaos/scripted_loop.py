@@ -40,6 +40,7 @@ max_lag = 2
 [trainer]
 threads = 1
 learning_rate = 1e-6
+learning_rate_schedule = "constant"
 [assembler]
 reaper_silence_s = 120.0
 group_deadline_s = 300.0
