@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import re
 import threading
@@ -190,7 +191,7 @@ async def patiently(ask: Callable[[int], Awaitable[T]], *, timeout_s: float | No
     """What `ask`, which is told the attempt (from 0), returns within `timeout_s` (None: it has its own); asked again,
     with growing pauses, while that may help: as often as `attempts` says, and without end where nobody began with it.
     Raises NoVerdict."""
-    pause, left = FIRST_PAUSE_S, attempts
+    pause, left = FIRST_PAUSE_S, operator.index(attempts)
     for attempt in itertools.count():
         try:
             async with asyncio.timeout(timeout_s) as deadline:

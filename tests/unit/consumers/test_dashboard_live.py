@@ -21,7 +21,8 @@ from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import site
 from turnlog.consumers.dashboard import Looks, app
-from turnlog.consumers.dashboard.app import Stream, clock
+from turnlog.consumers.dashboard.app import Stream
+from turnlog.consumers.dashboard.drawing import clock
 from turnlog.consumers.index import NoIndex
 from turnlog.consumers.index.reader import AsOf
 

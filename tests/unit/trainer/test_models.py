@@ -123,7 +123,8 @@ def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name:
 
 def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, points = (
-        re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text(), re.M | re.S)[0] for kind in ("python", "ini")
+        re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text().partition("## Add a model")[2], re.M | re.S)[0]
+        for kind in ("python", "ini")
     )
     (tmp_path / "my_models.py").write_text(source)
     ((name, place),) = re.findall(r'^(\w+) = "(.*)"$', points, re.M)

@@ -11,9 +11,9 @@ from turnlog.trainer.tiny_policy import copied, prepared
 
 def test_a_recipes_tiny_model_learns_by_steps_of_its_own_unless_the_user_says_other_ones(tmp_path: Path) -> None:
     for said, rate, dtype in (({}, 8e-4, "float32"), ({"learning_rate": 1e-6, "dtype": "bfloat16"}, 1e-6, "bfloat16")):
-        trainer = prepared(from_tables({"trainer": said}, {}, source="test"), {"XDG_CACHE_HOME": str(tmp_path)}).trainer
-        assert (trainer.learning_rate, trainer.dtype) == (rate, dtype)
-    own = prepared(from_tables({"model": {"path": "/models/policy"}}, {}, source="test"), {}).trainer
+        tiny = prepared(from_tables({"trainer": said}, {}, source="test"), {"XDG_CACHE_HOME": str(tmp_path)})
+        assert (tiny.trainer.learning_rate, tiny.trainer.dtype) == (rate, dtype)
+    own = prepared(from_tables({"model": {"path": tiny.model.path}}, {}, source="test"), {}).trainer
     assert (own.learning_rate, own.dtype) == (0.0, "auto")
 
 
