@@ -86,3 +86,10 @@ def test_each_role_that_can_stand_still_has_an_alert_and_no_rule_names_a_role_th
             told |= (only or CONSUMERS.keys()) - excepted
     assert told == CONSUMERS.keys(), "roles whose lag no alert looks at"
     assert rules()["TurnlogRoleDown"] == 'up{job="turnlog"} == 0', "it is of every role"
+
+
+def test_each_optional_role_that_commits_nothing_has_an_alert_on_its_progress() -> None:
+    """Nothing tells its lag. The dashboard reads what a page asks for, so it stands still when its index does."""
+    named = re.findall(r'turnlog_stage_seconds_count\{role=~?"([^"]+)"', rules()["TurnlogReaderStands"])
+    told = {role for roles in named for role in roles.split("|")}
+    assert told == set(OPTIONAL_ROLES) - CONSUMERS.keys() - {"dashboard"}
