@@ -10,6 +10,7 @@ EmbeddedError
 │   └── JarMismatch      a jar is not the one that jars.lock pins
 ├── PortTaken          a port that a setting names is in use
 ├── NoSpace            the disk of the run's directory is too full to start on
+├── TooFewFiles        the user may not open as many files as a broker of the run needs
 ├── OtherBrokers       the run's log lies in another number of brokers than [kafka] brokers says
 ├── ServerDied         a server or role ended, with the tail of its log
 │   ├── LacksServer    ... since a server that it needs did not answer (status 75)
@@ -60,6 +61,11 @@ class PortTaken(EmbeddedError):
 
 class NoSpace(EmbeddedError):
     """Too little room to start a run. Remedy: free some, or another [run] directory."""
+
+
+class TooFewFiles(EmbeddedError):
+    """The limit of open files is below what a broker needs for the run's partitions. Remedy: a higher limit, or fewer
+    partitions in a new run."""
 
 
 class OtherBrokers(EmbeddedError):

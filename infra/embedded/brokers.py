@@ -10,18 +10,24 @@ number and copies everything from the others.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from turnlog.infra.embedded import OtherBrokers
+from turnlog.infra.embedded import OtherBrokers, TooFewFiles
 from turnlog.infra.embedded.broker import Broker, Node
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.embedded.process import Launch
+from turnlog.infra.embedded.process import RAISE_FILES, Launch
+from turnlog.kafka_settings import KafkaSettings
+from turnlog.schemas.topics import CATALOGUE
 
 T = TypeVar("T")
+FILES, FILES_OF_A_PARTITION = 256, 3
+"""That a broker opens: jars, its own topics, connections and older segments; and of each partition the newest segment's
+log and index of aborted transactions, with one to spare while it begins another."""
 
 
 class Brokers:
@@ -84,4 +90,21 @@ def _check(directory: Path, wanted: list[str]) -> None:
         raise OtherBrokers(
             f"{directory} holds the log of {len(there)} broker(s) ({', '.join(there)}), [kafka] brokers asks for "
             f"{len(wanted)}: set it to {len(there)} to go on with that log, or start another run ([run] id)"
+        )
+
+
+def check_files(kafka: KafkaSettings) -> None:
+    """Raises TooFewFiles where a broker of the run would run out of file descriptors. A JVM raises its soft limit
+    itself, so that the hard one counts. A broker that may open no more does not end: it leads no new partition, and its
+    clients wait for ever."""
+    if kafka.bootstrap:
+        return
+    partitions = sum(kafka.count(topic.partitions) for topic in CATALOGUE)
+    needed = FILES + FILES_OF_A_PARTITION * partitions
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < needed:
+        by = f"[kafka] groups = {kafka.groups}, rollouts = {kafka.rollouts}"
+        raise TooFewFiles(
+            f"a broker of {partitions:,} partitions ({by}) opens up to {needed:,} files, and this user may open "
+            f"{most:,}: {RAISE_FILES}, or begin a run with fewer partitions"
         )

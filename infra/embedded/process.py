@@ -42,12 +42,16 @@ KILL_TIMEOUT_S = 5.0
 NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|database or disk is full")
 NO_ROOM_REMEDY = "a disk that it writes to is full: make room there, and it goes on"
 NO_FILES = "Too many open files"
+RAISE_FILES = (
+    "raise the limit of the user (`ulimit -Hn` shows it; LimitNOFILE of systemd, --ulimit nofile of Docker set it)"
+)
 FILES_REMEDY = (
-    "it may not open as many files as it needs: raise the limit of the user (`ulimit -Hn`, LimitNOFILE of systemd, "
-    "--ulimit nofile of Docker), or have fewer partitions ([kafka])"
+    f"it may not open as many files as it needs: {RAISE_FILES}, or begin a run with fewer partitions ([kafka])"
 )
 OPEN_FILES = 65_536
-"""As many as a process of ours may open, where the user may: a broker has three of each segment."""
+"""As many as a process of ours may open, where the user may."""
+OF_ITS_END = 400
+"""Lines in which a process said why it ended: a broker prints a stack trace for each of its threads."""
 OWN_LAST_LINE = re.compile(r"turnlog [\w-]+: \w+: ")
 EXEC_S = 1.0
 """For a process to become the program that it executes."""
@@ -152,7 +156,7 @@ class Child:
             if time.monotonic() > deadline:
                 raise NotReady(
                     f"{self.launch.name} was not ready after {self.launch.ready_timeout_s:.0f} s: "
-                    f"{self.launch.remedy}; log {self.launch.log}\n{self.tail()}"
+                    f"{self.remedy}; log {self.launch.log}\n{self.tail()}"
                 )
         if self.returncode is not None:  # someone else answered the probe
             raise self.death()
@@ -192,9 +196,13 @@ class Child:
     def death(self) -> ServerDied:
         """The typed error of a process that has ended."""
         kind = LacksServer if self.returncode == ExitStatus.UNREACHABLE else self.launch.died
-        tail = self.tail()
-        remedy = FILES_REMEDY if NO_FILES in tail else self.launch.remedy
-        return kind(f"{self.launch.name} ended with status {self.returncode}: {remedy}; log {self.launch.log}\n{tail}")
+        said = f"ended with status {self.returncode}: {self.remedy}; log {self.launch.log}\n{self.tail()}"
+        return kind(f"{self.launch.name} {said}")
+
+    @property
+    def remedy(self) -> str:
+        """What to do about its end, or about its not becoming ready, by what it wrote."""
+        return FILES_REMEDY if NO_FILES in self.tail(OF_ITS_END) else self.launch.remedy
 
     def with_cause(self, death: EmbeddedError) -> EmbeddedError:
         """The death, as DiskFull where a full disk has led to it: it wrote so, or its disk is."""

@@ -327,7 +327,7 @@ class Supervisor:
                 assert watched.child is not None
                 await asyncio.to_thread(watched.child.stop)
                 raise NotReady(
-                    f"{launch.name} was not ready after {launch.ready_timeout_s:.0f} s: {launch.remedy}; "
+                    f"{launch.name} was not ready after {launch.ready_timeout_s:.0f} s: {watched.child.remedy}; "
                     f"log {launch.log}\n{watched.child.tail()}"
                 )
         return not ended.done()

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from turnlog.infra import embedded, run_folder
 from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.broker import class_path
+from turnlog.infra.embedded.brokers import check_files
 from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import READING, ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import cause_of, log_tail, raise_file_limit, scope, sweep, swept_by_another
@@ -90,6 +91,7 @@ def up(
     with locked(directory):  # raises AlreadyUp
         check_secrets(directory)
         check_room(directory)
+        check_files(settings.kafka)
         if tuple(roles) != READING:
             write_settings(directory, settings)
     if not settings.kafka.bootstrap:
@@ -123,6 +125,7 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     with locked(directory), swept_by_another():
         try:
             check_room(directory)
+            check_files(settings.kafka)
             raise_file_limit()
             if tuple(chosen) != READING:
                 write_settings(directory, settings)

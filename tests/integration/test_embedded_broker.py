@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import pytest
 
 from turnlog.infra.embedded import BrokerDied, PortTaken
 from turnlog.infra.embedded.broker import CLUSTER_FILE, Broker, cluster_id
+from turnlog.infra.embedded.brokers import FILES, FILES_OF_A_PARTITION
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, TopicSpec
+from turnlog.infra.topics_admin import specs
+from turnlog.settings import KafkaSettings, Settings
 
 pytestmark = pytest.mark.kafka
 TOPIC = "kept"
@@ -127,3 +131,28 @@ def test_a_broker_that_cannot_open_its_data_dies_with_the_tail_of_its_log(tmp_pa
         broker.start()
     assert str(tmp_path / "broker.log") in str(died.value)
     assert not listens(broker.port)
+
+
+@pytest.mark.long  # the suite refuses by the same sum (test_embedded_descriptors.py)
+async def test_a_broker_opens_no_more_files_than_a_start_reckons_with(tmp_path: Path) -> None:
+    kafka = KafkaSettings(groups=16, rollouts=16)
+    topics = specs(Settings(kafka=kafka))
+    with Broker(tmp_path / "kafka") as broker:
+        log = KafkaLog(broker.bootstrap)
+        try:
+            await log.create_topics(topics)
+            async with log.transactor("test") as transactor:  # an index of aborted transactions for each partition
+                await transactor.begin()
+                for topic in topics:
+                    for number in range(topic.partitions):
+                        await (await transactor.send(topic.name, number, b"key", b"value"))
+                await transactor.abort()
+            async with log.appender() as appender:
+                for topic in topics:
+                    for number in range(topic.partitions):
+                        await appender.append(topic.name, b"key", b"value", partition=number)
+            opened = len(os.listdir(f"/proc/{broker.pid}/fd"))
+        finally:
+            await log.close()
+    partitions = sum(topic.partitions for topic in topics)
+    assert 2 * partitions < opened < FILES + FILES_OF_A_PARTITION * partitions

@@ -1,10 +1,12 @@
-"""What a run takes from the process that started it: nothing but what it was meant to have."""
+"""What a run takes from the process that started it: nothing but what it was meant to have, and files to open."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,25 @@ def test_a_lock_and_a_socket_of_the_caller_are_not_the_supervisors(tmp_path: Pat
             pass
     finally:
         down(settings, say=lambda _: None)
+
+
+LIMITED = """
+import resource, sys
+from turnlog.infra.embedded import TooFewFiles
+from turnlog.infra.embedded.up import up
+from turnlog.settings import KafkaSettings, RunSettings, Settings
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+kafka = KafkaSettings(groups=128, rollouts=128)
+try:
+    up(Settings(run=RunSettings(id="r", directory=sys.argv[1]), kafka=kafka), (), say=lambda _: None)
+except TooFewFiles as error:
+    print(error)
+"""
+
+
+def test_a_run_of_more_partitions_than_its_broker_may_open_files_for_is_not_started(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", LIMITED, str(tmp_path / "r")]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert "a broker of 1,289 partitions ([kafka] groups = 128, rollouts = 128) opens up to 4,123 files" in said
+    assert "this user may open 1,024: raise the limit of the user (`ulimit -Hn`" in said
+    assert not (tmp_path / "r" / "logs").exists(), "a supervisor was started"

@@ -155,6 +155,21 @@ def test_a_child_that_may_open_no_more_files_is_told_as_that(tmp_path: Path) -> 
     assert "another port" not in str(child.death())
 
 
+def test_a_child_that_waits_without_the_files_that_it_needs_is_told_as_that(tmp_path: Path) -> None:
+    """A broker does not end by it: it leads no partition, and each of its threads prints a stack trace."""
+    code = f"print('java.io.IOException: Too many open files\\n' + '\\tat java.base\\n' * 60, flush=True); {SLEEPER}"
+    log = tmp_path / "child.log"
+    child = Child(
+        _launch(tmp_path, code, remedy="another port", ready=lambda: log.read_text().count("\n") > 60)
+    ).start()
+    try:
+        child.wait_ready()
+        assert "ulimit -Hn" in child.remedy
+        assert "another port" not in child.remedy
+    finally:
+        child.kill()
+
+
 def test_a_death_is_told_by_the_lines_of_its_own_life(tmp_path: Path) -> None:
     """What an earlier life wrote of a full disk says nothing of this one."""
     (tmp_path / "child.log").write_text("OSError: [Errno 28] No space left on device\n")
