@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.frameworks.clients import CLIENTS
 from turnlog import cli
 from turnlog.asyncapi_page import asyncapi_page
 from turnlog.consumers.index.schema import page as index_page
@@ -142,6 +143,18 @@ def test_the_events_page_is_what_the_catalogue_says() -> None:
 
 def test_the_asyncapi_document_is_what_the_catalogue_says() -> None:
     assert (ROOT / "docs/asyncapi.yaml").read_text() == asyncapi_page(Settings()), "run `make docs`"
+
+
+def test_the_page_of_frameworks_has_the_clients_that_are_driven() -> None:
+    page = (ROOT / "docs/frameworks.md").read_text()
+    rows = [
+        f"| {name} | {client.version} | {', '.join(client.apis)} | {', '.join(client.boundaries[1:])} |"
+        for name, client in CLIENTS.items()
+    ]
+    table = page.partition("## Which clients work")[2]
+    assert re.findall(r"^(\| .*? \| [\d.]+ \| .*? \| .*? \|)", table, re.MULTILINE) == rows
+    told = {version for client in CLIENTS.values() for version in re.findall(r"[=@]([\d.]+)", str(client.packages))}
+    assert set(re.findall(r"\b\d+\.\d+\.\d+\b", table)) <= told
 
 
 def test_every_field_of_every_record_says_what_it_is() -> None:
