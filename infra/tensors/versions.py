@@ -277,7 +277,7 @@ class WeightFolders:
         began = time.monotonic()
         async with self._turn():
             timer.seconds |= {"fetch": time.monotonic() - began, "verify": 0.0}
-            return self._hold(chain[-1].version) or await self._made(chain, timer)
+            return self.found(chain[-1]) or await self._made(chain, timer)
 
     async def _made(self, chain: Chain, timer: Timer) -> Held:
         at, base = self._nearest(chain)
@@ -297,7 +297,7 @@ class WeightFolders:
     def _nearest(self, chain: Chain) -> tuple[int, Held | None]:
         """The newest of the bases that is there."""
         for at in reversed(range(len(chain) - 1)):
-            if (found := self._hold(chain[at].version)) is not None:
+            if (found := self.found(chain[at])) is not None:
                 return at, found
         return -1, None
 
@@ -309,7 +309,7 @@ class WeightFolders:
             made = self._begun(event.version)
             try:
                 await obtain(event, self._blobs, made.path, None if base is None else base.path, timer)
-                seal(made.path)
+                seal(made.path, event.event_id)
             except BaseException:
                 await asyncio.to_thread(shutil.rmtree, made.path)
                 made.release()
@@ -330,14 +330,14 @@ class WeightFolders:
         assert descriptor is not None, "its name is nobody else's"
         return Held(part, descriptor)
 
-    def _hold(self, version: int) -> Held | None:
-        for path in self._directory.glob(f"{version}-*"):
-            if path.suffix in (PART, ALTERED) or (descriptor := _locked(path, fcntl.LOCK_SH)) is None:
+    def found(self, event: WeightVersionPublished) -> Held | None:
+        """The folder of this version, where it is there; never one of another run that had the number."""
+        for path in self._directory.glob(f"{event.version}-*"):
+            if path.suffix in (PART, ALTERED) or (held := hold(path)) is None:
                 continue
-            held = Held(path, descriptor)
-            if sealed(path):
+            if sealed(path, event.event_id):
                 return held
-            self._disown(held, "its files were touched")
+            self._disown(held, "its files were touched, or are those of another run")
         return None
 
     def _disown(self, held: Held, why: object) -> None:
@@ -386,18 +386,24 @@ async def _alive(descriptor: int) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def seal(folder: Path) -> None:
-    """Say that the files are good as they are now."""
-    (folder / SEAL).write_text(json.dumps(_state(folder)))
+def hold(folder: Path) -> Held | None:
+    """The folder, which stays until it is released; None where it is gone, or is being removed."""
+    descriptor = _locked(folder, fcntl.LOCK_SH)
+    return None if descriptor is None else Held(folder, descriptor)
 
 
-def sealed(folder: Path) -> bool:
-    """Whether nobody has touched a file since."""
+def seal(folder: Path, event_id: str) -> None:
+    """Record that the files, as they are now, are those of the WeightVersionPublished with that id."""
+    (folder / SEAL).write_text(json.dumps({"event_id": event_id, "files": _state(folder)}))
+
+
+def sealed(folder: Path, event_id: str) -> bool:
+    """Whether the files are those of that event, and nobody has touched one since they were verified."""
     try:
         found: object = json.loads((folder / SEAL).read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return False
-    return found == _state(folder)
+    return found == {"event_id": event_id, "files": _state(folder)}
 
 
 def _state(folder: Path) -> dict[str, list[int]]:

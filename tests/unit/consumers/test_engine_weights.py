@@ -268,13 +268,22 @@ async def test_weights_that_were_altered_on_disk_are_neither_loaded_nor_built_up
     assert chained.fetched() == 4
 
 
+async def test_a_folder_of_another_run_that_had_the_number_is_not_taken(
+    blobs: MemoryBlobs, model: Path, tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path / "weights", blobs)
+    (await machine.held(await version(TENSORS, 3, blobs, model, run_id="before"))).release()
+    held = await machine.held(await version({**TENSORS, "b": TENSORS["b"] + 1}, 3, blobs, model))
+    assert torch.equal(load_file(held.path / "model.safetensors")["b"], TENSORS["b"] + 1)
+
+
 async def test_a_base_whose_bytes_are_wrong_though_nobody_touched_it_is_fetched_anew(
     chained: Chained, tmp_path: Path
 ) -> None:
     machine = Machine(tmp_path / "weights", chained.blobs)
     held = await machine.held(*chained.chain(2))
     altered(held)
-    seal(held.path)
+    seal(held.path, chained.known[2].event_id)
     chained.fetched()
     assert holds(await machine.held(*chained.chain(3)), 3)
     assert chained.fetched() == 2 + 8
