@@ -240,6 +240,7 @@ class Loader:
             log.warning("%s says %s, which it was not given: loaded anew", self._url, info.weight_version)
         self._swap.begin_after(given.version)
         await self._standing.registered(given, waits=bool(self._swap.waiting))
+        self._swap.recall()
 
     async def _take_turn(self) -> None:
         """What the log asks for next: the engine gives way, or loads what waits."""

@@ -31,6 +31,7 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
+from turnlog.infra.tensors.served import ServedNote, weight_folders
 from turnlog.infra.tensors.versions import (
     BadWeights,
     Chain,
@@ -63,7 +64,9 @@ class Swap:
     def __init__(self, role: Role, control: EngineControl, standing: Standing, beat: Callable[[], None]) -> None:
         """Raises as `model_shapes`."""
         self._role, self._control, self._standing, self._beat = role, control, standing, beat
-        self._folders = WeightFolders(Path(role.settings.run.directory).resolve() / "weights", role.blobs, beat=beat)
+        run = role.settings.run
+        self._folders = WeightFolders(weight_folders(run.directory), role.blobs, beat=beat)
+        self._note = ServedNote.of(run.directory, run.id, standing.engine_id)
         self._folder: Held | None = None
         """That of the weights served, or of those that adapters rest on."""
         self._adapters: dict[int, Held] = {}
@@ -150,10 +153,23 @@ class Swap:
         except BaseException:
             held.release()
             raise
+        self._keep(chain[-1], held)
+        self._standing.base_version = None
+        return timer.seconds
+
+    def recall(self) -> None:
+        """Hold the folder of the weights that the engine is known to have, as if they had been loaded here."""
+        event = self._recent.get(self._standing.whole)
+        held = None if event is None else self._folders.found(event)
+        if event is not None and held is not None:
+            self._keep(event, held)
+
+    def _keep(self, event: WeightVersionPublished, held: Held) -> None:
+        """The engine has those weights: the folder stays, and its next start is from there."""
         if self._folder is not None:
             self._folder.release()
-        self._folder, self._standing.base_version = held, None
-        return timer.seconds
+        self._folder = held
+        self._note.write(event, held.path)
 
     async def _load_beside(self, chain: Chain) -> dict[str, float]:
         """The adapter, with the weights that it rests on below it; the seconds that it took alone. Raises the same."""

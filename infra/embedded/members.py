@@ -15,6 +15,7 @@ from turnlog.infra.embedded.servers import Engine, lora_rank_of
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.run_folder import LOGS, SETTINGS
+from turnlog.infra.tensors.served import ServedNote
 from turnlog.names import OPTIONAL_ROLES
 from turnlog.settings import LivenessSettings, Settings
 
@@ -64,6 +65,7 @@ def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member,
         name=name,
         seed=int(name.rpartition("-")[2]) + 1,
         lora_rank=lora_rank_of(settings),
+        served=ServedNote.of(settings.run.directory, settings.run.id, name),
     )
     launch = dataclasses.replace(engine.launch(), liveness=_generating(engine.url, settings))
     return Member(launch=launch, deaths=ENGINE_DEATHS, often=settings.liveness.deaths, tier=ON_LOG), engine.url

@@ -74,6 +74,8 @@ class Launch:
     argv: tuple[str, ...]
     log: Path
     """Standard output and error are appended here."""
+    arguments: Callable[[], tuple[str, ...]] = tuple
+    """Further ones, which each start asks for anew."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the inherited environment."""
     without: frozenset[str] = frozenset({"PYTHONDONTWRITEBYTECODE"})
@@ -122,7 +124,7 @@ class Child:
         env |= {MARK: self.mark, RESTARTS_VARIABLE: str(self._restarts), **launch.env}
         try:
             with self._opened_log() as log:
-                self._process = _spawn(launch.argv, env, log.fileno())
+                self._process = _spawn((*launch.argv, *launch.arguments()), env, log.fileno())
         except OSError as error:
             raise launch.died(f"{launch.name} cannot be started: {error}") from error
         return self

@@ -30,6 +30,8 @@ from turnlog.infra.roles.probe import reached
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.infra.tensors.adapters import ATTENTION, DENSE
 from turnlog.infra.tensors.files import NoWeights, weight_files
+from turnlog.infra.tensors.served import ServedNote
+from turnlog.infra.tensors.versions import Held
 from turnlog.processors.core.experts import routing_of_model
 from turnlog.settings import EngineSettings, Settings, StoreSettings
 
@@ -57,6 +59,12 @@ BEGINNING = 'rm -f "$0" && exec "$@"'
 """Its ranks meet in a file, which must be new at each start: torch's TCPStore listens on every interface, and whoever
 reaches it is a rank."""
 OVER_SEVERAL_HOSTS = ("--dist-init-addr", "--nnodes")
+CHANGES_WEIGHTS = (
+    "--config", "--load-format", "--model", "--quantization", "--tokenizer-path", "--trust-remote-code",
+    "--weight-version",
+)  # fmt: skip
+"""[engine] extra_args that begin so give an engine other weights than its folder holds, or want more of the folder than
+the files of a published version: such an engine starts from its model's own folder each time."""
 
 
 class Engine(Server):
@@ -74,14 +82,19 @@ class Engine(Server):
         name: str = "engine-0",
         seed: int = 1,
         lora_rank: int = 0,
+        served: ServedNote | None = None,
     ) -> None:
         """Port 0 picks a free one, kept for every start of this object; `lora_rank`: of adapters that it is to take, 0
-        for none. Raises PortTaken, ModelMissing."""
+        for none; `served`: where its loader notes what it starts again from. Raises PortTaken, ModelMissing."""
         check_model(model)
         self._model = model.resolve()
         self._settings = settings
         self._log = log
         self._seed, self._lora_rank = seed, lora_rank
+        own = any(argument.startswith(CHANGES_WEIGHTS) for argument in settings.extra_args)
+        self._served = None if own else served
+        self._starts_from: Held | None = None
+        """The folder that it is reading while it starts."""
         self.name = name
         self.port = claim(port, self.setting, settings.host)
 
@@ -110,9 +123,10 @@ class Engine(Server):
         return Launch(
             name=self.name,
             argv=argv,
+            arguments=self._weights,
             log=self._log,
             env=environment,
-            ready=self.serves,
+            ready=self._ready,
             ready_timeout_s=self._settings.start_timeout_s,
             stop_timeout_s=3.0,  # nothing to save, and its own shutdown takes 8 s
             died=EngineDied,
@@ -129,6 +143,33 @@ class Engine(Server):
             return False
         except (OSError, ValueError):
             return False
+
+    def _ready(self) -> bool:
+        ready = self.serves()
+        if ready:
+            self._release()
+        return ready
+
+    def _release(self) -> None:
+        if self._starts_from is not None:
+            self._starts_from.release()
+            self._starts_from = None
+
+    def _weights(self) -> tuple[str, ...]:
+        """Arguments that start it with the weights that it served last, where they are at hand. The last of an option
+        counts."""
+        self._release()
+        found = self._served.take() if self._served is not None else None
+        if found is None:
+            return ()
+        version, self._starts_from = found
+        os.set_inheritable(self._starts_from.descriptor, True)  # for serve_engine, whose process becomes the engine
+        log.info("%s starts with version %d from %s", self.name, version, self._starts_from.path)
+        return (
+            *("--model-path", str(self._starts_from.path)),
+            *("--tokenizer-path", str(self._model)),
+            *("--weight-version", str(version)),
+        )
 
     def _argv(self, on_cpu: bool) -> tuple[str, ...]:
         settings = self._settings
@@ -165,17 +206,19 @@ def lora_rank_of(settings: Settings) -> int:
 def serve_engine(settings: Settings) -> int:
     """`turnlog engine`: this process becomes an engine of [model] path; it does not return.
     Raises PortTaken, ModelMissing, NotInstalled."""
+    name = os.environ.get("TURNLOG_INSTANCE", "engine-0")
     engine = Engine(
         Path(settings.model.path),
         settings.engine,
         log=Path(tempfile.gettempdir()) / "engine.log",
         port=settings.engine.port,
-        name=os.environ.get("TURNLOG_INSTANCE", "engine-0"),
+        name=name,
         lora_rank=lora_rank_of(settings),
+        served=ServedNote.of(settings.run.directory, settings.run.id, name),
     )
     launch = engine.launch()
     log.info("%s serves %s at %s", launch.name, settings.model.path, engine.url)
-    os.execvpe(launch.argv[0], launch.argv, os.environ | dict(launch.env))
+    os.execvpe(launch.argv[0], (*launch.argv, *launch.arguments()), os.environ | dict(launch.env))
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -42,9 +42,9 @@ class MemoryEngineControl:
         """Started with --enable-lora."""
         self.memory = {CACHE, WEIGHTS}
 
-    def restart(self) -> None:
-        """Come back with the model folder's own weights."""
-        self._info = ModelInfo("default", self._info.model_path)
+    def restart(self, label: str = "default") -> None:
+        """Come back with the model folder's own weights, or with those of a version that it is started from."""
+        self._info = ModelInfo(label, self._info.model_path)
         self.adapters.clear()
         self.memory = {CACHE, WEIGHTS}
         self.paused, self.alive = False, True

@@ -26,6 +26,7 @@ from turnlog.infra.embedded.servers import Engine
 from turnlog.infra.engine import Adapter, Generate, Piece, SGLang
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.tensors.served import ServedNote
 from turnlog.schemas.events import (
     EngineDraining,
     EngineGone,
@@ -167,6 +168,38 @@ async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
     assert logprobs != pytest.approx(before[0], abs=1e-2)
     role.stopping.set()
     await loader
+
+
+async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
+    role: Role, engine_url: str, tmp_path: Path
+) -> None:
+    """It is another process, for the one before serves other tests, too."""
+    run, model = role.settings.run, Path(role.settings.model.path)
+    loader = asyncio.create_task(main(role))
+    (registered,) = await said(role, 1)
+    first = 1000 + registered.version
+    await publish(role, first, factor=1.5)
+    await said(role, 2)
+    before = await greedy(engine_url)
+    role.stopping.set()
+    await loader
+    role.stopping.clear()
+    note = ServedNote.of(run.directory, run.id, "engine-0")
+    with Engine(model, EngineSettings(), log=tmp_path / "again.log", served=note) as again:
+        assert await greedy(again.url) == (pytest.approx(before[0], abs=1e-4), str(first))
+        role.settings = dataclasses.replace(role.settings, engine=EngineSettings(urls=(again.url,)))
+        loader = asyncio.create_task(main(role))
+        back = (await said(role, 3))[2]
+        assert isinstance(back, EngineRegistered)
+        assert (back.version, back.state, back.url) == (first, "serving", again.url)
+        await publish(role, first + 1, factor=1.0)
+        loaded = (await said(role, 4))[3]
+        assert isinstance(loaded, EngineWeightsLoaded)
+        logprobs, label = await greedy(again.url)
+        assert label == str(first + 1)
+        assert logprobs != pytest.approx(before[0], abs=1e-2)
+        role.stopping.set()
+        await loader
 
 
 def test_each_transport_is_measured_beside_the_engines_own_reading(engine_url: str, tmp_path: Path) -> None:
