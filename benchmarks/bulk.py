@@ -15,6 +15,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import Headers, Partition, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import Event
@@ -96,9 +97,9 @@ class Bulk:
 @asynccontextmanager
 async def bulk(role: Role, ends: dict[Partition, int]) -> AsyncIterator[Bulk]:
     """Sends what is left when the block ends. `ends` goes on with what is appended."""
-    bootstrap = role.settings.kafka.bootstrap
+    kafka = role.settings.kafka
     async with AIOKafkaProducer(
-        bootstrap_servers=bootstrap, enable_idempotence=True, max_batch_size=BATCH_BYTES
+        bootstrap_servers=kafka.bootstrap, enable_idempotence=True, max_batch_size=BATCH_BYTES, **Login(kafka).options()
     ) as producer:
         appending = Bulk(role, producer, ends)
         yield appending

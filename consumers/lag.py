@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from prometheus_client import Gauge
@@ -311,7 +311,7 @@ def serve_lag(settings: Settings) -> int:
         address = served_at("lag", settings, os.environ) or (settings.lag.host, 0)
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(closing(listening(*address, "[lag] host or port")))
-            client = KafkaLog.of(replace(settings.kafka, bootstrap=kafka_of(settings)), role="lag")
+            client = KafkaLog.of(kafka_of(settings), role="lag")
             stack.push_async_callback(client.close)
             await stack.enter_async_context(QuietServer(configured(application(health))).running(listener))
             log.info("lag of run %s on http://%s:%d/metrics", settings.run.id, *listener.getsockname()[:2])

@@ -1,7 +1,8 @@
 """What anybody can check with topics and store alone: confluent-kafka, pyarrow, minio, and what docs/attach.md says.
 
 python examples/check_without_turnlog.py BOOTSTRAP REGISTRY_URL STORE BUCKET [TOPIC_PREFIX], the store's keys in
-AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Reads to the end of the log and says how much of each kind held.
+AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, passwords of the others in KAFKA_PASSWORD and REGISTRY_PASSWORD where they
+ask for them. Reads to the end of the log and says how much of each kind held.
 """
 
 import hashlib
@@ -21,7 +22,12 @@ from minio import Minio
 if len(sys.argv) < 5:
     raise SystemExit(__doc__)
 bootstrap, registry, endpoint, bucket, prefix = [*sys.argv[1:6], ""][:5]
-deserialize = AvroDeserializer(SchemaRegistryClient({"url": registry}))
+# Servers that `turnlog up` starts know a user `turnlog`: the passwords are in kafka.key and registry.key of the run.
+password, registry_password = os.environ.get("KAFKA_PASSWORD"), os.environ.get("REGISTRY_PASSWORD")
+sasl = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": "turnlog"}
+login = sasl | {"sasl.password": password} if password else {}
+basic = {"basic.auth.user.info": f"turnlog:{registry_password}"} if registry_password else {}
+deserialize = AvroDeserializer(SchemaRegistryClient({"url": registry, **basic}))
 place, keys = urlsplit(endpoint), (os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
 store = Minio(place.netloc, *keys, secure=place.scheme == "https", region="us-east-1")
 
@@ -30,7 +36,7 @@ def records(topic: str) -> Iterator[tuple[str, dict]]:
     """(name, record) of a topic, each partition to its end. A marker of a transaction takes an offset of its own and is
     never delivered: the end is what the client reports as such, not an offset."""
     settings = {"group.id": "nobody", "isolation.level": "read_committed", "enable.partition.eof": True}
-    consumer = Consumer({"bootstrap.servers": bootstrap, "enable.auto.commit": False, **settings})
+    consumer = Consumer({"bootstrap.servers": bootstrap, "enable.auto.commit": False, **login, **settings})
     unread = set(consumer.list_topics(prefix + topic).topics[prefix + topic].partitions)
     consumer.assign([TopicPartition(prefix + topic, number, OFFSET_BEGINNING) for number in unread])
     while unread:

@@ -1,8 +1,10 @@
 """The same without turnlog: confluent-kafka and its schema registry client read the topics as they are.
 
-python examples/reward_per_recipe_confluent.py BOOTSTRAP REGISTRY_URL [TOPIC_PREFIX] reads to the end of the log.
+python examples/reward_per_recipe_confluent.py BOOTSTRAP REGISTRY_URL [TOPIC_PREFIX] reads to the end of the log,
+with passwords in KAFKA_PASSWORD and REGISTRY_PASSWORD where the servers ask for them.
 """
 
+import os
 import sqlite3
 import sys
 
@@ -14,7 +16,12 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 if len(sys.argv) < 3:
     raise SystemExit(__doc__)
 bootstrap, registry, prefix = [*sys.argv[1:4], ""][:3]
-deserialize = AvroDeserializer(SchemaRegistryClient({"url": registry}))
+# Servers that `turnlog up` starts know a user `turnlog`: the passwords are in kafka.key and registry.key of the run.
+password, registry_password = os.environ.get("KAFKA_PASSWORD"), os.environ.get("REGISTRY_PASSWORD")
+sasl = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN", "sasl.username": "turnlog"}
+login = sasl | {"sasl.password": password} if password else {}
+basic = {"basic.auth.user.info": f"turnlog:{registry_password}"} if registry_password else {}
+deserialize = AvroDeserializer(SchemaRegistryClient({"url": registry, **basic}))
 consumer = Consumer(
     {
         "bootstrap.servers": bootstrap,
@@ -23,6 +30,7 @@ consumer = Consumer(
         "auto.offset.reset": "earliest",
         "enable.auto.offset.store": False,  # stored below, once the row is written
         "enable.partition.eof": True,
+        **login,
     }
 )
 db = sqlite3.connect("rewards-confluent.db")

@@ -11,6 +11,7 @@ RegistryError
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
@@ -198,14 +199,18 @@ class _Login(httpx.Auth):
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:
         """See httpx.Auth."""
-        username, token = self._settings.username, present(self._settings.token)
-        if token:
-            request.headers["authorization"] = f"Bearer {token}"
-            yield request
-        elif username:
-            yield from httpx.BasicAuth(username, present(self._settings.password)).auth_flow(request)
-        else:
-            yield request
+        if said := authorization(self._settings):
+            request.headers["authorization"] = said
+        yield request
+
+
+def authorization(settings: RegistrySettings) -> str:
+    """The header by which clients with these settings log in, as secrets are at this moment; empty: by none."""
+    if token := present(settings.token):
+        return f"Bearer {token}"
+    if not settings.username:
+        return ""
+    return "Basic " + b64encode(f"{settings.username}:{present(settings.password)}".encode()).decode()
 
 
 class MemoryRegistry:

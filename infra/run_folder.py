@@ -22,7 +22,15 @@ from typing import Any, TextIO
 from turnlog.infra.embedded import AlreadyUp, NoSpace
 from turnlog.secret_files import FileSecret, SecretUnusable
 from turnlog.setting_types import LEAST_KEY
-from turnlog.settings import Settings, SettingsError, StoreSettings, load, tables_of
+from turnlog.settings import (
+    KafkaSettings,
+    RegistrySettings,
+    Settings,
+    SettingsError,
+    StoreSettings,
+    load,
+    tables_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +42,13 @@ STORE_KEY = Path("store", "store.key")
 """In the run's folder: signs requests to the embedded store."""
 DASHBOARD_KEY = Path("dashboard.key")
 """In the run's folder: signs links, logins and forms of the dashboard."""
+KAFKA_KEY = Path("kafka.key")
+"""In the run's folder: the password of EMBEDDED_USER at the embedded brokers. Without it they take anybody, as those of
+runs did that an earlier release has started."""
+REGISTRY_KEY = Path("registry.key")
+"""In the run's folder: the same at the embedded registry."""
+EMBEDDED_USER = "turnlog"
+"""Who logs in at the embedded brokers and registry."""
 IN_PLACE_OF = {
     GATEWAY_KEY.name: "[gateway] signing_key",
     CREDENTIAL_KEY.name: "[sandbox] credential_key",
@@ -92,7 +107,7 @@ def _place_of(path: Path) -> str:
 
 def check_secrets(directory: Path) -> None:
     """Raises SecretUnusable for a secret of the run that is there and cannot be used."""
-    for path in (GATEWAY_KEY, CREDENTIAL_KEY, STORE_KEY, DASHBOARD_KEY):
+    for path in (GATEWAY_KEY, CREDENTIAL_KEY, STORE_KEY, DASHBOARD_KEY, KAFKA_KEY, REGISTRY_KEY):
         read_secret(directory / path)
 
 
@@ -222,14 +237,25 @@ def health_of(directory: Path, role: str) -> dict[str, str]:
     return {name: url for name, url in found.items() if name.startswith(f"{role}-")}
 
 
-def kafka_of(settings: Settings) -> str:
-    """Bootstrap address of the log, for who needs no other server. Raises NoEndpoints."""
-    return settings.kafka.bootstrap or read_endpoints(Path(settings.run.directory)).kafka
+def kafka_of(settings: Settings) -> KafkaSettings:
+    """[kafka] with address and login filled in, for who needs no other server. Raises NoEndpoints, SecretUnusable."""
+    wanted, directory = settings.kafka, Path(settings.run.directory)
+    return wanted if wanted.bootstrap else _kafka(wanted, read_endpoints(directory).kafka, directory)
+
+
+def registry_of(wanted: RegistrySettings, address: str, directory: Path) -> RegistrySettings:
+    """[registry] with address and login filled in: of the embedded one at `address`, the run's own where the settings
+    name none. Raises SecretUnusable."""
+    if wanted.url:
+        return wanted
+    found = dataclasses.replace(wanted, url=address)
+    password = "" if wanted.token or wanted.username else read_secret(directory / REGISTRY_KEY)
+    return dataclasses.replace(found, username=EMBEDDED_USER, password=password) if password else found
 
 
 def resolved(settings: Settings) -> Settings:
-    """Settings with every address filled in, and the embedded store's key: the user's own where one is named, else the
-    run's."""
+    """Settings with every address filled in, and what the embedded servers ask for: the user's own where one is named,
+    else the run's. Raises NoEndpoints, SecretUnusable."""
     missing = not (settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
     if not missing and settings.engine.urls and settings.gateway.url:
         return settings
@@ -239,14 +265,26 @@ def resolved(settings: Settings) -> Settings:
         if missing:
             raise
         return settings
-    replace = dataclasses.replace
+    replace, directory = dataclasses.replace, Path(settings.run.directory)
     return replace(
         settings,
-        kafka=replace(settings.kafka, bootstrap=settings.kafka.bootstrap or found.kafka),
-        registry=replace(settings.registry, url=settings.registry.url or found.registry),
-        store=_store(settings.store, found.store, Path(settings.run.directory)),
+        kafka=_kafka(settings.kafka, found.kafka, directory),
+        registry=registry_of(settings.registry, found.registry, directory),
+        store=_store(settings.store, found.store, directory),
         engine=replace(settings.engine, urls=settings.engine.urls or found.engines),
         gateway=replace(settings.gateway, url=settings.gateway.url or found.gateway),
+    )
+
+
+def _kafka(wanted: KafkaSettings, address: str, directory: Path) -> KafkaSettings:
+    if wanted.bootstrap:
+        return wanted
+    found = dataclasses.replace(wanted, bootstrap=address)
+    password = read_secret(directory / KAFKA_KEY)
+    if not password:
+        return found
+    return dataclasses.replace(
+        found, security_protocol="SASL_PLAINTEXT", sasl_mechanism="PLAIN", username=EMBEDDED_USER, password=password
     )
 
 

@@ -41,12 +41,14 @@ from turnlog.consumers.lag import by_role, lag_of
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.topics import CATALOGUE
+from turnlog.settings import KafkaSettings
 
 SHARE = 0.8
 """Of the capacity."""
@@ -176,9 +178,9 @@ async def visit(url: str) -> None:
             await asyncio.sleep(1.0)
 
 
-async def segments_of_a_minute(bootstrap: str) -> None:
+async def segments_of_a_minute(kafka: KafkaSettings) -> None:
     """For every topic."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap, **Login(kafka).options())
     await admin.start()
     try:
         resources = [
@@ -196,7 +198,7 @@ async def under_load(
     """Ramp, load and strikes; what was seen, and how many draws are formed. The first Ctrl-C ends it early."""
     enough = at_first_interrupt()
     async with opened("soak", loop.settings) as role:
-        await segments_of_a_minute(role.settings.kafka.bootstrap)
+        await segments_of_a_minute(role.settings.kafka)
         looks = Looks(loop, control(loop))
         soak = Soak(loop, role, looks, rng, 60 * minutes)
         loop.run_ended(Strikes())

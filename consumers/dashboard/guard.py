@@ -14,9 +14,7 @@ which logins were ended before their time.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnlog.consumers.dashboard import Refused
 from turnlog.infra.roles.health import BodyTooLarge, body_of
+from turnlog.infra.roles.probe import called, leads_nowhere_else
 from turnlog.infra.run_folder import DASHBOARD_KEY, kept_secret, present, replace_private
 from turnlog.secret_files import SecretUnusable
 
@@ -57,9 +56,6 @@ HEADERS: Final = {  # no-referrer would have browsers send "Origin: null" with o
 }
 OPEN: Final = ("/login", "/static/")
 """Paths for who has not logged in."""
-LOOPBACK_NAMES: Final = frozenset({"localhost", "localhost."})
-HOST: Final = re.compile(r"(\[[^\s/?#\\@\[\]]+\]|[^\s/?#\\@\[\]:]+)(:[0-9]*)?")
-"""A name or an address, and a port: what else an address of a page has could make another page of it."""
 FIELD: Final = "form_token"
 
 
@@ -163,16 +159,6 @@ class Visitor:
         return bool(self.cookie)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address that is bound is reached from this machine alone."""
-    if host in LOOPBACK_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class Guard:
     """The wall; `pages` is what stands behind it."""
 
@@ -230,8 +216,7 @@ class Guard:
         is another site, unless a proxy with TLS is before us, by a name of [dashboard] hosts or by what it forwards."""
         origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
         host, schemes = request.headers["host"], {request.url.scheme}
-        found = HOST.fullmatch(host)
-        if found is not None and found[1].lower() in self._rules.hosts:
+        if called(host) in self._rules.hosts:
             schemes.add("https")
         if origin not in {f"{scheme}://{host}" for scheme in schemes} or site != "same-origin":
             raise Refused(
@@ -239,15 +224,8 @@ class Guard:
             )
 
     def _knows(self, host: str) -> bool:
-        found = HOST.fullmatch(host)
-        name = found[1].strip("[]").lower() if found else ""
-        if name in self._rules.hosts or name in LOOPBACK_NAMES:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        name = called(host)
+        return name in self._rules.hosts or leads_nowhere_else(name)
 
     def _logged_in(self, request: Request) -> Response:
         """Raises Refused."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.dashboard import NotRunning
 from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
-from turnlog.consumers.dashboard.guard import Guard, Keys, Rules, is_loopback
+from turnlog.consumers.dashboard.guard import Guard, Keys, Rules
 from turnlog.consumers.dashboard.records import Records, Vocabulary
 from turnlog.consumers.dashboard.sandboxes import Pools
 from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
@@ -27,7 +27,7 @@ from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health, QuietServer, configured, listening, serve_health
-from turnlog.infra.roles.probe import health_address, reached
+from turnlog.infra.roles.probe import health_address, is_loopback, reached
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.starting import asked
 from turnlog.infra.roles.terminal import say

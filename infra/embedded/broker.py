@@ -36,6 +36,7 @@ from turnlog.infra.embedded.liveness import broker_takes_part
 from turnlog.infra.embedded.ports import HOST, claim, free_ports
 from turnlog.infra.embedded.process import Launch, Server
 from turnlog.infra.roles.terminal import aside
+from turnlog.infra.run_folder import EMBEDDED_USER, replace_private
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 OLDEST = 17
@@ -259,11 +260,11 @@ PROPERTIES = """\
 process.roles=broker,controller
 node.id={node}
 controller.quorum.voters={voters}
-listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller}
-advertised.listeners=PLAINTEXT://{host}:{port}
+listeners=CLIENTS://{host}:{port},CONTROLLER://{host}:{controller}
+advertised.listeners=CLIENTS://{host}:{port}
 controller.listener.names=CONTROLLER
-inter.broker.listener.name=PLAINTEXT
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
+inter.broker.listener.name=CLIENTS
+listener.security.protocol.map=CLIENTS:{protocol},CONTROLLER:{protocol}
 log.dirs={data}
 # As many as there are brokers: with more, every group and every transaction would wait for replicas for ever.
 offsets.topic.replication.factor={copies}
@@ -297,6 +298,18 @@ broker.session.timeout.ms=4000
 broker.heartbeat.interval.ms=1000
 controller.quorum.election.timeout.ms=200
 """
+GUARDED = """\
+# PLAIN, since controllers have no other mechanism by name. It stays on the loopback.
+sasl.enabled.mechanisms=PLAIN
+sasl.mechanism.inter.broker.protocol=PLAIN
+sasl.mechanism.controller.protocol=PLAIN
+listener.name.clients.plain.sasl.jaas.config={login}
+listener.name.controller.plain.sasl.jaas.config={login}
+"""
+LOGIN = (
+    "org.apache.kafka.common.security.plain.PlainLoginModule required "
+    'username="{user}" password="{password}" user_{user}="{password}";'
+)
 AMONG_OTHERS = """\
 # What the controllers know of the cluster outlives the loss of a broker's records.
 metadata.log.dir={metadata}
@@ -329,10 +342,13 @@ class Node:
         """Whether nobody has a copy of what it holds."""
         return len(self.controllers) == 1
 
-    def properties(self, directory: Path, port: int) -> str:
-        """The broker's configuration; its records lie in `directory`/data."""
+    def properties(self, directory: Path, port: int, password: str = "") -> str:
+        """The broker's configuration; its records lie in `directory`/data. `password`: what clients, other brokers and
+        controllers must know."""
         count = len(self.controllers)
-        among_others = AMONG_OTHERS.format(metadata=directory / "metadata", in_sync=count - 1)
+        more = ALONE if self.alone else AMONG_OTHERS.format(metadata=directory / "metadata", in_sync=count - 1)
+        if password:
+            more += GUARDED.format(login=LOGIN.format(user=EMBEDDED_USER, password=password))
         return PROPERTIES.format(
             node=self.number,
             voters=",".join(f"{number}@{HOST}:{at}" for number, at in enumerate(self.controllers, 1)),
@@ -342,7 +358,8 @@ class Node:
             data=directory / "data",
             copies=count,
             in_sync=max(1, count - 1),
-            more=ALONE if self.alone else among_others,
+            more=more,
+            protocol="SASL_PLAINTEXT" if password else "PLAINTEXT",
             max_message_bytes=MAX_MESSAGE_BYTES,
         )
 
@@ -368,16 +385,18 @@ class Broker(Server):
         log: Path | None = None,
         controller_port: int | None = None,
         node: Node | None = None,
+        password: str = "",
         properties: str = "",
         format_arguments: tuple[str, ...] = (),
     ) -> None:
         """Port 0 picks a free one, kept for every start of this object. `node`: its place among others, with
-        `controller_port` in it; `properties`: lines of server.properties that win over ours; `format_arguments`: more
-        of them when the folder is formatted. Raises PortTaken."""
+        `controller_port` in it; `password`: of EMBEDDED_USER, empty takes anybody; `properties`: lines of
+        server.properties that win over ours; `format_arguments`: more of them when the folder is formatted. Raises
+        PortTaken."""
         self.directory = directory.resolve()
         self.port = claim(port, self.setting)
         self.node = node or Node(home=self.directory, number=1, controllers=(controller_port or free_ports(1)[0],))
-        self._heap_mb = heap_mb
+        self._heap_mb, self._password = heap_mb, password
         self._log = log or self.directory / "broker.log"
         self._properties = properties
         self._format_arguments = format_arguments
@@ -396,7 +415,8 @@ class Broker(Server):
         others formats its own at each start that finds nothing there: it copies from them what it has lost."""
         self.directory.mkdir(parents=True, exist_ok=True)
         properties = self.directory / "server.properties"
-        properties.write_text(_in_java(self.node.properties(self.directory, self.port) + self._properties))
+        of_node = self.node.properties(self.directory, self.port, self._password)
+        replace_private(properties, _in_java(of_node + self._properties))
         jvm = (
             java(),
             f"-Xmx{self._heap_mb}m",
@@ -419,7 +439,7 @@ class Broker(Server):
             argv=serve,
             log=self._log,
             env=UTF_8,
-            ready=lambda: broker_takes_part(self.port),
+            ready=lambda: broker_takes_part(self.port, EMBEDDED_USER, self._password),
             ready_timeout_s=READY_TIMEOUT_S,
             stop_timeout_s=30.0,
             died=BrokerDied,

@@ -35,16 +35,30 @@ class Brokers:
     manager."""
 
     def __init__(
-        self, directory: Path, *, count: int, port: int = 0, heap_mb: int = 256, logs: Path | None = None
+        self,
+        directory: Path,
+        *,
+        count: int,
+        port: int = 0,
+        heap_mb: int = 256,
+        logs: Path | None = None,
+        password: str = "",
     ) -> None:
-        """`port`: of the first, the others' follow; 0 picks free ones. Raises PortTaken, and OtherBrokers where the
-        folder holds the log of another number of brokers."""
+        """`port`: of the first, the others' follow; 0 picks free ones. `password`: see Broker. Raises PortTaken, and
+        OtherBrokers where the folder holds the log of another number of brokers."""
         controllers = tuple(free_ports(2 * count))
         ports = [port + number for number in range(count)] if port else controllers[count:]
         nodes = [Node(home=directory, number=number, controllers=controllers[:count]) for number in range(1, count + 1)]
         _check(directory, [node.name for node in nodes])
         self.all = [
-            Broker(directory / node.name, port=at, heap_mb=heap_mb, log=logs and logs / f"{node.name}.log", node=node)
+            Broker(
+                directory / node.name,
+                port=at,
+                heap_mb=heap_mb,
+                log=logs and logs / f"{node.name}.log",
+                node=node,
+                password=password,
+            )
             for node, at in zip(nodes, ports, strict=True)
         ]
 

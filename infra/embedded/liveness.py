@@ -23,11 +23,17 @@ LOOK_S = 2.0
 """One look takes no longer."""
 GENERATION_LOOK_S = 5.0
 ANSWER = "answer"
-API_VERSIONS = struct.pack(">ihhih", 10, 18, 0, 1, -1)
-"""Size, ApiVersions, version 0, correlation id 1, no client id (Kafka protocol guide, "Request Header v1")."""
 
-METADATA = struct.pack(">ihhihi", 14, 3, 1, 1, -1, 0)
-"""The same of Metadata, version 1, about no topic."""
+
+def _request(key: int, version: int, body: bytes = b"") -> bytes:
+    """Size, header (with correlation id 1 and no client id: Kafka protocol guide, "Request Header v1") and body."""
+    return struct.pack(">ihhih", 10 + len(body), key, version, 1, -1) + body
+
+
+API_VERSIONS = _request(18, 0)
+METADATA = _request(3, 1, struct.pack(">i", 0))
+"""About no topic."""
+PLAIN_HANDSHAKE = _request(17, 1, struct.pack(">h", len("PLAIN")) + b"PLAIN")
 
 Loops = Mapping[str, tuple[float, float]]
 """Loop -> (a number that changes when it comes round, seconds within which it must; 0: whenever)"""
@@ -92,20 +98,29 @@ def answering(ask: Callable[[], bool]) -> Callable[[], Loops | None]:
 
 
 def broker_answers(port: int) -> bool:
-    """Whether a broker answers ApiVersions, the first request of every client."""
-    return _broker_says(port, API_VERSIONS, 4) != b""
+    """Whether a broker answers ApiVersions, the first request of every client, which it answers before a login."""
+    return _broker_says(port, API_VERSIONS) != b""
 
 
-def broker_takes_part(port: int) -> bool:
-    """Whether the cluster's brokers that a broker tells of are any: it listens before it is one of them."""
-    return any(_broker_says(port, METADATA, 12)[8:])  # behind size and correlation id: how many
+def broker_takes_part(port: int, user: str = "", password: str = "") -> bool:
+    """Whether the cluster's brokers that a broker tells of are any: it listens before it is one of them. `password`:
+    where it asks for a login, that of `user` (RFC 4616)."""
+    token = f"\0{user}\0{password}".encode()
+    login = (PLAIN_HANDSHAKE, _request(36, 0, struct.pack(">i", len(token)) + token)) if password else ()
+    return any(_broker_says(port, *login, METADATA)[8:12])  # behind size and correlation id: how many
 
 
-def _broker_says(port: int, request: bytes, size: int) -> bytes:
-    """The first bytes of its answer, as many as came; none of a broker that gives none."""
+def _broker_says(port: int, *requests: bytes) -> bytes:
+    """Its answer to the last request, as much as came; nothing of a broker that does not answer them all."""
+    answer = b""
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), LOOK_S) as broker:
-        broker.sendall(request)
-        return broker.recv(size, socket.MSG_WAITALL)
+        for request in requests:
+            broker.sendall(request)
+            answer = broker.recv(4, socket.MSG_WAITALL)
+            if len(answer) < 4:
+                return b""
+            answer += broker.recv(int.from_bytes(answer), socket.MSG_WAITALL)
+        return answer
     return b""
 
 

@@ -37,7 +37,7 @@ from turnlog.infra.embedded.servers import ENGINE_REMEDY, ObjectStore, check_mod
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.http_clients import got
 from turnlog.infra.roles.probe import health_host, reached
-from turnlog.infra.run_folder import LOGS, STORE_KEY, Endpoints
+from turnlog.infra.run_folder import KAFKA_KEY, LOGS, REGISTRY_KEY, STORE_KEY, Endpoints, kept_secret
 from turnlog.settings import DashboardSettings, GatewaySettings, RegistrySettings, Settings, ViewsSettings
 
 ROLES = (
@@ -156,7 +156,12 @@ class LaunchPlan:
         if wanted.bootstrap:
             return wanted.bootstrap
         brokers = Brokers(
-            self._directory, count=wanted.brokers, port=wanted.port, heap_mb=wanted.heap_mb, logs=self._directory / LOGS
+            self._directory,
+            count=wanted.brokers,
+            port=wanted.port,
+            heap_mb=wanted.heap_mb,
+            logs=self._directory / LOGS,
+            password=kept_secret(self._directory / KAFKA_KEY),
         )
         for broker, launch in zip(brokers.all, brokers.launches(), strict=True):
             look = answering(partial(broker_answers, broker.port))
@@ -201,15 +206,16 @@ class LaunchPlan:
         wanted = self._settings.registry
         if wanted.url:
             return wanted.url
+        kept_secret(self._directory / REGISTRY_KEY)  # asked for by the registry, and told by its clients
         url = self._address(wanted, "[registry] port")
         launch = Launch(
             name="registry",
             argv=turnlog(self._settings, "registry"),
             log=log_of(self._settings, "registry"),
             env={"TURNLOG_REGISTRY_PORT": port_of(url), "OMP_NUM_THREADS": "1"},
-            ready=lambda: answers(f"{url}/subjects"),
+            ready=lambda: answers(f"{url}/"),  # the one path that asks for no login
             died=RegistryDied,
-            liveness=Liveness(look=answering(lambda: http_answers(f"{url}/subjects")), within_s=self._live.registry_s),
+            liveness=Liveness(look=answering(lambda: http_answers(f"{url}/")), within_s=self._live.registry_s),
         )
         self._serve(launch, tier=ON_LOG, after=self._there(*self._brokers))
         return url

@@ -18,6 +18,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +33,7 @@ from starlette.routing import Route
 
 from turnlog.infra.embedded.ports import claim
 from turnlog.infra.log import Log, LogError, Partition, TopicSpec, Transactor
-from turnlog.infra.registry import MEDIA_TYPE
+from turnlog.infra.registry import MEDIA_TYPE, authorization
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.health import (
     BodyTooLarge,
@@ -43,13 +44,13 @@ from turnlog.infra.roles.health import (
     listening,
     serve_health,
 )
-from turnlog.infra.roles.probe import health_address
+from turnlog.infra.roles.probe import called, health_address, is_loopback, leads_nowhere_else
 from turnlog.infra.roles.starting import asked, lived, servers_of, watched
-from turnlog.infra.run_folder import read_endpoints
+from turnlog.infra.run_folder import EMBEDDED_USER, REGISTRY_KEY, kafka_of, read_endpoints, registry_of
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
-from turnlog.settings import Settings, load
+from turnlog.settings import RegistrySettings, Settings, load
 
 DEFAULT_LEVEL = "BACKWARD_TRANSITIVE"
 LEVELS = (
@@ -246,9 +247,10 @@ REMEDY = "raise [registry] max_body_bytes, if that is a schema"
 class RegistryApi:
     """The routes over one store. `failed` is done when the log failed a write: the process must end."""
 
-    def __init__(self, store: SchemaStore, max_body_bytes: int) -> None:
+    def __init__(self, store: SchemaStore, settings: RegistrySettings) -> None:
+        """`settings`: its own, with the login of its clients; who has none is let in where they have none."""
         self._store = store
-        self._max_body_bytes = max_body_bytes
+        self._settings = settings
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def application(self) -> Starlette:
@@ -275,8 +277,7 @@ class RegistryApi:
     def _answer(self, call: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                if "origin" in request.headers:
-                    raise Refused(403, 40301, "pages of a browser are not served: a request with an Origin is refused")
+                self._check(request)
                 return _json(await call(request))
             except ClientDisconnect:
                 return Response(status_code=400)  # nobody reads it
@@ -288,6 +289,23 @@ class RegistryApi:
                 return _error(500, 50001, f"the log failed: {error}")
 
         return answer
+
+    def _check(self, request: Request) -> None:
+        """Raises Refused for a page of a browser, also of one that a name of another site was made to lead here, and
+        for who does not log in. `/` tells nothing, and is there for who only wants to know whether somebody answers."""
+        if "origin" in request.headers:
+            raise Refused(403, 40301, "pages of a browser are not served: a request with an Origin is refused")
+        host = request.headers.get("host", "")
+        if is_loopback(self._settings.host) and not leads_nowhere_else(called(host)):
+            raise Refused(421, 42101, f"this registry is not called {host[:200]!r}: use its address in numbers")
+        expected = authorization(self._settings)
+        if request.url.path != "/" and not compare_digest(
+            request.headers.get("authorization", "").encode(), expected.encode()
+        ):
+            raise Refused(
+                401, 40101, f"log in as clients of this run do: user {EMBEDDED_USER}, and as password what is in "
+                f"{REGISTRY_KEY} of its directory"
+            )  # fmt: skip
 
     async def _nothing(self, _: Request) -> Any:
         return {}
@@ -331,7 +349,7 @@ class RegistryApi:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
-            body = orjson.loads(await body_of(request, self._max_body_bytes, REMEDY))
+            body = orjson.loads(await body_of(request, self._settings.max_body_bytes, REMEDY))
         except orjson.JSONDecodeError:
             raise Refused(422, 42201, "the body is not JSON") from None
         except BodyTooLarge as error:
@@ -351,15 +369,12 @@ class RegistryApi:
 
 def serve_registry(settings: Settings) -> int:
     """The role: serve until SIGTERM or SIGINT; 0. Port and broker are the settings' or the run's.
-    Raises LogError when the log fails (the supervisor starts it again), NoEndpoints, PortTaken."""
-    bootstrap, port = settings.kafka.bootstrap, settings.registry.port
-    if not (bootstrap and port):
-        found = read_endpoints(Path(settings.run.directory))
-        bootstrap, port = bootstrap or found.kafka, port or urlsplit(found.registry).port or 0
-    kafka = dataclasses.replace(settings.kafka, bootstrap=bootstrap)
-    asyncio.run(
-        _serve(dataclasses.replace(settings, kafka=kafka), claim(port, "[registry] port", settings.registry.host))
-    )
+    Raises LogError when the log fails (the supervisor starts it again), NoEndpoints, PortTaken, SecretUnusable."""
+    directory, port = Path(settings.run.directory), settings.registry.port
+    kafka, registry = kafka_of(settings), registry_of(settings.registry, "", directory)
+    port = port or urlsplit(read_endpoints(directory).registry).port or 0
+    settings = dataclasses.replace(settings, kafka=kafka, registry=registry)
+    asyncio.run(_serve(settings, claim(port, "[registry] port", registry.host)))
     return 0
 
 
@@ -378,7 +393,7 @@ async def _life(settings: Settings, port: int, stopping: asyncio.Event, health: 
         kafka = KafkaLog.of(settings.kafka, role="registry")
         stack.push_async_callback(kafka.close)
         opened = SchemaStore.opened(kafka, replication=settings.kafka.copies)
-        api = RegistryApi(await stack.enter_async_context(opened), settings.registry.max_body_bytes)
+        api = RegistryApi(await stack.enter_async_context(opened), settings.registry)
         listener = listening(settings.registry.host, port, "[registry] host or port")
         await stack.enter_async_context(QuietServer(configured(api.application())).running(listener))
         await stack.enter_async_context(watched(servers))

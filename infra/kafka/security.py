@@ -30,6 +30,7 @@ from aiokafka.protocol.admin import SaslAuthenticateRequest, SaslHandShakeReques
 
 from turnlog.infra.log import LoginRefused, LogUnreachable, TlsFailed, TokenUnavailable
 from turnlog.infra.roles.http_clients import outside
+from turnlog.infra.roles.probe import is_loopback
 from turnlog.infra.run_folder import present
 from turnlog.kafka_settings import KafkaSettings
 
@@ -38,6 +39,8 @@ SPENT = 0.8
 """Share of a session's or a token's life after which the next one is asked for, so that a slow answer comes in time."""
 TOKEN_TIMEOUT_S = 10.0
 """Of a token endpoint's answer."""
+CLEAR = "Sending username and password in the clear"
+"""What aiokafka warns of at each connection, to whatever host."""
 NO_LIFETIME_S = 60.0
 """How long a token is used whose endpoint does not say how long it lives (RFC 6749, 5.1 only recommends it)."""
 
@@ -219,6 +222,9 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
         self.renew_at = math.inf
         if self._login is not None:
             self._sasl_plain_username, self._sasl_plain_password = self._login.name_and_password()
+            in_clear = (self._security_protocol, self._sasl_mechanism) == ("SASL_PLAINTEXT", "PLAIN")
+            if in_clear and not is_loopback(self.host):
+                log.warning("%s:%s is told the password in the clear: see [kafka] sasl_mechanism", self.host, self.port)
         try:
             await super()._do_sasl_handshake()
         except ValueError as error:  # SCRAM is mutual
@@ -300,3 +306,4 @@ def _why(error: Exception) -> str:
 
 
 aiokafka.conn.AIOKafkaConnection = Channel
+logging.getLogger("aiokafka.conn").addFilter(lambda record: record.msg != CLEAR)

@@ -6,7 +6,9 @@ A probe runs every few seconds beside its role, so nothing heavy is imported: on
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -65,6 +67,36 @@ def at_home(host: str) -> str:
 def reached(host: str, port: int, scheme: str = "http") -> str:
     """Where this machine's own clients reach a server that listens there."""
     return bracketed(f"{scheme}://{at_home(host)}:{port}")
+
+
+LOOPBACK_NAMES = frozenset({"localhost", "localhost."})
+HOST = re.compile(r"(\[[^\s/?#\\@\[\]]+\]|[^\s/?#\\@\[\]:]+)(:[0-9]*)?")
+"""A name or an address, and a port: what else an address of a page has could make another page of it."""
+
+
+def called(host: str) -> str:
+    """The name or the address of a Host header, small and without brackets; empty of what is none."""
+    found = HOST.fullmatch(host)
+    return found[1].strip("[]").lower() if found else ""
+
+
+def leads_nowhere_else(name: str) -> bool:
+    """Whether nobody can make it lead from another site's page to a server of this machine (DNS rebinding), since it is
+    resolved nowhere: an address in numbers, or the loopback's name."""
+    return name in LOOPBACK_NAMES or _address(name) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address that is bound is reached from this machine alone."""
+    address = _address(host)
+    return host in LOOPBACK_NAMES if address is None else address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
 
 
 def bracketed(url: str) -> str:

@@ -98,8 +98,8 @@ def check_kafka(kafka: KafkaSettings, source: str) -> None:
                "replication out, or 2 or 3 with brokers = 3; kafka.bootstrap names a cluster of your own")  # fmt: skip
     protocol, mechanism = kafka.security_protocol, kafka.sasl_mechanism
     if protocol != "PLAINTEXT" and not kafka.bootstrap:
-        refuse(f"kafka.security_protocol is {protocol} and kafka.bootstrap is empty: the embedded broker speaks "
-               "PLAINTEXT alone; set kafka.bootstrap to your cluster")  # fmt: skip
+        refuse(f"kafka.security_protocol is {protocol} and kafka.bootstrap is empty: the embedded brokers have a "
+               "login that `turnlog up` makes; unset it, or set kafka.bootstrap to your cluster")  # fmt: skip
     if (found := has("certificate_file", "key_file", "key_password")) and not protocol.endswith("SSL"):
         refuse(f"{found[0]} is set and kafka.security_protocol is {protocol}: set it to SSL or SASL_SSL, or unset it")
     if (found := has("key_file", "key_password")) and not kafka.certificate_file:

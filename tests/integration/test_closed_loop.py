@@ -239,7 +239,10 @@ def test_ids_hashes_and_joins_hold_for_a_reader_without_turnlog(loop: Loop) -> N
     settings, script = resolved(loop.settings), Path(__file__).parents[2] / "examples/check_without_turnlog.py"
     assert not re.search(r"^(import|from) turnlog", script.read_text(), re.MULTILINE)
     places = settings.kafka.bootstrap, settings.registry.url, settings.store.endpoint, settings.store.bucket
-    keys = {"AWS_ACCESS_KEY_ID": settings.store.access_key, "AWS_SECRET_ACCESS_KEY": settings.store.secret_key}
+    keys = {
+        "AWS_ACCESS_KEY_ID": settings.store.access_key, "AWS_SECRET_ACCESS_KEY": settings.store.secret_key,
+        "KAFKA_PASSWORD": settings.kafka.password, "REGISTRY_PASSWORD": settings.registry.password,
+    }  # fmt: skip
     command = [sys.executable, str(script), *places, settings.kafka.prefix]
     done = subprocess.run(command, env=os.environ | keys, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -23,14 +23,16 @@ from turnlog.consumers.demo import demo
 from turnlog.consumers.run import configure_command
 from turnlog.infra import run_folder
 from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NoSpace, NotReady, NotUp, PortTaken
+from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import marked
 from turnlog.infra.embedded.supervisor import State
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.log import Appender, Partition, TopicSpec
-from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.run_folder import is_live, lacks_room, read_state, write_settings
+from turnlog.infra.kafka.security import Login
+from turnlog.infra.log import Appender, LogUnreachable, Partition, TopicSpec
+from turnlog.infra.registry import HttpRegistry, RegistryRefused
+from turnlog.infra.run_folder import KAFKA_KEY, REGISTRY_KEY, is_live, lacks_room, read_state, write_settings
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
     EngineSettings,
@@ -69,7 +71,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     assert run_folder.read_endpoints(directory) == first
     states = {child["name"]: child["state"] for child in status_processes(settings)}
     assert states == {"kafka": "ready", "store": "ready", "registry": "ready", "topics": "done"}
-    registry = HttpRegistry(RegistrySettings(url=first.registry))
+    registry = HttpRegistry(run_folder.resolved(settings).registry)
     schema_id = await registry.register("kept", SCHEMA)
     await registry.close()
     with pytest.raises(AlreadyUp, match="turnlog down"):
@@ -82,10 +84,53 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     with pytest.raises(NotUp, match="turnlog up"):
         down(settings, say=_silent)
 
-    again = up(settings, (), say=_silent)
-    registry = HttpRegistry(RegistrySettings(url=again.registry))
+    up(settings, (), say=_silent)
+    registry = HttpRegistry(run_folder.resolved(settings).registry)
     assert await registry.schema(schema_id) == SCHEMA
     await registry.close()
+
+
+async def test_broker_and_registry_take_nobody_who_does_not_log_in(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other users of the machine reach their ports, too."""
+    directory, place = Path(settings.run.directory), Partition("mine", 0)
+    async with _as_an_earlier_release(directory) as log:  # its run had no logins
+        await log.create_topics([TopicSpec(place.topic, 1, 1, {})])
+        async with log.appender() as appender:
+            await _appended(appender, place.topic)
+    up(settings, (), say=_silent)
+    known = run_folder.resolved(settings)
+    async with _log(settings) as log:
+        assert (await log.end_offsets([place]))[place] == 50
+    assert "in the clear" not in caplog.text  # on the loopback that is no news
+    for name in (KAFKA_KEY, REGISTRY_KEY, Path("kafka", "server.properties")):
+        assert (directory / name).stat().st_mode & 0o777 == 0o600
+    controller = (directory / "kafka" / "server.properties").read_text().partition("CONTROLLER://")[2].split("\n")[0]
+    nobody = dataclasses.replace(
+        known.kafka, security_protocol="PLAINTEXT", sasl_mechanism="", username="", password=""
+    )
+    for bootstrap in (known.kafka.bootstrap, controller):
+        for stranger in (nobody, dataclasses.replace(known.kafka, password=f"{known.kafka.password}x")):
+            named = dataclasses.replace(stranger, bootstrap=bootstrap)
+            unwanted = KafkaLog(bootstrap, login=Login(named), answer_s=3.0)
+            with pytest.raises(LogUnreachable):
+                await unwanted.topics()
+            await unwanted.close()
+    registry = HttpRegistry(RegistrySettings(url=known.registry.url))
+    with pytest.raises(RegistryRefused):
+        await registry.register("kept", SCHEMA)
+    await registry.close()
+
+
+@contextlib.asynccontextmanager
+async def _as_an_earlier_release(directory: Path) -> AsyncIterator[KafkaLog]:
+    with Brokers(directory, count=1) as brokers:
+        log = KafkaLog(brokers.bootstrap)
+        try:
+            yield log
+        finally:
+            await log.close()
 
 
 async def _isolated(_: SandboxSettings) -> str:

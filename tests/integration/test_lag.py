@@ -197,4 +197,4 @@ def test_the_settings_of_servers_that_it_does_not_need_may_be_absent(live_settin
     from turnlog.infra.run_folder import kafka_of
 
     alone = dataclasses.replace(live_settings, registry=RegistrySettings(), store=StoreSettings())
-    assert kafka_of(alone) == live_settings.kafka.bootstrap
+    assert kafka_of(alone) == live_settings.kafka

@@ -24,6 +24,7 @@ from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.connection import Admin
 from turnlog.infra.kafka.producers import KafkaAppender
+from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LacksReplicas, LogUnreachable, Partition, ProducerDied, Record, TopicSpec
 from turnlog.infra.run_folder import SETTINGS, resolved
 from turnlog.infra.topics_admin import check, check_internal
@@ -59,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
 @pytest.fixture
 async def log(run: Settings) -> AsyncIterator[KafkaLog]:
     """On all three, each of which holds everything."""
-    found = KafkaLog(run.kafka.bootstrap)
+    found = KafkaLog.of(run.kafka)
     await full(run)
     yield found
     await found.close()
@@ -79,7 +80,7 @@ async def struck(run: Settings, name: str, signal_number: signal.Signals) -> int
 
 async def partitions(run: Settings) -> list[dict[str, list[int]]]:
     """Of all topics, as some broker describes them."""
-    admin = Admin(bootstrap_servers=run.kafka.bootstrap)
+    admin = Admin(bootstrap_servers=run.kafka.bootstrap, **Login(run.kafka).options())
     try:
         await admin.start()
         return [one for topic in await admin.describe_topics() for one in topic["partitions"]]
@@ -103,7 +104,7 @@ async def whole(run: Settings) -> bool:
 
 async def leader(run: Settings, place: Partition) -> int:
     """Number of the broker that leads it."""
-    admin = Admin(bootstrap_servers=run.kafka.bootstrap)
+    admin = Admin(bootstrap_servers=run.kafka.bootstrap, **Login(run.kafka).options())
     try:
         await admin.start()
         [topic] = await admin.describe_topics([place.topic])
@@ -192,7 +193,7 @@ async def takes_appends(log: KafkaLog) -> bool:
 
 @pytest.mark.long  # the suite has a role that waits for replicas, and a broker that is wiped
 async def test_what_the_log_cannot_take_is_held_or_ends_uncommitted(run: Settings, log: KafkaLog) -> None:
-    impatient = KafkaLog(run.kafka.bootstrap, answer_s=10.0, close_s=3.0)
+    impatient = KafkaLog(run.kafka.bootstrap, login=Login(run.kafka), answer_s=10.0, close_s=3.0)
     await log.create_topics([TopicSpec("strict", 1, 3, {"min.insync.replicas": "3"})])
     await log.check_replicas("strict")
     follower = NAMES[await leader(run, STRICT) % 3]

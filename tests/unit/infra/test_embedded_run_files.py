@@ -27,11 +27,15 @@ from turnlog.infra.run_folder import (
     DASHBOARD_KEY,
     GATEWAY_KEY,
     IN_PLACE_OF,
+    KAFKA_KEY,
+    REGISTRY_KEY,
     STORE_KEY,
     Endpoints,
     NoEndpoints,
+    check_secrets,
     file_sizes,
     is_live,
+    kafka_of,
     kept_secret,
     lacks_room,
     locked,
@@ -44,12 +48,14 @@ from turnlog.infra.run_folder import (
     write_state,
 )
 from turnlog.infra.s3 import S3Blobs
+from turnlog.kafka_settings import check_kafka
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.secret_files import SecretUnusable
 from turnlog.settings import (
     EngineSettings,
     FeederSettings,
     KafkaSettings,
+    RegistrySettings,
     RunSettings,
     Settings,
     SettingsError,
@@ -148,6 +154,34 @@ def test_a_store_of_ones_own_gets_its_own_key_and_none_is_an_error(tmp_path: Pat
     assert resolved(Settings(run=RunSettings(directory=str(tmp_path)), store=mine)).store == mine
     with pytest.raises(StoreUnavailable, match="TURNLOG_STORE_SECRET_KEY"):
         S3Blobs(dataclasses.replace(mine, secret_key=""))
+
+
+def test_clients_log_in_at_embedded_servers_whose_secrets_there_are(tmp_path: Path) -> None:
+    write_endpoints(tmp_path, Endpoints(kafka="k:1", registry="http://r", store="http://s"))
+    run = Settings(run=RunSettings(directory=str(tmp_path)))
+    of_earlier_release = resolved(run)
+    assert of_earlier_release.kafka == KafkaSettings(bootstrap="k:1")
+    assert of_earlier_release.registry == RegistrySettings(url="http://r")
+    passwords = [kept_secret(tmp_path / path) for path in (KAFKA_KEY, REGISTRY_KEY)]
+    found = resolved(run)
+    check_kafka(found.kafka, "resolved")
+    assert found.kafka == kafka_of(run)
+    assert (found.kafka.security_protocol, found.kafka.sasl_mechanism) == ("SASL_PLAINTEXT", "PLAIN")
+    assert [found.kafka.password, found.registry.password] == passwords
+    mine = Settings(
+        run=run.run,
+        kafka=KafkaSettings(bootstrap="mine:1"),
+        registry=RegistrySettings(url="http://mine"),
+        store=StoreSettings(endpoint="http://mine", secret_key="mine"),
+    )
+    assert (resolved(mine).kafka, resolved(mine).registry) == (mine.kafka, mine.registry)
+    for path in (KAFKA_KEY, REGISTRY_KEY):
+        (tmp_path / path).write_text("")
+        with pytest.raises(SecretUnusable, match=path.name):
+            resolved(run)
+        with pytest.raises(SecretUnusable, match=path.name):
+            check_secrets(tmp_path)
+        (tmp_path / path).unlink()
 
 
 def test_a_run_has_one_supervisor(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def _accepting(answer: bytes) -> Iterator[int]:
 
 
 def test_a_broker_that_only_accepts_connections_does_not_answer() -> None:
-    with _accepting(b"\0\0\0\x0a") as port:
+    with _accepting(b"\0\0\0\x0a" + bytes(10)) as port:
         assert broker_answers(port)
     with socket.create_server((HOST, 0)) as stopped:
         port = stopped.getsockname()[1]
@@ -110,7 +110,8 @@ def test_a_broker_that_only_accepts_connections_does_not_answer() -> None:
 
 @pytest.mark.parametrize(("brokers", "takes_part"), [(b"\0\0\0\1", True), (b"\0\0\0\0", False), (b"", False)])
 def test_a_broker_takes_part_once_it_tells_of_one(brokers: bytes, takes_part: bool) -> None:
-    with _accepting(b"\0\0\0\x0c" + b"\0\0\0\1" + brokers) as port:
+    answer = b"\0\0\0\1" + brokers
+    with _accepting(len(answer).to_bytes(4) + answer) as port:
         assert broker_takes_part(port) is takes_part
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from urllib.parse import quote
 
 import httpx
@@ -14,7 +15,9 @@ from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.embedded.registry_app import RegistryApi, SchemaStore
+from turnlog.infra.embedded.registry_app import DEFAULT_LEVEL, RegistryApi, SchemaStore
+from turnlog.infra.registry import authorization
+from turnlog.settings import RegistrySettings
 
 LIMIT = 64 * 1024
 NUMBERS = itertools.count()
@@ -23,9 +26,16 @@ NUMBERS = itertools.count()
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """A client of a registry whose log is in memory; what the application raises comes out."""
+    async with serving(RegistrySettings(max_body_bytes=LIMIT)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(settings: RegistrySettings, url: str = "http://127.0.0.1:8081") -> AsyncIterator[httpx.AsyncClient]:
+    """Who does not log in, at that address."""
     async with SchemaStore.opened(MemoryLog()) as store:
-        transport = httpx.ASGITransport(app=RegistryApi(store, LIMIT).application())
-        async with httpx.AsyncClient(transport=transport, base_url="http://registry") as client:
+        transport = httpx.ASGITransport(app=RegistryApi(store, settings).application())
+        async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             yield client
 
 
@@ -88,6 +98,35 @@ async def test_a_page_of_a_browser_changes_and_reads_nothing(http: httpx.AsyncCl
         assert (answer.status_code, answer.json()["error_code"]) == (403, 40301)
         assert (await http.get("/subjects", headers={"origin": origin})).status_code == 403
     assert (await http.get("/subjects")).json() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "status"),
+    [("http://evil.example", 421), ("http://127.0.0.1.evil.example:8081", 421), ("http://localhost:8081", 200),
+     ("http://127.0.0.1:8081", 200), ("http://[::1]:8081", 200)],
+)  # fmt: skip
+async def test_a_name_of_somebody_elses_that_leads_here_is_refused(url: str, status: int) -> None:
+    async with serving(RegistrySettings(), url) as http:
+        for path in ("/", "/subjects"):
+            assert (await http.get(path)).status_code == status
+    async with serving(RegistrySettings(host="0.0.0.0"), "http://registry:8081") as http:
+        assert (await http.get("/subjects")).status_code == 200
+
+
+@pytest.mark.parametrize("login", [{"username": "u", "password": "päss"}, {"token": "t"}])
+async def test_who_does_not_log_in_as_its_clients_do_changes_and_reads_nothing(login: dict[str, str]) -> None:
+    async with serving(RegistrySettings(**login)) as http:  # type: ignore[arg-type]
+        right = authorization(RegistrySettings(**login))  # type: ignore[arg-type]
+        for wrong in ("", "Bearer", f"{right}x", "Basic bm9ib2R5Og==", "Bearer \xff"):
+            answer = await http.put(
+                "/config", json={"compatibility": "NONE"}, headers=[(b"authorization", wrong.encode("latin-1"))]
+            )
+            assert (answer.status_code, answer.json()["error_code"]) == (401, 40101)
+            assert (await http.get("/subjects")).status_code == 401
+        assert (await http.get("/")).json() == {}
+        assert (await http.get("/config", headers={"authorization": right})).json() == {
+            "compatibilityLevel": DEFAULT_LEVEL
+        }
 
 
 async def endless(parts: int) -> AsyncIterator[bytes]:
