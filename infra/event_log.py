@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,9 +17,11 @@ from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
 from turnlog.schemas import LaterKind, OtherRegistry, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec
-from turnlog.schemas.events import ALL, DeadLetter, Event, TokenSnapshot, sampled_tokens
+from turnlog.schemas.events import ALL, DeadLetter, Event, RunConfigured, TokenSnapshot, sampled_tokens
 from turnlog.schemas.ids import dead_letter_id
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
+
+log = logging.getLogger(__name__)
 
 
 class EventLog:
@@ -124,11 +127,14 @@ class EventLog:
             return f"what cannot be used ({broken})" if value[:1] == b"\0" and len(value) >= HEADER.size else ""
 
     async def known(self, record: Record) -> Event | None:
-        """The event of a record; None for one of a kind that only a newer release knows. Raises UndecodableRecord,
-        RegistryUnavailable."""
+        """The event of a record, for who does not own its topic; None for one of a kind that only a newer release
+        knows, and for one that is no event, which the topic's owner parks. Raises RegistryUnavailable."""
         try:
             return await self.decode(record)
         except LaterKind:
+            return None
+        except UndecodableRecord as broken:
+            log.warning("passed over %s: %s", where(record), broken)
             return None
 
     async def _decoded(self, record: Record) -> Event:
@@ -158,6 +164,11 @@ class EventLog:
 async def schema_ids(registry: Registry) -> dict[str, int]:
     """Of every record of the catalogue, registered if need be. Raises SchemaIncompatible, RegistryUnavailable."""
     return {name: await registry.register(name, stored_schema(name)) for name in ALL}
+
+
+def is_configuration(record: Record) -> bool:
+    """Whether its writer says that it is the record which says what the run is."""
+    return (RECORD_HEADER, RunConfigured.__name__.encode()) in record.headers
 
 
 def check_written(record: Record, found: str) -> None:

@@ -6,15 +6,16 @@ Every reader of the past goes through here, over `role.log`: topics or an archiv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from turnlog.infra.event_log import check_written
+from turnlog.infra.event_log import check_written, is_configuration
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.schemas import OtherRegistry, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event
-from turnlog.schemas.topics import Topic
+from turnlog.schemas.topics import RUNS, Topic
 
 EVERY_RUN = "any"
 """In place of run ids: events of every run."""
@@ -43,7 +44,7 @@ async def records(
     ends: Mapping[Partition, int],
     *,
     since: Mapping[Partition, int] | None = None,
-) -> AsyncIterator[Record]:
+) -> AsyncGenerator[Record, None]:
     """Records of `wanted` below `ends` (and not before `since`), in offset order per partition."""
     starts = await role.log.start_offsets(wanted)
     starts = {place: max(start, (since or {}).get(place, start)) for place, start in starts.items()}
@@ -73,9 +74,8 @@ async def events_of(
             if name not in names:
                 continue
             event = await role.events.decode(record)
-        except OtherRegistry:
-            raise
-        except UndecodableRecord:
+        except UndecodableRecord as broken:
+            await _check_registry(role, broken)
             reading.undecodable[record.topic] += 1
             continue
         if EVERY_RUN in runs or event.run_id in runs:
@@ -95,9 +95,8 @@ async def events(
             if names and (await _written(role, record))[0] not in names:
                 continue
             event = await role.events.decode(record)
-        except OtherRegistry:
-            raise
-        except UndecodableRecord:
+        except UndecodableRecord as broken:
+            await _check_registry(role, broken)
             continue
         if event.run_id == role.settings.run.id:
             yield record, event
@@ -116,3 +115,20 @@ async def _written(role: Role, record: Record) -> tuple[str, str]:
         found = role.events.codec.written(record.value)
     check_written(record, found[0])
     return found
+
+
+async def _check_registry(role: Role, broken: UndecodableRecord) -> None:
+    """Whether the registry is the one that the run was written with: the record that says what the run is decides that,
+    for any other may have been written by anybody. Raises `broken` where that one cannot be read either."""
+    if not isinstance(broken, OtherRegistry):
+        return
+    place = Partition(RUNS.name, 0)
+    async with aclosing(records(role, [place], await role.log.end_offsets([place]))) as written:
+        async for record in written:
+            if is_configuration(record):
+                try:
+                    await role.events.decode(record)
+                except UndecodableRecord:
+                    raise broken from None
+                return
+    raise broken

@@ -108,7 +108,7 @@ ACCESS: Mapping[str, Access] = {
         group=ConsumerGroup.BATCHER,
         consumes=(topics.SAMPLES,),
         reads=(topics.BATCHES, topics.STEPS, topics.WEIGHTS),
-        writes=(topics.BATCHES,),
+        writes=(topics.BATCHES, PARKED),
         owner=TransactionalId.BATCHER,
     ),
     "trainer": Access(

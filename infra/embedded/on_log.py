@@ -28,7 +28,6 @@ from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.run_folder import NoEndpoints
 from turnlog.processors.core.autoscale import Autoscale, AutoscaleRules
 from turnlog.processors.core.fleet import AUTOSCALE, GONE, SERVING, SETTINGS, Engine, Fleet
-from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import EngineGone, RoleFailed
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
@@ -145,11 +144,7 @@ class OnLog:
 
     async def _hear(self, role: Role, reader: Reader, fleet: Fleet) -> None:
         for record in await reader.poll(timeout_s=POLL_S):
-            try:
-                event = await role.events.known(record)
-            except UndecodableRecord as error:
-                log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
-                continue
+            event = await role.events.known(record)
             if event is not None and event.run_id == role.settings.run.id:
                 fleet.apply(event)
 

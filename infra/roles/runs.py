@@ -28,7 +28,7 @@ import msgspec
 
 from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.blobs import BlobMissing, Owner
-from turnlog.infra.event_log import where
+from turnlog.infra.event_log import is_configuration, where
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.offers import installed
@@ -38,7 +38,6 @@ from turnlog.infra.roles.probe import health_address
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.starting import asked, lived, servers_of, watched
 from turnlog.infra.run_folder import resolved
-from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
@@ -447,7 +446,9 @@ async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:
 
 async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None = None) -> AsyncGenerator[Event, None]:
     """Topic `runs` from its beginning; `read` is set when what stood there was told. What does not decode is passed
-    over: a dead letter of it would help nobody."""
+    over: a dead letter of it would help nobody. Raises OtherRegistry and RunUnreadable before the record that says what
+    the run is; whatever comes after it says nothing of that."""
+    known = False
     end = (await role.log.end_offsets([PLACE]))[PLACE]
     async with role.log.reader(patient=wait) as reader:
         reader.assign(await role.log.start_offsets([PLACE]))
@@ -460,13 +461,16 @@ async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None 
             for record in await reader.poll(timeout_s=POLL_S):
                 try:
                     event = await role.events.decode(record)
-                except OtherRegistry:
-                    raise  # the run may be recorded there: nobody records it anew
                 except UndecodableRecord as broken:
-                    if (RECORD_HEADER, RunConfigured.__name__.encode()) in record.headers:
+                    if known:
+                        continue
+                    if isinstance(broken, OtherRegistry):
+                        raise  # the run may be recorded there: nobody records it anew
+                    if is_configuration(record):
                         raise RunUnreadable(
                             f"{where(record)} says what the run is and cannot be read ({broken}): restore topic "
                             f"{PLACE.topic} from the archive; nothing is recorded in its place"
                         ) from broken
                     continue
+                known = known or isinstance(event, RunConfigured)
                 yield event

@@ -17,6 +17,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import MEDIA_TYPE, sealed
 from turnlog.infra.blobs import inlined
+from turnlog.infra.event_log import where
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
@@ -33,8 +34,9 @@ from turnlog.processors.core.batches.draws import (
     overtaken,
 )
 from turnlog.processors.core.batches.progress import HeldVersion, Progress
+from turnlog.processors.core.fold.unit import WrongTopic
 from turnlog.processors.runtime.by_recipe import drawn
-from turnlog.schemas import ids, topics
+from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,
     Event,
@@ -131,15 +133,28 @@ class Batcher:
 
     async def _fold(self, records: list[Record]) -> None:
         for record in records:
-            event = await self._role.events.known(record)
-            if event is None:
-                continue
             if record.topic == topics.SAMPLES.name:
-                await self._sample(record, event)
-            elif event.run_id == self._role.settings.run.id:
-                self.progress.apply(event)
+                await self._own(record)
+            else:
+                event = await self._role.events.known(record)
+                if event is not None and event.run_id == self._role.settings.run.id:
+                    self.progress.apply(event)
 
-    async def _sample(self, record: Record, event: Event) -> None:
+    async def _own(self, record: Record) -> None:
+        """A record of the topic that nobody else owns: what is no event, or none that belongs there, is parked."""
+        try:
+            event = await self._role.events.decode(record)
+        except UndecodableRecord as broken:
+            await self._role.park(record, broken)
+            return
+        if isinstance(event, SegmentSample | GroupScored):
+            await self._sample(record, event)
+        else:
+            await self._role.park(
+                record, WrongTopic(f"{where(record)}: a {type(event).__name__} does not belong there")
+            )
+
+    async def _sample(self, record: Record, event: SegmentSample | GroupScored) -> None:
         taken = self.progress.taken(event.group_id)
         if taken and not isinstance(event, GroupScored):
             return  # no position may lie among its records: of those behind it a successor would make the group again
@@ -152,7 +167,7 @@ class Batcher:
         if isinstance(event, SegmentSample):
             placed = PlacedSample(await inlined(event, self._role.blobs), record.partition, record.offset)
             self._open.setdefault(event.group_id, []).append(placed)
-        elif isinstance(event, GroupScored):
+        else:
             samples = tuple(self._open.pop(event.group_id, ()))
             if event.status is GroupStatus.trained:
                 self._ready.append(ReadableGroup(event, samples))

@@ -17,7 +17,7 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.fold_settings import FOLD_SECTIONS, Since
 from turnlog.infra.blobs import MemoryBlobs, Owner
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.history import EVERY_RUN, events_of
+from turnlog.infra.history import EVERY_RUN, Reading, all_events, events_of
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles import Unreachable, is_unreachable
@@ -39,7 +39,7 @@ from turnlog.infra.roles.runs import (
 )
 from turnlog.infra.topics_admin import specs
 from turnlog.names import RECORD_HEADER
-from turnlog.schemas import OtherRegistry
+from turnlog.schemas import OtherRegistry, topics
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.events import ALL, Event, RunConfigured, RunPlanned
 from turnlog.settings import (
@@ -112,6 +112,32 @@ async def test_a_registry_that_was_restored_with_other_ids_is_no_empty_log(conne
                 pass
     there = Partition("runs", 0)
     assert (await role.log.end_offsets([there]))[there] == 2, "RunConfigured and RunPlanned, once"
+
+
+async def test_a_record_with_another_kind_in_its_header_is_no_other_registry(connect: Connect) -> None:
+    """Whoever may write a topic can make one: it ends no role, which by then knows the run's own record."""
+    role = await connect(OURS)
+    await configure(role)
+    place = Partition(topics.ENGINES.name, 0)
+    async with role.log.appender() as appender:
+        value = role.events.codec.encode(configuration(OURS))
+        for topic in (topics.RUNS, topics.ENGINES):
+            await appender.append(topic.name, b"k", value, headers=[(RECORD_HEADER, b"EngineRegistered")])
+            await appender.append(topic.name, b"k", value[:-4], headers=[(RECORD_HEADER, b"RunConfigured")])
+    await configure(role)
+    async with claimed(role):
+        assert await all_events(role, topics.ENGINES) == []
+        reading = Reading()
+        end = (await role.log.end_offsets([place]))[place]
+        assert [one async for one in events_of(role, place, end, ("EngineRegistered",), reading=reading)] == []
+        assert reading.undecodable == {topics.ENGINES.name: 1}
+        for record in role.log.broker.read(place, 0, 9)[0]:
+            assert await role.events.known(record) is None
+    moved = MemoryRegistry()
+    for name in reversed(ALL):
+        await moved.register(name, stored_schema(name))
+    with pytest.raises(OtherRegistry):
+        await all_events(await connect(OURS, registry=moved), topics.ENGINES)
 
 
 async def test_a_damaged_record_of_the_run_is_no_empty_log(connect: Connect) -> None:

@@ -24,7 +24,7 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import configuration, configured
 from turnlog.infra.topics_admin import specs
-from turnlog.names import ConsumerGroup
+from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.processors.core.batches.rows import rows_sha256
 from turnlog.processors.runtime.batcher import Batcher, main
 from turnlog.schemas import topics
@@ -193,7 +193,8 @@ class World:
             async with self.log.reader() as reader:
                 reader.assign({where: 0})
                 while reader.position(where) < end:
-                    found += [await events.decode(record) for record in await reader.poll(timeout_s=0.01)]
+                    known = [await events.known(record) for record in await reader.poll(timeout_s=0.01)]
+                    found += [event for event in known if isinstance(event, SampleBatchFormed)]
             return found
 
 
@@ -244,6 +245,24 @@ async def test_each_draw_is_cut_into_parts_and_its_files_hold_the_rows(caplog: p
         rows = read_rows(await here.blobs.get(manifest.file))
         assert rows_sha256(rows) == manifest.rows_sha256
         assert rows.sample_ids == tuple(row.sample_id for row in manifest.samples)
+
+
+async def test_records_that_anybody_wrote_end_nobody_and_those_of_its_own_topic_are_parked() -> None:
+    """A header that says another kind than the id, bytes that are none, and kinds of other topics."""
+    here = await world()
+    async with EventLog.open(here.log, here.registry, writer="anybody") as events, here.log.appender() as appender:
+        value, named = events.codec.encode(score("g0")), [(RECORD_HEADER, b"StepCompleted")]
+        for topic in (topics.SAMPLES, topics.BATCHES, topics.STEPS, topics.WEIGHTS):
+            await appender.append(topic.name, b"k", value, headers=named)
+            await appender.append(topic.name, b"k", b"garbage")
+        await appender.append(topics.SAMPLES.name, b"k", events.codec.encode(weights(7, 7)))
+    await here.live(draws=1)
+    async with EventLog.open(here.log, here.registry, writer="reader") as events:
+        parked, _ = here.log.broker.read(Partition(topics.DEAD_LETTERS.name, 0), 0, 9)
+        letters = [await events.decode(record) for record in parked]
+    assert [(letter.topic, letter.cause, letter.role) for letter in letters] == [
+        (topics.SAMPLES.name, cause, "batcher") for cause in ("OtherRegistry", "UndecodableRecord", "WrongTopic")
+    ]
 
 
 @pytest.mark.parametrize("dies_at", range(1, 12))
