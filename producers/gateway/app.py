@@ -76,7 +76,7 @@ from turnlog.producers.gateway.parsers.parser import CallFormat, Marks
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import Prompts, Shown, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
-from turnlog.producers.gateway.rendering.template import ChatTemplate
+from turnlog.producers.gateway.rendering.template import ChatTemplate, check_ends
 from turnlog.producers.gateway.requests import (
     Claims,
     FinishRequest,
@@ -620,6 +620,7 @@ async def main(role: Role) -> None:
         port = listener.getsockname()[1]
         scheme = "https" if settings.certificate_file else "http"
         own = bracketed(settings.own_url.rstrip("/")) or settings.url or reached(settings.host, port, scheme)
+        await asyncio.to_thread(check_ends, Path(role.settings.model.path))
         gateway = await Gateway.assembled(role, own)
         async with gateway.current() as following, serving(gateway, listener):
             role.health.started()

@@ -6,8 +6,12 @@ blocks) and `PreTrainedTokenizerBase.apply_chat_template` (special tokens are te
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import resource
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +38,10 @@ class TemplateMissing(Exception):
 
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+class TemplateUnbounded(Exception):
+    """The model's chat template does not end, or multiplies text. Remedy: another template for [model] path."""
 
 
 class ChatTemplate:
@@ -91,6 +99,33 @@ class ChatTemplate:
         """What the template prints of a moment, as far as it has printed any: texts that it writes at two moments are
         equal where these are."""
         return tuple(now.strftime(pattern) for pattern in self._patterns)
+
+
+def check_ends(folder: Path, *, cpu_s: int = 10, memory_bytes: int = 2**30) -> None:
+    """Render a question in a process of its own that is held to so much, since a loop of a template ends for nobody
+    else in this one; constants are multiplied when a template is but compiled. Raises TemplateUnbounded."""
+    bounds = (str(cpu_s), str(memory_bytes), str(folder))
+    argv = [sys.executable, "-m", "turnlog.producers.gateway.rendering.template", *bounds]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise TemplateUnbounded(
+            f"the chat template of {folder} takes more than {cpu_s} s or {memory_bytes / 2**20:.0f} MiB for one "
+            f"question: it loops or multiplies text; give the model another ({done.stderr[-500:].strip() or 'killed'})"
+        )
+
+
+def _end_in_bounds(cpu_s: int, memory_bytes: int, folder: Path) -> None:
+    """Of the process that `check_ends` starts."""
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    try:
+        template = ChatTemplate.load(folder)
+    except TemplateMissing:  # which is found by who loads it
+        return
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+    for tools in (None, [tool]):
+        with contextlib.suppress(BadRequest):  # that it refuses the question is found when somebody asks it
+            template.render([{"role": "user", "content": "?"}], tools, generate=True)
 
 
 def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -157,3 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
+
+
+if __name__ == "__main__":
+    _end_in_bounds(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -16,7 +16,7 @@ from turnlog.producers.gateway.messages import normalised, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
 from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import ModelMissing, Prompts, TextStream, TextTokens
-from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateMissing
+from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateMissing, TemplateUnbounded, check_ends
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "ü <b>", "parameters": {"type": "object"}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": '{"expr": "1<2", "b": 1}'}}
@@ -294,6 +294,24 @@ def test_reasoning_that_the_prompt_opened_goes_on_to_its_end() -> None:
 def test_a_recorded_response_has_the_parts_that_made_it() -> None:
     parts: list[Part] = [Reasoning("why"), Text("so"), Call("f", "{}"), Call("g", '{"x":1}')]
     assert parts_of(response_of(parts, str)) == parts
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source", [LOOP, "{{ 'x' * 10**10 }}", "{{ lipsum(10**7) }}", f"{{% if tools %}}{LOOP}{{% endif %}}"]
+)
+def test_a_template_that_does_not_end_is_refused_at_the_start(source: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(TemplateUnbounded, match=f"chat template of {tmp_path} takes more than 1 s"):
+        check_ends(tmp_path, cpu_s=1)
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ raise_exception('no') }}"])
+def test_a_template_that_ends_or_refuses_a_question_is_not_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(source)
+    check_ends(tmp_path, cpu_s=1)
 
 
 def test_a_folder_without_a_model_or_template_is_named(tmp_path: Path, model_folder: Path) -> None:
