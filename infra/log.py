@@ -363,6 +363,10 @@ class Log(Protocol):
         """Where the group has commits, of whatever topics. Waits for no transaction."""
         ...
 
+    async def members(self, group: str) -> tuple[str, ...]:
+        """Who is in a group now, each as people may look for it."""
+        ...
+
 
 class RemovableLog(Log, Protocol):
     """What `turnlog run delete` needs of a log beside."""
@@ -374,10 +378,6 @@ class RemovableLog(Log, Protocol):
 
     async def delete_groups(self, groups: Sequence[str]) -> None:
         """Forget what groups without members have committed; what is not there is passed over."""
-        ...
-
-    async def members(self, group: str) -> tuple[str, ...]:
-        """Who is in a group now, each as people may look for it."""
         ...
 
     async def sizes(self, topics: Sequence[str]) -> dict[str, int]:

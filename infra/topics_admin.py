@@ -103,6 +103,7 @@ ACCESS: Mapping[str, Access] = {
         reads=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.ENGINES),
         writes=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.SESSIONS, PARKED),
         owner=TransactionalId.ASSEMBLER,
+        asks=(ConsumerGroup.RUNNER,),
     ),
     "batcher": Access(
         group=ConsumerGroup.BATCHER,

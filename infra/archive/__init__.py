@@ -341,6 +341,10 @@ class ArchiveLog:
             found |= {place: of_unit[place] for place in partitions if place in of_unit}
         return found
 
+    async def members(self, group: str) -> tuple[str, ...]:
+        """See Log. Raises ReadOnlyArchive: nobody is in a group of an archive."""
+        self._refuse()
+
     async def committed(self, group: str) -> frozenset[Partition]:
         """See Log. Raises ReadOnlyArchive: nobody goes on from an archive."""
         self._refuse()

@@ -202,7 +202,7 @@ class KafkaLog:
                     await admin.forget(self._connection.full(group))
 
     async def members(self, group: str) -> tuple[str, ...]:
-        """See RemovableLog. Raises LogUnavailable."""
+        """See Log. Raises LogUnavailable."""
         admin = await self._admin_client()
         with typed(self._connection, f"members of {group}"):
             async with asyncio.timeout(self._connection.answer_s):

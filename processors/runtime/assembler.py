@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from prometheus_client import Gauge
@@ -24,7 +24,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configured
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
-from turnlog.processors.runtime.reaper import EnginesServe, Reaper
+from turnlog.processors.runtime.reaper import EnginesServe, Reaper, RunnersServe
 from turnlog.processors.runtime.unit import AssemblerPlan, Clock, Unit, UnitFailed, by_unit, requested_skips
 from turnlog.processors.runtime.watch import Limits
 from turnlog.settings import AssemblerSettings
@@ -43,6 +43,7 @@ async def main(role: Role) -> None:
     plan = assembler_plan(run, settings)
     runner = Runner(plan, role.log, role.events, role.blobs, role.health, clock=time.monotonic)
     engines = EnginesServe(role.log, role.events, clock=time.monotonic)
+    runners = RunnersServe(role.log, run.run_id, clock=time.monotonic)
     reaper = Reaper(
         runner.units,
         role.log,
@@ -56,9 +57,9 @@ async def main(role: Role) -> None:
             truncated=run.fold.truncated != "exclude",
         ),
         beat=functools.partial(role.health.beat, "reaper"),
-        served_since=engines.since,
+        served_since=lambda: max(engines.since(), runners.since()),
     )
-    following = asyncio.create_task(engines.follow())
+    following = [asyncio.create_task(one.follow()) for one in (engines, runners)]
     reaping = asyncio.create_task(reaper.run(role.stopping))
     folding = asyncio.create_task(
         runner.run(
@@ -71,15 +72,16 @@ async def main(role: Role) -> None:
     try:
         await _first_error_or_all(folding, reaping, beside=following)
     finally:
-        for task in (reaping, folding, following):
+        tasks = (reaping, folding, *following)
+        for task in tasks:
             task.cancel()
-        await asyncio.wait((folding, reaping, following))
+        await asyncio.wait(tasks)
 
 
-async def _first_error_or_all(*tasks: asyncio.Task[None], beside: asyncio.Task[None]) -> None:
-    """Until the tasks have ended. Raises the first error of any, also of one that goes on for ever beside them."""
-    waiting: set[asyncio.Task[None]] = {*tasks, beside}
-    while waiting - {beside}:
+async def _first_error_or_all(*tasks: asyncio.Task[None], beside: Sequence[asyncio.Task[None]]) -> None:
+    """Until the tasks have ended. Raises the first error of any, also of those that go on for ever beside them."""
+    waiting: set[asyncio.Task[None]] = {*tasks, *beside}
+    while waiting - {*beside}:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import Log, Partition
+from turnlog.infra.log import GroupNotAuthorized, Log, LogUnavailable, Partition
+from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fleet import SERVING, Fleet
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.unit import Clock, Unit
@@ -33,6 +34,8 @@ LAG = Gauge(
 )
 QUORUM_S = 0.2
 """Between two looks for a quorum."""
+RUNNERS_S = 2.0
+"""Between two looks for runners."""
 
 
 @dataclass(slots=True)
@@ -80,6 +83,41 @@ class EnginesServe:
             self._since = self._clock() if self._since is None else self._since
         else:
             self._since = None if engines else -math.inf
+
+
+class RunnersServe:
+    """Since when the run has had a runner, by the members of its group: while there is none, sessions are silent for
+    want of one."""
+
+    def __init__(self, log: Log, run_id: str, *, clock: Clock) -> None:
+        self._log, self._clock = log, clock
+        self._group = ConsumerGroup.RUNNER.format(run=run_id)
+        self._since: float | None = None
+        """None: there is none, or nobody has looked yet."""
+
+    def since(self) -> float:
+        """Now, while there is none; long ago in a run that has had none, whose sessions others keep."""
+        return self._clock() if self._since is None else self._since
+
+    async def follow(self) -> None:
+        """Look, again and again, until cancelled. What cannot be known now stays as it was."""
+        while True:
+            try:
+                await self.look()
+            except GroupNotAuthorized as error:
+                log.warning("sessions that wait for a runner may expire: %s", error)
+                self._since = -math.inf
+                return
+            except LogUnavailable as error:
+                log.warning("whether there is a runner is not known now: %s", error)
+            await asyncio.sleep(RUNNERS_S)
+
+    async def look(self) -> None:
+        """Who is there. Raises LogUnavailable."""
+        if await self._log.members(self._group):
+            self._since = self._clock() if self._since is None else self._since
+        else:
+            self._since = None if await self._log.committed(self._group) else -math.inf
 
 
 class Reaper:

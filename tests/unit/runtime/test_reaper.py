@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.log import GroupReader, Partition, TopicSpec
+from turnlog.infra.log import Commit, GroupReader, Partition, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
+from turnlog.names import ConsumerGroup
 from turnlog.processors.runtime.assembler import Runner, assembler_plan
-from turnlog.processors.runtime.reaper import EnginesServe, Reaper
+from turnlog.processors.runtime.reaper import EnginesServe, Reaper, RunnersServe
 from turnlog.processors.runtime.unit import records_between
 from turnlog.processors.runtime.watch import Limits, Watch
 from turnlog.schemas.events import (
@@ -33,7 +35,7 @@ from turnlog.schemas.events import (
     SessionFinished,
 )
 from turnlog.schemas.ids import digest
-from turnlog.schemas.topics import CATALOGUE
+from turnlog.schemas.topics import CATALOGUE, TASKS
 from turnlog.schemas.types import TurnId
 from turnlog.settings import AssemblerSettings, Settings
 
@@ -136,6 +138,46 @@ async def test_a_session_is_not_silent_while_no_engine_serves(assembler: Assembl
     (finish,) = await assembler.after(2)
     assert (finish.session_id, finish.outcome) == (story("g").session_id, Outcome.expired)
     following.cancel()
+
+
+async def test_a_session_is_not_silent_while_its_runner_is_away(assembler: Assembler) -> None:
+    runners = RunnersServe(assembler.log, "local", clock=assembler.clock)
+    assembler.reaper = Reaper(
+        assembler.runner.units, assembler.log, assembler.events, clock=assembler.clock, limits=LIMITS,
+        served_since=runners.since,
+    )  # fmt: skip
+
+    async def units(_: frozenset[int]) -> None:
+        """Whatever they are."""
+
+    @asynccontextmanager
+    async def runner() -> AsyncIterator[None]:
+        process = MemoryLog(assembler.log.broker)
+        group, tasks = ConsumerGroup.RUNNER.format(run="local"), TASKS.name
+        async with process.group_reader(group, [tasks], assigned=units, revoked=units, instance="runner-0") as reader:
+            await reader.poll()
+            await reader.commit({Partition(tasks, 0): Commit(0)})
+            yield
+        await process.close()
+
+    async with runner():
+        await assembler.append(story("g").started())
+        await assembler.fold()
+        await runners.look()
+        assert await assembler.after(SILENCE_S - 1) == []
+    await runners.look()
+    assert await assembler.after(10 * DEADLINE_S) == []
+    async with runner():
+        await runners.look()
+        assert await assembler.after(SILENCE_S - 1) == [], "it has all of its time to take its sessions up again"
+        (finish,) = await assembler.after(2)
+        assert (finish.session_id, finish.outcome) == (story("g").session_id, Outcome.expired)
+
+
+async def test_sessions_that_no_runner_of_ours_ever_kept_expire(assembler: Assembler) -> None:
+    runners = RunnersServe(assembler.log, "local", clock=assembler.clock)
+    await runners.look()
+    assert runners.since() < assembler.now - DEADLINE_S
 
 
 async def test_a_unit_that_went_has_no_gauge_of_its_lag_here(assembler: Assembler) -> None:
