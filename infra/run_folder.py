@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import logging
@@ -299,6 +300,10 @@ STATE = "supervisor.json"
 LOCK = "supervisor.lock"
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
+MAKE_ROOM = (
+    "make room and everything goes on (`turnlog run list` shows what each run takes, `turnlog run delete ID` lets one "
+    "go)"
+)
 FULL, LEAST_FREE = 16 * 2**20, 256 * 2**20
 """Bytes: what a disk has less of is full, since a broker rolls files of 10 MiB; and what a start takes at least."""
 
@@ -383,11 +388,27 @@ def lacks_room(folder: Path, least: int = FULL) -> str:
         return ""
     if free >= least:
         return ""
-    return (
-        f"the disk of {folder} is full: {free / 2**20:.0f} MiB are left, {least / 2**20:.0f} MiB are needed; "
-        "make room and everything goes on (`turnlog run list` shows what each run takes, `turnlog run delete ID` lets "
-        "one go)"
-    )
+    left, needed = (f"{size / 2**20:.0f} MiB" for size in (free, least))
+    return f"the disk of {folder} is full: {left} are left, {needed} are needed; {MAKE_ROOM}"
+
+
+def full_disk(error: BaseException, folder: Path) -> str:
+    """The same for a disk that took no more: as the error, or one that led to it, says, or as it looks now, for
+    libraries that say only that they could not write. Empty where it is not that."""
+    met: BaseException | None = error
+    while met is not None:
+        if isinstance(met, OSError) and met.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"the disk of {folder} is full; {MAKE_ROOM}"
+        met = met.__cause__ or met.__context__
+    return lacks_room(folder)
+
+
+def no_space_of(error: BaseException) -> NoSpace | None:
+    """What an OSError that nobody has named says of a full disk; None where it is something else."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    file, some = error.filename, f"a disk that it writes to is full; {MAKE_ROOM}"  # a write knows no name of its file
+    return NoSpace(f"{error}: {full_disk(error, Path(os.fsdecode(file)).parent) if file else some}")
 
 
 def check_room(directory: Path) -> None:

@@ -7,12 +7,18 @@ IndexFailure
 ├── OtherIndex      it is of another run
 ├── BusyIndex       another process writes it
 ├── IndexBehind     the topics no longer hold what it has not read yet
-├── DamagedIndex    SQLite finds it broken, or the disk does not take it
+├── DamagedIndex    SQLite finds it broken
+├── IndexFull       its disk takes no more: it goes on where it stopped
 ├── RecordGone      a record that a row names is neither on its topic nor in the archive
 └── BadQuestion     what was asked for cannot be read, or asks for more than it may
 """
 
 from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from turnlog.infra.run_folder import MAKE_ROOM, lacks_room
 
 
 class IndexFailure(Exception):
@@ -43,9 +49,28 @@ class DamagedIndex(IndexFailure):
     """Remedy: delete the file, and build it again."""
 
 
+class IndexFull(IndexFailure):
+    """Remedy: room on the disk that it names. Nothing that was written is lost, and nothing has to be built again."""
+
+
 class RecordGone(IndexFailure):
     """Remedy: restore the archive; what the index itself holds can still be asked for."""
 
 
 class BadQuestion(IndexFailure):
     """Remedy: what the message says."""
+
+
+WITHOUT_ROOM = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY})
+"""What SQLite says, beside SQLITE_FULL, when it cannot make or extend the files beside an index."""
+
+
+def failure(path: Path, error: sqlite3.DatabaseError) -> IndexFailure:
+    """What an error of SQLite means for the index at `path`."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    full = lacks_room(path.parent) if code in WITHOUT_ROOM else ""
+    if code == sqlite3.SQLITE_FULL:
+        full = f"the disk of {path.parent} is full; {MAKE_ROOM}"
+    if full:
+        return IndexFull(f"{path}: {error}: {full}")
+    return DamagedIndex(f"{path}: {error}; delete it and build it again")

@@ -22,7 +22,7 @@ from prometheus_client import Counter
 
 from turnlog import __version__
 from turnlog.consumers.arguments import ARCHIVE
-from turnlog.consumers.index import BusyIndex, DamagedIndex, IndexBehind, LaterIndex, OtherIndex, schema
+from turnlog.consumers.index import BusyIndex, IndexBehind, LaterIndex, OtherIndex, failure, schema
 from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.index.rows import Rows, Values, as_json
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
@@ -93,9 +93,9 @@ class _Group:
 class IndexWriter:
     """The file of one index. Not thread-safe."""
 
-    def __init__(self, connection: sqlite3.Connection, codec: Codec, version: FoldVersion) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, codec: Codec, version: FoldVersion) -> None:
         """Made by `opened_writer`."""
-        self.sql = connection
+        self._path, self.sql = path, connection
         self._codec = codec
         self._version = version
         self._groups: dict[str, _Group] = {}
@@ -106,7 +106,8 @@ class IndexWriter:
         return {Partition(topic, number): position for topic, number, position in found}
 
     def apply(self, rows: Rows, events: Sequence[tuple[Record, Event]], positions: Mapping[Partition, int]) -> None:
-        """Add rows, made of `events` and more, in one transaction with how far that is. Raises DamagedIndex."""
+        """Add rows, made of `events` and more, in one transaction with how far that is. Raises DamagedIndex,
+        IndexFull."""
         try:
             self.sql.execute("BEGIN IMMEDIATE")
             self._insert(rows)
@@ -120,7 +121,7 @@ class IndexWriter:
             self.sql.execute("COMMIT")
         except sqlite3.DatabaseError as error:
             self._roll_back()
-            raise DamagedIndex(f"the index cannot be written: {error}") from error
+            raise failure(self._path, error) from error
         except BaseException:
             self._roll_back()
             raise
@@ -339,12 +340,12 @@ REFRESH_GROUP = """UPDATE groups SET
 def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterator[IndexWriter]:
     """The index at `path`, made if need be.
 
-    Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, UnknownFoldVersion.
+    Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, IndexFull, UnknownFoldVersion.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = BusyIndex(f"{path} is being written by another indexer")
     with held(Path(f"{path}.lock"), busy), contextlib.closing(_connection(path, run_id)) as connection:
-        writer = IndexWriter(connection, codec, fold_version(version))
+        writer = IndexWriter(path, connection, codec, fold_version(version))
         writer.about(fold_version=version, turnlog=__version__)
         yield writer
 
@@ -373,7 +374,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
             connection.execute("COMMIT")
         _check_run(connection, path, run_id)
     except sqlite3.DatabaseError as error:
-        raise DamagedIndex(f"{path}: {error}; delete it and build it again") from error
+        raise failure(path, error) from error
     return connection
 
 
@@ -433,7 +434,8 @@ class Indexer:
         self._reader.assign(self._at)
 
     async def turn(self) -> int:
-        """One poll into the file; the number of records. Raises DamagedIndex, LogError, RegistryUnavailable."""
+        """One poll into the file; the number of records. Raises DamagedIndex, IndexFull, LogError,
+        RegistryUnavailable."""
         records = await self._reader.poll(max_records=self._poll_records, timeout_s=0.5)
         rows, events = Rows(), list[tuple[Record, Event]]()
         if records:

@@ -95,7 +95,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     bounds = Bounds(rows=question["rows"], timeout_s=question["s"], memory_mb=question["mb"])
     with contextlib.closing(reader.connected(Path(question["path"]))) as connection:
         _bound(connection, bounds)
-        index = reader.Index(connection)
+        index = reader.Index(Path(question["path"]), connection)
         connection.execute("BEGIN")
         as_of = index.as_of().body()
         for table in ("json_each('[]')", "json_tree('[]')", "search"):  # made here: to make one takes more rights

@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 
 import orjson
 
-from turnlog.consumers.index import BadQuestion, DamagedIndex, LaterIndex, NoIndex, schema
+from turnlog.consumers.index import BadQuestion, LaterIndex, NoIndex, failure, schema
 from turnlog.consumers.index.schema import NUMBERED, SCHEMA_VERSION, standing
 from turnlog.consumers.index.search import ALL, SORTS, USUAL, Effort, Order, Search, SessionFilter
 from turnlog.infra.log import Partition
@@ -189,23 +189,23 @@ def unread(settings: Settings, places: Sequence[Partition]) -> dict[Partition, i
 class Index:
     """An index that is read."""
 
-    def __init__(self, connection: sqlite3.Connection, effort: Effort = USUAL) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, effort: Effort = USUAL) -> None:
         """Made by `open`."""
-        self._sql = connection
+        self._path, self._sql = path, connection
         self._effort = effort
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path, *, within_s: float | None = None, effort: Effort = USUAL) -> Iterator[Self]:
-        """`within_s`: what is asked from now on is answered by then. Raises NoIndex, LaterIndex, DamagedIndex, and
-        BadQuestion where it is not."""
+        """`within_s`: what is asked from now on is answered by then. Raises NoIndex, LaterIndex, DamagedIndex,
+        IndexFull, and BadQuestion where it is not."""
         with contextlib.closing(connected(path)) as connection:
             connection.row_factory = sqlite3.Row
             if within_s is not None:
                 ends = time.monotonic() + within_s
                 connection.set_progress_handler(lambda: int(time.monotonic() > ends), STEPS)
             try:
-                yield cls(connection, effort)
+                yield cls(path, connection, effort)
             except sqlite3.OperationalError as error:
                 if str(error) != INTERRUPTED:
                     raise
@@ -225,7 +225,7 @@ class Index:
                 raise
             if any(word in str(error) for word in UNREADABLE_WORDS):
                 raise BadQuestion(f"text: {error}; put what is no plain word in double quotes") from error
-            raise DamagedIndex(f"the index cannot be read: {error}") from error
+            raise failure(self._path, error) from error
         finally:
             self._sql.execute("ROLLBACK")
 
@@ -421,7 +421,7 @@ def connected(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA query_only = ON")
         (found,) = connection.execute("PRAGMA user_version").fetchone()
     except sqlite3.DatabaseError as error:
-        raise DamagedIndex(f"{path}: {error}; delete it and build it again") from error
+        raise failure(path, error) from error
     if found == 0:
         connection.close()
         raise NoIndex(f"{path} is just being made: ask again in a moment")

@@ -9,7 +9,7 @@ EmbeddedError
 │   ├── JarsUnavailable  the Maven repository did not answer: network, or TURNLOG_MAVEN_REPOSITORY
 │   └── JarMismatch      a jar is not the one that jars.lock pins
 ├── PortTaken          a port that a setting names is in use
-├── NoSpace            the disk of the run's directory is too full to start on
+├── NoSpace            a disk is too full to start a run on, or for what a role or verb writes
 ├── TooFewFiles        the user may not open as many files as a broker of the run needs
 ├── OtherBrokers       the run's log lies in another number of brokers than [kafka] brokers says
 ├── ServerDied         a server or role ended, with the tail of its log
@@ -60,7 +60,7 @@ class PortTaken(EmbeddedError):
 
 
 class NoSpace(EmbeddedError):
-    """Too little room to start a run. Remedy: free some, or another [run] directory."""
+    """Too little room to start a run, or for what a role or a verb writes. Remedy: free some, or another folder."""
 
 
 class TooFewFiles(EmbeddedError):

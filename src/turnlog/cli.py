@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from turnlog import __version__
 from turnlog.command_help import SHELLS, Parser, complete_parser, naming
 from turnlog.infra.roles import ending, http_clients, leaves, log_lines
-from turnlog.infra.run_folder import NAMING, check_there, newest_run, run_settings
+from turnlog.infra.run_folder import NAMING, check_there, newest_run, no_space_of, run_settings
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES, ExitStatus
 from turnlog.settings import RunSettings, Settings, SettingsError
 
@@ -148,7 +148,7 @@ def _reader_is_gone() -> bool:
 def ended(verb: str, error: Exception) -> int:
     """The exit status of a verb that ended so, with a line that says why: the first error of tasks that ran together.
     Raises the error where one of them is not ours, or TURNLOG_TRACEBACK asks for it."""
-    errors = leaves(error)
+    errors = [no_space_of(each) or each for each in leaves(error)]
     if not all(map(_is_ours, errors)) or os.environ.get("TURNLOG_TRACEBACK"):
         raise error
     _say_why(verb, errors[0])

@@ -22,7 +22,7 @@ import pytest
 from turnlog.consumers.demo import demo
 from turnlog.consumers.run import configure_command
 from turnlog.infra import run_folder
-from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NoSpace, NotReady, NotUp, PortTaken
+from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
 from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import marked
@@ -32,7 +32,7 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import Appender, LogUnreachable, Partition, TopicSpec
 from turnlog.infra.registry import HttpRegistry, RegistryRefused
-from turnlog.infra.run_folder import KAFKA_KEY, REGISTRY_KEY, is_live, lacks_room, read_state, write_settings
+from turnlog.infra.run_folder import KAFKA_KEY, REGISTRY_KEY, is_live, read_state, write_settings
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (
     EngineSettings,
@@ -178,52 +178,6 @@ def test_a_damaged_index_is_reported_and_tried_again_and_nothing_else_is_started
     index(lambda child: child["state"] == State.READY and (directory / "index.sqlite").exists())
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 200 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.long  # the suite has the supervisor's rule, and what it writes of itself, on /dev/full
-async def test_a_full_disk_stops_the_log_by_name_and_nothing_is_lost_when_there_is_room(small_disk: Path) -> None:
-    settings = _settings(small_disk / "r")
-    with pytest.raises(NoSpace, match=f"the disk of {small_disk / 'r'} is full: .* 256 MiB are needed"):
-        up(settings, (), say=_silent)
-    await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,size=400m", str(small_disk)], check=True)
-    up(settings, (), say=_silent)
-    filler, sent = small_disk / "filler", 0
-    place = Partition("kept", 0)
-    try:
-        async with _log(settings) as log:
-            await log.create_topics([TopicSpec(place.topic, 1, 1, {})])
-            async with log.appender() as appender:
-                sent += await _appended(appender, place.topic)
-        with contextlib.suppress(OSError), filler.open("wb") as file:
-            while True:
-                file.write(bytes(2**20))
-        (pid,) = (child["pid"] for child in status_processes(settings) if child["name"] == "kafka")
-        os.kill(pid, signal.SIGKILL)  # as it ends itself once it must write more than there is room for
-        await asyncio.sleep(5)  # what the supervisor does meanwhile, it can write nowhere
-        assert is_live(small_disk / "r"), "the supervisor ended"
-        assert "is full" in lacks_room(small_disk / "r")
-        filler.unlink()
-        await _until_kafka(settings, lambda child: child["state"] == State.READY and child["pid"] != pid)
-        async with _log(settings) as log:
-            async with log.appender() as appender:
-                sent += await _appended(appender, place.topic)
-            assert (await log.end_offsets([place]))[place] == sent
-    finally:
-        down(settings, say=_silent)
-
-
 @contextlib.asynccontextmanager
 async def _log(settings: Settings) -> AsyncIterator[KafkaLog]:
     log = KafkaLog.of(run_folder.resolved(settings).kafka)
@@ -237,14 +191,6 @@ async def _appended(appender: Appender, topic: str) -> int:
     for number in range(50):
         await appender.append(topic, b"key", str(number).encode())
     return 50
-
-
-async def _until_kafka(settings: Settings, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    async with asyncio.timeout(180):
-        while not all(  # noqa: ASYNC110 - a state in the supervisor's file is no event
-            wanted(child) for child in status_processes(settings) if child["name"] == "kafka"
-        ):
-            await asyncio.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -379,7 +379,7 @@ def test_what_a_page_and_a_histogram_take_does_not_grow_with_the_sessions(
             connection.row_factory = sqlite3.Row
             looks = itertools.count()
             connection.set_progress_handler(lambda looks=looks: next(looks) < 0, 10)  # type: ignore[misc]
-            index = Index(connection, effort)
+            index = Index(path, connection, effort)
             index.sessions(wanted, sort=sort, limit=9)
             index.rewards(wanted)
             steps.append(next(looks))
