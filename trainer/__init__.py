@@ -18,6 +18,7 @@ TrainerError
 ├── CheckpointUnusable   missing, incomplete, of another model or, by place, of another layout
 │   └── CheckpointDamaged    a file is gone, or not what was written: the one before it is taken
 ├── CheckpointFailed     a rank could not write its part
+├── ExportFailed         the files of a weight version could not be written
 └── Superseded           a newer incarnation of the trainer owns the checkpoints
 
 A batch file that is not what its manifest says is infra.batch_files.CorruptBatch: it is never skipped.
@@ -91,6 +92,10 @@ class CheckpointDamaged(CheckpointUnusable):
 
 class CheckpointFailed(TrainerError):
     """Names the folder and why; the checkpoint before it stands."""
+
+
+class ExportFailed(TrainerError):
+    """Names the folder and why, a full disk above all. The version was never there."""
 
 
 class Superseded(TrainerError):

@@ -442,15 +442,15 @@ class LastExport:
 
     def __init__(self, directory: Path, *, chain: int) -> None:
         """`chain`: most differences in a row; 0 for none, and nothing stays."""
-        self._directory, self._chain = directory, chain
+        self.directory, self._chain = directory, chain
         self._last: tuple[int, Path, Written] | None = None
         self._links = 0
         shutil.rmtree(directory, ignore_errors=True)
 
     def begun(self, version: int) -> Path:
         """An empty folder to export into."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._directory))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.directory))
 
     def difference(self, folder: Path, written: Written) -> Difference | None:
         """None: from nothing, or from an export that is not any more what was published."""

@@ -9,7 +9,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import pytest
 
 from tests.unit.consumers.conftest import CODEC, TrainedRun
 from tests.unit.consumers.test_index import content
+from tests.unit.trainer.test_learner import ONE, random_weights
+from tests.unit.trainer.test_publications import Rig
 from turnlog.consumers.index import IndexFull
 from turnlog.consumers.index.indexer import build, opened_writer
 from turnlog.infra import run_folder
@@ -31,6 +33,15 @@ from turnlog.infra.run_folder import is_live, lacks_room
 from turnlog.names import ExitStatus
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.settings import EngineSettings, RunSettings, Settings
+from turnlog.trainer import CheckpointFailed, ExportFailed
+from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
+from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.checkpoints.saves import Saves
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
+from turnlog.trainer.plan import imitation
+from turnlog.trainer.reference import synthetic_rows
+from turnlog.trainer.shape import TINY
 
 
 @pytest.fixture
@@ -181,3 +192,57 @@ def test_an_index_that_begins_on_a_full_disk_is_not_called_damaged(small_disk: P
         opened_writer(small_disk / "index.sqlite", "run", FOLD_VERSION, CODEC),
     ):
         pass
+
+
+@pytest.mark.parametrize("left", [0, 2**16])
+async def test_a_checkpoint_on_a_full_disk_says_so_and_the_one_before_it_stands(small_disk: Path, left: int) -> None:
+    """Whether its first file does not fit or its last: torch says `iostream error`, or that it is at another place."""
+    checkpoints = Checkpoints(FolderPlace(small_disk / "checkpoints"), keep=3)
+    checkpoints.claim(0)
+    with process_group():
+        learner = Learner(TINY, random_weights(TINY, 1), ONE)
+        await saved(checkpoints, learner, 1)
+        learner.step(synthetic_rows(0), imitation, 1e-2)
+        filler = fill(small_disk, but=left)
+        with pytest.raises(CheckpointFailed, match=r"the disk of .*step-00000002-i0\.part is full") as met:
+            await saved(checkpoints, learner, 2)
+        assert NO_ROOM.search(str(met.value)), "its supervisor waits for room"
+        assert os.listdir(small_disk / "checkpoints") == ["latest-i0.json", "step-00000001-i0"]
+        filler.unlink()
+        await saved(checkpoints, learner, 2)
+        newest = checkpoints.newest()
+        assert newest is not None
+        assert newest.name == "step-00000002-i0"
+        other = Learner(TINY, random_weights(TINY, 9), ONE)
+        other.restore(newest)
+        assert other.step(synthetic_rows(1), imitation, 1e-2) == learner.step(synthetic_rows(1), imitation, 1e-2)
+
+
+async def saved(checkpoints: Checkpoints, learner: Learner, step: int) -> None:
+    """A whole checkpoint, by the trainer's own way."""
+
+    async def call(method: Callable[..., object], *arguments: object) -> object:
+        return getattr(learner, method.__name__)(*arguments)
+
+    async def owned() -> None: ...
+
+    async def nothing() -> frozenset[str]:
+        return frozenset()
+
+    saves = Saves(checkpoints, call, owned, nothing)
+    await saves.begin(Cursor(step=step), {"cursor": cursor_values(Cursor(step=step))})
+    await saves.settle()
+
+
+async def test_weights_on_a_full_disk_say_so_and_go_out_when_there_is_room(small_disk: Path) -> None:
+    rig = Rig(small_disk / "exports")
+    rig.store.goes_on.set()
+    async with rig.publications:
+        filler = fill(small_disk)
+        with pytest.raises(ExportFailed, match=rf"the disk of {small_disk}/exports is full; make room") as met:
+            await rig.begin(1)
+        assert NO_ROOM.search(str(met.value))
+        filler.unlink()
+        await rig.begin(1)
+        await rig.publications.settle()
+    assert [event.version for event in rig.log] == [1]

@@ -6,7 +6,7 @@
 
 None is skipped or overtaken. Killed before it is published, a version was never there: nothing names what was stored of
 it, and the next incarnation publishes the weights that it starts from. What fails on the way ends the trainer at its
-next look.
+next look: an ExportFailed where files could not be written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from prometheus_client import Gauge
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
+from turnlog.trainer import ExportFailed
+from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.weights import Difference, LastExport, Of, upload
 
@@ -63,8 +66,9 @@ class Publications:
 
     async def holds(self, tensors: Mapping[str, str]) -> bool:
         """Whether the ranks' frozen weights have these checksums."""
-        folder = await asyncio.to_thread(self._exports.begun, 0)
-        written: Written = await self._call(Ranks.export_files, folder, "base")
+        with _writing(self._exports.directory):
+            folder = await asyncio.to_thread(self._exports.begun, 0)
+            written: Written = await self._call(Ranks.export_files, folder, "base")
         await asyncio.to_thread(shutil.rmtree, folder)
         return written.checksums == tensors
 
@@ -72,8 +76,9 @@ class Publications:
         """Of the weights that the ranks hold now; the one before it is published first. What the log will say of it,
         but for its files. Raises as `settle`."""
         await self.settle()
-        folder = await asyncio.to_thread(self._exports.begun, version)
-        written = await self._call(Ranks.export_files, folder, of)
+        with _writing(self._exports.directory):
+            folder = await asyncio.to_thread(self._exports.begun, version)
+            written = await self._call(Ranks.export_files, folder, of)
         self._open = asyncio.create_task(self._stored(version, folder, written, said))
         return said(written, ())
 
@@ -102,10 +107,20 @@ class Publications:
         return waited
 
     async def _stored(self, version: int, folder: Path, written: Written, said: Said) -> WeightVersionPublished:
-        difference = await asyncio.to_thread(self._exports.difference, folder, written)
+        with _writing(folder):
+            difference = await asyncio.to_thread(self._exports.difference, folder, written)
         files = difference.files if difference and difference.files else written.sha256
         stored = await upload(folder, files, self._model, self._blobs)
         await asyncio.to_thread(self._exports.keep, version, folder, written, difference)
         for held, share in difference.unchanged.items() if difference else ():
             UNCHANGED.labels(held).set(share)
         return said(written, stored, difference=difference)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """While files are written there. Raises ExportFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise ExportFailed(unwritten(folder, error)) from error

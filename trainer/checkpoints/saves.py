@@ -8,14 +8,17 @@
     sealed     this is still the owner; the folder has its name, or the store its manifest
 
 Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, or what the store
-said, and ends the trainer at its next look: the state that the run would go on from stays the one before.
+said, and ends the trainer at its next look: the state that the run would go on from stays the one before, and what was
+written goes, so that a disk that it has filled has room for the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 from turnlog.trainer import CheckpointFailed
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, about
 from turnlog.trainer.checkpoints.places import Stored
+from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.gang.calls import Ranks
 
 
@@ -62,8 +66,12 @@ class Saves:
         CheckpointFailed, StoreUnavailable, Superseded."""
         await self.settle()
         mark = time.monotonic()
-        part = await asyncio.to_thread(self._checkpoints.begin, cursor)
-        await self._call(Ranks.begin_save, part, common, self.name)
+        try:
+            part = await asyncio.to_thread(self._checkpoints.begin, cursor)
+        except OSError as error:
+            raise CheckpointFailed(unwritten(Path(error.filename or "a checkpoint"), error)) from error
+        with _failing(part):
+            await self._call(Ranks.begin_save, part, common, self.name)
         self._open = _Open(cursor, part, about(common))
         self._waited_s += time.monotonic() - mark
 
@@ -71,7 +79,8 @@ class Saves:
         """Take it a step further where that needs no waiting. Raises as `begin`."""
         mark = time.monotonic()
         if self._open is not None and self._open.sums is None:
-            stored = await self._call(Ranks.saved, False)
+            with _failing(self._open.part):
+                stored = await self._call(Ranks.saved, False)
             if stored is not None:
                 self._sum(self._open, stored)
         if self._open is not None and self._open.sums is not None and self._open.sums.done():
@@ -82,7 +91,8 @@ class Saves:
         """The same to its end: nothing is under way then."""
         mark = time.monotonic()
         if (held := self._open) is not None:
-            sums = held.sums or self._sum(held, await self._call(Ranks.saved, True))
+            with _failing(held.part):
+                sums = held.sums or self._sum(held, await self._call(Ranks.saved, True))
             await self._seal(held, sums)
         self._waited_s += time.monotonic() - mark
 
@@ -100,10 +110,19 @@ class Saves:
         return await self._needed()
 
     async def _seal(self, held: _Open, sums: asyncio.Task[Collection[str]]) -> None:
-        try:
+        with _failing(held.part):
             needed = await sums
             await self._check_owner()
             self.name = await asyncio.to_thread(self._checkpoints.seal, held.part, needed)
-        except OSError as error:
-            raise CheckpointFailed(f"{held.part} could not be written: {error}") from error
         self.saved, self._open = held.cursor, None
+
+
+@contextmanager
+def _failing(part: Path) -> Iterator[None]:
+    """While a step towards a checkpoint is taken: what that fails with is a CheckpointFailed, and the part goes."""
+    try:
+        yield
+    except (OSError, CheckpointFailed) as error:
+        said = str(error) if isinstance(error, CheckpointFailed) else unwritten(part, error)
+        shutil.rmtree(part, ignore_errors=True)
+        raise CheckpointFailed(said) from error

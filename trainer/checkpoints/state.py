@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from turnlog.infra.blobs import BlobError
+from turnlog.infra.run_folder import full_disk
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged, CheckpointFailed, CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.store import SHARDS, StorePlace
@@ -137,7 +138,16 @@ class Save:
         try:
             yield
         except (OSError, CheckpointException) as error:
-            raise CheckpointFailed(f"{self._directory} could not be written: {error}") from error
+            raise CheckpointFailed(unwritten(self._directory, error)) from error
+        except RuntimeError as error:  # torch says "iostream error", and no more, of a disk that is full
+            if not full_disk(error, self._directory):
+                raise
+            raise CheckpointFailed(unwritten(self._directory, error)) from error
+
+
+def unwritten(folder: Path, error: BaseException) -> str:
+    """What a folder could not be written for: its full disk by name, whatever the library says of that."""
+    return f"{folder} could not be written: {full_disk(error, folder) or error}"
 
 
 class _Fetching(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc]
