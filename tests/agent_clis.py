@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -17,19 +18,22 @@ IMAGES = KEPT / "images"
 """[sandbox] image_folder."""
 PACKAGES = {
     "claude-code": ("@anthropic-ai/claude-code", "2.1.329", "claude"),
-    "codex": ("@openai/codex", "0.169.0", "codex"),
+    "codex": ("@openai/codex", "0.171.0", "codex"),
     "opencode": ("opencode-ai", "1.18.33", "opencode"),
+    "gemini-cli": ("@google/gemini-cli", "0.61.0", "gemini"),
 }
 """Name -> package, version, program."""
 
 
 def program(name: str) -> Path:
-    """The program, installed unless it was. Skips the test where npm does not give it."""
+    """The program, installed unless that version was. Skips the test where npm does not give it."""
     package, version, word = PACKAGES[name]
     with _alone():
         _image()
         folder = IMAGES / "cli/opt" / name
-        found = folder / "node_modules/.bin" / word
+        found, manifest = folder / "node_modules/.bin" / word, folder / "node_modules" / package / "package.json"
+        if not manifest.exists() or json.loads(manifest.read_text())["version"] != version:
+            shutil.rmtree(folder, ignore_errors=True)
         install = ["npm", "install", "--prefix", str(folder), "--no-fund", "--no-audit", "--silent"]
         asked = [*install, f"{package}@{version}"]
         if not found.exists() and (not shutil.which("npm") or subprocess.run(asked).returncode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.long
 
 ROOM = 120_000
 """Tokens; most are system texts and tools."""
+PAGE = Path(__file__).parents[2] / "docs/agents.md"
 LIMITS = SandboxLimits(cpu_s=300.0, memory_bytes=4 << 30, pids=400, disk_bytes=512 << 20)
 FILES = {
     "adds.py": "def add(a, b):\n    return a - b\n",
@@ -193,6 +195,36 @@ async def test_a_cli_edits_a_file_and_runs_a_test_by_turns_of_the_policy(
     assert (work / "adds.py").read_text() == FILES["adds.py"].replace("-", "+")
     assert (work / "result").read_text() == "OK\n"
     assert "Done: the test says OK." in str(episode.messages[-1]["content"])
+    assert await lines(stage) == {"main": [Boundary.root, Boundary.append, Boundary.append]}
+
+
+def of_the_page(name: str) -> CommandAgent:
+    """The agent of that name in docs/agents.md."""
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        if f'name="{name}"' in block:
+            module: dict[str, Any] = {"__name__": "page"}
+            exec(compile(block, PAGE, "exec"), module)
+            agent: CommandAgent = module["RECIPE"].agent
+            return agent
+    raise LookupError(name)
+
+
+def started_by_the_page() -> list[str]:
+    """Codex's command line in docs/agents.md, for the task."""
+    agent = of_the_page("codex")
+    assert (agent.version, agent.env) == (PACKAGES["codex"][1], {"HOME": "/tmp"})
+    program, *argv = agent.argv({"prompt": TASK})
+    assert program == "codex"
+    return argv
+
+
+async def test_codex_does_its_work_as_the_page_starts_it(
+    stage: Stage,  # noqa: F811
+    started: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    episode = await started("codex", mends("codex"), *started_by_the_page())
+    assert ((await left(tmp_path / "left", episode)) / "result").read_text() == "OK\n"
     assert await lines(stage) == {"main": [Boundary.root, Boundary.append, Boundary.append]}
 
 

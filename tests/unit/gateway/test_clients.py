@@ -7,11 +7,13 @@ import asyncio
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agent_clis import program
 from tests.frameworks.clients import ANSWERS, CLIENTS, Client, command, looks
 from tests.unit.gateway.test_anthropic_messages import THINKS
 from turnlog.producers.recipes.calc import RECIPE
@@ -51,14 +53,11 @@ def rig(rig: Any) -> Any:
     return rig
 
 
-async def driven(rig: Any, session: Any, name: str, home: Path, **environment: str) -> tuple[int | None, str]:
-    """Run the client's driver to its end: its status, and all that it wrote."""
-    program, *arguments = command(name)
+async def ended(words: Sequence[str | Path], home: Path, **environment: str) -> tuple[int | None, str]:
+    """Run a program to its end: its status, and all that it wrote."""
     process = await asyncio.create_subprocess_exec(
-        program, *arguments, cwd=home, stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        env={"HOME": str(home), "PATH": os.environ["PATH"], "OPENAI_BASE_URL": f"{rig.url}/v1",
-             "OPENAI_API_KEY": session["agent_token"], **environment},
+        *words, cwd=home, env={"HOME": str(home), "PATH": os.environ["PATH"], **environment},
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     try:
         said, _ = await process.communicate()
@@ -67,6 +66,12 @@ async def driven(rig: Any, session: Any, name: str, home: Path, **environment: s
             process.kill()
             await process.wait()
     return process.returncode, said.decode()
+
+
+async def driven(rig: Any, session: Any, name: str, home: Path, **environment: str) -> tuple[int | None, str]:
+    """The same for the client's driver."""
+    address = {"OPENAI_BASE_URL": f"{rig.url}/v1", "OPENAI_API_KEY": session["agent_token"]}
+    return await ended(command(name), home, **address, **environment)
 
 
 async def of_session(rig: Any, session: Any, name: str) -> list[Event]:
@@ -121,4 +126,19 @@ async def test_smolagents_as_it_comes_is_refused_in_a_session_that_trains(rig: A
     session = await rig.open(**OPENED)
     status, said = await driven(rig, session, "smolagents", tmp_path, TOOL="look_up", TOOL_CHOICE="required")
     assert (status, "tool_choice would constrain what is sampled" in said) == (1, True), said
+    assert await rig.written("TurnCompleted") == []
+
+
+async def test_gemini_cli_asks_in_an_api_of_its_own_and_shows_which_are_served(rig: Any, tmp_path: Path) -> None:
+    session = await rig.open(**OPENED)
+    (tmp_path / ".gemini").mkdir()
+    chosen = {"security": {"auth": {"selectedType": "gemini-api-key"}}, "privacy": {"usageStatisticsEnabled": False}}
+    (tmp_path / ".gemini/settings.json").write_text(json.dumps(chosen))
+    status, said = await ended(
+        (program("gemini-cli"), "-m", "policy", "-p", "Mend it."), tmp_path, TMPDIR=str(tmp_path),
+        GEMINI_CLI_TRUST_WORKSPACE="true", GOOGLE_GEMINI_BASE_URL=rig.url, GEMINI_API_KEY=session["agent_token"],
+    )  # fmt: skip
+    assert status == 1
+    assert "/v1beta/models/policy:streamGenerateContent is not served. Agents speak OpenAI's chat" in said
+    assert "take another client, or a proxy that translates" in said
     assert await rig.written("TurnCompleted") == []

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.agent_clis import PACKAGES
 from tests.frameworks.clients import CLIENTS
 from turnlog import cli
 from turnlog.asyncapi_page import asyncapi_page
@@ -151,10 +152,14 @@ def test_the_page_of_frameworks_has_the_clients_that_are_driven() -> None:
         f"| {name} | {client.version} | {', '.join(client.apis)} | {', '.join(client.boundaries[1:])} |"
         for name, client in CLIENTS.items()
     ]
-    table = page.partition("## Which clients work")[2]
-    assert re.findall(r"^(\| .*? \| [\d.]+ \| .*? \| .*? \|)", table, re.MULTILINE) == rows
-    told = {version for client in CLIENTS.values() for version in re.findall(r"[=@]([\d.]+)", str(client.packages))}
-    assert set(re.findall(r"\b\d+\.\d+\.\d+\b", table)) <= told
+    frameworks, _, clis = page.partition("## Which clients work")[2].partition("| CLI |")
+    assert re.findall(r"^(\| .*? \| [\d.]+ \| .*? \| .*? \|)", frameworks, re.MULTILINE) == rows
+    pins = {version for client in CLIENTS.values() for version in re.findall(r"[=@]([\d.]+)", str(client.packages))}
+    assert set(re.findall(r"\b\d+\.\d+\.\d+\b", frameworks)) <= pins
+    told = [
+        (name.lower().replace(" ", "-"), v) for name, v in re.findall(r"^\| (.*?) \| ([\d.]+) ", clis, re.MULTILINE)
+    ]
+    assert told == [(name, version) for name, (_, version, _) in PACKAGES.items()]
 
 
 def test_every_field_of_every_record_says_what_it_is() -> None:
