@@ -286,10 +286,28 @@ class GatewaySettings:
         "gigachat",
         "functionary",
         "tool_calls",
+        "kimi_k3",
+        "functionary_v32",
+        "minimax_m3",
+        "gigachat3",
+        "granite",
+        "command_r",
     ] = "auto"
     """How the model writes tool calls: auto, as its chat template shows it; none: all stays text."""
     reasoning: Literal[
-        "auto", "none", "think", "thinking", "thought", "reasoning", "seed", "mistral", "kimi", "cohere", "gemma4"
+        "auto",
+        "none",
+        "think",
+        "thinking",
+        "thought",
+        "reasoning",
+        "seed",
+        "mistral",
+        "kimi",
+        "cohere",
+        "gemma4",
+        "minimax",
+        "hunyuan",
     ] = "auto"
     """Between which marks the model reasons (think: <think> and </think>): auto, those of which the closing one stands
     in its chat template; none: what it reasons stays text."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
 from turnlog.producers.gateway.parsers.values import Schema, compact, exact, leading
+from turnlog.schemas.json_depth import MAX_DEPTH
 
 Reader = Callable[[str, Sequence[Any]], Sequence[Call] | None]
 NAME = re.compile(r"[^\s<>{}\[\]\"]+")
@@ -191,6 +192,109 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
     if text[at] != ":":
         raise ValueError("no key")
     return key, at
+
+
+NAMESPACE = "]<]minimax[>["
+"""What stands before every tag of MiniMax M3's calls, and in no value."""
+TAG = re.compile(r"<(?P<ends>/?)(?P<key>[^<>]+)>(?P<text>.*)", re.DOTALL)
+
+
+def elements(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+    """NAME"> and an element for each argument: objects have one for each key, lists one `item` for each of theirs."""
+    name, ends, rest = body.partition('">')
+    between, *tags = rest.split(NAMESPACE)
+    if not ends or between.strip():
+        return None
+    opened: list[tuple[str, str, list[tuple[str, Any]], Schema]] = [
+        ("", "", [], Schema(schemas(tools).get(name.strip())))
+    ]
+    for tag in tags:
+        found = TAG.fullmatch(tag)
+        if found is None or len(opened) > MAX_DEPTH:
+            return None
+        if not found["ends"]:
+            opened.append((found["key"], found["text"], [], opened[-1][3].within(found["key"])))
+            continue
+        key, text, inner, _ = opened.pop()
+        if key != found["key"] or not opened or found["text"].strip() or (inner and text.strip()):
+            return None
+        opened[-1][2].append((key, _element(opened[-1][3], key, text, inner)))
+    made = call(name.strip(), dict(opened[0][2])) if len(opened) == 1 else None
+    return [made] if made else None
+
+
+def _element(schema: Schema, key: str, text: str, inner: list[tuple[str, Any]]) -> Any:
+    """The value of an argument or of a part of one, of the type that the schema of what it is part of allows."""
+    kinds = schema.kinds(key) or frozenset()
+    if inner:
+        listed = "object" not in kinds and all(each == "item" for each, _ in inner)
+        return [value for _, value in inner] if listed else dict(inner)
+    if not text and kinds and kinds <= {"array", "object", "null"}:
+        return [] if "array" in kinds else {}
+    return schema.value(key, text, otherwise=("string",))
+
+
+WITHIN = r"(?:(?!<\|(?:open|close)\|>).)*"
+XTML = re.compile(
+    rf"(?:(?:<\|open\|>think<\|sep\|>)?(?P<think>{WITHIN})<\|close\|>think<\|sep\|>)?"
+    rf"(?:(?:<\|open\|>response<\|sep\|>)?(?P<response>{WITHIN})(?:<\|close\|>response<\|sep\|>|\Z))?"
+    r"(?:<\|open\|>tools<\|sep\|>(?P<tools>.*)<\|close\|>tools<\|sep\|>)?(?:<\|close\|>message<\|sep\|>)?\s*",
+    re.DOTALL,
+)
+"""An answer of Kimi K3's; the prompt may have opened its first element."""
+XTML_CALL = re.compile(r'<\|open\|>call tool="(?P<name>[^"]+)" index="\d+"<\|sep\|>(?P<arguments>.*)', re.DOTALL)
+XTML_ARGUMENT = r'<\|open\|>argument key="(?P<key>[^"]*" type="\w+)"<\|sep\|>(?P<value>.*)'
+XTML_JSON = re.compile(r'<\|open\|>json type="object"<\|sep\|>(?P<text>.*)<\|close\|>json<\|sep\|>', re.DOTALL)
+
+
+def xtml(answer: str, tools: Sequence[Any]) -> Sequence[Part] | None:
+    """A whole answer: what was thought, the response, and calls, of which every argument says its type."""
+    said = XTML.fullmatch(answer)
+    if said is None:
+        return None
+    parts: list[Part] = [Reasoning(said["think"])] if said["think"] else []
+    parts += [Text(said["response"])] if said["response"] else []
+    if said["tools"] is None:
+        return parts or None
+    *blocks, last = said["tools"].split("<|close|>call<|sep|>")
+    found = [_xtml_call(block) for block in blocks]
+    return [*parts, *(one for one in found if one)] if tools and found and all(found) and not last.strip() else None
+
+
+def _xtml_call(block: str) -> Call | None:
+    said = XTML_CALL.fullmatch(block.strip())
+    if said is None:
+        return None
+    if whole := XTML_JSON.fullmatch(said["arguments"]):
+        return call(_unescaped(said["name"]), exact(whole["text"]))
+    values: dict[str, Any] = {}
+    found = pairs(said["arguments"], XTML_ARGUMENT, "<|close|>argument<|sep|>")
+    for named, text in found or ():
+        key, _, kind = named.partition('" type="')
+        values[_unescaped(key)] = value = text if kind == "string" else exact(text)
+        if value is None and kind != "null":
+            return None
+    return None if found is None else call(_unescaped(said["name"]), values)
+
+
+def _unescaped(attribute: str) -> str:
+    return attribute.replace("&quot;", '"').replace("&amp;", "&")
+
+
+def recipients(answer: str, tools: Sequence[Any]) -> Sequence[Part] | None:
+    """A whole answer of messages with >>> between them, each to whoever its first line names: `all`, or a tool that was
+    offered, by its arguments. What names nobody is part of the message before it, as text may hold >>>, too."""
+    known = "|".join(map(re.escape, ("all", *sorted(schemas(tools), key=len, reverse=True))))
+    _, *said = re.split(rf"(?:^|>>>)({known})\n", answer)
+    if not re.match(rf"(?:>>>)?(?:{known})\n", answer):
+        return None
+    parts = list[Part]()
+    for to, text in zip(said[::2], said[1::2], strict=True):
+        part = Text(text) if to == "all" else call(to, exact(text))
+        if part is None:
+            return None
+        parts.append(part)
+    return parts
 
 
 HARMONY = re.compile(

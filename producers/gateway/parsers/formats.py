@@ -15,18 +15,22 @@ from typing import Any
 import orjson
 
 from turnlog.producers.gateway.parsers.families import (
+    NAMESPACE,
     QUOTE,
     by_schema,
     call,
     dsml,
+    elements,
     gemma,
     harmony,
     keyed_by_name,
     objects,
     pairs,
     pythonic,
+    recipients,
     schemas,
     tagged,
+    xtml,
 )
 from turnlog.producers.gateway.parsers.parser import JSON_STRING, Call, CallFormat, Marks
 from turnlog.producers.gateway.parsers.values import exact, leading
@@ -191,7 +195,13 @@ FORMATS: Mapping[str, CallFormat] = {
         Marks("<|tool_call_begin|>", "<|tool_call_end|>"), _kimi,
         Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ids=_kimi_id,
     ),
-    "gpt_oss": CallFormat(Marks("<|channel|>", ""), lambda _, __: None, whole=harmony),
+    "gpt_oss": CallFormat(Marks(" to=functions.", ""), lambda _, __: None, whole=harmony),
+    "kimi_k3": CallFormat(Marks("<|open|>call", ""), lambda _, __: None, whole=xtml),
+    "functionary_v32": CallFormat(Marks(">>>", ""), lambda _, __: None, whole=recipients),
+    "minimax_m3": CallFormat(
+        Marks(f'{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>"), elements,
+        Marks(f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"), values=None,
+    ),
     "minimax_m2": CallFormat(
         Marks('<invoke name="', "</invoke>"),
         tagged('">', r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</parameter>"),
@@ -239,6 +249,9 @@ FORMATS: Mapping[str, CallFormat] = {
         Marks("<|tool_call:begin|>", "<|tool_call:end|>"), _solar, Marks("<|tool_calls|>", "<|calls|>")
     ),
     "gigachat": CallFormat(Marks("<|function_call|>", ""), _hermes),
+    "gigachat3": CallFormat(Marks("<|message_sep|>\n\nfunction call<|role_sep|>\n", ""), _hermes),
+    "granite": CallFormat(Marks("<|tool_call|>", ""), _listed),
+    "command_r": CallFormat(Marks("Action:\n```json\n", "```"), _cohere),
     "functionary": CallFormat(Marks("<function=", "</function>"), _function),
     "tool_calls": CallFormat(Marks("<tool_calls>", "</tool_calls>"), _listed),
     "hermes": CallFormat(
@@ -247,32 +260,38 @@ FORMATS: Mapping[str, CallFormat] = {
     ),
 }  # fmt: skip
 """By the names of [gateway] tool_calls."""
-TOLD_BY: Mapping[str, str] = {
-    "gpt_oss": "<|start|>assistant<|channel|>",
-    "seed": "<seed:tool_call>",
-    "minimax_m2": "<minimax:tool_call>",
-    "deepseek_v32": "<｜DSML｜function_calls>",
-    "deepseek_v4": "<｜DSML｜tool_calls>",
-    "gemma4": "<|tool_call>call:",
-    "lfm2": "<|tool_call_start|>",
-    "cohere": "<|START_ACTION|>",
-    "nemotron": "<TOOLCALL>",
-    "apertus": "<|tools_prefix|>",
-    "hunyuan": "<tool_call:opensource>",
-    "minicpm": "<param name=",
-    "muse": "<atem:invoke name=",
-    "solar": "<|tool_call:begin|>",
-    "gigachat": "<|function_call|>",
-    "qwen3_coder": "<parameter=",
-    "functionary": "<function=",
-    "glm45": "<arg_key>",
-    "glm4": "<|observation|>",
-    "llama3": "dictionary of argument name and its value",
-    "mistral": "[TOOL_CALLS]",
-    "deepseek": "<｜tool▁call▁begin｜>",
-    "kimi_k2": "<|tool_call_begin|>",
-    "tool_calls": "<tool_calls>",
-    "hermes": "<tool_call>",
+TOLD_BY: Mapping[str, tuple[str, ...]] = {
+    "gpt_oss": ("<|start|>assistant<|channel|>",),
+    "kimi_k3": ("<|open|>call tool=",),
+    "functionary_v32": (">>>${recipient}",),
+    "minimax_m3": (NAMESPACE,),
+    "seed": ("<seed:tool_call>",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "deepseek_v32": ("<｜DSML｜function_calls>",),
+    "deepseek_v4": ("<｜DSML｜tool_calls>",),
+    "gemma4": ("<|tool_call>call:",),
+    "lfm2": ("<|tool_call_start|>", "<|tool_list_start|>"),
+    "granite": ("<|tool_call|>",),
+    "command_r": ('"tool_name": title of the tool',),
+    "cohere": ("<|START_ACTION|>",),
+    "nemotron": ("<TOOLCALL>",),
+    "apertus": ("<|tools_prefix|>",),
+    "hunyuan": ("<tool_call:opensource>",),
+    "minicpm": ("<param name=",),
+    "muse": ("<atem:invoke name=",),
+    "solar": ("<|tool_call:begin|>",),
+    "gigachat": ("<|function_call|>",),
+    "gigachat3": ("function call<|role_sep|>",),
+    "qwen3_coder": ("<parameter=",),
+    "functionary": ("<function=",),
+    "glm45": ("<arg_key>",),
+    "glm4": ("<|observation|>",),
+    "llama3": ("dictionary of argument name and its value",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁call▁begin｜>",),
+    "kimi_k2": ("<|tool_call_begin|>",),
+    "tool_calls": ("<tool_calls>",),
+    "hermes": ("<tool_call>",),
 }
 """What tells that a model has a format, in its chat template or in what that writes: the first that is found. A model
 without any writes no calls that are known here."""
@@ -286,6 +305,8 @@ THINKING: Mapping[str, Marks] = {
     "kimi": Marks("◁think▷", "◁/think▷"),
     "cohere": Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     "gemma4": Marks("<|channel>thought\n", "<channel|>"),
+    "minimax": Marks("<mm:think>", "</mm:think>"),
+    "hunyuan": Marks("<think:opensource>", "</think:opensource>"),
 }
 """By the names of [gateway] reasoning. A model has the first whose closing mark is in its chat template."""
 HERMES, THINK = FORMATS["hermes"], THINKING["think"]
@@ -295,11 +316,19 @@ MARKS = frozenset(
         *(
             mark
             for one in FORMATS.values()
-            for mark in (*one.marks, *(one.around or ()), *one.values)
+            for mark in (*one.marks, *(one.around or ()), *(one.values or ()))
             if mark and mark not in JSON_STRING
         ),
         *("<arg_key>", "</arg_key>", "[ARGS]", "[CALL_ID]", "<|channel>", "<tool_sep:opensource>"),
-        *("<｜tool▁sep｜>", "<|tool_call_argument_begin|>"),
+        *(
+            "<｜tool▁sep｜>",
+            "<|tool_call_argument_begin|>",
+            NAMESPACE,
+            "<|channel|>",
+            "<|open|>",
+            "<|sep|>",
+            "<|close|>",
+        ),
     ]
 )
 """What stands in outputs as text does, though tokenizers may hold it for special."""
@@ -311,7 +340,7 @@ def formats_of(
     """How a model writes calls and reasoning, each None where it has none. `template`: its chat template, and what that
     writes; the other two: [gateway] tool_calls and reasoning."""
     if tool_calls == "auto":
-        tool_calls = next((name for name, told_by in TOLD_BY.items() if told_by in template), "none")
+        tool_calls = next((name for name, told in TOLD_BY.items() if any(one in template for one in told)), "none")
     if reasoning == "auto":
         reasoning = next((name for name, marks in THINKING.items() if marks.closing in template), "none")
     return FORMATS.get(tool_calls), THINKING.get(reasoning)

@@ -64,8 +64,8 @@ class CallFormat:
     """The schemas of the tools -> how an answer may begin that is a block as a whole, without marks."""
     read_bare: Callable[[str, Sequence[Any]], Sequence[Call] | None] | None = None
     """As `read`, of such a block; None: `read` itself."""
-    values: Marks = JSON_STRING
-    """Between which a block's closing mark is part of a value."""
+    values: Marks | None = JSON_STRING
+    """Between which a block's closing mark is part of a value. None: no value can hold it."""
     around_arguments: tuple[str, str] | None = None
     """What an answer says before and after the arguments of its only call, NAME for the tool's name, where these are
     JSON: a grammar holds answers to it."""
@@ -139,7 +139,8 @@ class Parser:
             self._append(Text, self._space)
 
     def _messages(self, found: Sequence[Part] | None) -> None:
-        self.ill_formed += found is None and bool(self.tools) and "<|call|>" in self._pending
+        assert self.calls is not None, "its format takes the answer apart"
+        self.ill_formed += found is None and bool(self.tools) and self.calls.marks.opening in self._pending
         self.parts += [Text(self._pending)] if found is None and self._pending else found or ()
         self._pending = ""
 
@@ -154,7 +155,10 @@ class Parser:
             if start.startswith(self.thinking.opening):
                 self._pending, self.inside, self._bare = start[len(self.thinking.opening) :], True, True
                 return True
-            if self.thinking.opening.startswith(start):
+            if start.startswith(self.thinking.closing):  # an answer without reasoning may begin so (MiniMax M3)
+                self._pending, self._bare, self._begun = start[len(self.thinking.closing) :], True, True
+                return True
+            if any(mark.startswith(start) for mark in self.thinking):
                 return False
         self._begun = True
         if self.calls is not None:
@@ -198,20 +202,21 @@ class Parser:
         """Where the mark stands that closes the pending block: the first outside of values. None: nowhere yet; below 0:
         a block that never closed is followed by another."""
         text, (opening, closing), values = self._pending, calls.marks, calls.values
-        overlap = max(map(len, (opening, closing, *values)))
+        overlap = max(map(len, (opening, closing, *(values or ()))))
         at = max(len(opening), self._sought)
         mark = text.find(closing, max(len(opening), at - overlap))
         while True:
             if not self._in_value:
                 mark = text.find(closing, at) if 0 <= mark < at else mark
-                value = text.find(values.opening, at)
+                value = -1 if values is None else text.find(values.opening, at)
                 if mark >= 0 and not 0 <= value < mark:
                     return mark
-                if value < 0:
+                if value < 0 or values is None:
                     self._sought = max(at, len(text) - overlap)
                     return None
                 self._in_value, at = True, value + len(values.opening)
                 continue
+            assert values is not None, "nothing is a value"
             end = text.find(values.closing, at)
             if values is JSON_STRING:
                 at = _end_of_string(text, at)

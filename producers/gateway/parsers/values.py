@@ -73,19 +73,27 @@ BRANCHES = ("allOf", "anyOf", "oneOf")
 class Schema:
     """The JSON Schema of a tool's arguments. What it is may be anything: clients send what they have."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, part: Any = None) -> None:
+        """`part`: the schema within the root that is meant, where it is not the root itself."""
         self._root = root
         self._known: dict[int, frozenset[str] | None] = {}
         """Types by the identity of a schema within the root; empty where they are being looked for: schemas may refer
         to themselves, and many to one."""
         self._properties: dict[str, Any] = {}
-        self._collect(root, set())
+        self._collect(root if part is None else part, set())
+
+    def within(self, name: str) -> Schema:
+        """The schema of a property, of which values have parts of their own."""
+        return Schema(self._root, self._properties.get(name, {}))
+
+    def kinds(self, name: str) -> frozenset[str] | None:
+        """The JSON types that a property may have; None where the schema leaves them open."""
+        return self._kinds(self._properties.get(name))
 
     def value(self, name: str, text: str, *, otherwise: Sequence[str]) -> Any:
         """An argument that is written without JSON: of a type that its schema allows, text where that is one of them
         and no other fits. `otherwise`: the types of what no schema tells of, any if none."""
-        kinds = self._kinds(self._properties.get(name))
-        kinds = kinds or frozenset(otherwise) or None
+        kinds = self.kinds(name) or frozenset(otherwise) or None
         bare = text.strip()
         if kinds == frozenset({"string"}):
             return text
@@ -100,12 +108,14 @@ class Schema:
         return text
 
     def _collect(self, schema: Any, seen: set[int]) -> None:
-        """The properties of an object, whichever part of its schema has them; the outermost counts."""
+        """The properties of an object, whichever part of its schema has them; the outermost counts. A list has `item`,
+        of which its elements are."""
         if not isinstance(schema, dict) or id(schema) in seen:
             return
         seen.add(id(schema))
         own = schema.get("properties")
-        self._properties = (own if isinstance(own, dict) else {}) | self._properties
+        own = own if isinstance(own, dict) else {"item": schema["items"]} if "items" in schema else {}
+        self._properties = own | self._properties
         for one in (self._referred(schema), *(one for key in BRANCHES for one in _listed(schema.get(key)))):
             self._collect(one, seen)
 

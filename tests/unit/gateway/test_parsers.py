@@ -114,6 +114,18 @@ DSML = "".join(
 )
 HUNYUAN = tags("<arg_key:opensource>%s</arg_key:opensource>\n<arg_value:opensource>%s</arg_value:opensource>\n")
 CALLED = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+XTML_THOUGHT = "<|open|>think<|sep|>why<|close|>think<|sep|>"
+XTML_SAID = "<|open|>response<|sep|>so<|close|>response<|sep|>"
+XTML_ARGUMENTS = "".join(
+    f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+    for (key, value), kind in zip(PARAMETERS, ("string", "number"), strict=True)
+)
+XTML_CALLS = (
+    f'<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>{XTML_ARGUMENTS}<|close|>call<|sep|>'
+    '<|open|>call tool="stop" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+)
+XTML_END = "<|close|>message<|sep|>"
+M3 = "]<]minimax[>["
 FAMILIES: list[tuple[str, str, list[Part]]] = [
     ("gpt_oss", f"<|channel|>analysis<|message|>why<|end|>{CALLED}{ARGS}", [Reasoning("why"), OSLO]),
     ("gpt_oss", f"<|channel|>commentary<|message|>so<|end|>{CALLED}{ARGS}<|call|>", [Text("so"), OSLO]),
@@ -179,6 +191,43 @@ FAMILIES: list[tuple[str, str, list[Part]]] = [
     ),
     ("gigachat", f"<|function_call|>{LISTED}", [OSLO]),
     ("functionary", f"so<function=weather>{ARGS}</function>", [Text("so"), OSLO]),
+    ("kimi_k3", f"{XTML_THOUGHT}{XTML_SAID}{XTML_CALLS}{XTML_END}", [Reasoning("why"), Text("so"), OSLO, STOP]),
+    ("kimi_k3", f"why<|close|>think<|sep|>{XTML_SAID}{XTML_END}", [Reasoning("why"), Text("so")]),
+    ("kimi_k3", f"so<|close|>response<|sep|>{XTML_CALLS}", [Text("so"), OSLO, STOP]),
+    (
+        "kimi_k3",
+        '<|open|>tools<|sep|><|open|>call tool="a&amp;&quot;" index="1"<|sep|><|open|>json type="object"<|sep|>'
+        f"{ARGS}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        [Call('a&"', OSLO.arguments)],
+    ),
+    ("functionary_v32", f"weather\n{ARGS}>>>stop\n{{}}", [OSLO, STOP]),
+    ("functionary_v32", f"all\nas in\n>>> 5\n>>>six\n5>>>weather\n{ARGS}", [Text("as in\n>>> 5\n>>>six\n5"), OSLO]),
+    ("functionary_v32", "all\nso", [Text("so")]),
+    (
+        "minimax_m3",
+        f'so{M3}<tool_call>\n{M3}<invoke name="weather">{M3}<city>Oslo ü{M3}</city>{M3}<days>5{M3}</days>'
+        f'{M3}</invoke>\n{M3}<invoke name="stop">{M3}</invoke>\n{M3}</tool_call>',
+        [Text("so"), OSLO, STOP],
+    ),
+    (
+        "minimax_m3",
+        f'{M3}<invoke name="weather">{M3}<city>"</invoke>{M3}</city>{M3}<where>{M3}<a>{M3}<item>x{M3}</item>'
+        f"{M3}<item>{M3}<b>5{M3}</b>{M3}</item>{M3}</a>{M3}</where>{M3}</invoke>",
+        [Call("weather", '{"city":"\\"</invoke>","where":{"a":["x",{"b":"5"}]}}')],
+    ),
+    ("minimax_m3", f'{M3}<invoke name="stop">{M3}<where>{M3}</where>{M3}</invoke>', [Call("stop", '{"where":""}')]),
+    (
+        "minimax_m3",
+        f'{M3}<invoke name="weather">{M3}<where>{M3}</where>{M3}</invoke>',
+        [Call("weather", '{"where":{}}')],
+    ),
+    ("gigachat3", f"so<|message_sep|>\n\nfunction call<|role_sep|>\n{LISTED}", [Text("so"), OSLO]),
+    ("granite", f"<|tool_call|>[{LISTED}, {LISTED}]", [OSLO, OSLO]),
+    (
+        "command_r",
+        f'so\nAction:\n```json\n[\n    {{\n        "tool_name": "weather",\n        "parameters": {ARGS}\n    }}\n]```',
+        [Text("so"), OSLO],
+    ),
     ("tool_calls", f"<tool_calls>[{LISTED}]</tool_calls>", [OSLO]),
     ("tool_calls", f"<tool_calls>\n{LISTED}\n{LISTED}\n</tool_calls>", [OSLO, OSLO]),
 ]  # fmt: skip
@@ -196,6 +245,12 @@ ILL_FORMED: dict[str, str] = {
     "minicpm": '<function name="weather">so</function>',
     "solar": "<|tool_call:begin|>i<|tool_call:name|>weather<|tool_call:end|>",
     "functionary": "<function=weather>5</function>",
+    "kimi_k3": f"so<|close|>response<|sep|>{XTML_CALLS.replace('number', 'object').replace('5', 'five')}",
+    "functionary_v32": "weather\nso>>>stop\n{}",
+    "minimax_m3": f'{M3}<invoke name="weather">{M3}<city>Oslo{M3}</days>{M3}</invoke>',
+    "gigachat3": "<|message_sep|>\n\nfunction call<|role_sep|>\nso",
+    "granite": "<|tool_call|>[]",
+    "command_r": f"Action:\n```json\n[{LISTED}]```",
     "tool_calls": "<tool_calls>so</tool_calls>",
 }  # fmt: skip
 OWN: list[tuple[str, str, list[Part], int]] = [
@@ -614,7 +669,7 @@ def test_marks_of_calls_are_no_end_of_an_output_and_not_held_back(byte_level: Te
     [
         ("{{ '<tool_call>\\n' }}", "hermes", None),
         ("{{ content }}", None, None),
-        *((told, name, None) for name, told in TOLD_BY.items() if name != "glm4"),
+        *((one, name, None) for name, told in TOLD_BY.items() if name != "glm4" for one in told),
         ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder", None),
         ("<think></think><tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key><|observation|>", "glm45", "think"),
         ("<|observation|>", "glm4", None),
