@@ -22,7 +22,7 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.http_clients import got
+from turnlog.infra.roles.http_clients import got, warned
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
@@ -53,6 +53,7 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), inden
     asked = _asked(health or settings.status.health)
     found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "health": asked}
     found["disk"] = run_folder.lacks_room(Path(settings.run.directory))
+    found["warnings"] = _warnings(settings, processes, asked)
     found |= {"views": views(settings, asked), "recipes": recipes(settings)}
     if processes:
         try:
@@ -69,6 +70,17 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), inden
         return ExitStatus.NOT_UP
     ready = all(process["state"] in SATISFIED for process in processes) and all(one["ready"] for one in asked.values())
     return ExitStatus.DONE if ready else ExitStatus.DIFFERS
+
+
+def _warnings(
+    settings: Settings, processes: Sequence[Mapping[str, Any]], asked: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[str]]:
+    """What roles that work warn of, by their names: of the run's own processes, and of those that were asked."""
+    health = run_folder.health_addresses(settings) if processes else {}
+    with ThreadPoolExecutor(max(1, min(32, len(health)))) as pool:
+        own = dict(zip(health, pool.map(lambda one: warned(one, timeout_s=TIMEOUT_S), health.values()), strict=True))
+    told = own | {address: list(said.get("warnings", ())) for address, said in asked.items()}
+    return {name: lines for name, lines in told.items() if lines}
 
 
 def _runs_elsewhere(settings: Settings) -> bool:
@@ -89,10 +101,11 @@ def _asked_one(address: str) -> dict[str, Any]:
         alive, said = _answer(f"{url}/healthz")
         ready, waits = _answer(f"{url}/readyz")
     except (OSError, ValueError) as error:
-        return {"role": "", "alive": False, "ready": False, "why": f"no answer: {error}"}
+        return {"role": "", "alive": False, "ready": False, "why": f"no answer: {error}", "warnings": []}
     stale = [f"loop {name} stands still" for name, loop in said.get("loops", {}).items() if loop.get("stale")]
     why = "; ".join([*stale, *map(str, waits.get("waiting", {}).values())])
-    return {"role": said.get("role", ""), "alive": alive, "ready": ready and alive, "why": why}
+    warnings = waits.get("warnings", [])
+    return {"role": said.get("role", ""), "alive": alive, "ready": ready and alive, "why": why, "warnings": warnings}
 
 
 def _answer(url: str) -> tuple[bool, dict[str, Any]]:
@@ -189,6 +202,9 @@ def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
             state = "ready" if said["ready"] else "alive" if said["alive"] else "not alive"
             table.add_row(address, said["role"], state, said["why"])
         console.print(table)
+    for name, lines in found["warnings"].items():
+        for line in lines:
+            console.print(f"{name} warns: {line}", soft_wrap=True)
     for role, lag in found.get("lag", {}).items():
         console.print(f"lag of {role}: " + ", ".join(f"{topic} {count}" for topic, count in lag.items()))
     for engine, facts in found.get("engines", {}).items():

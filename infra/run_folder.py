@@ -217,6 +217,14 @@ def write_endpoints(directory: Path, endpoints: Endpoints) -> None:
     os.replace(part, directory / FILE)
 
 
+def health_addresses(settings: Settings) -> dict[str, str]:
+    """Role instance -> health address, of those that a supervisor here has begun; none where it has begun none."""
+    try:
+        return read_endpoints(Path(settings.run.directory)).health
+    except NoEndpoints:
+        return {}
+
+
 def read_endpoints(directory: Path) -> Endpoints:
     """Raises NoEndpoints."""
     try:

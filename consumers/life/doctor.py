@@ -11,6 +11,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -27,9 +28,10 @@ from turnlog.infra.kafka.producers import TRANSACTION_TIMEOUT_MS
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryError
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.http_clients import warned
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.infra.roles.tls import TlsFileUnusable
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import health_addresses, resolved
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.topics_admin import WARNING, check, check_internal
 from turnlog.names import ExitStatus
@@ -84,7 +86,15 @@ async def examined(settings: Settings) -> list[Finding]:
         f"[store] endpoint {settings.store.endpoint}": _store,
     }
     answers = await asyncio.gather(*(_looked(where, look, settings) for where, look in looks.items()))
-    return [finding for answer in answers for finding in answer]
+    return [finding for answer in answers for finding in answer] + await asyncio.to_thread(_roles, settings)
+
+
+def _roles(settings: Settings) -> list[Finding]:
+    """What roles that work warn of, where they serve their health."""
+    addresses = health_addresses(settings) | {one: one for one in settings.status.health}
+    with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as pool:
+        told = zip(addresses, pool.map(lambda one: warned(one, timeout_s=ANSWER_S), addresses.values()), strict=True)
+        return [Finding(WORTH_A_LOOK, name, line) for name, lines in told for line in lines]
 
 
 async def _looked(where: str, look: Callable[[Settings], Awaitable[Findings]], settings: Settings) -> list[Finding]:

@@ -10,7 +10,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,7 @@ class Health:
         self._work_s = work_s
         self._loops: dict[str, Loop] = {}
         self._waiting: dict[str, str] = {"start": "starting"}
+        self._warnings: dict[str, tuple[str, ...]] = {}
         self._exposed: dict[str, Callable[[], Mapping[str, object]]] = {}
 
     def unmet(self, condition: str, why: str) -> None:
@@ -60,6 +61,15 @@ class Health:
     def met(self, condition: str) -> None:
         """`condition` no longer stands in the way of `ready`."""
         self._waiting.pop(condition, None)
+
+    def warn(self, about: str, lines: Iterable[str]) -> None:
+        """What somebody should know of a role that works: /readyz has it beside what is waited for."""
+        self._warnings[about] = tuple(lines)
+
+    @property
+    def warnings(self) -> list[str]:
+        """All that the role warns of."""
+        return [line for lines in self._warnings.values() for line in lines]
 
     def started(self) -> None:
         """The role does its work."""
@@ -126,7 +136,8 @@ def application(health: Health) -> Starlette:
 
     async def readyz(_: Request) -> Response:
         waiting = health.waiting
-        return JSONResponse({"ready": not waiting, "waiting": waiting}, status_code=503 if waiting else 200)
+        said = {"ready": not waiting, "waiting": waiting, "warnings": health.warnings}
+        return JSONResponse(said, status_code=503 if waiting else 200)
 
     async def state(_: Request) -> Response:
         return JSONResponse({"role": health.role, "pid": os.getpid(), **health.state()})

@@ -7,6 +7,7 @@ healthy ones look dead. Only services outside the run (judges, token endpoints) 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,21 @@ def _opener() -> urllib.request.OpenerDirector:
 def got(url: str, *, timeout_s: float) -> HTTPResponse:
     """The answer to GET of a server of the run, to be closed. Raises HTTPError from 400 on, OSError, ValueError."""
     return cast("HTTPResponse", _opener().open(url, timeout=timeout_s))
+
+
+def warned(address: str, *, timeout_s: float) -> list[str]:
+    """What the role at a health address warns of (/readyz); nothing where it does not answer."""
+    import urllib.error
+
+    try:
+        with got(f"{address.rstrip('/')}/readyz", timeout_s=timeout_s) as answer:
+            said = json.load(answer)
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            said = json.load(refusal)
+    except (OSError, ValueError):
+        return []
+    return [str(line) for line in said.get("warnings", ())]
 
 
 def direct(*, verify: ssl.SSLContext | None = None, **options: Any) -> httpx.AsyncClient:

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -72,11 +72,12 @@ from turnlog.producers.gateway.images import ImageTokens, image_tokens
 from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.formats import formats_of
-from turnlog.producers.gateway.parsers.parser import CallFormat, Marks
 from turnlog.producers.gateway.profiles import Harness, harness
-from turnlog.producers.gateway.prompts import Prompts, Shown, TextTokens
+from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import Recovery, SessionTail
-from turnlog.producers.gateway.rendering.template import ChatTemplate, check_ends
+from turnlog.producers.gateway.rendering.shown import Findings, findings
+from turnlog.producers.gateway.rendering.shown import shown as shown_by
+from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateUnusable, check_ends
 from turnlog.producers.gateway.requests import (
     Claims,
     FinishRequest,
@@ -150,7 +151,7 @@ class Gateway:
     @classmethod
     async def assembled(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
         """From settings and clients; `url`: as records name it.
-        Raises ModelMissing, TemplateMissing, TopicMissing, NoRouting, ProfileError."""
+        Raises ModelMissing, TemplateMissing, TemplateUnusable, TopicMissing, NoRouting, ProfileError."""
         settings = role.settings
         folder = Path(settings.model.path)
         tokens, template = TextTokens(folder), ChatTemplate.load(folder)
@@ -175,13 +176,16 @@ class Gateway:
             life_s=shown.session_s, turns=shown.session_turns, turns_per_minute=shown.session_turns_per_minute
         )
         images = image_tokens(folder, settings.gateway.max_image_pixels)
-        written = prompts.shown()
+        written = shown_by(prompts)
+        if written.plain is None:
+            raise TemplateUnusable(
+                f"the chat template of {folder} refuses a user's message, with tools and without: it needs variables or "
+                "roles that no request has; give the model's folder another one"
+            )
         calls, thinking = formats_of(
-            f"{template.source}\n{written.answer}", settings.gateway.tool_calls, settings.gateway.reasoning
+            f"{template.source}\n{written.sample}", settings.gateway.tool_calls, settings.gateway.reasoning
         )
-        log.info("%s", _of_the_model(prompts, written, calls, thinking))
-        for warning in _doubts(prompts, written, calls):
-            log.warning("%s", warning)
+        _told(role, prompts, findings(prompts, written, calls, thinking))
         keys = SigningKeys(settings.gateway, Path(settings.run.directory))
         sampler = Sampler(
             engines=engines,
@@ -209,6 +213,7 @@ class Gateway:
                     routing=routing_of(tokens.config, settings.gateway.routed_experts, settings.engine.update),
                     image_token=images.token if images else None,
                     shown=written,
+                    unread=shown.tool_calls == "auto" and bool(written.answer) and not written.reads(calls),
                     calls=calls,
                     thinking=thinking,
                 ),
@@ -577,40 +582,21 @@ def build(gateway: Gateway) -> Starlette:
     )
 
 
-def _of_the_model(prompts: Prompts, written: Shown, calls: CallFormat | None, thinking: Marks | None) -> str:
-    """What a gateway makes of a chat template: a wrong guess, and what costs tokens, is seen at its start."""
-    kinds = prompts.appended()
-    told = {
-        "writes": [what for what, shown in written.of_tools().items() if shown],
-        "tool calls": [calls.marks.opening] if calls else [],
-        "reasoning": [thinking.opening] if thinking else [],
-        "appended": [kind for kind, appended in kinds.items() if appended],
-        "rendered anew": [kind for kind, appended in kinds.items() if not appended],
-    }
-    for what, shown in written.of_tools().items():
-        WRITES.labels(what).set(bool(shown))
-    said = (f"{name}: {', '.join(found) or 'none'}" for name, found in told.items())
-    return f"chat template {prompts.template.sha256[:12]}: {'; '.join(said)}"
+def _told(role: Role, prompts: Prompts, found: Findings) -> None:
+    """What a gateway makes of a chat template, to whoever asks: a wrong guess, and what costs tokens, is seen at once."""
+    facts = found.facts()
+    for what, written in found.shown.written().items():
+        WRITES.labels(what).set(bool(written))
+    role.health.expose("chat_template", lambda: {"sha256": prompts.template.sha256, **facts})
+    role.health.warn("chat_template", found.doubts)
+    said = (f"{name.replace('_', ' ')}: {_joined(value)}" for name, value in facts.items())
+    log.info("chat template %s: %s", prompts.template.sha256[:12], "; ".join(said))
+    for doubt in found.doubts:
+        log.warning("%s", doubt)
 
 
-def _doubts(prompts: Prompts, written: Shown, calls: CallFormat | None) -> Iterator[str]:
-    """What will go wrong without an error, or is refused later."""
-    for what, shown in written.of_tools().items():
-        if shown is False:
-            yield f"the chat template does not write {what}: the model never sees what requests have of them"
-    if written.calls and calls is None:
-        yield "no known format reads the calls that the chat template writes: they stay text ([gateway] tool_calls)"
-    elif written.answer and calls is not None and not written.read_by(calls):
-        yield (
-            f"the format {calls.marks.opening} does not read the calls as the chat template writes them: [gateway] "
-            "tool_calls names another"
-        )
-    end = prompts.end_of_turn
-    if end is not None and prompts.tokens.eos and end not in prompts.tokens.eos:
-        yield (
-            f"answers end at what generation_config.json and config.json name, and {prompts.end_mark}, by which the "
-            "chat template ends messages, is not among it: name it there if it ends answers, too"
-        )
+def _joined(value: object) -> str:
+    return (", ".join(value) if isinstance(value, list) else str(value)) or "none"
 
 
 async def main(role: Role) -> None:

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, pre_tokenizers
 from turnlog.producers.gateway import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.parsers.formats import MARKS
-from turnlog.producers.gateway.parsers.parser import Call, CallFormat, Parser
 from turnlog.producers.gateway.rendering.template import ChatTemplate, read_json, tojson
 
 UNKNOWN = "�"
@@ -200,31 +199,6 @@ class Ending(NamedTuple):
     mark_text: str
 
 
-class Shown(NamedTuple):
-    """What a template writes of a conversation with tools. None: it refuses such a conversation."""
-
-    tools: bool | None
-    """The tools that are offered."""
-    calls: bool | None
-    results: bool | None
-    answer: str
-    """An answer that is one call of f, {"a": SENTINEL}, as the template writes it; empty if it does not."""
-
-    def of_tools(self) -> dict[str, bool | None]:
-        """Whether the template writes each of these."""
-        return {"tools": self.tools, "calls": self.calls, "results": self.results}
-
-    def read_by(self, calls: CallFormat) -> bool:
-        """Whether a format reads the call in `answer`."""
-        parser = Parser(calls, tools=TOOLS)
-        parser.push(self.answer)
-        parser.end()
-        return Call("f", f'{{"a":"{SENTINEL}"}}') in parser.parts
-
-
-RESULT = "Zq8"
-
-
 class Prompts:
     """Prompt ids of turns, for one tokenizer and one template."""
 
@@ -245,7 +219,10 @@ class Prompts:
         return self._ending.mark if self._ending else None
 
     def ends(self, token: int, stops: Sequence[int]) -> bool:
-        """Whether the last id of an output that was stopped is what stopped it, and no part of what was said."""
+        """Whether the last id of an output that was stopped is what stopped it, and no part of what was said: a mark
+        that closes calls may be both (Apertus)."""
+        if self.tokens.special.get(token) in MARKS:
+            return False
         return token in stops or token in (self.end_of_turn, *self.tokens.eos) or self.tokens.is_control(token)
 
     def full(self, messages: Sequence[Message], tools: Any, now: datetime | None = None) -> list[int]:
@@ -316,26 +293,11 @@ class Prompts:
         kinds = [Kind(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
         return {"+".join(one.roles) + " with tools" * one.tools: self._incremental(one) for one in kinds}
 
-    def shown(self) -> Shown:
-        """What the template writes of tools, calls and results."""
-        asked = {"role": "user", "content": "u"}
-        called = {"role": "assistant", "content": "", "tool_calls": _called(1)}
-        result = {"role": "tool", "content": RESULT, "tool_call_id": "call00000", "name": "f"}
-        described = [{"type": "function", "function": {"name": "f", "description": RESULT, "parameters": PARAMETERS}}]
-        before = self._attempted([asked], TOOLS) or ""
-        offered, said = self._attempted([asked], described), self._attempted([asked, called], TOOLS)
-        answered = self._attempted([asked, called, result], TOOLS)
-        calls = None if said is None else said != self._attempted([asked, {"role": "assistant", "content": ""}], TOOLS)
-        return Shown(
-            tools=None if offered is None else RESULT in offered,
-            calls=calls,
-            results=None if answered is None else RESULT in answered,
-            answer=self._without_end((said or "").removeprefix(before)) if SENTINEL in (said or "") else "",
-        )
-
-    def _without_end(self, answer: str) -> str:
-        """An answer as it was sampled: without the marks that end it."""
+    def without_end(self, answer: str) -> str:
+        """An answer as it was sampled: without the marks that end it, but for one that ends its calls, too."""
         ends = [self.end_mark, *(self.tokens.special[one] for one in self.tokens.eos if one in self.tokens.special)]
+        ends += [self._ending.text.strip()] if self._ending else []
+        ends = [end for end in ends if end not in MARKS]
         while True:
             shorter = answer.rstrip("\n")
             for end in ends:
@@ -344,7 +306,7 @@ class Prompts:
                 return answer
             answer = shorter
 
-    def _attempted(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
+    def attempted(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
         """A conversation as the template writes it, None if it refuses; an answer at its end is whole."""
         try:
             return self.template.render(self._fitted(messages), tools, generate=messages[-1]["role"] != "assistant")
@@ -391,7 +353,7 @@ class Prompts:
 
     def _probe_arguments(self) -> bool:
         """Whether the template writes calls whose arguments are JSON text, and refuses objects (DeepSeek's do)."""
-        called = {"role": "assistant", "content": "", "tool_calls": _called(1)}
+        called = {"role": "assistant", "content": "", "tool_calls": probe_calls(1)}
         return not self._takes([*HISTORY, called]) and self._takes([*HISTORY, _with_text(called)])
 
     def _takes(self, messages: list[dict[str, Any]]) -> bool:
@@ -477,7 +439,7 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _called(count: int) -> list[dict[str, Any]]:
+def probe_calls(count: int) -> list[dict[str, Any]]:
     """Calls as agents send them back. Some templates write no content beside them: the sentinel is in both."""
     function = {"name": "f", "arguments": {"a": SENTINEL}}
     return [{"type": "function", "id": f"call0000{at}", "function": function} for at in range(count)]
@@ -501,13 +463,13 @@ def _canned(kind: Kind) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
             if role == "tool":
                 message |= {key: text.format(at=of_run) for key, text in names.items()}
             if role == "assistant" and (results := _results(kind.roles[at + 1 :])):
-                message["tool_calls"] = _called(results)
+                message["tool_calls"] = probe_calls(results)
             if role == "assistant" and kind.reasoning:
                 message["reasoning_content"] = "because"
             new.append(message)
         answer: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         for count in sorted({min(1, _results(kind.roles)), _results(kind.roles)}):
-            calls = {"tool_calls": _called(count)} if count else {}
+            calls = {"tool_calls": probe_calls(count)} if count else {}
             yield {**answer, **calls}, new
             yield {**answer, **calls, "content": "" if calls else SENTINEL}, new
 

@@ -36,7 +36,8 @@ from turnlog.producers.gateway.images import Admitted, by_reference, check_image
 from turnlog.producers.gateway.messages import Message, id_of_call, response_of, system_digest, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
 from turnlog.producers.gateway.parsers.parser import CallFormat, Marks, Parser, Part, Reasoning, certain, shortened
-from turnlog.producers.gateway.prompts import Prompts, Shown, TextStream
+from turnlog.producers.gateway.prompts import Prompts, TextStream
+from turnlog.producers.gateway.rendering.shown import Shown
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Running, Session
 from turnlog.schemas.events.tasks import Purpose
@@ -122,6 +123,8 @@ class Planner:
     image_token: int | None = None
     shown: Shown
     """What the template writes of tools, calls and results."""
+    unread: bool = False
+    """No format was found that reads the calls that the template writes."""
     calls: CallFormat | None = None
     """None: all stays text."""
     thinking: Marks | None = None
@@ -133,7 +136,7 @@ class Planner:
         """Raises BadRequest, ConstraintRefused, ImagesNotServed, ToolsNotServed, StrayImageToken, ContextOverflow,
         TooMany."""
         _check_prefill(request.messages[-1])
-        self._check_tools(request)
+        self._check_tools(request, trains=policy and session.started.purpose is Purpose.train)
         window = self._window(claims)
         base, kept, tools_sha256, prompt = await self._prompt(session, request, window)
         ids, images, known, reason = prompt
@@ -154,9 +157,17 @@ class Planner:
             stored,
         )  # fmt: skip
 
-    def _check_tools(self, request: TurnRequest) -> None:
+    def _check_tools(self, request: TurnRequest, *, trains: bool) -> None:
         """A model may know its tools otherwise, by its training or by a system text; what they answered it cannot.
+        Where nobody reads its calls, an agent ends at the first one, and that is what would train.
         Raises ToolsNotServed."""
+        if trains and self.unread and request.tools:
+            raise ToolsNotServed(
+                "no known format reads the calls that the model's chat template writes, so that every call would be the "
+                "agent's last word: name the format by [gateway] tool_calls; `none` there gives calls as text to agents "
+                "that read them themselves",
+                param="tools",
+            )
         if request.tools and self.shown.tools is False:
             IGNORED.labels("tools_not_written").inc()
         if self.shown.results is False and any(one.role == "tool" for one in request.messages):

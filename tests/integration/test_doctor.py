@@ -17,9 +17,11 @@ from starlette.responses import PlainTextResponse, Response
 from tests.contract.test_https import front, served
 from tests.secured import Authority
 from turnlog.consumers.life import doctor
-from turnlog.consumers.life.doctor import GOOD, WORTH_A_LOOK, WRONG, broker_findings, command, examined
+from turnlog.consumers.life.doctor import GOOD, WORTH_A_LOOK, WRONG, Finding, broker_findings, command, examined
 from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.tls import serving
+from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.settings import RegistrySettings, RunSettings, Settings
 
 ENOUGH = {
@@ -49,7 +51,16 @@ async def test_servers_of_ours_are_well_and_one_that_is_away_is_a_finding(
     assert said["packages"]["aiokafka"] != "not installed"
     away = dataclasses.replace(live_settings, registry=RegistrySettings(url=f"http://{HOST}:{free_ports(1)[0]}"))
     more = dataclasses.replace(away, kafka=dataclasses.replace(away.kafka, replication=3, groups=5))
-    wrong = [finding for finding in await examined(more) if finding.state == WRONG]
+    gateway, [port] = Health("gateway"), free_ports(1)
+    gateway.warn("chat_template", ["the chat template does not write tools"])
+    write_endpoints(
+        Path(more.run.directory),
+        Endpoints(kafka="", registry="", store="", health={"gateway-0": f"http://{HOST}:{port}"}),
+    )
+    async with serve_health(gateway, (HOST, port)):
+        told = await examined(more)
+    assert Finding(WORTH_A_LOOK, "gateway-0", "the chat template does not write tools") in told
+    wrong = [finding for finding in told if finding.state == WRONG]
     assert any(one.where.startswith("[registry] url") and "RegistryUnreachable" in one.what for one in wrong)
     assert any("1 brokers, 3 copies of each topic" in finding.what for finding in wrong)
     assert any("has 4 partitions, the settings ask for 5" in finding.what for finding in wrong)

@@ -43,6 +43,7 @@ async def test_the_log_and_health_addresses_tell_what_no_supervisor_knows(live_s
             await role.events.append(event)
     ready, waits, nobody = Health("runner"), Health("assembler"), f"http://{HOST}:{free_ports(1)[0]}"
     ready.started()
+    ready.warn("hands", ["it has no hands"])
     waits.started()
     waits.unmet("unit 2", "stopped at agent.turns[2]@7")
     ports = free_ports(2)
@@ -52,7 +53,10 @@ async def test_the_log_and_health_addresses_tell_what_no_supervisor_knows(live_s
         found: dict[str, Any] = json.loads(said)
         assert code == 1
         assert found["processes"] == []
-        assert found["health"][one] == {"role": "runner", "alive": True, "ready": True, "why": ""}
+        assert found["health"][one] == {
+            "role": "runner", "alive": True, "ready": True, "why": "", "warnings": ["it has no hands"],
+        }  # fmt: skip
+        assert found["warnings"] == {one: ["it has no hands"]}
         assert found["health"][other]["why"] == "stopped at agent.turns[2]@7"
         assert not found["health"][nobody]["alive"]
         assert found["lag"]["runner"] == {"tasks": 0, "agent.tool-results": 0}
@@ -63,9 +67,8 @@ async def test_the_log_and_health_addresses_tell_what_no_supervisor_knows(live_s
         assert progress["last_step"]["batch"] == 1
         code, said = await status(live_settings, "--health", one)
         assert code == 0
-        assert "draws trained: 2 of 30" in said
-        assert "sglang-0: serving, weight version 0" in said
-        assert f"{one}" in said
+        for line in ("draws trained: 2 of 30", "sglang-0: serving, weight version 0", f"{one} warns: it has no hands"):
+            assert line in said
 
 
 async def test_a_run_that_was_up_here_and_is_not_any_more_is_not_up(live_settings: Settings) -> None:

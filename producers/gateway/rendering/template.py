@@ -37,6 +37,10 @@ class TemplateMissing(Exception):
     """The model's folder has no chat template. Remedy: add chat_template.jinja to [model] path."""
 
 
+class TemplateUnusable(Exception):
+    """The model's chat template serves no conversation; says why, and what to do."""
+
+
 DEFAULT, TOOL_USE = "default", "tool_use"
 
 

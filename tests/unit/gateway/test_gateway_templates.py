@@ -26,6 +26,7 @@ from tests.unit.gateway.test_gateway_tokens import ALTERNATING
 from turnlog.producers.gateway.dialects.dialect import IGNORED
 from turnlog.producers.gateway.messages import in_call_order, normalised
 from turnlog.producers.gateway.prompts import Prompts
+from turnlog.producers.gateway.rendering.template import TemplateUnusable
 from turnlog.schemas.events import Boundary, FinishReason, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import int32s
 
@@ -34,7 +35,7 @@ CONTEXT = 4096
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>",
-    "</tool_call>", "<think>", "</think>", "<|end|>",
+    "</tool_call>", "<think>", "</think>", "<|end|>", "<|tools_prefix|>", "<|tools_suffix|>",
 )  # fmt: skip
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|user|>", "<|observation|>")
 TYPES = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -294,8 +295,8 @@ def test_turns_extend_their_bases_under_every_template(family: str, rig_of_famil
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (FAMILIES["qwen3"].source, "tool calls: <tool_call>; reasoning: <think>; appended: user, tool, tool+tool, "),
-        (FAMILIES["llama3"].source, "tool calls: <|python_tag|>; reasoning: none; appended: user, tool, tool+tool, "),
+        (FAMILIES["qwen3"].source, "tool calls: hermes; reasoning: <think>; appended: user, tool, tool+tool, "),
+        (FAMILIES["llama3"].source, "tool calls: llama3; reasoning: none; appended: user, tool, tool+tool, "),
         (FAMILIES["glm4"].source, "tool+user with tools; rendered anew: none"),
         (ALTERNATING, "appended: user, user with tools; rendered anew: tool, tool+tool, tool+user, tool with tools, "),
     ],
@@ -362,6 +363,44 @@ async def test_an_answer_of_several_messages_is_ended_by_what_the_configuration_
         message = answer.json()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("hm", "42")
         assert not {*end} & {*rig.engines["e0"].requests[0].stop_token_ids}
+
+
+async def test_a_mark_that_ends_an_answer_and_its_calls_belongs_to_the_calls(tmp_path: Path) -> None:
+    source = "{# <|tools_prefix|> #}" + MESSAGES
+    async with rigged(settings_of(folder_of(source, tmp_path), tmp_path, context=CONTEXT), tmp_path) as rig:
+        said = rig.tokens.encode('<|tools_prefix|>[{"weather": {"days": 5}}]<|tools_suffix|>')
+        rig.script.answers.append(said)
+        session = await rig.open(sampling={"max_new_tokens": 200, "stop_token_ids": [said[-1]]})
+        answer = await rig.chat(session, [{"role": "user", "content": "?"}], tools=TOOLS)
+        [call] = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": '{"days":5}'}
+
+
+UNREAD = MESSAGES.replace(
+    "{{ m.content", "{% for c in m.tool_calls or [] %}<do>{{ c.function }}{% endfor %}{{ m.content"
+)
+NEEDS = "{{ functions + '' }}" + MESSAGES
+
+
+async def test_what_trains_offers_no_tools_to_a_model_whose_calls_nobody_reads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(UNREAD, tmp_path) as rig:
+        session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 200})
+        refused = await rig.chat(session, [{"role": "user", "content": "?"}], tools=TOOLS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "tools_not_served")
+        [line] = [one for one in (await rig.http.get("/readyz")).json()["warnings"] if "no known format" in one]
+        assert "<do>" in line
+        told = (await rig.http.get("/state")).json()["chat_template"]
+        assert (told["writes"], told["tool_calls"]) == (["system", "calls", "results"], "")
+        assert told["drops"] == ["names", "images", "reasoning", "tools"]
+    assert "no known format reads the calls" in caplog.text
+
+
+async def test_a_template_that_refuses_every_conversation_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(TemplateUnusable, match="refuses a user's message"):
+        async with served(NEEDS, tmp_path):
+            pass
 
 
 async def test_a_session_is_shown_the_time_of_its_beginning_at_every_gateway(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ it holds the loop."""
 PATIENCE_S = 120.0
 """Of a client, on a machine that has other things to do."""
 ROOM: dict[str, Any] = {"limits": {"max_context_tokens": WINDOW}}
-NEVER = "{{ raise_exception('this was rendered') }}"
+NEVER = "{% if [messages, tools] | tojson | length > 9000 %}{{ raise_exception('this was rendered') }}{% endif %}"
+"""Writes what a gateway tries at its start."""
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 OVERFLOW, TOO_LARGE = (400, "maximum context length", "prompt is too long"), (413, "JSON values", "JSON values")
 

@@ -1,0 +1,154 @@
+"""What a model's chat template shows of a conversation, found out by having it write one: what it drops, which format
+reads its calls, and which messages are appended to a prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from turnlog.producers.gateway.parsers.formats import FORMATS
+from turnlog.producers.gateway.parsers.parser import Call, CallFormat, Marks, Parser
+from turnlog.producers.gateway.prompts import PARAMETERS, SENTINEL, TOOLS, Prompts, probe_calls
+
+ANSWER = {"role": "assistant", "content": ""}
+IN_PYTHON_OR_JSON = re.compile(r"""["']type["']: ["']image["']""")
+"""A block that a template wrote as it came is no image."""
+TEXT = "Zq8"
+"""Stands where it is asked whether a template writes something."""
+
+
+class Shown(NamedTuple):
+    """What a template writes of a conversation. None: it refuses every conversation that has it."""
+
+    plain: bool | None
+    """A conversation without any of what follows."""
+    system: bool | None
+    """A system message that comes first."""
+    names: bool | None
+    """Of those who speak."""
+    images: bool | None
+    reasoning: bool | None
+    """What was thought before a call."""
+    tools: bool | None
+    """The tools that are offered."""
+    calls: bool | None
+    results: bool | None
+    answer: str
+    """An answer that is one call of f, {"a": SENTINEL}, as the template writes it; empty if it does not."""
+    sample: str
+    """A conversation with as much of all this as the template takes."""
+
+    def written(self) -> dict[str, bool | None]:
+        """Whether the template writes each of these."""
+        told = self._asdict()
+        return {what: written for what, written in told.items() if what not in ("plain", "answer", "sample")}
+
+    def reads(self, calls: CallFormat | None) -> bool:
+        """Whether a format reads the call in `answer`."""
+        parser = Parser(calls, tools=TOOLS)
+        parser.push(self.answer)
+        parser.end()
+        return Call("f", f'{{"a":"{SENTINEL}"}}') in parser.parts
+
+
+def shown(prompts: Prompts) -> Shown:
+    """Of the template of these prompts."""
+    asked = {"role": "user", "content": "u"}
+    call = ANSWER | {"tool_calls": probe_calls(1)}
+    result = {"role": "tool", "content": TEXT, "tool_call_id": "call00000", "name": "f"}
+    described = [{"type": "function", "function": {"name": "f", "description": TEXT, "parameters": PARAMETERS}}]
+
+    def attempted(*messages: dict[str, Any], tools: Any = None) -> str | None:
+        return prompts.attempted([*messages], tools)
+
+    def among(*texts: str | None) -> bool | None:
+        """Whether the text is in one of those that were written."""
+        said = [TEXT in text for text in texts if text is not None]
+        return any(said) if said else None
+
+    plain, offered, before = attempted(asked), attempted(asked, tools=described), attempted(asked, tools=TOOLS) or ""
+    said, unsaid = attempted(asked, call, tools=TOOLS), attempted(asked, ANSWER, tools=TOOLS)
+    seen = [attempted(asked | {"content": [*image, {"type": "text", "text": "u"}]}) for image in ([{"type": "image"}], [])]
+    thought, again = {"reasoning_content": TEXT}, {"role": "tool", "content": "r", "tool_call_id": "call00000"}
+    thinking = [
+        attempted(asked, call | thought, again, tools=TOOLS),
+        attempted(asked, ANSWER | {"content": SENTINEL} | thought),
+    ]
+    return Shown(
+        plain=None if plain is None and before == "" else True,
+        system=among(*(attempted({"role": "system", "content": TEXT}, asked, tools=tools) for tools in (None, TOOLS))),
+        names=among(attempted(asked | {"name": TEXT})),
+        images=None if seen[0] is None else seen[0] != seen[1] and not IN_PYTHON_OR_JSON.search(seen[0]),
+        reasoning=among(*thinking),
+        tools=None if offered is None else TEXT in offered,
+        calls=None if said is None else said != unsaid,
+        results=among(attempted(asked, call, result, tools=TOOLS)),
+        sample="\n".join(text for text in (said, *thinking) if text),
+        answer=prompts.without_end((said or "").removeprefix(before)) if SENTINEL in (said or "") else "",
+    )
+
+
+class Findings(NamedTuple):
+    """What a gateway makes of its template."""
+
+    shown: Shown
+    format: str
+    """The one that reads calls, by its name; empty if none does."""
+    reasoning: Marks | None
+    appended: dict[str, bool]
+    """By the messages that come behind an answer, whether the template appends them or writes all anew."""
+    doubts: tuple[str, ...]
+    """What goes wrong without an error, or is refused later."""
+
+    def facts(self) -> dict[str, object]:
+        """As /state has it."""
+        return {
+            "writes": [what for what, written in self.shown.written().items() if written],
+            "drops": [what for what, written in self.shown.written().items() if written is False],
+            "refuses": [what for what, written in self.shown.written().items() if written is None],
+            "tool_calls": self.format,
+            "reasoning": self.reasoning.opening if self.reasoning else "",
+            "appended": [kind for kind, appended in self.appended.items() if appended],
+            "rendered_anew": [kind for kind, appended in self.appended.items() if not appended],
+        }
+
+
+def findings(prompts: Prompts, written: Shown, calls: CallFormat | None, thinking: Marks | None) -> Findings:
+    """Of a template, and the formats that were chosen for it."""
+    name = next((name for name, one in FORMATS.items() if one is calls), "")
+    return Findings(written, name, thinking, prompts.appended(), tuple(_doubts(prompts, written, name)))
+
+
+MEANS = {
+    "system": "the model never sees what a system message says",
+    "tools": "the model never sees what requests have of them",
+    "calls": "a prompt that is written anew would lack them, and is refused",
+    "results": "the model would never see them, and requests that have some are refused",
+}
+"""What it means that a template drops something that agents send as a rule."""
+
+
+def _doubts(prompts: Prompts, written: Shown, name: str) -> Iterator[str]:
+    for what, means in MEANS.items():
+        if written.written()[what] is False:
+            yield f"the chat template does not write {what}: {means}"
+    refused = [what for what in ("tools", "calls", "results") if written.written()[what] is None]
+    if refused:
+        yield f"the chat template refuses conversations with {', '.join(refused)}: so are the requests that have them"
+    if written.answer and not name:
+        yield (
+            f"no known format reads the calls that the chat template writes, {written.answer[:200]!r}: they stay text, "
+            "and what trains may offer no tools ([gateway] tool_calls)"
+        )
+    elif written.answer and not written.reads(FORMATS[name]):
+        yield (
+            f"the format {name} does not read the calls as the chat template writes them, {written.answer[:200]!r}: "
+            "[gateway] tool_calls names another"
+        )
+    end = prompts.end_of_turn
+    if end is not None and prompts.tokens.eos and end not in prompts.tokens.eos:
+        yield (
+            f"answers end at what generation_config.json and config.json name, and {prompts.end_mark}, by which the "
+            "chat template ends messages, is not among it: name it there if it ends answers, too"
+        )
