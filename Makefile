@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ test-secured: $(ENVIRONMENT)  ## the whole contract of the log over SASL_SSL and
 
 screenshots: $(ENVIRONMENT)  ## the pictures of docs/dashboard.md, taken by their test (Debian: chromium)
 	@TURNLOG_WRITE_SCREENSHOTS=1 $(BIN)/python -m pytest -q tests/unit/consumers/test_dashboard_browser.py -k pictures
+
+templates: $(ENVIRONMENT)  ## rewrite the table of chat templates in docs/harnesses.md, of the packages in locks/templates.txt
+	@TURNLOG_WRITE_TEMPLATES=1 $(BIN)/python -m pytest -q -m long tests/integration/test_real_templates.py -k table
 
 check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -179,8 +179,8 @@ class Gateway:
         written = shown_by(prompts)
         if written.plain is None:
             raise TemplateUnusable(
-                f"the chat template of {folder} refuses a user's message, with tools and without: it needs variables or "
-                "roles that no request has; give the model's folder another one"
+                f"the chat template of {folder} refuses a user's message, with tools and without: it needs variables "
+                "that no request has; give the model's folder another one"
             )
         calls, thinking = formats_of(
             f"{template.source}\n{written.sample}", settings.gateway.tool_calls, settings.gateway.reasoning
@@ -583,7 +583,7 @@ def build(gateway: Gateway) -> Starlette:
 
 
 def _told(role: Role, prompts: Prompts, found: Findings) -> None:
-    """What a gateway makes of a chat template, to whoever asks: a wrong guess, and what costs tokens, is seen at once."""
+    """What a gateway makes of a chat template, to whoever asks: a wrong guess, and what costs tokens, is seen."""
     facts = found.facts()
     for what, written in found.shown.written().items():
         WRITES.labels(what).set(bool(written))

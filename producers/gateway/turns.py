@@ -163,9 +163,9 @@ class Planner:
         Raises ToolsNotServed."""
         if trains and self.unread and request.tools:
             raise ToolsNotServed(
-                "no known format reads the calls that the model's chat template writes, so that every call would be the "
-                "agent's last word: name the format by [gateway] tool_calls; `none` there gives calls as text to agents "
-                "that read them themselves",
+                "no known format reads the calls that the model's chat template writes, so that every call would be "
+                "the agent's last word: name the format by [gateway] tool_calls; `none` there gives calls as text to "
+                "agents that read them themselves",
                 param="tools",
             )
         if request.tools and self.shown.tools is False:

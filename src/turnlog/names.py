@@ -70,6 +70,7 @@ VARIABLES = frozenset(
         "TURNLOG_TRACEBACK",
         "TURNLOG_VERSION",
         "TURNLOG_WRITE_SCREENSHOTS",
+        "TURNLOG_WRITE_TEMPLATES",
     }
 )
 """Environment variables that are no settings: of one process, of compose.yaml, of the tests. Beside them only settings

@@ -69,7 +69,9 @@ def shown(prompts: Prompts) -> Shown:
 
     plain, offered, before = attempted(asked), attempted(asked, tools=described), attempted(asked, tools=TOOLS) or ""
     said, unsaid = attempted(asked, call, tools=TOOLS), attempted(asked, ANSWER, tools=TOOLS)
-    seen = [attempted(asked | {"content": [*image, {"type": "text", "text": "u"}]}) for image in ([{"type": "image"}], [])]
+    seen = [
+        attempted(asked | {"content": [*image, {"type": "text", "text": "u"}]}) for image in ([{"type": "image"}], [])
+    ]
     thought, again = {"reasoning_content": TEXT}, {"role": "tool", "content": "r", "tool_call_id": "call00000"}
     thinking = [
         attempted(asked, call | thought, again, tools=TOOLS),
