@@ -98,6 +98,29 @@ def test_compose_names_verbs_and_variables_that_exist() -> None:
     assert set(commented) <= set(re.findall(r"TURNLOG_\w+", COMPOSE.read_text() + EGRESS.read_text()))
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ({}, 8e-4),
+        ({"TURNLOG_MODEL_PATH": "/models/mine"}, 0.0),
+        ({"TURNLOG_MODEL_PATH": "/models/mine", "TURNLOG_TRAINER_LEARNING_RATE": "3e-6"}, 3e-6),
+    ],
+)
+def test_compose_trains_the_tiny_policy_alone_at_its_rate(given: dict[str, str], rate: float) -> None:
+    name = "TURNLOG_TRAINER_LEARNING_RATE"
+    written = yaml.safe_load(COMPOSE.read_text())["services"]["trainer"]["environment"][name]
+    assert load(None, {name: interpolated(written, given)}).trainer.learning_rate == rate
+
+
+def interpolated(text: str, given: dict[str, str]) -> str:
+    """As Compose does it, from the innermost variable outwards."""
+    while found := re.search(r"\$\{(\w+):([-+])([^${}]*)\}", text):
+        there, other = given.get(found[1], ""), found[3]
+        value = (there or other) if found[2] == "-" else (there and other)
+        text = text[: found.start()] + value + text[found.end() :]
+    return text
+
+
 def test_compose_runs_and_scrapes_every_role_and_the_chart_labels_each_for_its_monitor() -> None:
     labelled, running = set(), set()
     for file in (COMPOSE, EGRESS):
