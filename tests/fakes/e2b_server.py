@@ -62,6 +62,8 @@ class LocalE2b:
 
     def __init__(self, parts: Parts, *, key: str, first_uid: int) -> None:
         self.key = key
+        self.failing = 0
+        """Status that every request with the key is answered with; 0: none but its own."""
         self.url = ""
         self.machines: dict[str, Machine] = {}
         """Those that live, by sandbox id."""
@@ -159,7 +161,9 @@ class LocalE2b:
 
     def _unauthorised(self, request: Request) -> Response | None:
         given = request.headers.get("x-api-key")
-        return None if given == self.key else _error(401, "Invalid API key")
+        if given != self.key:
+            return _error(401, "Invalid API key")
+        return _error(self.failing, "not now") if self.failing else None
 
     def _described(self, machine: Machine) -> dict[str, Any]:
         now = datetime.now(UTC)

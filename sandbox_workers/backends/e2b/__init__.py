@@ -294,6 +294,16 @@ def said(error: BaseException) -> str:
     return text.replace(os.environ.get(KEY) or "\0", "<key>")
 
 
+def _remedy(error: SandboxUnavailable) -> str:
+    """What to do about a service that did not list its machines: of the key alone where it was refused."""
+    from e2b.exceptions import AuthenticationException
+
+    cause = error.__cause__
+    if isinstance(cause, AuthenticationException) or getattr(cause, "status_code", None) == HTTPStatus.FORBIDDEN:
+        return f"check the key in {KEY}"
+    return "the service did not refuse the key: try again once it answers, or see E2B_DOMAIN and E2B_API_URL"
+
+
 def template_missing(error: SandboxUnavailable, template: str) -> ImageMissing | None:
     """The service has no such template for this key; None: it was something else. To be asked of a start alone."""
     cause = error.__cause__
@@ -356,7 +366,7 @@ class E2b:
         try:
             await asked(AsyncSandbox.list(limit=1, request_timeout=REQUEST_S).next_items())
         except SandboxUnavailable as error:
-            raise BackendUnavailable(f"{error}; is {KEY} right, and is the service reached?") from error
+            raise BackendUnavailable(f"{error}; {_remedy(error)}") from error
         return cls(settings)
 
     async def start(self, slot: int, shape: Shape) -> E2bSandbox:

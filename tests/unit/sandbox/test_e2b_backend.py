@@ -15,6 +15,7 @@ from protobuf import Oneof
 
 from tests.fakes import e2b_server
 from tests.fakes.e2b_server import ProcessEvent, event
+from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.e2b import E2b, said, template_missing
 from turnlog.sandbox_workers.inside.frames import HEADER
@@ -171,6 +172,20 @@ async def test_without_the_right_key_nothing_starts_and_it_is_in_no_text(
     monkeypatch.delenv("E2B_API_KEY")
     with pytest.raises(BackendUnavailable, match="E2B_API_KEY"):
         await E2b.open(SETTINGS)
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503, None])
+async def test_a_start_that_fails_says_of_what_and_of_the_key_only_where_it_was_refused(
+    server: e2b_server.LocalE2b, monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    if status is None:
+        monkeypatch.setenv("E2B_API_URL", f"http://{HOST}:{free_ports(1)[0]}")
+    server.failing = status or 0
+    with pytest.raises(BackendUnavailable) as refused:
+        await E2b.open(SETTINGS)
+    assert ("E2B_API_KEY" in str(refused.value)) is (status in (401, 403))
+    assert str(status or "") in str(refused.value)
+    assert ("connect" in str(refused.value).lower()) is (status is None), str(refused.value)
 
 
 async def test_a_missing_sdk_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
