@@ -17,6 +17,12 @@ from starlette.responses import JSONResponse, Response
 
 import turnlog
 from tests.contract.test_https import served
+from tests.fakes.otlp_collector import collecting
+from tests.unit.consumers.test_alerts import listening
+from turnlog.cli import main
+from turnlog.consumers.outlets.alerts import targets
+from turnlog.consumers.outlets.spans import Span
+from turnlog.consumers.outlets.tracing import Collector as Exporter
 from turnlog.consumers.status import _answer
 from turnlog.infra.embedded import liveness
 from turnlog.infra.embedded.plan import waiting_for
@@ -28,7 +34,15 @@ from turnlog.infra.roles.starting import _gateway
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.verifiers.judges import client
 from turnlog.producers.gateway_client import GatewayClient
-from turnlog.settings import GatewaySettings, RegistrySettings, Settings, StoreSettings
+from turnlog.settings import (
+    AlertsSettings,
+    GatewaySettings,
+    RegistrySettings,
+    RunSettings,
+    Settings,
+    StoreSettings,
+    TraceSettings,
+)
 
 ROOT = Path(turnlog.__file__).parent
 NOWHERE = "http://127.0.0.1:9"
@@ -111,6 +125,26 @@ def test_children_ask_their_own_machine_directly() -> None:
     verb = f"import os; from turnlog.infra.roles import http_clients; http_clients.spare_loopback(os.environ); {told}"
     said = subprocess.run([sys.executable, "-c", verb], capture_output=True, text=True, check=True).stdout
     assert all(json.loads(said))
+
+
+@pytest.mark.usefixtures("proxy")
+@pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")  # apprise imports it
+def test_a_collector_and_a_hook_on_this_machine_are_asked_directly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their clients are others' and know no_proxy alone, which every verb sets before it does anything."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "kept.example")  # and so it is set back afterwards
+    main(["run", "list"])
+    span = Span(trace_id=f"{1:032x}", span_id=f"{1:016x}", name="turn", start_ns=1, end_ns=2)
+    with collecting() as collector, listening() as hook:
+        exporter = Exporter(TraceSettings(timeout_s=5.0), collector.url, {})
+        exporter.export([span])
+        exporter.close()
+        (target,) = targets(Settings(run=RunSettings(directory=str(tmp_path)), alerts=AlertsSettings(urls=hook.url)))
+        assert target.notifier.notify(title="t", body="b")
+    assert (len(collector.spans), len(hook.bodies)) == (1, 1)
 
 
 def test_what_no_proxy_names_already_stays() -> None:
