@@ -80,7 +80,7 @@ def kept_secret(path: Path) -> str:
             os.link(part, path)
     finally:
         part.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync(path.parent)
     return read_secret(path) or kept_secret(path)
 
 
@@ -443,7 +443,7 @@ def replace_private(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     _write_private(part, text, os.O_TRUNC)
     os.replace(part, path)
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _write_private(path: Path, text: str, how: int, *, durable: bool = True) -> None:
@@ -454,9 +454,9 @@ def _write_private(path: Path, text: str, how: int, *, durable: bool = True) -> 
             os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
-    """What a folder names is on the disk only when the folder itself is."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Put a file on the disk, or a folder: what that names is there only when the folder itself is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

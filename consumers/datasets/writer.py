@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from turnlog.consumers.datasets import BadQuery, DatasetExists, NotADataset, Unwritable
 from turnlog.consumers.datasets.columns import VIEWS, RlRows, canonical_json, row_digests, rows_sha256
 from turnlog.consumers.datasets.manifest import NAME, Counts, DataFile, Manifest, Provenance
+from turnlog.infra.run_folder import sync
 from turnlog.schemas.events import SegmentSample
 
 
@@ -52,7 +53,7 @@ class StagedFolder:
         """The folder takes its place; what stood there goes. Raises DatasetExists, Unwritable."""
         try:
             for folder in (*(path for path in self.folder.rglob("*") if path.is_dir()), self.folder):
-                _sync(folder)
+                sync(folder)
             with _alone(self.out.parent):
                 self._admit()
                 self._exchange()
@@ -76,7 +77,7 @@ class StagedFolder:
             if self._aside.exists():
                 self._aside.rename(self.out)
             raise
-        _sync(self.out.parent)
+        sync(self.out.parent)
 
     def _admit(self) -> None:
         if not self.out.exists():
@@ -120,14 +121,6 @@ def _locked(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 FORMATS = ("parquet", "arrow")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 from turnlog.infra.blobs import BlobMissing, Blobs, ImageUnreadable, opened_image
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import BadRequest, ImagesNotServed, StrayImageToken
+from turnlog.producers.gateway.rendering.template import read_json
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 
@@ -102,7 +102,7 @@ class ImageTokens:
 def image_tokens(folder: Path, most_pixels: int) -> ImageTokens | None:
     """The placeholder and its rule from config.json and preprocessor_config.json; None for a model of text, or where
     the rule is not one that is known here."""
-    config, processor = _json(folder / "config.json"), _json(folder / "preprocessor_config.json")
+    config, processor = read_json(folder / "config.json"), read_json(folder / "preprocessor_config.json")
     token = config.get("image_token_id")
     if not isinstance(token, int) or not {"patch_size", "merge_size"} <= processor.keys():
         return None
@@ -227,8 +227,3 @@ def _size(content: bytes, most: int) -> tuple[int, int]:
             f"an image of {width} x {height} pixels; [gateway] max_image_pixels allows {most:,}", param="messages"
         )
     return height, width
-
-
-def _json(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return values

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from turnlog.infra.history import all_events
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, opened
 from turnlog.infra.roles.terminal import say, say_json
+from turnlog.infra.run_folder import sync
 from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorSpec, Written, places, write_weights
 from turnlog.infra.tensors.versions import BadWeights, Chain, assembled, chain_of
@@ -249,21 +249,13 @@ def appearing(folder: Path) -> Iterator[Path]:
     try:
         yield part
         for path in (*part.rglob("*"), part):
-            _sync(path)
+            sync(path)
         part.chmod(0o755)
         check_free(folder)
         part.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check(written: Written, event: WeightVersionPublished) -> None:

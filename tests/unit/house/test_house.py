@@ -21,6 +21,8 @@ ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 LONGEST, CROWDED = 700, 14
 """Lines of a module, modules of a package; 500 and 12 are the aim."""
+SHORT = 25
+"""Nodes of a function's tree: what has fewer may be written twice."""
 NEWLINE = "\n"
 LEFT = '"""Moved to '
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "impl"}
@@ -126,6 +128,20 @@ def test_nothing_is_swallowed() -> None:
                 silent = isinstance(node.body[0], ast.Pass | ast.Continue)
                 faults += [f"{named(path)}:{node.lineno}"] * (broad and silent)
     assert not faults
+
+
+def test_no_function_is_written_twice() -> None:
+    """But for those that are sent into sandboxes, where nothing else of ours is."""
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        sent = {"engine_shim", "inside", "wasm"} & set(path.parts)
+        for node in ast.walk(ast.parse("" if sent else path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                if sum(1 for statement in body for _ in ast.walk(statement)) >= SHORT:
+                    written = ";".join(map(ast.dump, body))
+                    places.setdefault(written, []).append(f"{named(path)}:{node.lineno}: {node.name}")
+    assert not [twins for twins in places.values() if len(twins) > 1]
 
 
 def test_no_module_has_a_twin() -> None:
