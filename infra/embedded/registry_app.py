@@ -104,27 +104,27 @@ class SchemaStore:
 
     async def register(self, subject: str, text: str) -> int:
         """The id of the schema under `subject`, a new version when the subject does not have it.
-        Raises Refused (42201, 409) and LogError, after which the process must end."""
-        schema = parsed(text)
+        Raises Refused (413, 42201, 409) and LogError, after which the process must end."""
+        schema, canonical = await _read_schema(text)
         async with self._writing:
-            known = self._find(subject, schema)
+            known = self._find(subject, canonical)
             if known is not None:
                 return known.schema_id
-            if problems := self._problems(subject, schema, self._subjects.get(subject, [])):
+            if problems := await self._problems(subject, schema, self._subjects.get(subject, [])):
                 raise Refused(409, 409, "; ".join(problems))
-            schema_id = self._ids.get(_canonical(schema), len(self._texts) + 1)
+            schema_id = self._ids.get(canonical, len(self._texts) + 1)
             version = Version(subject, len(self._subjects.get(subject, ())) + 1, schema_id, text)
             key = {"keytype": "SCHEMA", "subject": subject, "version": version.number, "magic": 1}
             value = {"subject": subject, "version": version.number, "id": schema_id, "schema": text, "deleted": False}
             await self._write(key, value)
-            self._hold(version)
+            self._hold(version, canonical)
             return schema_id
 
-    def lookup(self, subject: str, text: str) -> Version:
-        """The version of `subject` with that schema. Raises Refused (40401, 40403, 42201)."""
-        schema = parsed(text)
+    async def lookup(self, subject: str, text: str) -> Version:
+        """The version of `subject` with that schema. Raises Refused (40401, 40403, 413, 42201)."""
+        _, canonical = await _read_schema(text)
         self.versions(subject)
-        version = self._find(subject, schema)
+        version = self._find(subject, canonical)
         if version is None:
             raise Refused(404, 40403, f"subject {subject} does not have this schema")
         return version
@@ -156,9 +156,10 @@ class SchemaStore:
             raise Refused(404, 40402, f"subject {subject} has versions 1 to {len(versions)}, not {number}")
         return versions[int(number) - 1]
 
-    def problems(self, subject: str, text: str, number: str) -> list[str]:
+    async def problems(self, subject: str, text: str, number: str) -> list[str]:
         """What stands against registering the schema, next to one version. Raises Refused."""
-        return self._problems(subject, parsed(text), [self.version(subject, number)])
+        schema, _ = await _read_schema(text)
+        return await self._problems(subject, schema, [self.version(subject, number)])
 
     def level(self, subject: str | None) -> str | None:
         """The compatibility level set for a subject (None: for all others); None when none was set."""
@@ -172,26 +173,21 @@ class SchemaStore:
             await self._write({"keytype": "CONFIG", "subject": subject, "magic": 0}, {"compatibilityLevel": level})
             self._levels[subject] = level
 
-    def _problems(self, subject: str, schema: Any, versions: list[Version]) -> list[str]:
+    async def _problems(self, subject: str, schema: Any, versions: list[Version]) -> list[str]:
         level = self.level(subject) or self.level(None) or DEFAULT_LEVEL
         if level == "NONE":
             return []
-        others = [json.loads(version.schema) for version in versions]
-        if not level.endswith("_TRANSITIVE"):
-            others = others[-1:]
-        problems = [] if level.startswith("FORWARD") else incompatibilities(schema, others)
-        if not level.startswith("BACKWARD"):
-            problems += [problem for other in others for problem in incompatibilities(other, [schema])]
-        return list(dict.fromkeys(map(str, problems)))  # several versions may say the same
+        texts = [version.schema for version in versions]
+        return await asyncio.to_thread(_against, level, schema, texts if level.endswith("_TRANSITIVE") else texts[-1:])
 
-    def _find(self, subject: str, schema: Any) -> Version | None:
-        schema_id = self._ids.get(_canonical(schema))
+    def _find(self, subject: str, canonical: str) -> Version | None:
+        schema_id = self._ids.get(canonical)
         same = (version for version in self._subjects.get(subject, ()) if version.schema_id == schema_id)
         return next(same, None)
 
-    def _hold(self, version: Version) -> None:
+    def _hold(self, version: Version, canonical: str) -> None:
         self._subjects.setdefault(version.subject, []).append(version)
-        self._ids.setdefault(_canonical(json.loads(version.schema)), version.schema_id)
+        self._ids.setdefault(canonical, version.schema_id)
         self._texts.setdefault(version.schema_id, version.schema)
 
     async def _write(self, key: object, value: object) -> None:
@@ -216,13 +212,43 @@ class SchemaStore:
             key, value = json.loads(key_bytes), json.loads(value_bytes or b"null")
             match key["keytype"]:
                 case "SCHEMA":
-                    self._hold(Version(key["subject"], key["version"], value["id"], value["schema"]))
+                    version = Version(key["subject"], key["version"], value["id"], value["schema"])
+                    self._hold(version, _canonical(json.loads(version.schema)))
                 case "CONFIG":
                     self._levels[key["subject"]] = value["compatibilityLevel"]
 
 
+SCHEMA_BYTES = 128 << 10
+"""Of a schema: unions and promotions are compared each with each, so that the time grows by the square."""
+
+
+async def _read_schema(text: str) -> tuple[Any, str]:
+    """A schema, and what makes another one the same, found in a thread: others are answered meanwhile. Raises Refused
+    (413, 42201)."""
+
+    def read() -> tuple[Any, str]:
+        schema = parsed(text)
+        return schema, _canonical(schema)
+
+    return await asyncio.to_thread(read)
+
+
+def _against(level: str, schema: Any, texts: list[str]) -> list[str]:
+    """What the compatibility level has against a schema next to others."""
+    others = [json.loads(text) for text in texts]
+    problems = [] if level.startswith("FORWARD") else incompatibilities(schema, others)
+    if not level.startswith("BACKWARD"):
+        problems += [problem for other in others for problem in incompatibilities(other, [schema])]
+    return list(dict.fromkeys(map(str, problems)))  # several versions may say the same
+
+
 def parsed(text: str) -> Any:
-    """The JSON of a valid Avro schema. Raises Refused (42201)."""
+    """The JSON of a valid Avro schema. Raises Refused (413, 42201)."""
+    if (size := len(text.encode(errors="surrogatepass"))) > SCHEMA_BYTES:
+        raise Refused(
+            413, 41301, f"the schema has {size} bytes, this registry takes {SCHEMA_BYTES}: shorten it, or name a "
+            "registry of your own by [registry] url"
+        )  # fmt: skip
     if deeper_than(text):
         raise Refused(422, 42201, f"not a valid Avro schema: nested deeper than {MAX_DEPTH} levels")
     try:
@@ -317,7 +343,7 @@ class RegistryApi:
         return {"id": await self._store.register(request.path_params["subject"], await self._schema_text(request))}
 
     async def _lookup(self, request: Request) -> Any:
-        return _shown(self._store.lookup(request.path_params["subject"], await self._schema_text(request)))
+        return _shown(await self._store.lookup(request.path_params["subject"], await self._schema_text(request)))
 
     async def _versions(self, request: Request) -> Any:
         return [version.number for version in self._store.versions(request.path_params["subject"])]
@@ -330,7 +356,7 @@ class RegistryApi:
 
     async def _compatible(self, request: Request) -> Any:
         path = request.path_params
-        problems = self._store.problems(path["subject"], await self._schema_text(request), path["version"])
+        problems = await self._store.problems(path["subject"], await self._schema_text(request), path["version"])
         return {"is_compatible": not problems, "messages": problems}
 
     async def _config(self, request: Request) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.embedded.registry_app import DEFAULT_LEVEL, RegistryApi, SchemaStore
+from turnlog.infra.embedded.registry_app import DEFAULT_LEVEL, SCHEMA_BYTES, RegistryApi, SchemaStore
 from turnlog.infra.registry import authorization
 from turnlog.settings import RegistrySettings
 
@@ -37,6 +38,31 @@ async def serving(settings: RegistrySettings, url: str = "http://127.0.0.1:8081"
         transport = httpx.ASGITransport(app=RegistryApi(store, settings).application())
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             yield client
+
+
+def union(count: int, doc: str = "") -> str:
+    """A schema of records that are compared each with each."""
+    types = [{"type": "record", "name": f"R{at}", "fields": [], "doc": doc} for at in range(count)]
+    return json.dumps({"type": "record", "name": "Many", "fields": [{"name": "f", "type": types}]})
+
+
+async def test_a_large_schema_delays_no_other_request() -> None:
+    async with serving(RegistrySettings()) as http:
+        answered, large = 0, asyncio.create_task(http.post("/subjects/large/versions", json={"schema": union(1000)}))
+        while not large.done():
+            answers = [await http.get("/subjects"), await http.post("/subjects/s/versions", json={"schema": '"int"'})]
+            assert [one.status_code for one in answers] == [200, 200]
+            answered += not large.done()
+        assert (await large).status_code == 200
+    assert answered >= 3
+
+
+async def test_a_schema_that_is_too_large_is_refused_before_it_is_parsed() -> None:
+    async with serving(RegistrySettings()) as http:
+        for path in ("/subjects/s/versions", "/subjects/s", "/compatibility/subjects/s/versions/latest"):
+            refused = await http.post(path, json={"schema": union(1, "ü" * (SCHEMA_BYTES // 2))})
+            assert (refused.status_code, refused.json()["error_code"]) == (413, 41301)
+            assert f"this registry takes {SCHEMA_BYTES}" in refused.json()["message"]
 
 
 WORDS = ["type", "record", "name", "fields", "A", "B", "int", "string", "null", "array", "items", "map", "values",
