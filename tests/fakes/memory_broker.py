@@ -16,6 +16,7 @@ from turnlog.infra.log import (
     BrokenAssignment,
     Commit,
     Fenced,
+    LogUnreachable,
     OffsetOutOfRange,
     Oversized,
     Partition,
@@ -109,6 +110,26 @@ class MemoryBroker:
         self._member_ids = itertools.count()
         self._clock_ms = itertools.count(since_ms, every_ms)
         self._waiters: set[asyncio.Future[None]] = set()
+        self.serves = True
+        """False while it is away: what it holds stays."""
+
+    def stop(self) -> None:
+        """It answers nobody until `start`."""
+        self.serves = False
+
+    def start(self) -> None:
+        """It is back."""
+        self.serves = True
+        self.notify()
+
+    async def answers(self, patience_s: float) -> None:
+        """Return when it serves, as a client waits for it. Raises LogUnreachable."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while not self.serves:
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                raise LogUnreachable(f"no broker has answered for {patience_s:g} s")
+            await self.changed(min(left_s, 60.0))
 
     # -- topics ------------------------------------------------------------------------------------------------
 

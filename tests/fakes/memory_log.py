@@ -32,6 +32,9 @@ from turnlog.infra.log import (
     partition_of,
 )
 
+PATIENCE_S = 60.0
+"""As an append of the real one."""
+
 
 class Died(BaseException):
     """The process that owned this connection was killed at a point that a test chose."""
@@ -52,6 +55,8 @@ class MemoryLog:
         """At this point the process stands still for `stall_s` and its sessions time out: SIGSTOP, then SIGCONT."""
         self.stall_s = 0.05
         self.dead = False
+        self.patience_s = PATIENCE_S
+        """For which it waits for a broker that is away."""
         self._memberships: list[tuple[str, Member]] = []
 
     def point(self) -> None:
@@ -73,6 +78,11 @@ class MemoryLog:
         """Raises Died."""
         if self.dead:
             raise Died
+
+    async def answers(self) -> None:
+        """Return when the broker does. Raises Died, LogUnreachable."""
+        self.alive()
+        await self.broker.answers(self.patience_s)
 
     def abandon(self) -> None:
         """Kill the process: no goodbye to anybody."""
@@ -96,7 +106,7 @@ class MemoryLog:
         return "memory"
 
     async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
-        self.alive()
+        await self.answers()
         return {name: spec if configs else replace(spec, config={}) for name, spec in self.broker.specs.items()}
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
@@ -121,7 +131,7 @@ class MemoryLog:
             self.broker.groups.pop(name, None)
 
     async def members(self, group: str) -> tuple[str, ...]:
-        self.alive()
+        await self.answers()
         return tuple(member.id for member in self.broker.groups.get(group, Group()).members)
 
     async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
@@ -172,11 +182,11 @@ class MemoryLog:
                 self._memberships.remove((group, member))
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
-        self.alive()
+        await self.answers()
         return {name: self.broker.log_of(name).start for name in partitions}
 
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        self.alive()
+        await self.answers()
         logs = {name: self.broker.log_of(name) for name in partitions}
         return {name: log.stable(name) if committed else log.end for name, log in logs.items()}
 
@@ -187,18 +197,18 @@ class MemoryLog:
         return next((one.offset for one in records if one.timestamp_ms >= since_ms), log.stable(partition))
 
     async def groups(self) -> frozenset[str]:
-        self.alive()
+        await self.answers()
         return frozenset(name for name, group in self.broker.groups.items() if group.commits or group.members)
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        self.alive()
+        await self.answers()
         while self.broker.committing(group, partitions):
             await self.broker.changed(timeout_s=1.0)
         held = self.broker.group(group).commits
         return {name: held[name] for name in partitions if name in held}
 
     async def committed(self, group: str) -> frozenset[Partition]:
-        self.alive()
+        await self.answers()
         return frozenset(self.broker.group(group).commits)
 
 
@@ -218,6 +228,7 @@ class MemoryAppender:
     ) -> Awaitable[tuple[int, int]]:
         self._log.point()
         broker = self._log.broker
+        await self._log.answers()
         number = partition_of(key, broker.partitions(topic)) if partition is None else partition
         offset = broker.write(Partition(topic, number), key, value, headers)
         self._log.point()
@@ -275,6 +286,7 @@ class MemoryTransactor:
     async def _latched(self) -> AsyncIterator[Owner]:
         self._log.point()
         await self._log.broker_time()
+        await self._log.answers()
         if self._failed is not None:
             raise self._failed
         try:

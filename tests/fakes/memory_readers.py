@@ -28,6 +28,10 @@ class Process(Protocol):
         """A place where the process may die. Raises Died."""
         ...
 
+    async def answers(self) -> None:
+        """Return when the broker does. Raises Died, LogUnreachable."""
+        ...
+
 
 class MemoryReader:
     """See Reader."""
@@ -53,8 +57,11 @@ class MemoryReader:
     async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
         self._log.alive()
         await asyncio.sleep(0)
+        if not self._log.broker.serves:
+            await self._log.broker.changed(timeout_s)
+            return []
         found = self._take(max_records)
-        if not found and await self._log.broker.changed(timeout_s):
+        if not found and await self._log.broker.changed(timeout_s) and self._log.broker.serves:
             self._log.alive()
             found = self._take(max_records)
         return found
@@ -97,7 +104,7 @@ class MemoryGroupReader(MemoryReader):
         await asyncio.sleep(0)
         if self._failed is not None:
             raise self._failed
-        if self._settled != self._log.broker.group(self._group).generation:
+        if self._log.broker.serves and self._settled != self._log.broker.group(self._group).generation:
             try:
                 await self._rebalance(timeout_s)
             except BaseException as error:  # out of this poll and of every later one
@@ -109,6 +116,7 @@ class MemoryGroupReader(MemoryReader):
 
     async def commit(self, commits: Mapping[Partition, Commit]) -> None:
         self._log.point()
+        await self._log.answers()
         check_metadata(commits)
         self._log.broker.group(self._group).commits.update(commits)
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import socket
 import time
 from collections import Counter
@@ -245,6 +246,7 @@ async def staged(calc_model: Path, directory: Path) -> AsyncIterator[Stage]:
     # Sessions are as old as their records say.
     log, registry = MemoryLog(MemoryBroker(time.time_ns() // 10**6)), MemoryRegistry()
     await log.create_topics(specs(settings))
+    log.patience_s = math.inf  # of the test's own words
     async with AsyncExitStack() as stack:
         events = await stack.enter_async_context(EventLog.open(log, registry, writer="test"))
         engine = MemoryEngine(vocabulary=384, context=512)

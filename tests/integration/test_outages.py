@@ -20,11 +20,18 @@ from hypothesis import strategies as st
 
 from tests.fakes.jumping_clock import JumpingLoop
 from tests.fakes.memory_engine import MemoryEngine
+from tests.fakes.memory_log import MemoryLog
 from tests.integration.conftest import CALL, Stage, staged
 from tests.unit.producers.test_admission import published
 from turnlog.infra.engine import Generate, Piece
-from turnlog.infra.log import Partition
+from turnlog.infra.event_log import EventLog
+from turnlog.infra.log import LogUnreachable, Partition
+from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
+from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.reaper import EnginesServe, Reaper, RunnersServe
+from turnlog.processors.runtime.watch import Limits
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.gateway_client import GatewayUnavailable
 from turnlog.schemas import ids, topics
@@ -46,6 +53,7 @@ from turnlog.schemas.events import (
     ToolStatus,
     TurnCompleted,
 )
+from turnlog.settings import AssemblerSettings, RunSettings, Settings
 
 DEADLINE_S, TURN_S, SLOW_TURN_S, CALL_S, SLOW_CALL_S = 60.0, 10.0, 45.0, 5.0, 70.0
 TOOL_DEADLINE_S = 100.0
@@ -54,7 +62,13 @@ ATTEMPTS = 6
 SUMS = ("1 + 7", "2 + 6", "3 + 5", "4 + 4", "6 + 2")
 """One rollout each: two that answer right, one that guesses, one whose turns and one whose call take too long."""
 GUESSES, SLOW_TURNS, SLOW_CALLS = SUMS[2:]
-PARTS = ("runner", "sandbox", "swap", "engine", "gateway")
+PARTS = ("runner", "sandbox", "swap", "engine", "gateway", "broker")
+LONGEST_S = 300.0
+"""Of an outage; a runner may be away for any time."""
+SILENCE_S = 2000.0
+"""Of a session before the reaper ends it: more than all that it may wait for together, but for a runner."""
+PLAN = assembler_plan(Configured.today(Settings(run=RunSettings(id="r"))), AssemblerSettings())
+LIMITS = Limits(silence_s=SILENCE_S, deadline_s=1e6)
 
 
 class Decided(NamedTuple):
@@ -131,6 +145,8 @@ class Play:
         stage.policy, self.engine = policy, SlowEngine(stage)
         stage.engine = self.engine
         self.begun: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+        """Of processes, for want of a broker."""
 
     async def decided(self) -> dict[int, Decided]:
         """Outcome, reward and advantage of each rollout, by the fold."""
@@ -138,7 +154,8 @@ class Play:
         for index, sum_ in enumerate(SUMS):
             task = {"prompt": f"{sum_} = ?", "answer": "8"}
             await stage.request(index=index, size=len(SUMS), task=task, deadline_s=DEADLINE_S)
-        parts = [asyncio.create_task(self.play(part), name=part) for part in PARTS]
+        parts = [asyncio.create_task(self.reap(), name="assembler")]
+        parts += [asyncio.create_task(self.play(part), name=part) for part in PARTS]
         try:
             while sum(finish.final for finish in await stage.said(SessionFinished)) < len(SUMS):
                 await stage.broker.changed(5.0)
@@ -146,6 +163,7 @@ class Play:
                     if part.done():
                         part.result()
         finally:
+            stage.broker.start()
             for part in parts:  # whoever is stopped last is asked by those before
                 part.cancel()
                 await asyncio.wait({part})
@@ -167,7 +185,7 @@ class Play:
         async with AsyncExitStack() as stack:
             match part:
                 case "gateway":
-                    await stack.enter_async_context(self.stage.gateway(clock=asyncio.get_running_loop().time))
+                    await stack.enter_async_context(beside(self.serve()))
                 case "runner":
                     await stack.enter_async_context(beside(self.run()))
                 case "sandbox":
@@ -186,7 +204,11 @@ class Play:
             self.engine.hold()
         if part == "engine":
             await self.say(EngineGone, state="gone", cause="killed")
+        if part == "broker":
+            self.stage.broker.stop()
         await asyncio.sleep(seconds)
+        if part == "broker":
+            self.stage.broker.start()
         if part == "swap":
             self.engine.serve(self.version)
             await self.say(EngineWeightsLoaded, seconds={"load": seconds}, superseded=())
@@ -195,11 +217,44 @@ class Play:
         await self.stage.engine_says(record, version=self.version, **more)
 
     async def run(self) -> None:
-        """A runner, started again where it ended for want of a gateway."""
+        """A runner, started again where it ended for want of a gateway or a broker."""
         while True:
             async with self.stage.running() as (runner, _):
                 await asyncio.wait({runner})
-                assert isinstance(runner.exception(), GatewayUnavailable), runner
+                assert isinstance(runner.exception(), GatewayUnavailable | LogUnreachable), runner
+
+    async def serve(self) -> None:
+        """A gateway, started again where it ended for want of a broker."""
+        while True:
+            try:
+                async with self.stage.gateway(clock=asyncio.get_running_loop().time):
+                    await asyncio.Event().wait()
+            except* LogUnreachable:
+                self.ends["gateway"] += 1
+
+    async def reap(self) -> None:
+        """The reaper of an assembler, started again in the same way."""
+        while True:
+            try:
+                await self._reap()
+            except* LogUnreachable:
+                self.ends["assembler"] += 1
+
+    async def _reap(self) -> None:
+        stage, clock = self.stage, asyncio.get_running_loop().time
+        log, stopping = MemoryLog(stage.broker), asyncio.Event()
+        async with EventLog.open(log, stage.registry, writer="assembler") as events:
+            runner = Runner(PLAN, log, events, stage.blobs, Health("assembler"), clock=clock)
+            engines, runners = EnginesServe(log, events, clock=clock), RunnersServe(log, "r", clock=clock)
+            reaper = Reaper(
+                runner.units, log, events, clock=clock, limits=LIMITS,
+                served_since=lambda: max(engines.since(), runners.since()),
+            )  # fmt: skip
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engines.follow())
+                tasks.create_task(runners.follow())
+                tasks.create_task(reaper.run(stopping))
+                tasks.create_task(runner.run(stopping, instance="assembler-0", max_records=500, poll_s=1.0))
 
     async def work(self) -> None:
         """A sandbox worker: what it works on when it goes is done again by the next."""
@@ -265,7 +320,11 @@ UNDISTURBED = {
     3: (Outcome.truncated, 0.0),
     4: (Outcome.truncated, 0.0),
 }
-OUTAGES = st.builds(Outage, st.sampled_from(PARTS), st.floats(0, 120).map(round), st.floats(1, 300).map(round))
+AT = st.floats(0, 120).map(round)
+OUTAGES = st.one_of(
+    st.builds(Outage, st.sampled_from(PARTS), AT, st.floats(1, LONGEST_S).map(round)),
+    st.builds(Outage, st.just("runner"), AT, st.floats(1, 2 * SILENCE_S).map(round)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +342,11 @@ def test_without_an_outage_some_solve_their_task_and_some_are_too_slow(undisturb
 @example([Outage("sandbox", 12, 200)])
 @example([Outage("gateway", 12, 200)])
 @example([Outage("swap", 5, 200)])
+@example([Outage("broker", 5, 200)])
+@example([Outage("broker", 12, 200)])
+@example([Outage("broker", 32, 50)])
 @example([Outage("runner", 30, 200), Outage("engine", 40, 250)])
+@example([Outage("runner", 12, 1.5 * SILENCE_S)])
 def test_no_outage_changes_rewards_outcomes_or_advantages(
     calc_model: Path, tmp_path: Path, undisturbed: dict[int, Decided], outages: list[Outage]
 ) -> None:
