@@ -83,6 +83,10 @@ class Processes:
     """One runner, one gateway, one engine."""
 
     settings: Settings
+    right: float = 0.0
+    """Share of right answers, of the engine's."""
+    more: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those that every process has."""
     children: dict[str, Child] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
@@ -91,14 +95,15 @@ class Processes:
         argv: tuple[str, ...] = (*TURNLOG, name)
         if name == "engine":
             script = Path(__file__).with_name("scripted_engine.py")
-            argv = (sys.executable, str(script), settings.engine.urls[0].rpartition(":")[2], settings.model.path)
+            port = settings.engine.urls[0].rpartition(":")[2]
+            argv = (sys.executable, str(script), port, settings.model.path, "--right", str(self.right))
         variables = {
             "TURNLOG_MODEL_PATH": settings.model.path,
             "TURNLOG_GATEWAY_URL": settings.gateway.url,
             "TURNLOG_GATEWAY_PORT": str(settings.gateway.port),
             "TURNLOG_RUNNER_CONCURRENCY": str(OPEN),
         }
-        env = {**environment(settings, f"{name}-0"), **variables}
+        env = {**environment(settings, f"{name}-0"), **variables, **self.more}
         self.children[name] = Child(Launch(name=name, argv=argv, log=folder / f"{name}.log", env=env)).start()
 
 
@@ -115,7 +120,7 @@ async def everything(role: Role, *topics: str) -> list[tuple[str, int, Event]]:
     return found
 
 
-async def ask(role: Role, story: Story) -> None:
+async def ask(role: Role, story: Story, *, deadline_s: float = PATIENCE_S) -> None:
     """Keep OPEN rollouts open until there is enough."""
     group = 0
     while not story.enough:
@@ -123,13 +128,13 @@ async def ask(role: Role, story: Story) -> None:
             await asyncio.sleep(0.05)
             continue
         for index in range(GROUP_SIZE):
-            request = requested(role.settings, f"group-{group}", index)
+            request = requested(role.settings, f"group-{group}", index, deadline_s=deadline_s)
             await role.events.append(request)
             story.requested.add(request.rollout_id)
         group += 1
 
 
-def requested(settings: Settings, group: str, index: int) -> RolloutRequested:
+def requested(settings: Settings, group: str, index: int, *, deadline_s: float) -> RolloutRequested:
     """A rollout of the calc recipe, as a feeder asks for it."""
     rollout = ids.rollout_id(group, index)
     return RolloutRequested(
@@ -137,7 +142,7 @@ def requested(settings: Settings, group: str, index: int) -> RolloutRequested:
         rollout_index=index, group_size=GROUP_SIZE, draw=0, dataset="chaos", dataset_epoch=0, index=0, recipe="calc",
         purpose=Purpose.train, task=json.dumps({"prompt": "3 + 5 = ?", "answer": "8"}).encode(),
         sampling=Sampling(max_new_tokens=128), min_weight_version=0,
-        limits=Limits(max_turns=4, max_context_tokens=2048, deadline_s=PATIENCE_S),
+        limits=Limits(max_turns=4, max_context_tokens=2048, deadline_s=deadline_s),
     )  # fmt: skip
 
 
@@ -157,7 +162,7 @@ async def work(role: Role, story: Story) -> None:
                         answers[event.call_id] = answered(event)
                     await role.events.append(answers[event.call_id])
                 elif isinstance(event, SessionFinished) and event.final:
-                    rollouts = {ids.session_id(one, attempt): one for one in story.requested for attempt in range(3)}
+                    rollouts = {ids.session_id(one, attempt): one for one in story.requested for attempt in range(9)}
                     story.over.add(rollouts[event.session_id])
 
 

@@ -42,6 +42,14 @@ def test_what_was_judged_trains_whoever_was_killed_meanwhile(live_settings: Sett
     assert line["ok"], line
 
 
+def test_an_engine_that_is_away_for_longer_than_a_deadline_costs_no_session_anything(live_settings: Settings) -> None:
+    line = told(live_settings, "outage.py", "--kills", "2")
+    assert (line["kills"], line["lost"], line["twice"], line["skipped"], line["identical"]) == (2, 0, 0, 0, True)
+    assert line["detail"]["waited_longer_than_their_deadline"], "sessions were open meanwhile"
+    assert line["detail"]["too_slow_themselves"] == ["truncated"], "a deadline holds for what a session spends itself"
+    assert line["ok"], line
+
+
 def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect_twice(live_settings: Settings) -> None:
     line = told(live_settings, "runner.py", "--kills", "2")
     assert line["kills"] == 2
