@@ -176,10 +176,11 @@ def check_written(record: Record, found: str) -> None:
     what a record is stands in it, and the number is of one registry alone."""
     named = next((value for name, value in record.headers if name == RECORD_HEADER), b"").decode(errors="replace")
     if named in ALL and found and named != found:
+        number = HEADER.unpack_from(record.value)[1]
         raise OtherRegistry(
-            f"{where(record)} was written as {named}, and the registry holds {found}: [registry] url is not the "
-            "registry that the run was written with, or its schemas were restored under other ids. Restore them with "
-            "their ids (mode IMPORT of Confluent's), or name the registry that has them"
+            f"{where(record)} was written as {named} with schema id {number}, and the registry holds {found}: "
+            "[registry] url is not the registry that the run was written with, or its schemas were restored under "
+            "other ids. Restore them with their ids (mode IMPORT of Confluent's), or name the registry that has them"
         )
 
 

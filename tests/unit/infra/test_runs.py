@@ -41,6 +41,7 @@ from turnlog.infra.topics_admin import specs
 from turnlog.names import RECORD_HEADER
 from turnlog.schemas import OtherRegistry, topics
 from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.codec import HEADER
 from turnlog.schemas.events import ALL, Event, RunConfigured, RunPlanned
 from turnlog.settings import (
     AssemblerSettings,
@@ -91,7 +92,9 @@ def of_release(version: str) -> RunConfigured:
 @pytest.mark.parametrize("first", ["nothing", "another", "all in another order"])
 async def test_a_registry_that_was_restored_with_other_ids_is_no_empty_log(connect: Connect, first: str) -> None:
     """Under the id of RunConfigured it holds nothing, a schema of somebody else, or another record of ours."""
-    await configure(await connect(OURS))
+    before = await connect(OURS)
+    await configure(before)
+    schema_id = HEADER.unpack_from(before.log.broker.read(Partition("runs", 0), 0, 1)[0][0].value)[1]
     restored = MemoryRegistry()
     if first == "nothing":
         for number in range(1, 1000):
@@ -103,7 +106,10 @@ async def test_a_registry_that_was_restored_with_other_ids_is_no_empty_log(conne
     changed = dataclasses.replace(OURS, fold=dataclasses.replace(OURS.fold, min_valid=5))
     for settings in (OURS, changed):
         role = await connect(settings, registry=restored)
-        with pytest.raises(OtherRegistry, match=r"runs\[0\]@0 was written as RunConfigured.*\[registry\] url"):
+        with pytest.raises(
+            OtherRegistry,
+            match=rf"runs\[0\]@0 was written as RunConfigured with schema id {schema_id}, .*\[registry\] url",
+        ):
             await configure(role)
         with pytest.raises(OtherRegistry):
             await configured(role, wait=False)
