@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import aiokafka.client
 import aiokafka.producer.message_accumulator
@@ -144,13 +145,21 @@ QUICK = (MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest)
 _connect, _request = aiokafka.client.create_conn, AIOKafkaConnection.send
 _ask, _look_up = AIOKafkaClient.send, AIOKafkaClient.coordinator_lookup
 _wait_on_metadata, _bootstrap = AIOKafkaClient._wait_on_metadata, AIOKafkaClient.bootstrap
+_update_metadata = AIOKafkaClient.force_metadata_update
 _bootstrapping: ContextVar[list[AIOKafkaConnection] | None] = ContextVar("connections of a bootstrap", default=None)
+_closed: WeakSet[AIOKafkaClient] = WeakSet()
+"""Clients that make no connection any more."""
 _silent: dict[tuple[str, int], float] = {}
 """Until when a broker counts as silent, by the monotonic clock."""
 
 
 async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
     """A connection, within CONNECT_S: the client opens no other one meanwhile."""
+    owner = getattr(how.get("on_close"), "__self__", None)
+    if owner in _closed:
+        # A background task outlived its client's close, which a time limit cuts off. Any other error it would try
+        # again after, for ever.
+        raise asyncio.CancelledError
     glance = time.monotonic() < _silent.get((host, port), 0.0)
     try:
         async with asyncio.timeout(GLANCE_S if glance else CONNECT_S):
@@ -163,6 +172,9 @@ async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
         raise
     except Exception as error:  # aiokafka's background tasks end over any other, and never start again
         raise KafkaConnectionError(f"{host}:{port}: {error!r}") from error
+    if owner in _closed:
+        await made.close(reason=CloseReason.SHUTDOWN)
+        raise asyncio.CancelledError
     opened = _bootstrapping.get()
     if opened is not None and how.get("on_close") is None:  # tasks that a bootstrap starts inherit its context
         opened.append(made)
@@ -230,6 +242,17 @@ async def _bootstrapped(client: AIOKafkaClient) -> None:
         _bootstrapping.reset(token)
 
 
+def _metadata_updated(client: AIOKafkaClient) -> Awaitable[bool]:
+    """Whether it was, from the task that updates it. Of a closed client that task has ended, and whoever waits for it
+    is cancelled."""
+    if client not in _closed:
+        waiting: Awaitable[bool] = _update_metadata(client)
+        return waiting
+    never = asyncio.get_running_loop().create_future()
+    never.cancel()
+    return never
+
+
 async def _looked_up(client: AIOKafkaClient, kind: CoordinationType, key: str) -> int:
     """The broker that was asked may go down over it, or none may be known while all restart. aiokafka's sender ends
     then; what it asks again after is this."""
@@ -257,6 +280,7 @@ AIOKafkaClient.send = _asked
 AIOKafkaClient.coordinator_lookup = _looked_up
 AIOKafkaClient._wait_on_metadata = _waited_for
 AIOKafkaClient.bootstrap = _bootstrapped
+AIOKafkaClient.force_metadata_update = _metadata_updated
 
 
 class _Sizes(Response):  # type: ignore[misc]
@@ -490,8 +514,11 @@ async def parting(connection: Connection, client: AIOKafkaClient | None = None) 
         log.info("a client of %s left without a goodbye: %r", connection.bootstrap, error)
     finally:
         if client is not None:
+            _closed.add(client)
             if client._sync_task is not None:
                 client._sync_task.cancel()
+            if client._md_update_fut is not None:
+                client._md_update_fut.cancel()  # the task that ended would have set it, and others wait for it
             for open_one in client._conns.values():
                 open_one.close(reason=CloseReason.SHUTDOWN)
 

@@ -86,6 +86,9 @@ async def producing(connection: Connection, transactional_id: str | None = None)
         async with parting(connection, producer.client):
             await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
             await producer.stop()
+        # A stop that was cut off leaves the sender, which would try again for ever.
+        if producer._sender.sender_task is not None:
+            producer._sender.sender_task.cancel()
 
 
 @contextlib.asynccontextmanager
