@@ -10,6 +10,7 @@ GatewayError
 │   └── UnknownPrevious   previous_response_id names no turn of the session
 ├── ImagesNotServed       400 the model, or its template, takes no images
 ├── ToolsNotServed        400 the model's chat template does not write calls or their results
+├── TemplateSpent         400 the model's chat template loops or multiplies text for these messages
 ├── StrayImageToken       400 the model or a message wrote an image token, and no engine takes that beside images
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 no, a forged or a foreign token
@@ -101,6 +102,12 @@ class ToolsNotServed(GatewayError):
     """Says what the chat template drops of a conversation."""
 
     status, type, code = 400, "invalid_request_error", "tools_not_served"
+
+
+class TemplateSpent(GatewayError):
+    """Says what the chat template takes too much of."""
+
+    status, type, code = 400, "invalid_request_error", "template_unbounded"
 
 
 class StrayImageToken(GatewayError):

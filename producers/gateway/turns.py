@@ -17,6 +17,7 @@ from turnlog.infra.blobs import BlobError, Blobs, externalized
 from turnlog.infra.engine import EngineImage, Grammar
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
+from turnlog.infra.roles.event_loop import LARGE
 from turnlog.processors.core.experts import MEDIA_TYPE, packed
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import (
@@ -300,11 +301,15 @@ class Planner:
             more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
             return np.array(more, dtype=np.int32), images
 
-        found = await session.work(request.size, rendered)
+        found = await session.work(self._size(request), rendered)
         if found is None:
             return await self._full(session, request, "template_not_incremental")
         held = np.concatenate((session.conversation.tokens(base), found[0]))
         return Prompt(held, base.images + found[1], base.place, "append")
+
+    def _size(self, request: TurnRequest) -> int:
+        """By which it is decided whether rendering it is a thread's: a template that was slow once may be so again."""
+        return max(request.size, LARGE) if self.prompts.template.slow else request.size
 
     def _shown(self, request: TurnRequest) -> Sequence[Message]:
         ids = self.calls.ids if self.calls is not None else None
@@ -323,7 +328,7 @@ class Planner:
             ids, images = placed(ids, 0, self.image_token, _pictures(request.messages, request.images))
             return np.array(ids, dtype=np.int32), images
 
-        ids, images = await session.work(request.size, rendered)
+        ids, images = await session.work(self._size(request), rendered)
         return Prompt(ids, images, session.conversation.strands.start, reason)
 
 

@@ -21,9 +21,9 @@ import jinja2
 import jinja2.ext
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from turnlog.producers.gateway import BadRequest
+from turnlog.producers.gateway.rendering.bounds import SLOW, WORK, BoundedEnvironment, Work
 
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -57,6 +57,10 @@ class ChatTemplate:
         sources = [source] if tool_use is None else [source, tool_use]
         self.source = "\n".join(sources)
         self.sha256 = hashlib.sha256("\0".join(sources).encode()).hexdigest()
+        self.described = f"the model's chat template ({self.sha256[:12]})"
+        """As errors name it."""
+        self.slow = False
+        """It has taken many rounds to write a conversation, however small that was: it is rendered in a thread."""
         self._variables = dict(variables)
         self._templates = [_compiled(one) for one in sources]
         self._patterns: list[str] = []
@@ -80,24 +84,32 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, generate: bool, now: datetime | None = None
     ) -> str:
         """The text of a conversation; `generate` adds the generation prompt, `now` is what it prints of the date: of
-        this moment, if none. Raises BadRequest where the template refuses the conversation."""
+        this moment, if none. Raises BadRequest where the template refuses the conversation, TemplateSpent."""
 
         def strftime_now(pattern: str) -> str:
             if pattern not in self._patterns:
                 self._patterns.append(pattern)
             return (now or datetime.now(UTC)).strftime(pattern)
 
+        work = Work(self.described, len(messages) + len(tools or ()))
+        pieces = []
         try:
-            return self._templates[-1 if tools else 0].render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=generate,
-                strftime_now=strftime_now,
+            for piece in self._templates[-1 if tools else 0].generate({
+                "messages": messages,
+                "tools": tools or None,
+                "documents": None,
+                "add_generation_prompt": generate,
+                "strftime_now": strftime_now,
+                WORK: work,
                 **self._variables,
-            )
+            }):  # fmt: skip
+                work.build(len(piece))
+                pieces.append(piece)
+            return "".join(pieces)
         except REFUSALS as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
+        finally:
+            self.slow = self.slow or work.rounds > SLOW
 
     def dates(self, now: datetime) -> tuple[str, ...]:
         """What the template prints of a moment, as far as it has printed any: texts that it writes at two moments are
@@ -168,8 +180,8 @@ class _Generation(jinja2.ext.Extension):
         return str(caller())
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson

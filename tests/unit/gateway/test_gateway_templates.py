@@ -403,6 +403,22 @@ async def test_a_template_that_refuses_every_conversation_is_refused_at_the_star
             pass
 
 
+LOOPS = (
+    "{% if messages[0].content == '!' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}"
+)
+
+
+async def test_a_conversation_for_which_the_template_loops_is_refused_and_holds_nobody(tmp_path: Path) -> None:
+    async with served(LOOPS + MESSAGES, tmp_path) as rig:
+        session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 200})
+        refused = await rig.chat(session, [{"role": "user", "content": "!"}])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "template_unbounded")
+        assert "give the model's folder another template" in refused.json()["error"]["message"]
+        rig.script.answers.append(rig.tokens.encode("fine<|im_end|>"))
+        assert (await rig.chat(session, [{"role": "user", "content": "?"}])).status_code == 200
+
+
 async def test_a_session_is_shown_the_time_of_its_beginning_at_every_gateway(tmp_path: Path) -> None:
     source = FAMILIES["chatml"].source + "{{ '' }}"
     async with served("{{ strftime_now('%F %H:%M:%S.%f') }}" + source, tmp_path) as rig:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from turnlog.producers.gateway import TemplateSpent
 from turnlog.producers.gateway.messages import normalised, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
 from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
@@ -306,6 +307,41 @@ def test_a_template_that_does_not_end_is_refused_at_the_start(source: str, tmp_p
     (tmp_path / "chat_template.jinja").write_text(source)
     with pytest.raises(TemplateUnbounded, match=f"chat template of {tmp_path} takes more than 1 s"):
         check_ends(tmp_path, cpu_s=1)
+
+
+SPENT = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) | select %}{% for b in range(99999) | select %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "{% set ns = namespace(a=messages[0].content) %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "{% set ns = namespace(a=messages[0].content) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "{% set a0 = messages[0].content %}" + "".join(
+        f"{{% set a{at + 1} %}}{{{{ a{at} }}}}{{{{ a{at} }}}}{{% endset %}}" for at in range(40)
+    ),
+    "{{ messages[0].content * 10**10 }}", "{{ [messages] * 10**10 }}", "{{ (messages | length + 1) ** 9999999999 }}",
+    "{{ messages[0].content.ljust(10**10) }}", "{{ messages[0].content | center(10**10) }}",
+    "{{ messages[0].content | indent(width=10**10, first=true) }}", "{{ '%9999999999d' % messages | length }}",
+    "{{ '{:>{}}'.format('', 10**10) }}", "{{ messages[0].content.replace('x', 'y' * 10**8) }}",
+    "{{ messages[0].content | replace('x', 'y' * 10**8) }}", "{{ range(9999) | join('y' * 10**6) }}",
+    "{{ ('y' * 10**6).join(messages[0].content) }}", "{{ lipsum(10**7) }}", "{{ messages | tojson(indent=10**10) }}",
+    "{% filter center(10**10) %}x{% endfilter %}", "{% for a in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+]  # fmt: skip
+"""Templates whose work has no bound, each by another means of theirs."""
+
+
+@pytest.mark.parametrize("source", SPENT)
+def test_a_template_that_loops_or_multiplies_text_is_refused_by_name(source: str) -> None:
+    template = ChatTemplate(f"{{% if messages[0].content == 'fine' %}}so{{% else %}}{source}{{% endif %}}", {})
+    assert template.render([{"role": "user", "content": "fine"}], None, generate=True) == "so"
+    with pytest.raises(TemplateSpent, match=f"template .{template.sha256[:12]}. takes more than") as raised:
+        template.render([{"role": "user", "content": "x" * 1000}], None, generate=True)
+    assert (raised.value.status, raised.value.code) == (400, "template_unbounded")
+
+
+def test_a_template_that_looks_at_all_messages_for_each_of_many_is_not_refused() -> None:
+    template = ChatTemplate("{% for a in messages %}{% for b in messages %}{% endfor %}{{ a.content }}{% endfor %}", {})
+    assert template.render([{"role": "user", "content": "x"}] * 1500, None, generate=True) == "x" * 1500
+    assert template.slow
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ raise_exception('no') }}"])
