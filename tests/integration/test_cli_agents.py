@@ -170,15 +170,21 @@ def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def mends(name: str) -> Callable[[str], str]:
-    """The policy that edits, tests and says so, with the CLI's shell."""
+def by_javascript(command: str) -> str:
+    """A call of the tool that Codex gives to the models of its own list."""
+    return called("exec", input=f"text(await tools.exec_command({{cmd: {json.dumps(command)}}}))")
+
+
+def mends(name: str, calls: Callable[[str], str] | None = None) -> Callable[[str], str]:
+    """The policy that edits, tests and says so, with the CLI's shell, or by what `calls` makes of a command."""
     tool, argument = CLIS[name].shell
+    runs = calls or (lambda command: called(tool, **{argument: command}))
 
     def policy(prompt: str) -> str:
         _, *answers = prompt.split("<|im_start|>assistant")
         if len(answers) > 2:
             return "Done: the test says OK." if "OK" in answers[-2] else "It fails."
-        return called(tool, **{argument: EDIT if len(answers) == 1 else TEST})
+        return runs(EDIT if len(answers) == 1 else TEST)
 
     return policy
 
@@ -218,12 +224,19 @@ def started_by_the_page() -> list[str]:
     return argv
 
 
+@pytest.mark.parametrize("model", ["policy", "its own"])
 async def test_codex_does_its_work_as_the_page_starts_it(
     stage: Stage,  # noqa: F811
     started: Callable[..., Any],
     tmp_path: Path,
+    model: str,
 ) -> None:
-    episode = await started("codex", mends("codex"), *started_by_the_page())
+    """Also as the model that it takes unasked, to which it gives one tool that runs JavaScript."""
+    argv, calls = started_by_the_page(), None
+    if model == "its own":
+        at = argv.index("model=policy")
+        argv, calls = argv[: at - 1] + argv[at + 1 :], by_javascript
+    episode = await started("codex", mends("codex", calls), *argv)
     assert ((await left(tmp_path / "left", episode)) / "result").read_text() == "OK\n"
     assert await lines(stage) == {"main": [Boundary.root, Boundary.append, Boundary.append]}
 

@@ -88,6 +88,8 @@ class TurnRequest:
     messages: tuple[Message, ...]
     tools: list[Any] | None
     """In the shape of OpenAI's chat."""
+    custom: frozenset[str] = frozenset()
+    """Names of those whose calls the client takes as one text, the argument `input`."""
     max_new_tokens: int | None
     stream: bool
     include_usage: bool

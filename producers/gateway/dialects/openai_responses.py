@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -37,17 +37,20 @@ from turnlog.producers.gateway.dialects.dialect import (
 )
 from turnlog.producers.gateway.messages import id_of_call, in_call_order
 from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning
+from turnlog.producers.gateway.parsers.values import exact
 from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, referred, typed
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.types import TurnId
 
 FIELDS: Fields = {
     "model": MODEL,
-    "input": ("honoured", "text, `message`, `reasoning`, `function_call`, `function_call_output`, `item_reference` to "
-                          "an output item of this session; others are refused"),
+    "input": ("honoured", "text, `message`, `reasoning`, `function_call`, `function_call_output`, `custom_tool_call`, "
+                          "`custom_tool_call_output`, `item_reference` to an output item of this session, "
+                          "`additional_tools`, which are offered to this response; others are refused"),
     "instructions": ("honoured", "a system message of this response alone: the next one does not inherit it"),
     "previous_response_id": ("honoured", "the turn that is continued, at any gateway; of this session"),
-    "tools": ("honoured", "functions; others are left out and counted"),
+    "tools": ("honoured", "functions, and `custom` tools as functions of one text, `input`, also in the namespace "
+                          "`functions`; others are left out and counted"),
     "max_output_tokens": ("honoured", "up to the limit that the task's sampling sets"),
     "stream": ("honoured", ""),
     "include": ("honoured", "`reasoning.encrypted_content`, `message.output_text.logprobs`; others are counted"),
@@ -73,17 +76,12 @@ FIELDS: Fields = {
 REFUSED = ("background", "conversation", "prompt")
 UNTYPED = {"role": "message", "id": "item_reference"}
 """What an item without a type is, by a field that it has."""
-REMEDIES = {
-    "additional_tools": ". Codex offers its tools so to the models of its own list, the default among them: start it "
-    "with -c model=policy and a provider of its own (docs/agents.md)"
-}
-"""By the type of an item that is not served."""
 SPEAKERS = ("user", "assistant", "system", "developer")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 BESIDE: Mapping[str, Mapping[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
 """What events about a text have beside it: log-probs stand in the finished response."""
 ID = re.compile(r"resp_(\w+)_(\d{1,18})", re.ASCII)
-OF_ITEM = re.compile(r"(?:rs|msg|fc)_([^\W_]+)_(\d{1,18})(?:_\d{1,18})?", re.ASCII)
+OF_ITEM = re.compile(r"(?:rs|msg|fc|ctc)_([^\W_]+)_(\d{1,18})(?:_\d{1,18})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +108,15 @@ class OpenAIResponses:
             )
         items = Items(lambda reference: self._recalled(reference, conversation), lambda name: _item(name, conversation))
         items.take(values.get("input"))
+        tools = [*_tools(values.get("tools")), *items.tools]
         raw = _behind(base, typed(values, "instructions", str, None), items.messages)
         return TurnRequest(
             api="responses",
             model=str(values.get("model") or ""),
             raw=raw,
             messages=conversation.messages.read(raw, ["input"] * len(raw)),
-            tools=_tools(values.get("tools")),
+            tools=[_function(tool) for tool in tools] or None,
+            custom=frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
             max_new_tokens=typed(values, "max_output_tokens", int, None),
             stream=values.get("stream") is True,
             include_usage=True,
@@ -185,6 +185,8 @@ class Items:
     said: Callable[[str], dict[str, Any] | None]
     """The output item of a name; None for a name of none."""
     messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Functions and custom tools that items offer."""
 
     def take(self, given: Any) -> None:
         """All of them. Raises BadRequest naming the item."""
@@ -192,17 +194,16 @@ class Items:
         if not isinstance(items, list) or not items:
             raise BadRequest("input must be text, or a list of at least one item", param="input")
         read = {"message": self._message, "reasoning": self._reasoning, "function_call": self._call,
-                "function_call_output": self._result, "item_reference": self._reference}  # fmt: skip
+                "function_call_output": self._result, "custom_tool_call": self._custom_call,
+                "custom_tool_call_output": self._result, "additional_tools": self._more_tools,
+                "item_reference": self._reference}  # fmt: skip
         for index, item in enumerate(items):
             where = f"input[{index}]"
             if not isinstance(item, dict):
                 raise BadRequest(f"{where} must be an object", param=where)
             kind = item.get("type") or next((kind for name, kind in UNTYPED.items() if name in item), None)
             if not isinstance(kind, str) or kind not in read:
-                remedy = REMEDIES.get(str(kind), "")
-                raise BadRequest(
-                    f"{where} has type {str(kind)[:99]!r}; served are {', '.join(read)}{remedy}", param=where
-                )
+                raise BadRequest(f"{where} has type {str(kind)[:99]!r}; served are {', '.join(read)}", param=where)
             read[kind](item, where)
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
@@ -231,6 +232,16 @@ class Items:
         name, named, arguments = _texts(item, where, "name", "call_id", "arguments")
         call = {"id": named, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant().setdefault("tool_calls", []).append(call)
+
+    def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
+        [text], named = _texts(item, where, "input"), item.get("id")
+        own = self.said(named) if isinstance(named, str) else None
+        whole = own is not None and own.get("arguments") == text
+        self._call({**item, "arguments": text if whole else orjson.dumps({"input": text}).decode()}, where)
+
+    def _more_tools(self, item: Mapping[str, Any], where: str) -> None:
+        """Codex offers its tools so to the models of its own list."""
+        self.tools += _tools(item.get("tools"), f"{where}.tools")
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
         [named] = _texts(item, where, "call_id")
@@ -335,10 +346,12 @@ class ResponseAnswer:
         self.calls += 1
         self.items += 1
         at = {"item_id": item["id"], "output_index": self.items - 1}
-        arguments = "response.function_call_arguments"
-        said = self._of_item("added", {**item, "arguments": "", "status": "in_progress"})
-        said += self._event(f"{arguments}.delta", **at, delta=call.arguments)
-        said += self._event(f"{arguments}.done", **at, name=call.name, arguments=call.arguments)
+        custom = item["type"] == "custom_tool_call"
+        member, kind = ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
+        named = {} if custom else {"name": call.name}
+        said = self._of_item("added", {**item, member: "", "status": "in_progress"})
+        said += self._event(f"response.{kind}.delta", **at, delta=item[member])
+        said += self._event(f"response.{kind}.done", **at, **named, **{member: item[member]})
         return said + self._of_item("done", item)
 
     def _of_item(self, what: str, item: Mapping[str, Any]) -> bytes:
@@ -369,7 +382,7 @@ class ResponseAnswer:
             "previous_response_id": _id("resp", asked.base) if asked and asked.base else None,
             "parallel_tool_calls": True,
             "tool_choice": "none" if asked and not asked.calls else "auto",
-            "tools": [{"type": "function", **tool["function"]} for tool in asked.tools or ()] if asked else [],
+            "tools": [_as_offered(tool["function"], asked.custom) for tool in asked.tools or ()] if asked else [],
             "output": [],
             "usage": None,
             **more,
@@ -415,12 +428,21 @@ class ResponseAnswer:
         return {**item, "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
 
     def _call(self, at: int, named: str, call: Call) -> dict[str, Any]:
-        item = {"type": "function_call", "id": _id("fc", self.turn, at), "call_id": named, "status": "completed"}
-        return {**item, "name": call.name, "arguments": call.arguments}
+        item = {"call_id": named, "status": "completed", "name": call.name}
+        if self.request is not None and call.name in self.request.custom:
+            return {"type": "custom_tool_call", "id": _id("ctc", self.turn, at), **item, "input": _input(call)}
+        return {"type": "function_call", "id": _id("fc", self.turn, at), **item, "arguments": call.arguments}
 
 
 def _id(kind: str, turn: TurnId, at: int = 0) -> str:
     return f"{kind}_{turn.epoch}_{turn.index}" + (f"_{at}" if at else "")
+
+
+def _input(call: Call) -> str:
+    """Of a custom tool's call: its text, or all arguments where the policy wrote others."""
+    arguments = exact(call.arguments)
+    text = arguments.get("input") if isinstance(arguments, dict) else None
+    return text if isinstance(text, str) else call.arguments
 
 
 def _status(turn: Turn) -> str:
@@ -442,6 +464,7 @@ def _item(named: str, conversation: Conversation) -> dict[str, Any] | None:
     shape = ResponseAnswer(turn.id, "", "", 0, None)
     pieces = range(1, 1 + len(turn.response_raw.get("tool_calls") or ()))
     items = [*shape.output(turn), *(shape.message("", "completed", at) for at in pieces)]
+    named = re.sub("^ctc_", "fc_", named)  # which tools were custom ones, the request knew
     return next((item for item in items if item["id"] == named), None)
 
 
@@ -470,17 +493,39 @@ def _constraints(values: dict[str, Any]) -> tuple[Constraint, ...]:
     return openai_constraints(values.get("tool_choice"), "text.format", shape, schema)
 
 
-def _tools(raw: Any) -> list[Any] | None:
-    """Functions in the shape of OpenAI's chat. Raises BadRequest."""
+def _tools(raw: Any, where: str = "tools", *, inside: bool = False) -> list[dict[str, Any]]:
+    """Functions and custom tools as they came; of namespaces, `functions` is the one whose tools are called by their
+    bare names. Raises BadRequest."""
     tools = []
     for index, tool in enumerate(offered(raw)):
-        if tool.get("type") != "function":
+        kind = tool.get("type")
+        if kind == "namespace" and tool.get("name") == "functions" and not inside:
+            tools += _tools(tool.get("tools"), f"{where}[{index}].tools", inside=True)
+        elif kind in ("function", "custom"):
+            _texts(tool, f"{where}[{index}]", "name")
+            tools.append(tool)
+        else:
             IGNORED.labels("tools").inc()
-            continue
-        _texts(tool, f"tools[{index}]", "name")
-        known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
-        tools.append({"type": "function", "function": known})
-    return tools or None
+    return tools
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in the shape of OpenAI's chat. A custom one takes one text, and its grammar says which."""
+    known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    if tool["type"] == "custom":
+        shape, text = tool.get("format"), {"type": "string"}
+        if isinstance(shape, dict) and isinstance(shape.get("definition"), str):
+            text["description"] = f"{shape.get('syntax') or 'grammar'}: {shape['definition']}"
+        known["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        known.pop("strict", None)
+    return {"type": "function", "function": known}
+
+
+def _as_offered(function: Mapping[str, Any], custom: Container[str]) -> dict[str, Any]:
+    """The tool as a response shows it."""
+    if function["name"] in custom:
+        return {"type": "custom", **{name: value for name, value in function.items() if name != "parameters"}}
+    return {"type": "function", **function}
 
 
 def _texts(values: Mapping[str, Any], where: str, *names: str) -> list[str]:

@@ -285,14 +285,6 @@ async def test_an_api_that_is_not_served_is_refused_with_those_that_are(rig: Any
     assert all(dialect.path in message for dialect in rig.gateway.dialects)
 
 
-async def test_the_tools_of_codex_s_own_models_are_refused_with_the_remedy(rig: Any) -> None:
-    session = await rig.open()
-    item = {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "exec"}]}
-    refused = await rig.http.post("/v1/responses", json={"input": [item]}, headers=bearer(session))
-    assert refused.status_code == 400
-    assert "-c model=policy" in refused.json()["error"]["message"]
-
-
 async def test_a_call_that_must_be_made_is_refused_where_it_trains_with_the_remedy(rig: Any) -> None:
     session = await rig.open()
     asked = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}

@@ -25,6 +25,7 @@ QUESTION = {"type": "message", "role": "user", "content": [{"type": "input_text"
 GO_ON = {"role": "user", "content": "1 + 1 = ?"}
 CALC = [{"type": "function", "name": "calc"}]
 CALL = '<tool_call>{"name":"calc","arguments":{"expr":"3+5"}}</tool_call>'
+CALLS = ("function_call", "custom_tool_call")
 TOOL = {"type": "function", "name": "calc", "parameters": {"type": "object", "properties": {}}, "strict": False}
 
 
@@ -135,14 +136,16 @@ def adds_up(events: list[dict[str, Any]]) -> None:
             item["content"][event["content_index"]]["text"] += event["delta"]
         elif kind == "function_call_arguments.delta":
             item["arguments"] += event["delta"]
+        elif kind == "custom_tool_call_input.delta":
+            item["input"] += event["delta"]
         elif kind == "output_text.done":
             assert item["content"][event["content_index"]]["text"] == event["text"]
         elif kind == "output_item.done":
             assert {**item, "status": "completed"} == event["item"]
     texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
     assert "".join(texts) == text_of(finished)
-    calls = [item["call_id"] for item in items if item["type"] == "function_call"]
-    assert calls == [item["call_id"] for item in finished["output"] if item["type"] == "function_call"]
+    calls = [item["call_id"] for item in items if item["type"] in CALLS]
+    assert calls == [item["call_id"] for item in finished["output"] if item["type"] in CALLS]
     assert {item["id"] for item in finished["output"]} <= {item["id"] for item in items}
 
 
@@ -341,13 +344,71 @@ async def test_an_upgrade_to_a_websocket_is_refused_by_name_and_asks_for_no_turn
 
 async def test_functions_are_offered_and_tools_of_other_kinds_counted_and_left_out(rig: Any) -> None:
     session, before = await rig.open(), counted("tools")
-    others = [{"type": "namespace", "name": "agents", "tools": [TOOL]}, {"type": "web_search"}, {"type": "custom"}]
+    others = [{"type": "namespace", "name": "agents", "tools": [TOOL]}, {"type": "web_search"}, {"type": "shell"}]
     one = await response(rig, session, [QUESTION], tools=[TOOL, *others])
     assert one["tools"] == [TOOL]
     assert counted("tools") == before + 3
     [turn] = await rig.written("TurnCompleted")
     function = {name: value for name, value in TOOL.items() if name != "type"}
     assert orjson.loads(turn.tools) == [{"type": "function", "function": function}]
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: SOURCE"}
+EXEC = {"type": "custom", "name": "exec", "description": "Run JavaScript.", "format": GRAMMAR}
+WAIT = {"type": "function", "name": "wait", "parameters": {"type": "object", "properties": {}}}
+OF_CODEX = {
+    "type": "additional_tools", "role": "developer", "tools": [
+        {"type": "namespace", "name": "functions", "tools": [EXEC, WAIT]},
+        {"type": "namespace", "name": "clock", "tools": [TOOL]},
+    ],
+}  # fmt: skip
+"""As Codex offers tools to the models of its own list."""
+RUNS = '<tool_call>{"name":"exec","arguments":{"input":"text(\\"8\\")"}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_custom_tool_is_called_by_one_text_and_its_echo_continues_the_turn(
+    rig: Any, stream: bool, elsewhere: bool
+) -> None:
+    """Also by a gateway that has the session from the log alone. The namespace of others is left out and counted."""
+    session, before = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 99}), counted("tools")
+    rig.script.says(f"I look. {RUNS}")
+    answer = await ask(rig, session, [OF_CODEX, QUESTION], stream=stream)
+    assert counted("tools") == before + 1
+    if stream:
+        adds_up(events_of(answer.text))
+    one = events_of(answer.text)[-1]["response"] if stream else answer.json()
+    text, call = one["output"]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "exec", 'text("8")')
+    assert [tool["type"] for tool in one["tools"]] == ["custom", "function"]
+    if elsewhere:
+        await rig.start("gateway-1")
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"]}
+    output = [{"type": "input_text", "text": "completed"}, {"type": "input_text", "text": "8"}]
+    await response(rig, session, [OF_CODEX, QUESTION, text, call, {**result, "output": output}])
+    referred = {"type": "item_reference", "id": call["id"]}
+    await response(rig, session, [OF_CODEX, QUESTION, text, referred, {**result, "output": "eight"}])
+    assert await bounds(rig, session) == [Boundary.root, Boundary.append, Boundary.append]
+    first, second, third = await turns_of(rig, session)
+    assert first.tools_sha256 == second.tools_sha256 == third.tools_sha256
+    taken, waits = orjson.loads(first.tools)
+    assert taken["function"]["parameters"] == {
+        "type": "object", "required": ["input"],
+        "properties": {"input": {"type": "string", "description": "lark: start: SOURCE"}},
+    }  # fmt: skip
+    assert waits["function"]["name"] == "wait"
+
+
+@pytest.mark.parametrize("arguments", ['{"code":"8"}', '{"input":8}', '{"input":null}'])
+async def test_a_custom_tool_that_is_called_without_its_text_is_given_the_arguments(rig: Any, arguments: str) -> None:
+    session = await rig.open()
+    rig.script.says(f'<tool_call>{{"name":"exec","arguments":{arguments}}}</tool_call>')
+    [call] = (await response(rig, session, [QUESTION], tools=[EXEC]))["output"]
+    assert (call["type"], orjson.loads(call["input"])) == ("custom_tool_call", orjson.loads(arguments))
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "that is no code"}
+    await response(rig, session, [QUESTION, call, result], tools=[EXEC])
+    assert await bounds(rig, session) == [Boundary.root, Boundary.append]
 
 
 async def test_calls_stay_text_where_the_client_wants_none(rig: Any) -> None:
