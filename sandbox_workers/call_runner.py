@@ -27,6 +27,7 @@ from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Sc
 from turnlog.sandbox_workers.pooling import Pools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import (
+    DiskLacksRoom,
     Execution,
     FileRefused,
     ImageMissing,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DISK = "disk"
+"""The condition of /readyz that a full disk under workspaces leaves unmet."""
 LONG_S = 1e9
 """Longer than anybody waits, and still a time that a clock can add."""
 CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered", ["tool", "status", "backend"])
@@ -79,7 +82,7 @@ class CallRunner:
         self._egress, self._settings = egress, settings
         self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
         self._environments = EnvironmentDigests(settings.egress)
-        self._park = role.park
+        self._park, self._health = role.park, role.health
         self._catch_up = catch_up
         self._clock = clock
         self._max_attempts = settings.sandbox.max_attempts
@@ -102,6 +105,10 @@ class CallRunner:
                 if execution is None:
                     return
             except NoSandboxInTime:
+                execution = self._unrunnable(unit, pending, placement)
+            except DiskLacksRoom as error:  # no attempt: it was not begun, and waits for room
+                self._health.unmet(DISK, str(error))
+                log.warning("call %s waits: %s", pending.request.call_id, error, extra=_about(pending))
                 execution = self._unrunnable(unit, pending, placement)
             except (SandboxDied, SandboxUnavailable) as error:
                 unit.attempts[pending.request.call_id] = self._attempts(unit, pending) + (not pending.begun)
@@ -138,6 +145,7 @@ class CallRunner:
         async with AsyncExitStack() as stack:
             try:
                 lease = await self._leased(stack, unit, pending, placement)
+                self._health.met(DISK)
                 if pending.again and not await lease.sandbox.healthy():
                     raise SandboxUnavailable("it was gone before the call")
                 sha256 = await self._environments.sha256(
@@ -233,7 +241,7 @@ class CallRunner:
         """Of a call whose sandbox went away. Raises the error when nothing says that it was the call's doing: then it
         runs again, in a new one."""
         pending.died = True
-        pending.deaths += pending.again and not error.evidence.stood
+        pending.deaths += pending.again and not error.evidence.ours
         evidence = dataclasses.replace(error.evidence, deaths=pending.deaths, stateful=pending.stateful)
         verdict = attributed(evidence)
         if verdict is None:

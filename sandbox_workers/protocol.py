@@ -6,6 +6,7 @@ snapshots) are made from `index`, `read_files` and `restore`, so that every back
 SandboxError
 ├── BackendUnavailable   this machine cannot use the backend: says why, names the setting and the remedy
 ├── SandboxUnavailable   a backend that works here could not start one more sandbox
+│   └── DiskLacksRoom    the disk that workspaces lie on is full: calls wait until there is room
 ├── SandboxDied          the sandbox went away in the middle of a call: it may run again (`attributed`)
 ├── ImageMissing         the backend has no such image: the call is refused, nothing is pulled while it waits
 ├── FileRefused          a path or a size that `read`, `write` or `restore` does not serve: the call is a tool error
@@ -49,10 +50,17 @@ class Evidence:
     """The call was not answered within wall_s and some grace."""
     stood: bool = False
     """The worker itself stood still for longer than a sandbox waits for it."""
+    starved: bool = False
+    """The disk that its workspace shares with others took no more, and the call was below its own limit."""
     deaths: int = 0
     """New sandboxes, alive just before, that have gone away under this call, the latest included."""
     stateful: bool = False
     """It went on in a persistent interpreter, which is gone: it cannot run again, and nobody may gain by that."""
+
+    @property
+    def ours(self) -> bool:
+        """It ended by what no call can do."""
+        return self.stood or self.starved
 
 
 UNKNOWN = Evidence()
@@ -68,7 +76,7 @@ def attributed(evidence: Evidence) -> Verdict | None:
         return ToolStatus.resource_limit, evidence.limit
     if evidence.changed:
         return ToolStatus.tool_error, CHANGED
-    if evidence.stood:
+    if evidence.ours:
         return None
     if evidence.silent:
         return ToolStatus.timeout, "wall_s"
@@ -87,6 +95,10 @@ class BackendUnavailable(SandboxError):
 
 class SandboxUnavailable(SandboxError):
     """A sandbox did not come up."""
+
+
+class DiskLacksRoom(SandboxUnavailable):
+    """Names the disk. Remedy: room there, or another one by TMPDIR."""
 
 
 class SandboxDied(SandboxError):

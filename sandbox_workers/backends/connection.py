@@ -10,10 +10,13 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
+from turnlog.infra.run_folder import lacks_room
 from turnlog.sandbox_workers.backends import init_wire
 from turnlog.sandbox_workers.backends.init_wire import RESET_S, UNBOUNDED, Channel, Heartbeat, InitFiles, refusal
+from turnlog.sandbox_workers.inside.processes import tree_bytes
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
@@ -30,6 +33,8 @@ log = logging.getLogger(__name__)
 
 START_S = 20.0
 
+NO_ROOM_BYTES = 2**20
+"""What a disk has less of takes no more: what was cut off by that has taken the rest."""
 METER_S = 0.05
 """Shortest pause between looks at a call's CPU time."""
 INIT_CPU_S, INIT_CPU_SHARE = 0.1, 0.1
@@ -101,12 +106,14 @@ async def started(
     exit_s: float = 0.0,
     bounds: Bounds | None = None,
     disk_bytes: int = UNBOUNDED,
+    shares: Path | None = None,
     zygote: bool = False,
     patience: Patience = PATIENCE,
 ) -> InitSandbox:
     """Start `argv(control descriptor)` and wait until its init is ready; with `zygote` the descriptor is that of the
-    orders. `ended` runs after the sandbox's death; `exit_s` is how long it may take to end by itself, where killing it
-    would leave its children. Raises SandboxUnavailable with what it wrote on stderr."""
+    orders. `shares`: the folder of its files, where others write to the same disk. `ended` runs after the sandbox's
+    death; `exit_s` is how long it may take to end by itself, where killing it would leave its children. Raises
+    SandboxUnavailable with what it wrote on stderr."""
     ours, theirs = socket.socketpair()
     try:
         # bwrap dies with the *thread* that started it (PR_SET_PDEATHSIG): that is the event loop's, never a pool's.
@@ -133,8 +140,9 @@ async def started(
     mother = Zygote(ours) if zygote else None
     control = ours if mother is None else mother.fork()
     sandbox = InitSandbox(
-        process, control, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes, zygote=mother, patience=patience
-    )
+        process, control, ended, exit_s, bounds=bounds, disk_bytes=disk_bytes, shares=shares, zygote=mother,
+        patience=patience,
+    )  # fmt: skip
     try:
         async with asyncio.timeout(START_S):
             await _bounded(sandbox.ready(), process.pid, bounds)
@@ -176,11 +184,12 @@ class InitSandbox(InitFiles):
         *,
         bounds: Bounds | None = None,
         disk_bytes: int = UNBOUNDED,
+        shares: Path | None = None,
         zygote: Zygote | None = None,
         patience: Patience = PATIENCE,
     ) -> None:
         super().__init__(control, disk_bytes)
-        self._patience = patience
+        self._patience, self._shares = patience, shares
         self.process = process
         self._zygote = zygote
         self.observed: dict[str, Any] | None = None
@@ -226,6 +235,8 @@ class InitSandbox(InitFiles):
                 if alive and answer.get("lost"):
                     return init_wire.LOST
                 found = init_wire.execution(answer, init_wire.joined(parts), cancelled=self._cancelled)
+                if not self._cancelled:
+                    await self._check_room(limits.disk_bytes)
                 return self._judged(found, limits)
             except FileRefused:
                 raise
@@ -234,6 +245,15 @@ class InitSandbox(InitFiles):
             except BaseException:
                 await self.close()
                 raise
+
+    async def _check_room(self, disk_bytes: int) -> None:
+        """Raises SandboxDied where its disk takes no more and it holds less than it may: others have filled it, and
+        what the call made of that says nothing of the call."""
+        if self._shares is None or not (full := await asyncio.to_thread(lacks_room, self._shares, NO_ROOM_BYTES)):
+            return
+        if await asyncio.to_thread(tree_bytes, str(self._shares)) < disk_bytes:
+            self._evidence = dataclasses.replace(self._evidence, starved=True)
+            raise SandboxDied(full)
 
     async def _bound(self, limits: SandboxLimits) -> None:
         """Raises SandboxDied of one that was closed, SandboxUnavailable: no call is to blame."""

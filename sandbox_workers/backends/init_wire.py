@@ -462,6 +462,12 @@ class InitFiles:
                         await self._channel.answer(0)
                         await self._channel.send({}, *then)
                     return await self._channel.answer(most)
+        except QuotaExceeded:
+            try:
+                await self._check_room(self._disk_bytes)
+            except SandboxDied as error:
+                raise SandboxDied(str(error), await self._ended(error)) from error
+            raise
         except (FileRefused, RuntimeError):
             raise
         except (TimeoutError, SandboxDied) as error:
@@ -470,6 +476,9 @@ class InitFiles:
         except BaseException:
             await self.close()
             raise
+
+    async def _check_room(self, disk_bytes: int) -> None:
+        """Raises SandboxDied where a disk that it shares with others took no more."""
 
     async def _ended(self, error: Exception) -> Evidence:
         """Close it; what is known of its end."""

@@ -17,6 +17,9 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
+from turnlog.infra.run_folder import LEAST_FREE, full_disk, lacks_room
+from turnlog.sandbox_workers.protocol import DiskLacksRoom, SandboxUnavailable
+
 log = logging.getLogger(__name__)
 
 PREFIX = "turnlog-sandbox-"
@@ -29,6 +32,26 @@ LEAKS = Counter(
 def owned_prefix() -> str:
     """How names of this process's things begin."""
     return f"{PREFIX}{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-"
+
+
+def workspace_folder(disk_bytes: int) -> Path:
+    """A new folder of this process for a workspace of so many bytes, on a disk that has room for them. Raises
+    SandboxUnavailable, DiskLacksRoom."""
+    parent = Path(tempfile.gettempdir())
+    if full := lacks_room(parent, min(disk_bytes, LEAST_FREE)):
+        raise DiskLacksRoom(f"no workspace: {full}")
+    try:
+        return Path(tempfile.mkdtemp(prefix=owned_prefix(), dir=parent))
+    except OSError as error:
+        raise no_workspace(error) from error
+
+
+def no_workspace(error: OSError) -> SandboxUnavailable:
+    """Why none could be made."""
+    parent = Path(tempfile.gettempdir())
+    if full := full_disk(error, parent):
+        return DiskLacksRoom(f"no workspace: {full}")
+    return SandboxUnavailable(f"no workspace in {parent}: {error}; set TMPDIR")
 
 
 def ownerless(name: str) -> bool:

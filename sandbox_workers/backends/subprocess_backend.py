@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Self
@@ -20,7 +19,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import roots
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, init_command, own_account, started
-from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
+from turnlog.sandbox_workers.backends.leftovers import discard, no_workspace, workspace_folder
 from turnlog.sandbox_workers.backends.roots import init_program, interpreter
 from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
@@ -61,11 +60,9 @@ class Subprocess:
         _refuse_image(shape)
         account = own_account(self._settings.first_uid, slot)
         try:
-            root, workspace = _workspace(account)
+            root, workspace = _workspace(account, shape.disk_bytes)
         except OSError as error:
-            raise SandboxUnavailable(
-                f"no workspace in {tempfile.gettempdir()}: {error}; free space or set TMPDIR"
-            ) from error
+            raise no_workspace(error) from error
         user = "shared" if account.uid is None else "own"
         return await started(
             lambda control: init_command([str(self._python)], control, "plain", user, shape.network, workspace),
@@ -75,6 +72,7 @@ class Subprocess:
             exit_s=EXIT_S,
             bounds=bounds_of(self._cgroups),
             disk_bytes=shape.disk_bytes,
+            shares=Path(workspace),
         )
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
@@ -105,10 +103,10 @@ class Subprocess:
         }
 
 
-def _workspace(account: Account) -> tuple[Path, str]:
+def _workspace(account: Account, disk_bytes: int) -> tuple[Path, str]:
     """A new folder of ours and in it the workspace, of the slot's user, who can empty it, and neither move nor replace
-    it unless that is we. Raises OSError."""
-    root = Path(tempfile.mkdtemp(prefix=owned_prefix()))
+    it unless that is we. Raises OSError, SandboxUnavailable."""
+    root = workspace_folder(disk_bytes)
     workspace = root / "workspace"
     workspace.mkdir(mode=0o700)
     if account.uid is not None:

@@ -153,7 +153,7 @@ class Disk(NamedTuple):
 def disk(place: Place) -> Disk:
     """Of the writable folders; each is a tmpfs of its own under bubblewrap."""
     if not place.namespace:
-        return Disk(sum(_tree_bytes(folder) for folder in place.folders), full=False)
+        return Disk(sum(tree_bytes(folder) for folder in place.folders), full=False)
     used, full = 0, False
     for folder in place.folders:
         figures = os.statvfs(folder)
@@ -163,7 +163,7 @@ def disk(place: Place) -> Disk:
     return Disk(used, full)
 
 
-def _tree_bytes(folder: str) -> int:
+def tree_bytes(folder: str) -> int:
     """Of what it holds. A path beyond what the kernel takes, and so beyond all counting, is too much."""
     total, ahead = 0, [folder]
     while ahead:

@@ -233,7 +233,7 @@ class Upkeep:
         log.warning("%s slot %d: no sandbox came up: %s", self._provider.name, slot.number, said)
         self._metrics.failed()
         slot.shape, slot.error = None, error
-        self._refuse(shape, SandboxUnavailable(said))
+        self._refuse(shape, type(error)(said))
         self._idle(slot, SlotState.failed)
 
     async def _end(self, sandbox: Sandbox) -> None:

@@ -1,5 +1,5 @@
 """Disks that are full, each a file system of its own: what writes there says so by name, loses nothing, and goes on
-when there is room."""
+when there is room. That of sandboxes is in tests/unit/sandbox/test_full_disk.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.small_disk import fill, mounted
 from tests.unit.consumers.conftest import CODEC, TrainedRun
 from tests.unit.consumers.test_index import content
 from tests.unit.trainer.test_learner import ONE, random_weights
@@ -46,28 +47,10 @@ from turnlog.trainer.shape import TINY
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 200 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("no file system can be mounted")
-    try:
+    with mounted(folder):
         yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path, *, but: int = 0) -> Path:
-    """The file that takes all but so many bytes of what is left of the folder's disk."""
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (2**20, 4096, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(bytes(size))
-        file.truncate(file.tell() - but)
-    return filler
 
 
 @pytest.mark.kafka

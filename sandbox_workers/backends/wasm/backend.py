@@ -23,7 +23,6 @@ import platform
 import re
 import shutil
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
-from turnlog.sandbox_workers.backends.leftovers import discard, owned_prefix
+from turnlog.sandbox_workers.backends.leftovers import discard, no_workspace, workspace_folder
 from turnlog.sandbox_workers.backends.roots import published
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED, engine
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
@@ -197,13 +196,13 @@ class Wasm:
         account = own_account(self._settings.first_uid, slot)
         bounds = bounds_of(self._cgroups)
         try:
-            folder = _folders(account)
-        except OSError as error:
+            folder = _folders(account, shape.disk_bytes)
+        except (OSError, SandboxUnavailable) as error:
             if bounds is not None:
                 bounds.close()
-            raise SandboxUnavailable(
-                f"no workspace in {tempfile.gettempdir()}: {error}; free space or set TMPDIR"
-            ) from error
+            if isinstance(error, OSError):
+                raise no_workspace(error) from error
+            raise
         handle = None if self._filter is None else seccomp.descriptor(self._filter)
         about = {
             "uid": account.uid,
@@ -223,6 +222,7 @@ class Wasm:
                 exit_s=EXIT_S,
                 bounds=bounds,
                 disk_bytes=shape.disk_bytes,
+                shares=folder,
             )
         finally:
             if handle is not None:
@@ -258,9 +258,9 @@ class Wasm:
         return self._modules if shape.image is None else {**self._modules, "": self._modules[shape.image]}
 
 
-def _folders(account: Account) -> Path:
-    """A new workspace and a new folder for temporary files, of the slot's user. Raises OSError."""
-    root = Path(tempfile.mkdtemp(prefix=owned_prefix()))
+def _folders(account: Account, disk_bytes: int) -> Path:
+    """A new workspace and a new folder for temporary files, of the slot's user. Raises OSError, SandboxUnavailable."""
+    root = workspace_folder(disk_bytes)
     for path in (root, *(root / name for name in FOLDERS)):
         path.mkdir(mode=0o700, exist_ok=True)
         if account.uid is not None:
