@@ -20,7 +20,7 @@ import yaml
 
 from tests.deploy.cluster import Cluster, cluster, until
 from tests.deploy.conftest import BASE, ROOT, STANDINS, lacking, ours, run
-from tests.deploy.node import HOST, PAUSE, PLUGINS, with_a_share
+from tests.deploy.node import BOUNDARY, HOST, PAUSE, PLUGINS, with_a_share
 from tests.deploy.programs import KUBERNETES, described, programs
 from turnlog.producers.recipes.calc import RECIPE
 
@@ -199,7 +199,12 @@ def test_every_example_is_admitted(kube: Cluster, example: Path, go: str | None)
     rendered = kube.helm("template", "turnlog", CHART, "--namespace", names["restricted"], "--values", str(example),
                          "--kube-version", KUBERNETES)  # fmt: skip
     documents = [document for document in yaml.safe_load_all(rendered) if document]
-    admitted(kube, names["restricted"], [*documents, *pods_of(documents)])
+    pods = list(pods_of(documents))
+    for name in {pod["spec"]["runtimeClassName"] for pod in pods if "runtimeClassName" in pod["spec"]}:
+        its_own = {"metadata": {"name": name}, "handler": BOUNDARY}  # who names one has installed it
+        kube.kubectl("apply", "--filename", "-",
+                     given=json.dumps({"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", **its_own}))  # fmt: skip
+    admitted(kube, names["restricted"], [*documents, *pods])
     spoilt = [document for document in documents if document["kind"] == "Deployment"]
     spoilt[0]["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     with pytest.raises(AssertionError, match="readynessProbe"):
