@@ -194,7 +194,7 @@ class World:
                 reader.assign({where: 0})
                 while reader.position(where) < end:
                     known = [await events.known(record) for record in await reader.poll(timeout_s=0.01)]
-                    found += [event for event in known if isinstance(event, SampleBatchFormed)]
+                    found += [event for event in known if event is not None]
             return found
 
 
