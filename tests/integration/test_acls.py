@@ -379,6 +379,7 @@ APART = ("apply", "run")
 """They make the topics, each below a prefix of its own (tests/secure/test_loop_acls.py)."""
 RARE: dict[str, set[tuple[str, str]]] = {
     "assembler": {("Write", "agent.sessions"), ("Read", "segment-samples")},  # of its reaper; of fold version 1
+    "batcher": {("Write", "dead-letters")},  # of what does not belong into segment-samples
     "feeder": {("Read", "segment-samples"), ("Read", "tasks")},  # of runs that older releases began
     "gateway": {("Read", "agent.turns"), ("Read", "agent.token-snapshots")},  # of another's session
     "registry": {("Read", "_schemas")},  # when it starts again
