@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import orjson
 from markupsafe import Markup
@@ -45,6 +45,7 @@ from turnlog.consumers.index import (
 )
 from turnlog.consumers.index.comparison import Other, changed, differences, settings_of
 from turnlog.consumers.index.fate import of_session
+from turnlog.consumers.index.notes import RUN, Note, Notes
 from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
 from turnlog.consumers.index.search import SORTS, SessionFilter
 from turnlog.infra.archive import ReadOnlyArchive
@@ -126,6 +127,7 @@ class Pages:
         self._against = against
         self._alive = partial(supervised, directory)
         self._run = run
+        self._notes = Notes(index)
         self._streams = streams
         self._within_s = within_s
         self._index = index
@@ -144,7 +146,7 @@ class Pages:
         """What stands behind the guard."""
         routes: dict[str, Callable[..., Any]] = {
             "/": self.run, "/sessions": self.sessions, "/sessions/histogram": self.histogram,
-            "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
+            "/sessions/total": self.total, "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
             "/sessions/{id}/images/{name}": self.image, "/compare": self.compare, "/groups/{id}": self.group,
             "/batches": self.batches, "/batches/{number}": self.batch, "/weights": self.weights,
             "/dead-letters": self.dead_letters, "/records/{topic}/{partition}/{offset}": self.record,
@@ -157,6 +159,7 @@ class Pages:
                 *(Route(path, self._speaking(answer), methods=["GET"]) for path, answer in routes.items()),
                 Route("/dead-letters/requeue", self._speaking(self.requeue), methods=["POST"]),
                 Route("/dead-letters/skip", self._speaking(self.skip), methods=["POST"]),
+                Route("/notes", self._speaking(self.note), methods=["POST"]),
                 Mount("/static", StaticFiles(directory=STATIC)),
             ],
             exception_handlers={404: self.not_there, 405: self.not_there},
@@ -184,11 +187,11 @@ class Pages:
         with self._opened() as index:
             found = overview(index, window, alive=self._alive())
         view = {"smooth": request.query_params.get("smooth", ""), "first": window.first, "last": window.last}
-        return self._page(request, "run.html", found.as_of, of=found, live=True, view=view)
+        return self._page(request, "run.html", found.as_of, of=found, live=True, view=view, note=self._note(RUN))
 
     def sessions(self, request: Request) -> Response:
         """A page of sessions."""
-        wanted, asked = _filter(request)
+        wanted, asked = self._filter(request)
         sort = request.query_params.get("sort", "started_ms")
         descending = request.query_params.get("order", "desc") != "asc"
         with self._opened() as index:
@@ -196,7 +199,8 @@ class Pages:
                 wanted, sort=sort, descending=descending, after=request.query_params.get("after"), limit=PAGE
             )
             recipes = [row["name"] for row in index.rows(RECIPES)]
-            told = prompts(index, [row.session_id for row in page.rows], most=MOST_OF_A_PROMPT)
+            names = [row.session_id for row in page.rows]
+            told = prompts(index, names, most=MOST_OF_A_PROMPT)
             (counted,) = index.rows("SELECT count(*) AS n FROM sessions")
         total = None if asked else counted["n"]
         kept = {**asked, "sort": sort, "order": "desc" if descending else "asc"}
@@ -204,12 +208,13 @@ class Pages:
             request, "sessions.html", page.as_of, page=page, asked=asked, sort=sort, descending=descending,
             sorts=SORTS, recipes=recipes, prompts=told, total=total,
             link=lambda **more: "/sessions?" + urlencode({**kept, **more}),
-            bars="/sessions/histogram?" + urlencode(asked),
+            bars="/sessions/histogram?" + urlencode(asked), counts="/sessions/total?" + urlencode(asked),
+            notes=self._notes.about(names), tags=self._notes.tags(),
         )  # fmt: skip
 
     def histogram(self, request: Request) -> Response:
         """Rewards of the sessions that pass, whatever range of them is chosen; each bar chooses its own."""
-        wanted, asked = _filter(request, but=("min_reward", "max_reward"))
+        wanted, asked = self._filter(request, but=("min_reward", "max_reward"))
         chosen = {"min_reward", "max_reward"} & set(request.query_params)
         with self._opened() as index:
             found = index.rewards(wanted)
@@ -218,6 +223,29 @@ class Pages:
             return "/sessions?" + urlencode({**asked, "min_reward": f"{least:.6g}", "max_reward": f"{most:.6g}"})
 
         return HTMLResponse(drawing.histogram(found.bins, href, bool(chosen), sample=found.sample))
+
+    def total(self, request: Request) -> Response:
+        """How many sessions pass: a part of their page, which does not wait for it."""
+        wanted, _ = self._filter(request)
+        with self._opened() as index:
+            found, every = index.total(wanted)
+        return HTMLResponse(drawing.number(found) if every else f"{drawing.number(found)} or more")
+
+    async def note(self, request: Request) -> Response:
+        """The action of a login: say something else about the run, or about a session."""
+        fields = await checked_form(request)
+        subject, tags = fields.get("subject", RUN), fields.get("tags", "").split(",")
+        await asyncio.to_thread(self._say, subject, fields.get("text", ""), tags)
+        return RedirectResponse(f"/sessions/{quote(subject, safe='')}" if subject else "/", 303)
+
+    def _say(self, subject: str, text: str, tags: list[str]) -> None:
+        if subject != RUN:
+            with self._opened() as index:
+                known(index.row("SELECT 1 FROM sessions WHERE session_id = ?", subject), f"session {subject}")
+        self._notes.write(subject, text, tags, at_ms=time.time_ns() // 1_000_000)
+
+    def _note(self, subject: str) -> Note:
+        return self._notes.about([subject]).get(subject, Note())
 
     def session(self, request: Request) -> Response:
         """One session; its tokens come when the page is there."""
@@ -232,7 +260,7 @@ class Pages:
         talk = conversation(view)
         return self._page(
             request, "session.html", view.as_of, view=view, talk=talk, tree=drawing.tree(talk), chain=of_session(view),
-            siblings=siblings, exported=None,
+            siblings=siblings, exported=None, note=self._note(name),
         )  # fmt: skip
 
     async def tokens(self, request: Request) -> Response:
@@ -429,11 +457,31 @@ class Pages:
         """An address that is none of ours."""
         return self._failure(request, Unknown(f"{request.url.path}: there is no such page"))
 
+    def _filter(self, request: Request, *, but: tuple[str, ...] = ()) -> tuple[SessionFilter, dict[str, str]]:
+        """What the form asks for, and its fields that say something. Raises BadQuestion."""
+        kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(
+            ("recipe", "task_id", "group_id", "outcome", "fate", "text"), str
+        )
+        kinds |= {name: partial(whole, name) for name in ("min_version", "max_version", "batch_index")}
+        kinds |= {"min_reward": float, "max_reward": float, "failed_calls": bool}
+        values, asked = {}, {}
+        for name, kind in kinds.items():
+            text = request.query_params.get(name, "").strip()
+            if not text or name in but:
+                continue
+            try:
+                values[name], asked[name] = kind(text), text
+            except ValueError:
+                raise BadQuestion(f"{name}: {text!r} is no number") from None
+        if tag := request.query_params.get("tag", "").strip():
+            asked["tag"], values["sessions"] = tag, tuple(self._notes.tagged(tag))
+        return SessionFilter(**values), asked
+
     def _failure(self, request: Request, error: Exception) -> Response:
         """What is no fault of the request's is 503: it may be there later."""
         known = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         status = error.status if isinstance(error, Refused) else known
-        if request.url.path.endswith(("/tokens", "/live", "/histogram", "/queues", "/samples")):
+        if request.url.path.endswith(("/tokens", "/live", "/histogram", "/total", "/queues", "/samples")):
             unknown = "unknown: " if request.url.path == "/queues" else ""
             said = harmless.visible(f"{unknown}{type(error).__name__}: {error}")
             return Response(orjson.dumps({"error": said}), status, media_type="application/json")
@@ -452,25 +500,6 @@ class Pages:
         context = {"live": False, "path": request.url.path, "visitor": request.state.visitor, "as_of": as_of,
                    "run_id": self._run, **about}  # fmt: skip
         return HTMLResponse(self._templates.get_template(template).render(context), status)
-
-
-def _filter(request: Request, *, but: tuple[str, ...] = ()) -> tuple[SessionFilter, dict[str, str]]:
-    """What the form asks for, and its fields that say something. Raises BadQuestion."""
-    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(
-        ("recipe", "task_id", "group_id", "outcome", "fate", "text"), str
-    )
-    kinds |= {name: partial(whole, name) for name in ("min_version", "max_version", "batch_index")}
-    kinds |= {"min_reward": float, "max_reward": float, "failed_calls": bool}
-    values, asked = {}, {}
-    for name, kind in kinds.items():
-        text = request.query_params.get(name, "").strip()
-        if not text or name in but:
-            continue
-        try:
-            values[name], asked[name] = kind(text), text
-        except ValueError:
-            raise BadQuestion(f"{name}: {text!r} is no number") from None
-    return SessionFilter(**values), asked
 
 
 def _done(what: str, place: str) -> Response:

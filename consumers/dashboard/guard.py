@@ -40,7 +40,7 @@ LINK_S: Final = 900.0
 """For so long a link may be used."""
 LOGIN_S: Final = 7 * 86400.0
 """For so long a login lasts."""
-FORM_BYTES: Final = 16_384
+FORM_BYTES: Final = 131_072
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"

@@ -343,6 +343,12 @@ class Index:
             found, sample = Search(self._sql, wanted, as_of.positions, self._effort).histogram(bins)
         return Rewards(found, as_of, sample)
 
+    def total(self, wanted: SessionFilter) -> tuple[int, bool]:
+        """How many sessions pass, and whether those are all: counting ends at `Effort.sorted`, and words that many
+        records say are looked for in the newest ones. Raises BadQuestion."""
+        with self.snapshot() as as_of:
+            return Search(self._sql, wanted, as_of.positions, self._effort).total()
+
     def recipes(self) -> tuple[Sequence[Row], AsOf]:
         """What the settled sessions of each recipe came to (docs/drawing.md): their number, and means of reward,
         pass_rate, output_tokens, turns and, over rows of batches, lag. A mean of nothing is None."""

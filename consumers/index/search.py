@@ -68,6 +68,8 @@ class SessionFilter:
     """Of the newest."""
     failed_calls: bool = False
     """Only those with a tool call that did not end ok."""
+    sessions: tuple[str, ...] | None = None
+    """Only these ids."""
     text: str | None = None
     """Words that stand in one turn or one tool's output: FTS5's language."""
 
@@ -172,6 +174,14 @@ class Search:
             *values, *stretch.values, limit - len(found),
         )  # fmt: skip
         return found, newest
+
+    def total(self) -> tuple[int, bool]:
+        """How many sessions pass, counted up to what is sorted; whether those are all."""
+        where, values, newest = self._surely()
+        (found,) = self._values(
+            f"SELECT count(*) FROM (SELECT 1 FROM sessions s WHERE {where} LIMIT ?)", *values, self._effort.sorted + 1
+        )
+        return min(found, self._effort.sorted), found <= self._effort.sorted and not newest
 
     def histogram(self, bins: int) -> tuple[list[Found], bool]:
         """Of rewards: least, most and sessions of each bin that has some; whether it is of a sample of those that
@@ -291,6 +301,9 @@ def _clauses(wanted: SessionFilter) -> Iterator[Clause]:
     for name in (*SHARED, "group_id", "purpose"):
         if (value := getattr(wanted, name)) is not None:
             yield Clause(name, f"{{0}}s.{name} = ?", (value,), indexed=name != "purpose")
+    if wanted.sessions is not None:
+        ids = orjson.dumps(wanted.sessions).decode()
+        yield Clause("session_id", "{0}s.session_id IN (SELECT value FROM json_each(?))", (ids,))
     newest = wanted.max_version
     for name, least, most in (
         ("reward", wanted.min_reward, wanted.max_reward), ("version_min", wanted.min_version, newest),

@@ -280,7 +280,7 @@
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const out = event.target.closest?.(".out");
     if (out && KEYS[event.key]) { event.preventDefault(); step(out, KEYS[event.key]); return; }
-    if (!sessions.length || event.target.matches?.("input, select") || !["j", "k"].includes(event.key)) return;
+    if (!sessions.length || event.target.matches?.("input, select, textarea") || !["j", "k"].includes(event.key)) return;
     const stops = all(find(".pair") ? ".pair" : ".turn[data-turn]");
     const here = stops.findIndex((stop) => stop.getBoundingClientRect().bottom > 120);
     const next = stops[Math.min(Math.max(0, here + (event.key === "j" ? 1 : -1)), stops.length - 1)];
