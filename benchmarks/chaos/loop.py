@@ -100,6 +100,7 @@ prompts_per_draw = 4
 max_lag = 2
 [trainer]
 threads = 1
+learning_rate_schedule = "constant"
 checkpoint_every = 3
 [archive]
 enabled = true
@@ -119,6 +120,7 @@ engine_s = 40.0
 role_s = {role_s}
 rank_s = {role_s}
 """
+"""The rate is constant, since the number of draws changes once the strikes are over."""
 ROLE_S = 60.0
 """A stopped role must outlive the start of its successor."""
 TRIES = 3
