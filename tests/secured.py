@@ -56,10 +56,10 @@ OPERATIONS = {
     "IdempotentWrite": AclOperation.IDEMPOTENT_WRITE,
 }
 PROPERTIES = """
-listeners=PLAINTEXT://{host}:{port},SASL_SSL://{host}:{sasl},SSL://{host}:{tls},CONTROLLER://{host}:{controller}
-advertised.listeners=PLAINTEXT://{host}:{port},SASL_SSL://{host}:{sasl},SSL://{host}:{tls}
+listeners=CLIENTS://{host}:{port},SASL_SSL://{host}:{sasl},SSL://{host}:{tls},CONTROLLER://{host}:{controller}
+advertised.listeners=CLIENTS://{host}:{port},SASL_SSL://{host}:{sasl},SSL://{host}:{tls}
 controller.quorum.voters=1@{host}:{controller}
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,SASL_SSL:SASL_SSL,SSL:SSL,CONTROLLER:PLAINTEXT
+listener.security.protocol.map=CLIENTS:PLAINTEXT,SASL_SSL:SASL_SSL,SSL:SSL,CONTROLLER:PLAINTEXT
 authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
 allow.everyone.if.no.acl.found=false
 super.users=User:ANONYMOUS;User:{all};User:CN={all}
