@@ -2,7 +2,8 @@
 
 EngineError
 ├── EngineDead      refused, dropped or silent connection, a 5xx, or an answer that asks to come again: another is asked
-│   └── EngineUnreachable   nobody listens at its address
+│   ├── EngineUnreachable   nobody listens at its address
+│   └── EngineSlow          it keeps the connection, and did not answer in time
 ├── EngineRefused   the engine answered 4xx, or what it answered cannot be used; asking again changes nothing
 └── EngineAborted   a request was aborted again and again by weight updates
 
@@ -46,6 +47,10 @@ class EngineDead(EngineError, Unreachable):
 
 class EngineUnreachable(EngineDead):
     """The connection could not be made: the process is gone, or its host is."""
+
+
+class EngineSlow(EngineDead):
+    """It keeps the connection and has not answered within the time that the request has."""
 
 
 class EngineRefused(EngineError):
@@ -166,6 +171,8 @@ class SGLang:
                     yield piece
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachable(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
+        except aiohttp.SocketTimeoutError as error:
+            raise EngineSlow(f"{self.url}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineDead(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
         except (orjson.JSONDecodeError, KeyError, TypeError, IndexError) as error:

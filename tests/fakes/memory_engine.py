@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from turnlog.infra.engine import EngineDead, EngineRefused, EngineUnreachable, Generate, Piece
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineSlow, EngineUnreachable, Generate, Piece
 
 Script = Callable[[Sequence[int]], list[int]]
 """Prompt ids -> the output that the policy would give, its stop token included."""
@@ -149,7 +149,7 @@ class MemoryEngine:
         for wait in pending:
             wait.cancel()
         if not done:
-            raise EngineDead(f"silent for {timeout_s} s")
+            raise EngineSlow(f"silent for {timeout_s} s")
 
     def _output(self, request: Generate) -> tuple[list[int], str]:
         if request.grammar is not None:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from tests.contract.test_https import served
 from tests.fakes.memory_engine import MemoryEngine
 from tests.secured import Authority
-from tests.unit.gateway.conftest import WINDOW, until
+from tests.unit.gateway.conftest import WINDOW, rigged, until
 from tests.unit.producers.test_admission import published
 from turnlog.infra.engine import EngineDead, Generate, Piece
 from turnlog.infra.roles import tls
@@ -27,7 +27,7 @@ from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
 from turnlog.producers.gateway_client import Answer, GatewayFailed, refusal
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
-from turnlog.settings import GatewaySettings
+from turnlog.settings import GatewaySettings, Settings
 
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 
@@ -313,6 +313,20 @@ async def test_weights_without_a_version_are_refused_where_none_was_ever_publish
     answer = await rig.chat(session, [QUESTION])
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
     assert "--weight-version" in answer.json()["error"]["message"]
+
+
+async def test_a_turn_that_an_engine_samples_for_too_long_fails_and_is_not_waited_for(
+    settings: Settings, model_folder: Path
+) -> None:
+    """The agent would be told to ask again, for ever: what it waits costs its deadline nothing."""
+    short = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, request_timeout_s=0.3))
+    async with rigged(short, model_folder) as rig:
+        engine = rig.engines["e0"]
+        engine.holds_after = 0
+        answer = await rig.chat(await rig.open(), [QUESTION])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+        assert "[engine] request_timeout_s (0.3 s)" in answer.json()["error"]["message"]
+        assert isinstance(refusal(Answer("u", answer.status_code, answer.content)), GatewayFailed)
 
 
 async def test_a_pinned_session_is_sampled_by_that_version_alone(rig: Any) -> None:
