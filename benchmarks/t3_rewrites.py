@@ -30,6 +30,7 @@ from turnlog.producers.gateway.conversation import continued
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.engines import Draft
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
+from turnlog.producers.gateway.rendering.shown import shown
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import Session
@@ -60,7 +61,7 @@ class Gateway:
         RECIPE.warm_start.write_tokenizer(folder)
         (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
         prompts = Prompts(TextTokens(folder), ChatTemplate.load(folder))
-        self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled", shown=prompts.shown())
+        self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled", shown=shown(prompts))
         self.loop = asyncio.new_event_loop()  # asyncio.Runner asks for the text of every result
         self.ids = prompts.tokens.encode("7" * ANSWER)
 

@@ -565,8 +565,7 @@ class Sampler:
             self.engines.served(engine)
         except EngineDead as error:
             draft.finish = "dead"
-            if isinstance(error, EngineSlow):
-                self._check_time(engine, engine.served_s(began, self.engines.clock()))
+            self._check_time(error, engine, began)
             self.engines.failed(engine, began, error)
         finally:
             watch.cancel()
@@ -577,10 +576,11 @@ class Sampler:
         if experts is not None and rows is not None:
             experts.take(rows, len(request.input_ids) + len(draft.ids) - before)
 
-    def _check_time(self, engine: LiveEngine, sampled_s: float) -> None:
+    def _check_time(self, error: EngineDead, engine: LiveEngine, began: float) -> None:
         """Raises EngineRefused for an engine that lives and needs longer than a turn has: asked again, it would need as
         long, and a session that waits for engines never ends by its deadline."""
-        if sampled_s > self.timeout_s / 2:
+        sampled_s = engine.served_s(began, self.engines.clock())
+        if isinstance(error, EngineSlow) and sampled_s > self.timeout_s / 2:
             raise EngineRefused(
                 f"{engine.url} sampled for {sampled_s:.0f} s and had not ended: raise [engine] request_timeout_s "
                 f"({self.timeout_s:g} s), or ask for fewer tokens (max_new_tokens)"
