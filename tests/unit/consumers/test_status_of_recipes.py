@@ -85,7 +85,7 @@ async def expected(run: TrainedRun) -> dict[str, dict[str, float]]:
 def shown(settings: Settings) -> str:
     """What is printed below a process of ours."""
     console = Terminal(file=io.StringIO(), width=400)
-    found: dict[str, Any] = {"run": "run", "processes": [], "lag": {}, "views": {"unavailable": "none"}}
+    found: dict[str, Any] = {"run": "run", "processes": [], "lag": {}, "warnings": {}, "views": {"unavailable": "none"}}
     status.tell(found | {"recipes": status.recipes(settings)}, settings, console)
     return str(console.file.getvalue())
 

@@ -84,6 +84,7 @@ def test_status_shows_what_engines_and_processes_call_themselves_as_text() -> No
     found = {
         "run": "r",
         "processes": [child],
+        "warnings": {PLANTED: [PLANTED]},
         "engines": {PLANTED: {"state": PLANTED, "version": 1, "url": PLANTED}},
         "views": {"unavailable": PLANTED},
         "recipes": {"unavailable": PLANTED},
@@ -91,4 +92,4 @@ def test_status_shows_what_engines_and_processes_call_themselves_as_text() -> No
     status.tell(found, Settings(run=RunSettings(id="r")), console)
     shown = console.file.getvalue()
     assert all(char.isprintable() or char == "\n" for char in shown)
-    assert shown.count(SHOWN) == 6
+    assert shown.count(SHOWN) == 8
