@@ -3,7 +3,6 @@ supervisor of ours runs the roles, the log tells most of it, and health addresse
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +21,7 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.http_clients import got, warned
+from turnlog.infra.roles.http_clients import answered, warned
 from turnlog.infra.roles.role import Role, RunPhase, opened
 from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
@@ -98,8 +97,8 @@ def _asked(addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _asked_one(address: str) -> dict[str, Any]:
     url = address.rstrip("/")
     try:
-        alive, said = _answer(f"{url}/healthz")
-        ready, waits = _answer(f"{url}/readyz")
+        alive, said = answered(f"{url}/healthz", timeout_s=TIMEOUT_S)
+        ready, waits = answered(f"{url}/readyz", timeout_s=TIMEOUT_S)
     except (OSError, ValueError) as error:
         return {"role": "", "alive": False, "ready": False, "why": f"no answer: {error}", "warnings": []}
     stale = [f"loop {name} stands still" for name, loop in said.get("loops", {}).items() if loop.get("stale")]
@@ -108,22 +107,12 @@ def _asked_one(address: str) -> dict[str, Any]:
     return {"role": said.get("role", ""), "alive": alive, "ready": ready and alive, "why": why, "warnings": warnings}
 
 
-def _answer(url: str) -> tuple[bool, dict[str, Any]]:
-    """Whether it was 2xx, and its JSON. Raises OSError, ValueError."""
-    try:
-        with got(url, timeout_s=TIMEOUT_S) as answer:
-            return True, json.load(answer)
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            return False, json.load(refusal)
-
-
 def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """What the live views answer: those of the run, or among `asked`; {"unavailable": why} when none do."""
     try:
         own = [address.rstrip("/") for address, said in (asked or {}).items() if said["role"] == "views"]
         url = own[0] if own else run_folder.read_endpoints(Path(settings.run.directory)).views
-        return _answer(f"{url}/views")[1]
+        return answered(f"{url}/views", timeout_s=TIMEOUT_S)[1]
     except (run_folder.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
         return {"unavailable": str(error)}
 

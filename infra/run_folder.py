@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from turnlog.infra.embedded import AlreadyUp, NoSpace
 from turnlog.secret_files import FileSecret, SecretUnusable
@@ -405,15 +405,19 @@ def full_disk(error: BaseException, folder: Path) -> str:
     libraries that say only that they could not write. Empty where it is not that."""
     met: BaseException | None = error
     while met is not None:
-        if isinstance(met, OSError) and met.errno in (errno.ENOSPC, errno.EDQUOT):
+        if _took_no_more(met):
             return f"the disk of {folder} is full; {MAKE_ROOM}"
         met = met.__cause__ or met.__context__
     return lacks_room(folder)
 
 
+def _took_no_more(error: BaseException) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def no_space_of(error: BaseException) -> NoSpace | None:
     """What an OSError that nobody has named says of a full disk; None where it is something else."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not _took_no_more(error):
         return None
     file, some = error.filename, f"a disk that it writes to is full; {MAKE_ROOM}"  # a write knows no name of its file
     return NoSpace(f"{error}: {full_disk(error, Path(os.fsdecode(file)).parent) if file else some}")

@@ -65,12 +65,12 @@ WITHOUT_ROOM = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3
 """What SQLite says, beside SQLITE_FULL, when it cannot make or extend the files beside an index."""
 
 
-def failure(path: Path, error: sqlite3.DatabaseError) -> IndexFailure:
-    """What an error of SQLite means for the index at `path`."""
+def failure(path: Path, error: sqlite3.DatabaseError, remedy: str = "delete it and build it again") -> IndexFailure:
+    """What an error of SQLite means for the index at `path`; `remedy`: of a damaged file."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     full = lacks_room(path.parent) if code in WITHOUT_ROOM else ""
     if code == sqlite3.SQLITE_FULL:
         full = f"the disk of {path.parent} is full; {MAKE_ROOM}"
     if full:
         return IndexFull(f"{path}: {error}: {full}")
-    return DamagedIndex(f"{path}: {error}; delete it and build it again")
+    return DamagedIndex(f"{path}: {error}; {remedy}")

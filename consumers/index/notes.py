@@ -99,4 +99,5 @@ class Notes:
                 sql.executescript(TABLES)
                 yield sql
         except sqlite3.DatabaseError as error:
-            raise failure(self._path, error) from error
+            remedy = "restore it from a copy, or move it away: nothing else holds what it says"
+            raise failure(self._path, error, remedy) from error

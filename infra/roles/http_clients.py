@@ -35,16 +35,22 @@ def got(url: str, *, timeout_s: float) -> HTTPResponse:
     return cast("HTTPResponse", _opener().open(url, timeout=timeout_s))
 
 
-def warned(address: str, *, timeout_s: float) -> list[str]:
-    """What the role at a health address warns of (/readyz); nothing where it does not answer."""
+def answered(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
+    """Whether the answer to GET was 2xx, and its JSON. Raises OSError, ValueError."""
     import urllib.error
 
     try:
-        with got(f"{address.rstrip('/')}/readyz", timeout_s=timeout_s) as answer:
-            said = json.load(answer)
+        with got(url, timeout_s=timeout_s) as answer:
+            return True, json.load(answer)
     except urllib.error.HTTPError as refusal:
         with refusal:
-            said = json.load(refusal)
+            return False, json.load(refusal)
+
+
+def warned(address: str, *, timeout_s: float) -> list[str]:
+    """What the role at a health address warns of (/readyz); nothing where it does not answer."""
+    try:
+        _, said = answered(f"{address.rstrip('/')}/readyz", timeout_s=timeout_s)
     except (OSError, ValueError):
         return []
     return [str(line) for line in said.get("warnings", ())]
