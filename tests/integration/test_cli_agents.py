@@ -16,12 +16,12 @@ import pytest
 from tests.agent_clis import IMAGES, PACKAGES, program
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import left, offered, outcomes, stage, working  # noqa: F401
+from tests.unit.gateway.conftest import model_in
 from tests.unit.gateway.test_anthropic_messages import THINKS
 from turnlog.infra.recipes import CommandAgent
 from turnlog.infra.tools import GATEWAY_INSIDE, KEY_INSIDE
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import (
     Boundary,
     Outcome,
@@ -105,12 +105,7 @@ CLIS = {
 @pytest.fixture(scope="module")
 def calc_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe's, with room for what CLIs say of themselves."""
-    folder = tmp_path_factory.mktemp("model")
-    RECIPE.warm_start.write_tokenizer(folder)
-    config = RECIPE.warm_start.model.config() | {"max_position_embeddings": ROOM}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(THINKS)
-    return folder
+    return model_in(tmp_path_factory.mktemp("model"), ROOM, THINKS)
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ async def test_broker_and_registry_take_nobody_who_does_not_log_in(
             await _appended(appender, place.topic)
     up(settings, (), say=_silent)
     known = run_folder.resolved(settings)
-    async with _log(settings) as log:
+    async with opened_log(settings) as log:
         assert (await log.end_offsets([place]))[place] == 50
     assert "in the clear" not in caplog.text  # on the loopback that is no news
     for name in (KAFKA_KEY, REGISTRY_KEY, Path("kafka", "server.properties")):
@@ -179,7 +179,7 @@ def test_a_damaged_index_is_reported_and_tried_again_and_nothing_else_is_started
 
 
 @contextlib.asynccontextmanager
-async def _log(settings: Settings) -> AsyncIterator[KafkaLog]:
+async def opened_log(settings: Settings) -> AsyncIterator[KafkaLog]:
     log = KafkaLog.of(run_folder.resolved(settings).kafka)
     try:
         yield log

@@ -4,17 +4,17 @@ when there is room. That of sandboxes is in tests/unit/sandbox/test_full_disk.py
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.test_embedded_up import opened_log
 from tests.small_disk import fill, mounted
 from tests.unit.consumers.conftest import CODEC, TrainedRun
 from tests.unit.consumers.test_index import content
@@ -22,7 +22,6 @@ from tests.unit.trainer.test_learner import ONE, random_weights
 from tests.unit.trainer.test_publications import Rig
 from turnlog.consumers.index import IndexFull
 from turnlog.consumers.index.indexer import build, opened_writer
-from turnlog.infra import run_folder
 from turnlog.infra.embedded import NoSpace
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import NO_ROOM
@@ -125,15 +124,6 @@ async def values(log: KafkaLog, place: Partition) -> set[int]:
         while reader.position(place) < end:
             found |= {int(record.value) for record in await reader.poll()}
     return found
-
-
-@contextlib.asynccontextmanager
-async def opened_log(settings: Settings) -> AsyncIterator[KafkaLog]:
-    log = KafkaLog.of(run_folder.resolved(settings).kafka)
-    try:
-        yield log
-    finally:
-        await log.close()
 
 
 def silent(_: str) -> None:

@@ -40,6 +40,13 @@ def engine_of(role: Role, tiny_model: Path, *extra_args: str) -> Engine:
     return Engine(tiny_model, settings, log=Path(run.directory) / "engine.log", served=note)
 
 
+async def serve(role: Role, control: MemoryEngineControl) -> None:
+    """Return once the engine has loaded version 0, and its loader has ended."""
+    async with loading(role, control):
+        await publish(role, 0)
+        await said(role, 2)
+
+
 def options(arguments: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
@@ -69,9 +76,7 @@ async def test_a_restarted_engine_begins_with_what_it_served_and_is_given_nothin
 async def test_weights_that_came_while_an_engine_was_away_are_loaded_before_it_takes_turns(
     role: Role, control: MemoryEngineControl, tiny_model: Path
 ) -> None:
-    async with loading(role, control):
-        await publish(role, 0)
-        await said(role, 2)
+    await serve(role, control)
     begun = options(engine_of(role, tiny_model).launch().arguments())
     control.restart(label=begun["--weight-version"])
     await publish(role, 1)
@@ -86,9 +91,7 @@ async def test_weights_that_came_while_an_engine_was_away_are_loaded_before_it_t
 async def test_a_start_that_fails_is_followed_by_one_from_the_models_own_folder(
     role: Role, control: MemoryEngineControl, tiny_model: Path
 ) -> None:
-    async with loading(role, control):
-        await publish(role, 0)
-        await said(role, 2)
+    await serve(role, control)
     engine = engine_of(role, tiny_model)
     assert engine.launch().arguments()
     assert engine.launch().arguments() == ()
@@ -111,9 +114,7 @@ def tear(folder: Path) -> None:
 async def test_weights_that_are_not_what_was_verified_are_not_started_from(
     role: Role, control: MemoryEngineControl, tiny_model: Path, harm: Callable[[Path], None]
 ) -> None:
-    async with loading(role, control):
-        await publish(role, 0)
-        await said(role, 2)
+    await serve(role, control)
     (folder,) = weight_folders(role.settings.run.directory).glob("0-*")
     harm(folder)
     assert engine_of(role, tiny_model).launch().arguments() == ()
@@ -122,9 +123,7 @@ async def test_weights_that_are_not_what_was_verified_are_not_started_from(
 async def test_a_note_of_another_run_or_engine_is_not_this_ones(
     role: Role, control: MemoryEngineControl, tiny_model: Path
 ) -> None:
-    async with loading(role, control):
-        await publish(role, 0)
-        await said(role, 2)
+    await serve(role, control)
     directory = role.settings.run.directory
     assert ServedNote.of(directory, "run", "engine-1").take() is None
     assert ServedNote.of(directory, "another", "engine-0").take() is None
@@ -134,18 +133,14 @@ async def test_a_note_of_another_run_or_engine_is_not_this_ones(
 async def test_an_engine_whose_arguments_change_its_weights_is_never_labelled_at_its_start(
     role: Role, control: MemoryEngineControl, tiny_model: Path, argument: str
 ) -> None:
-    async with loading(role, control):
-        await publish(role, 0)
-        await said(role, 2)
+    await serve(role, control)
     assert engine_of(role, tiny_model, argument).launch().arguments() == ()
 
 
 async def test_the_folder_that_an_engine_reads_stays_until_it_answers(
     role: Role, control: MemoryEngineControl, tiny_model: Path
 ) -> None:
-    async with loading(role, control):
-        await publish(role, 0)
-        await said(role, 2)
+    await serve(role, control)
     folder = options(engine_of(role, tiny_model).launch().arguments())["--model-path"]
     control.restart()
     async with loading(role, control):

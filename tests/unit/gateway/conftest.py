@@ -37,13 +37,21 @@ WINDOW = 512
 PARTITIONS = 2
 
 
+def model_in(folder: Path, room: int = 0, template: str = "") -> Path:
+    """The calc recipe's tokenizer and template, and the shape of its model, written to `folder`. `room`: tokens that it
+    has positions for, and `template`: its chat template, where they are others."""
+    RECIPE.warm_start.write_tokenizer(folder)
+    config = RECIPE.warm_start.model.config()
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room} if room else config))
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The calc recipe's tokenizer and template, and the shape of its model."""
-    folder = tmp_path_factory.mktemp("model")
-    RECIPE.warm_start.write_tokenizer(folder)
-    (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
-    return folder
+    """See model_in."""
+    return model_in(tmp_path_factory.mktemp("model"))
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.agent_clis import program
+from tests.unit.gateway.conftest import model_in, settings_of
 from tests.unit.gateway.test_anthropic_messages import THINKS, boundaries, unsigned
 from tests.unit.gateway.test_gateway_retries import until
 from turnlog.producers.gateway import ERRORS
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Boundary
 from turnlog.settings import Settings
 
@@ -36,25 +35,13 @@ def command() -> Path:
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe's, with room for what Claude Code says of itself, and reasoning."""
-    folder = tmp_path_factory.mktemp("model")
-    RECIPE.warm_start.write_tokenizer(folder)
-    config = RECIPE.warm_start.model.config() | {"max_position_embeddings": ROOM}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(THINKS)
-    return folder
+    return model_in(tmp_path_factory.mktemp("model"), ROOM, THINKS)
 
 
 @pytest.fixture
-def settings(settings: Settings) -> Settings:
+def settings(tmp_path: Path, model_folder: Path) -> Settings:
     """A window that holds it."""
-    return dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, context=ROOM))
-
-
-@pytest.fixture
-def rig(rig: Any) -> Any:
-    """The rig; its engine's window is the model's."""
-    rig.engines["e0"].context = ROOM
-    return rig
+    return settings_of(model_folder, tmp_path, context=ROOM)
 
 
 @pytest.fixture

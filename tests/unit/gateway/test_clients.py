@@ -15,8 +15,8 @@ import pytest
 
 from tests.agent_clis import program
 from tests.frameworks.clients import ANSWERS, CLIENTS, Client, command, looks
+from tests.unit.gateway.conftest import model_in, settings_of
 from tests.unit.gateway.test_anthropic_messages import THINKS
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Event
 from turnlog.schemas.types import int32s
 from turnlog.settings import Settings
@@ -32,25 +32,13 @@ TEMPLATE = "{%- for tool in tools or [] -%}<|im_start|>{{ tool | tojson }}<|im_e
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe's, with more room, reasoning, and tools in the prompt as they were sent."""
-    folder = tmp_path_factory.mktemp("model")
-    RECIPE.warm_start.write_tokenizer(folder)
-    config = RECIPE.warm_start.model.config() | {"max_position_embeddings": ROOM}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return model_in(tmp_path_factory.mktemp("model"), ROOM, TEMPLATE)
 
 
 @pytest.fixture
-def settings(settings: Settings) -> Settings:
+def settings(tmp_path: Path, model_folder: Path) -> Settings:
     """A window that holds it."""
-    return dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, context=ROOM))
-
-
-@pytest.fixture
-def rig(rig: Any) -> Any:
-    """The rig; its engine's window is the model's."""
-    rig.engines["e0"].context = ROOM
-    return rig
+    return settings_of(model_folder, tmp_path, context=ROOM)
 
 
 async def ended(words: Sequence[str | Path], home: Path, **environment: str) -> tuple[int | None, str]:

@@ -3,7 +3,6 @@ says is kept as it was sampled, and whatever stands on the log is read by all wh
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -15,11 +14,11 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
+from tests.unit.gateway.conftest import model_in, settings_of
 from turnlog.consumers.datasets.conversations import messages_of, response_of, tools_json
 from turnlog.processors.core.messages import messages, response
 from turnlog.producers.gateway.parsers.formats import HERMES
 from turnlog.producers.gateway.parsers.parser import Parser, Text
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.settings import Settings
 
@@ -36,24 +35,13 @@ ROOM = {"sampling": {"temperature": 1.0, "max_new_tokens": WINDOW // 2}, "limits
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The calc recipe's, with room for the deepest answer."""
-    folder = tmp_path_factory.mktemp("model")
-    RECIPE.warm_start.write_tokenizer(folder)
-    config = RECIPE.warm_start.model.config() | {"max_position_embeddings": WINDOW}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return model_in(tmp_path_factory.mktemp("model"), WINDOW)
 
 
 @pytest.fixture
-def settings(settings: Settings) -> Settings:
+def settings(tmp_path: Path, model_folder: Path) -> Settings:
     """A window that holds the deepest answer."""
-    return dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, context=WINDOW))
-
-
-@pytest.fixture
-def rig(rig: Any) -> Any:
-    """The rig; the engine's window is the model's."""
-    rig.engines["e0"].context = WINDOW
-    return rig
+    return settings_of(model_folder, tmp_path, context=WINDOW)
 
 
 def nested(depth: int, kind: str) -> str:
