@@ -283,6 +283,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
     _mend_recovery()
     _mend_seeking()
     _mend_rejoining()
+    _stop_livelock_checks()
     instance = os.environ.get("TURNLOG_INSTANCE")
     address = served_at("views", settings, os.environ)
     host, port = address or ("127.0.0.1", 6066)
@@ -532,3 +533,10 @@ def _mend_rejoining() -> None:
 
     on_assignment.keeps_address = True  # type: ignore[attr-defined]
     PartitionAssignor.on_assignment = on_assignment  # type: ignore[method-assign]
+
+
+def _stop_livelock_checks() -> None:
+    """Turn off Faust's check for slow streams. It reads the position of every assigned partition, and aiokafka asserts
+    that there is one. There is none between the assignment and the answer about its offsets, which a busy broker
+    delays; the worker then ends. The check only writes to the log, and `_beats` reports stuck streams to /healthz."""
+    driver.AIOKafkaConsumerThread.verify_event_path = lambda *_: None  # type: ignore[method-assign]

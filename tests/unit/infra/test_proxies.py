@@ -23,7 +23,6 @@ from turnlog.cli import main
 from turnlog.consumers.outlets.alerts import targets
 from turnlog.consumers.outlets.spans import Span
 from turnlog.consumers.outlets.tracing import Collector as Exporter
-from turnlog.consumers.status import _answer
 from turnlog.infra.embedded import liveness
 from turnlog.infra.embedded.plan import waiting_for
 from turnlog.infra.embedded.servers import Engine
@@ -98,7 +97,7 @@ async def test_the_supervisor_finds_healthy_what_is_healthy(url: str, tiny_model
         lambda: liveness.is_well(url, timeout_s=5.0),
         lambda: liveness.role_loops(url) == {},
         lambda: waiting_for(url) == "",
-        lambda: _answer(url)[0],
+        lambda: http_clients.answered(url, timeout_s=5.0)[0],
         engine.serves,
     )
     assert [await asyncio.to_thread(look) for look in looks] == [True] * len(looks)

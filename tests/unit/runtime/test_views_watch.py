@@ -1,0 +1,30 @@
+"""Faust's check for slow streams is off: it ends a worker whose positions are not known yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiokafka
+from faust.types import TP
+
+from turnlog.processors.runtime import views
+from turnlog.schemas.codec import Codec
+from turnlog.settings import Settings
+
+
+async def test_a_partition_whose_position_is_not_known_yet_ends_no_worker(tmp_path: Path) -> None:
+    app = views.make_app(Settings(), Codec({}), tmp_path)
+    consumer, client = app._new_consumer(), aiokafka.AIOKafkaConsumer()
+    client._fetcher = SimpleNamespace(_subscriptions=client._subscription)
+    place = aiokafka.TopicPartition("t", 0)
+    client.assign([place])
+    client._subscription.subscription.assignment.state_value(place).timestamp = 1000  # it has been asked for
+    thread = consumer._thread
+    thread._consumer, thread.time_started = client, 0.0  # as if a broker had been connected to
+    try:
+        consumer.verify_event_path(0.0, TP("t", 0))
+    finally:
+        client._fetcher = None
+        await client.stop()
+        thread.thread_loop.close()
