@@ -262,12 +262,14 @@ class S3Blobs(Folders):
             raise
 
     def _read(self, name: str) -> bytes:
-        """An answer that breaks off, which urllib3 does not try again, is asked for once more: whoever owns the object
-        may write it anew meanwhile."""
-        try:
-            return self._whole(name)
-        except urllib3.exceptions.ProtocolError:
-            return self._whole(name)
+        """Ask again when an answer breaks off, which urllib3 does not: other writers may replace the object while it is
+        sent, and several may do so one after the other."""
+        for pause_s in self._http.pauses_s:
+            try:
+                return self._whole(name)
+            except urllib3.exceptions.ProtocolError:
+                time.sleep(pause_s)
+        return self._whole(name)
 
     def _whole(self, name: str) -> bytes:
         with self._pieces(name) as pieces:
@@ -391,13 +393,14 @@ class _Http(urllib3.PoolManager):
 
     def __init__(self, tries: int, backoff_s: float, **pool: Any) -> None:
         super().__init__(**pool)
-        self._pauses_s = [backoff_s * 2**attempt for attempt in range(tries - 1)]
+        self.pauses_s = [backoff_s * 2**attempt for attempt in range(tries - 1)]
+        """How long to wait between tries, in seconds."""
 
     def urlopen(  # type: ignore[override]
         self, method: str, url: str, redirect: bool = True, **how: Any
     ) -> urllib3.BaseHTTPResponse:
         """See PoolManager. Follows 307 alone, which S3 sends while a bucket is new. Raises Refused."""
-        for pause_s in (*self._pauses_s, None):
+        for pause_s in (*self.pauses_s, None):
             answer = super().urlopen(method, url, redirect=False, **how)
             where = answer.headers.get("location")
             if answer.status == HTTPStatus.TEMPORARY_REDIRECT and where:
