@@ -1,7 +1,8 @@
-"""The log on Apache Kafka: `KafkaLog` is `infra.log.Log` over aiokafka.
+"""The log on Apache Kafka: `KafkaLog` implements `infra.log.Log` with aiokafka.
 
-Ownership comes before reading: after a crash, enter the transactor of a unit first (it fences the last owner and waits
-for what that one left open), then read `commits`. Until then they may be older than what that owner committed.
+After a crash, take ownership before you read: enter the transactor of a partition task first, then read `commits`.
+Entering fences the last owner and waits for the transactions that it left open. Commits that are read earlier may be
+older than what that owner committed.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ from turnlog.schemas.topics import BY_NAME, CATALOGUE
 
 INTERNAL = ("__consumer_offsets", "__transaction_state")
 LOOK_S = 3.0
-"""Within which a broker answers that is asked whether it does."""
+"""Seconds within which a broker must answer to count as alive."""
 
 
 class KafkaLog:
-    """See Log. One per event loop; clients are made when they are first needed, so making one costs nothing."""
+    """See Log. Create one per event loop. Clients are created when they are first needed, so the constructor is
+    cheap."""
 
     def __init__(
         self,
@@ -72,10 +74,18 @@ class KafkaLog:
         request_ms: int = REQUEST_TIMEOUT_MS,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        """`bootstrap` is host:port[,host:port]; `prefix` goes before every topic, group and transactional id;
-        `membership`: time-outs of its group readers, if not the usual ones; `login`: none is PLAINTEXT. `answer_s`:
-        after that an acknowledgement counts as lost; `close_s`: closing takes no longer; `role`: who is said to have
-        read and written; `request_ms`: how long one request may take; `counts`: of partitions that topics must have."""
+        """Set the address and the limits; nothing is connected yet.
+
+        * `bootstrap`: host:port[,host:port].
+        * `prefix`: put before the name of every topic, group and transactional id.
+        * `membership`: time-outs of the group readers; defaults to `Membership()`.
+        * `login`: defaults to PLAINTEXT.
+        * `answer_s`: seconds after which a missing acknowledgement raises LogUnavailable.
+        * `close_s`: maximum seconds for closing a client.
+        * `role`: role under whose name bytes read and written are counted.
+        * `request_ms`: time-out of one request in milliseconds.
+        * `counts`: number of partitions that each topic must have.
+        """
         self._connection = Connection(
             bootstrap,
             prefix,
@@ -92,19 +102,20 @@ class KafkaLog:
         self._admin: Admin | None = None
         self._offsets: dict[bool, AIOKafkaConsumer] = {}
         self._partitions: dict[str, int] = {}
-        """Of topics that were seen; `run delete` alone deletes any."""
+        """Partition counts of the topics seen so far. Entries stay valid, because only `run delete` deletes topics."""
         self._counts = counts or {}
 
     @classmethod
     def of(cls, kafka: KafkaSettings, membership: Membership | None = None, *, role: str = "") -> KafkaLog:
-        """As the settings say, with the address filled in."""
+        """Create the log that `kafka` describes. `kafka.bootstrap` must be filled in."""
         counts = {topic.name: kafka.count(topic.partitions) for topic in CATALOGUE}
         return cls(
             kafka.bootstrap, prefix=kafka.prefix, membership=membership, login=Login(kafka), role=role, counts=counts
         )
 
     async def close(self) -> None:
-        """Release the clients for topics, offsets and commits; appenders and readers are released by their blocks."""
+        """Close the clients for topics, offsets and commits. Appenders and readers are closed by their own context
+        managers."""
         await self._shared.aclose()
         self._admin = None
         self._offsets = {}
@@ -117,7 +128,7 @@ class KafkaLog:
                 return str((await admin._send_request(MetadataRequest([]))).to_object()["cluster_id"])
 
     async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
-        """See Log. A configuration is whole, defaults of the broker included; empty where this principal has no
+        """See Log. Each configuration is complete, broker defaults included. It is empty if this principal lacks
         DescribeConfigs."""
         described = await self._described(self._ours, configs=configs)
         specs = {(name := self._connection.short(full)): replace(spec, name=name) for full, spec in described.items()}
@@ -125,11 +136,13 @@ class KafkaLog:
         return specs
 
     async def internal_topics(self) -> dict[str, TopicSpec]:
-        """Where Kafka keeps offsets and transactions, as far as these were used. Raises LogUnavailable."""
+        """Return the topics in which Kafka stores offsets and transactions, as far as they exist. Raises
+        LogUnavailable."""
         return await self._described(lambda topic: bool(topic["is_internal"]), configs=True)
 
     async def brokers(self) -> dict[int, dict[str, str]]:
-        """Configuration of every broker by its id, as far as this principal may see it. Raises LogUnavailable."""
+        """Return the configuration of every broker by broker id, as far as this principal may see it. Raises
+        LogUnavailable."""
         admin = await self._admin_client()
         with typed(self._connection, "describe brokers"):
             async with asyncio.timeout(self._connection.answer_s):
@@ -138,7 +151,7 @@ class KafkaLog:
         return {int(name): found[name] for name in names}
 
     async def _described(self, wanted: Callable[[dict[str, object]], bool], *, configs: bool) -> dict[str, TopicSpec]:
-        """By full name."""
+        """Return the topics for which `wanted` is true, by full name."""
         admin = await self._admin_client()
         with typed(self._connection, "describe topics"):
             async with asyncio.timeout(self._connection.answer_s):
@@ -153,7 +166,7 @@ class KafkaLog:
         }  # fmt: skip
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
-        """See Log. A topic that exists is left as it is. Raises LogUnavailable."""
+        """See Log. Topics that already exist are left unchanged. Raises LogUnavailable."""
         admin = await self._admin_client()
         wanted = [
             NewTopic(
@@ -227,7 +240,8 @@ class KafkaLog:
 
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
-        """See Log. Leaving flushes. Raises ProducerDied, cancelling the block, when nothing is sent any more."""
+        """See Log. Leaving the block flushes. Cancels the block and raises ProducerDied if the client's sender task
+        ends."""
         async with producing(self._connection) as producer, while_it_sends(self._connection, producer):
             yield KafkaAppender(self._connection, producer, self._known)
 
@@ -250,8 +264,9 @@ class KafkaLog:
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
         patient: bool = False,
     ) -> AsyncIterator[GroupReader]:  # fmt: skip
-        """See Log. Entering does not wait for the assignment: poll() does. Leaving calls `revoked` for what is held.
-        Raises TopicMissing, PartitionsChanged, LogUnavailable; BrokenAssignment where topics differ in partitions."""
+        """See Log. Entering does not wait for the assignment; poll() does. Leaving calls `revoked` for the assigned
+        partition tasks. Raises TopicMissing, PartitionsChanged, LogUnavailable. Raises BrokenAssignment if the topics
+        differ in their number of partitions."""
         for topic in topics:
             await self._known(topic, None)
         counts = {topic: self._partitions[topic] for topic in topics}
@@ -301,7 +316,8 @@ class KafkaLog:
         return frozenset(self._connection.short(name) for name in found if name.startswith(prefix))
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """See Log. Raises LogUnavailable; TransactionHanging for one that nobody will end."""
+        """See Log. Raises LogUnavailable. Raises TransactionHanging if a transaction that commits one of them never
+        ends."""
         places = {self._connection.place(name): name for name in partitions}
         admin = await self._admin_client()
         with typed(self._connection, f"commits of {group}"):
@@ -321,9 +337,11 @@ class KafkaLog:
         return frozenset(Partition(self._connection.short(topic), number) for topic, number in found)
 
     async def check_replicas(self, topic: str) -> None:
-        """Whether every partition of `topic`, of the catalogue's topics that are there, and of those in which Kafka
-        keeps offsets and transactions, takes appends now, and whether there are as many as there must be. Raises
-        LacksReplicas, PartitionsChanged, TopicMissing, LogUnavailable."""
+        """Check that partitions accept appends now and that their number is as configured.
+
+        This covers `topic`, the catalogue's topics seen so far, and Kafka's internal topics for offsets and
+        transactions. Raises LacksReplicas, PartitionsChanged, TopicMissing, LogUnavailable.
+        """
         await self._known(topic, None)
         admin = await self._admin_client()
         names = [self._connection.full(name) for name in self._partitions if name == topic or name in BY_NAME]
@@ -334,7 +352,7 @@ class KafkaLog:
                 if found["partitions"]:
                     self._check_count(self._connection.short(found["topic"]), len(found["partitions"]))
             partitions = [(found["topic"], one) for found in described for one in found["partitions"]]
-            await admin._client.force_metadata_update()  # else who came back is not asked at all
+            await admin._client.force_metadata_update()  # without it, a broker that came back is not asked at all
             brokers = sorted({broker for _, one in partitions for broker in one["isr"]})
             answers = await asyncio.gather(*(_answers(admin, broker) for broker in brokers))
             there = {broker for broker, answers_us in zip(brokers, answers, strict=True) if answers_us}
@@ -366,7 +384,7 @@ class KafkaLog:
         return self._admin
 
     async def _offset_client(self, *, committed: bool) -> AIOKafkaConsumer:
-        """A consumer that fetches nothing: a long poll would hold its answers up."""
+        """Return a consumer that fetches nothing, because a long poll would delay its answers about offsets."""
         async with self._making:
             if committed not in self._offsets:
                 client = consuming(self._connection, committed=committed)
@@ -379,7 +397,7 @@ class KafkaLog:
         return {self._connection.place(name): name for name in partitions}
 
     async def _known(self, topic: str, partition: int | None) -> int:
-        """`_counted`, for who writes, or works on units. Raises PartitionsChanged, too."""
+        """Like `_counted`, for callers that write or own partition tasks. Also raises PartitionsChanged."""
         count = await self._counted(topic, partition)
         self._check_count(topic, count)
         return count
@@ -394,10 +412,10 @@ class KafkaLog:
             )
 
     async def _counted(self, topic: str, partition: int | None) -> int:
-        """How many partitions the topic has. Raises TopicMissing, at once: the client itself would look for the topic
-        until its request timed out."""
+        """Return the number of partitions of `topic`. Raises TopicMissing at once; the client itself would look for the
+        topic until its request timed out."""
         if topic not in self._partitions:
-            async with self._looking:  # hundreds may ask at once, and each answer is the whole cluster
+            async with self._looking:  # hundreds may ask at once, and each answer describes the whole cluster
                 if topic not in self._partitions:
                     await self._look_up(topic)
         if topic not in self._partitions:
@@ -420,8 +438,8 @@ class KafkaLog:
         return not topic["is_internal"] and str(topic["topic"]).startswith(self._connection.prefix)
 
     async def _until_usable(self, names: set[str]) -> None:
-        """Wait until every partition of these topics (full names) has a leader; know them, since the broker that is
-        asked next may not have heard of them."""
+        """Wait until every partition of these topics (full names) has a leader, and remember their partition counts:
+        another broker may not know the topics yet."""
         admin = await self._admin_client()
         while True:
             topics = {topic["topic"]: topic for topic in await admin.describe_topics()}
@@ -433,15 +451,15 @@ class KafkaLog:
 
 
 def _ask_of_all(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition]) -> None:
-    """Let one request find the leaders of all these topics: aiokafka itself asks for one topic, waits 0.1 s, asks for
-    the next (a role that starts on the whole catalogue stood for two seconds)."""
+    """Register all topics with the client, so that one request finds all leaders. aiokafka itself asks for one topic,
+    waits 0.1 s and asks for the next: a role that starts on the whole catalogue would wait two seconds."""
     for topic in {place.topic for place in places}:
         consumer._client.add_topic(topic)
 
 
 async def _answers(admin: Admin, broker: int) -> bool:
-    """Whether it does, now: one that is stopped, or that lost its controllers with the others, still counts as in
-    sync."""
+    """Return True if the broker answers now. A broker that is stopped, or that lost its controllers along with the
+    other brokers, still counts as in sync."""
     with suppress(KafkaError, OSError):
         async with asyncio.timeout(LOOK_S):
             await admin._send_request(MetadataRequest([]), broker)
@@ -450,7 +468,8 @@ async def _answers(admin: Admin, broker: int) -> bool:
 
 
 def _in_sync(config: Mapping[str, str], partition: Mapping[str, Any]) -> int:
-    """How many replicas an append needs. Who may not read the configuration goes by what `topics apply` makes."""
+    """Return how many in-sync replicas an append needs. If this principal may not read the configuration, assume the
+    value that `topics apply` sets."""
     count = len(partition["replicas"])
     return min(count, int(config.get("min.insync.replicas", max(1, count - 1))))
 
@@ -458,7 +477,7 @@ def _in_sync(config: Mapping[str, str], partition: Mapping[str, Any]) -> int:
 async def _configs(
     admin: Admin, names: Sequence[str], kind: ConfigResourceType = ConfigResourceType.TOPIC
 ) -> dict[str, dict[str, str]]:
-    """Configuration of topics by full name, or of brokers by id."""
+    """Return configurations, of topics by full name or of brokers by id."""
     if not names:
         return {}
     answers = await admin.describe_configs([ConfigResource(kind, name) for name in names])

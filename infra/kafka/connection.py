@@ -1,7 +1,7 @@
-"""What every aiokafka client of one KafkaLog shares: where the cluster is, the prefix of names, limits, typed errors.
+"""The connection settings, limits and typed errors that all aiokafka clients of a KafkaLog share.
 
-aiokafka stays within the modules `infra.kafka*`. (confluent-kafka was weighed: two to three times the throughput, but
-callbacks on its own thread, and no asyncio consumer groups whose listeners can be awaited.)
+aiokafka is imported only within `infra.kafka`. (confluent-kafka was considered: it has two to three times the
+throughput, but runs callbacks on its own thread and has no asyncio consumer groups whose listeners can be awaited.)
 """
 
 from __future__ import annotations
@@ -93,13 +93,15 @@ from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 METADATA_LIMIT_BYTES = 4096
-"""Kafka's default `offset.metadata.max.bytes`. Above it a broker's refusal kills the whole transactional producer."""
+"""Kafka's default `offset.metadata.max.bytes`. A broker's refusal of larger metadata kills the whole transactional
+producer."""
 REQUEST_TIMEOUT_MS = 40_000
-"""Of one request; the broker's long polls and the append of a large batch stay below."""
+"""Time-out of one request in milliseconds. The broker's long polls and the append of a large batch take less."""
 ANSWER_TIMEOUT_S = 60.0
-"""After that an acknowledgement counts as lost (LogUnavailable): a broker restart after kill -9 takes up to 12 s."""
+"""Seconds after which an acknowledgement counts as lost (LogUnavailable). A broker restart after kill -9 takes up to 12
+s."""
 UNSEEN = "run `turnlog topics apply`, or give this principal Describe on it (`turnlog topics acls`)"
-"""Of a topic that is not there: Kafka hides those that one may not see."""
+"""Remedy for a missing topic. Kafka also hides topics that the principal may not see."""
 DENIED = "this principal has no such ACL on {}; `turnlog topics acls` prints those that each role needs"
 DENIALS: dict[type[KafkaError], tuple[type[NotAuthorized], str]] = {
     TopicAuthorizationFailedError: (TopicNotAuthorized, "this topic"),
@@ -108,25 +110,29 @@ DENIALS: dict[type[KafkaError], tuple[type[NotAuthorized], str]] = {
     ClusterAuthorizationFailedError: (ClusterNotAuthorized, "the cluster"),
 }
 CONNECT_S, QUICK_S = 5.0, 10.0
-"""Within which a broker that lives opens a connection, and says where leaders and coordinators are."""
+"""Seconds within which a live broker opens a connection, and answers a request for leaders or coordinators."""
 SILENT_S, GLANCE_S = 10.0, 0.5
-"""One that did not is given no more than a glance for so long: the clients of a process ask it one after another."""
+"""A broker that failed to connect in time gets only GLANCE_S per connection attempt for SILENT_S, because a client
+opens one connection at a time."""
 RETRY_S = 0.05
-"""Between two looks at a coordinator that loads, at offsets of an open transaction, at a topic that comes or goes: none
-can be awaited."""
+"""Seconds between two checks of a coordinator that is loading, of offsets of an open transaction, or of a topic that is
+being created or deleted. Kafka offers no way to await any of these."""
 CLOSE_TIMEOUT_S = 10.0
-"""Closing flushes; a broker that is gone must not hold a process up for longer."""
+"""Maximum seconds for closing a client. Closing flushes, and a broker that is gone must not delay a process further."""
 
-# The markers of a transaction are written after its commit is answered (KAFKA-5477). Until then the next transaction's
-# first send is told CONCURRENT_TRANSACTIONS and waits this long. Measured with 10 records per transaction: aiokafka's
-# 20 ms give 36 transactions/s, 2 ms give 92.
+# The markers of a transaction are written after its commit is answered (KAFKA-5477). Until then the first send of the
+# next transaction gets CONCURRENT_TRANSACTIONS and waits this long. Measured with 10 records per transaction:
+# aiokafka's 20 ms give 36 transactions/s, 2 ms give 92.
 aiokafka.producer.sender.BACKOFF_OVERRIDE = 0.002
 
 
 def _retrieved() -> asyncio.Future[Any]:
-    """A future whose error is retrieved. aiokafka fails batches that nobody waits for and replaces waiters that have
-    failed (a producer is fenced, a transaction times out), and asyncio would report each when it is collected. What is
-    sent has a future of ours beside (kafka_producers.answered), which has the error, too."""
+    """Return a future whose exception is always retrieved.
+
+    aiokafka fails batches that nobody waits for, and replaces waiters that have failed (a producer is fenced, a
+    transaction times out); asyncio would report each of them at garbage collection. No error is lost: every record sent
+    also has a future of our own (`infra.kafka.producers.answered`).
+    """
     future = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
@@ -139,8 +145,8 @@ aiokafka.producer.transaction_manager.create_future = _retrieved
 SECONDS = Counter("turnlog_kafka_throttled_seconds", "For how long a quota held this process back", ["request"])
 THROTTLED = {ProduceRequest: SECONDS.labels("produce"), FetchRequest: SECONDS.labels("fetch")}
 
-# What follows keeps one broker of several from taking a client down with it: aiokafka waits for a broker that accepts
-# connections and says nothing (stopped, cut off) as long as an append may take, with its only lock held.
+# The patches below keep one unresponsive broker from blocking a client. aiokafka waits for a broker that accepts
+# connections but does not answer (stopped, cut off) for as long as an append may take, while it holds its only lock.
 QUICK = (MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest)
 _connect, _request = aiokafka.client.create_conn, AIOKafkaConnection.send
 _ask, _look_up = AIOKafkaClient.send, AIOKafkaClient.coordinator_lookup
@@ -148,17 +154,17 @@ _wait_on_metadata, _bootstrap = AIOKafkaClient._wait_on_metadata, AIOKafkaClient
 _update_metadata = AIOKafkaClient.force_metadata_update
 _bootstrapping: ContextVar[list[AIOKafkaConnection] | None] = ContextVar("connections of a bootstrap", default=None)
 _closed: WeakSet[AIOKafkaClient] = WeakSet()
-"""Clients that make no connection any more."""
+"""Clients that have been closed and must open no new connection."""
 _silent: dict[tuple[str, int], float] = {}
-"""Until when a broker counts as silent, by the monotonic clock."""
+"""(host, port) -> time on the monotonic clock until which the broker counts as silent."""
 
 
 async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
-    """A connection, within CONNECT_S: the client opens no other one meanwhile."""
+    """Open a connection within CONNECT_S; the client opens no other one meanwhile."""
     owner = getattr(how.get("on_close"), "__self__", None)
     if owner in _closed:
-        # A background task outlived its client's close, which a time limit cuts off. Any other error it would try
-        # again after, for ever.
+        # A background task outlived the close of its client, which a time limit cuts off. After any other error it
+        # would retry for ever.
         raise asyncio.CancelledError
     glance = time.monotonic() < _silent.get((host, port), 0.0)
     try:
@@ -170,22 +176,24 @@ async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
         raise
     except (OSError, KafkaError):
         raise
-    except Exception as error:  # aiokafka's background tasks end over any other, and never start again
+    except Exception as error:  # any other exception would end aiokafka's background tasks, which never start again
         raise KafkaConnectionError(f"{host}:{port}: {error!r}") from error
     if owner in _closed:
         await made.close(reason=CloseReason.SHUTDOWN)
         raise asyncio.CancelledError
     opened = _bootstrapping.get()
-    if opened is not None and how.get("on_close") is None:  # tasks that a bootstrap starts inherit its context
+    if opened is not None and how.get("on_close") is None:  # tasks started by a bootstrap inherit its context
         opened.append(made)
     return made
 
 
 def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Awaitable[Any]:
-    """What every broker says at once: of one that does not, another is asked. And what a quota may hold back.
+    """Send a request. Requests that a live broker answers at once time out after QUICK_S, so that the client tries
+    another broker. Throttling by quotas is counted.
 
-    uvloop's transport raises a bare RuntimeError once its connection is lost, where asyncio's raises an OSError or
-    nothing: aiokafka retries only what is an OSError or an error of its own."""
+    uvloop's transport raises a bare RuntimeError after its connection is lost, where asyncio's raises an OSError or
+    nothing. It is converted to KafkaConnectionError, because aiokafka retries only OSErrors and its own errors.
+    """
     try:
         answer: Awaitable[Any] = _request(connection, request, expect_response)
     except KafkaError:
@@ -199,9 +207,10 @@ def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bo
 
 
 async def _throttled(answer: Awaitable[Any], seconds: Counter) -> Any:
-    """The answer. Until its quota allows, the broker reads nothing more of this connection (KIP-219)."""
+    """Return the answer and count its throttle time, during which the broker reads nothing more from this connection
+    (KIP-219)."""
     said = await answer
-    if milliseconds := getattr(said, "throttle_time_ms", 0):  # without acknowledgements there is no answer
+    if milliseconds := getattr(said, "throttle_time_ms", 0):  # with acks=0 there is no answer
         seconds.inc(milliseconds / 1000)
     return said
 
@@ -211,14 +220,15 @@ async def _quick(connection: AIOKafkaConnection, answer: Awaitable[Any]) -> Any:
         async with asyncio.timeout(QUICK_S):
             return await answer
     except TimeoutError:
-        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)  # or the next question takes the same way
+        connection.close(reason=CloseReason.CONNECTION_TIMEOUT)  # otherwise the next request would use it, too
         raise
 
 
 async def _asked(
     client: AIOKafkaClient, node_id: int, request: Any, *, group: ConnectionGroup = ConnectionGroup.DEFAULT
 ) -> Any:
-    """When two requests of one connection time out, the second finds it gone: a KeyError, which ends the sender."""
+    """Send a request, and raise RequestTimedOutError if its connection is already gone. If two requests on one
+    connection time out, aiokafka raises KeyError for the second, which would end its sender task."""
     try:
         return await _ask(client, node_id, request, group=group)
     except KeyError as gone:
@@ -228,8 +238,8 @@ async def _asked(
 
 
 async def _bootstrapped(client: AIOKafkaClient) -> None:
-    """aiokafka leaves the connection open over which it asks for the cluster's first metadata, if it is cancelled
-    meanwhile: every start that a time limit cuts off would leak one."""
+    """Bootstrap the client, and close its connections on failure. If cancelled, aiokafka leaves the connection open
+    over which it requests the first metadata, so every start that a time limit cuts off would leak one."""
     opened: list[AIOKafkaConnection] = []
     token = _bootstrapping.set(opened)
     try:
@@ -243,8 +253,8 @@ async def _bootstrapped(client: AIOKafkaClient) -> None:
 
 
 def _metadata_updated(client: AIOKafkaClient) -> Awaitable[bool]:
-    """Whether it was, from the task that updates it. Of a closed client that task has ended, and whoever waits for it
-    is cancelled."""
+    """Request a metadata update and return whether it succeeded. A closed client's update task has ended, so its
+    callers get a cancelled future instead of waiting for ever."""
     if client not in _closed:
         waiting: Awaitable[bool] = _update_metadata(client)
         return waiting
@@ -254,8 +264,8 @@ def _metadata_updated(client: AIOKafkaClient) -> Awaitable[bool]:
 
 
 async def _looked_up(client: AIOKafkaClient, kind: CoordinationType, key: str) -> int:
-    """The broker that was asked may go down over it, or none may be known while all restart. aiokafka's sender ends
-    then; what it asks again after is this."""
+    """Find a coordinator. The broker asked may go down during the request, or no broker may be known while all restart.
+    aiokafka's sender ends on either error, but retries after CoordinatorNotAvailableError."""
     try:
         found: int = await _look_up(client, kind, key)
     except (KafkaConnectionError, AssertionError) as gone:
@@ -264,8 +274,8 @@ async def _looked_up(client: AIOKafkaClient, kind: CoordinationType, key: str) -
 
 
 async def _waited_for(client: AIOKafkaClient, topic: str) -> Any:
-    """The numbers of its partitions. aiokafka takes a topic for missing of which no broker told it in time, also when
-    no broker answers at all."""
+    """Return the partition numbers of `topic`. aiokafka reports a topic as missing if no broker described it in time,
+    even if no broker answers at all. That case raises KafkaTimeoutError here."""
     try:
         return await _wait_on_metadata(client, topic)
     except UnknownTopicOrPartitionError as unknown:
@@ -305,7 +315,7 @@ class _AskSizes(RequestStruct):  # type: ignore[misc]
 
 
 class _LogDirs(Request[_AskSizes]):  # type: ignore[misc]
-    """DescribeLogDirs 1 (KIP-113), which aiokafka has not."""
+    """DescribeLogDirs version 1 (KIP-113), which aiokafka lacks."""
 
     API_KEY = 35
 
@@ -340,7 +350,7 @@ class _AskTransactions(RequestStruct):  # type: ignore[misc]
 
 
 class _ListTransactions(Request[_AskTransactions]):  # type: ignore[misc]
-    """ListTransactions 0 (KIP-664), which aiokafka has not."""
+    """ListTransactions version 0 (KIP-664), which aiokafka lacks."""
 
     API_KEY = 66
 
@@ -349,12 +359,14 @@ class _ListTransactions(Request[_AskTransactions]):  # type: ignore[misc]
 
 
 class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
-    """Puts a question that every broker answers to another one when the first is away: aiokafka's own asks one at
-    random, of those that were there when it last looked. Names are full ones."""
+    """Admin client that retries a request at another broker if the first one is away.
+
+    aiokafka's own client asks one random broker among those of its last metadata update. All names are full names.
+    """
 
     async def members(self, group: str) -> tuple[str, ...]:
-        """CLIENT at HOST of each. One group a question: aiokafka reads version 3 by the schema of version 2, which
-        loses its place behind the first."""
+        """Return "CLIENT at HOST" for each member of `group`. Only one group per request: aiokafka parses version 3
+        with the schema of version 2 and misreads everything after the first group."""
 
         async def ask(coordinator: int) -> tuple[str, ...]:
             (answer,) = await self.describe_consumer_groups([group], coordinator)
@@ -366,7 +378,7 @@ class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
         return await self._of_coordinator(group, ask)
 
     async def forget(self, group: str) -> None:
-        """Delete what a group has committed; of one that is not known, nothing happens."""
+        """Delete the committed offsets of `group`. An unknown group is ignored."""
 
         async def ask(coordinator: int) -> None:
             for _, code in (await self._send_request(DeleteGroupsRequest([group]), coordinator)).results:
@@ -376,7 +388,8 @@ class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
         await self._of_coordinator(group, ask)
 
     async def sizes(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Topic -> bytes of all its copies, of brokers that tell it to this principal. `counts`: of partitions."""
+        """Return topic -> bytes of all replicas, as reported by the brokers that let this principal see them. `counts`
+        maps each topic to its number of partitions."""
         found: dict[str, int] = {}
         for answer in await self._of_all(_LogDirs(counts)):
             for _, _, topics in answer.results:
@@ -385,11 +398,12 @@ class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
         return found
 
     async def transactional_ids(self) -> set[str]:
-        """Those that a broker knows and this principal may see."""
+        """Return the transactional ids that brokers know and this principal may see."""
         return {found for answer in await self._of_all(_ListTransactions()) for found, *_ in answer.states}
 
     async def _of_coordinator(self, group: str, ask: Callable[[int], Awaitable[T]]) -> T:
-        """Once it has loaded the group."""
+        """Call `ask` with the group's coordinator, and retry on retriable errors, such as a coordinator that is still
+        loading."""
         while True:
             try:
                 return await ask(await self.find_coordinator(group))
@@ -399,7 +413,7 @@ class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
             await asyncio.sleep(RETRY_S)
 
     async def _of_all(self, request: Any) -> list[Any]:
-        """What each broker answers."""
+        """Send the request to every broker and return all answers."""
         return [await self._send_request(request, broker.nodeId) for broker in self._client.cluster.brokers()]
 
     async def _send_request(self, request: Any, node_id: int | None = None) -> Any:
@@ -420,20 +434,19 @@ class Membership:
     """Time-outs of a member of a consumer group, in milliseconds (KIP-62)."""
 
     session_ms: int = 6_000
-    """A member that was killed holds its units for this long (the least that brokers allow by default)."""
+    """Session time-out: a killed member keeps its partition tasks for this long. Brokers allow no less by default."""
     heartbeat_ms: int = 1_000
     rebalance_ms: int = 60_000
-    """How long the group waits for a member that works on a batch to come back to poll()."""
+    """Time that the group waits for a member that works on a batch to return to poll()."""
     max_poll_interval_ms: int = 300_000
-    """A member that does not poll for longer loses its units."""
+    """Maximum time between polls; a slower member loses its partition tasks."""
     metadata_ms: int = 30_000
-    """How old what a reader knows of topics may be: partitions that were added are seen so late."""
+    """Maximum age of a reader's topic metadata, hence the delay until it sees added partitions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the cluster is, what our names are prefixed with there, how patient groups are with their members, and how
-    we log in."""
+    """Address, name prefix, group time-outs and login of one cluster."""
 
     bootstrap: str
     prefix: str = ""
@@ -442,16 +455,16 @@ class Connection:
     answer_s: float = ANSWER_TIMEOUT_S
     close_s: float = CLOSE_TIMEOUT_S
     role: str = ""
-    """Under whose name bytes are counted."""
+    """Role under whose name bytes are counted."""
     request_ms: int = REQUEST_TIMEOUT_MS
-    """How long aiokafka waits for the answer to one request."""
+    """Time-out of one request in milliseconds."""
 
     def options(self) -> dict[str, Any]:
-        """What every aiokafka client of it is made with. Raises TlsFailed."""
+        """Return the keyword arguments common to all aiokafka clients. Raises TlsFailed."""
         return {"bootstrap_servers": self.bootstrap, "request_timeout_ms": self.request_ms, **self.login.options()}
 
     def unanswered(self, doing: str, said: str = "no answer") -> LogUnreachable:
-        """The error of what no broker did: what the login was refused for, if it was."""
+        """Return the error for an operation that no broker answered. If the login was refused, it states the reason."""
         if self.login.refused is not None:
             kind, why = self.login.refused
             return kind(f"{doing}: {why}")
@@ -461,19 +474,20 @@ class Connection:
         )
 
     def full(self, name: str) -> str:
-        """The name on the cluster of a topic, group or transactional id."""
+        """Return the name on the cluster of a topic, group or transactional id."""
         return self.prefix + name
 
     def short(self, name: str) -> str:
-        """The inverse of `full`."""
+        """Return the name without the prefix; the inverse of `full`."""
         return name[len(self.prefix) :]
 
     def place(self, partition: Partition) -> TopicPartition:
-        """aiokafka's name of a partition."""
+        """Convert a partition to aiokafka's type."""
         return TopicPartition(self.prefix + partition.topic, partition.number)
 
     def commits(self, commits: Mapping[Partition, Commit]) -> dict[TopicPartition, OffsetAndMetadata]:
-        """Commits as aiokafka takes them. Raises Oversized, which would end a transactional producer if sent."""
+        """Convert commits to aiokafka's type. Raises Oversized if metadata is too long; sending it would end a
+        transactional producer."""
         for partition, commit in commits.items():
             size = len(commit.metadata.encode())
             if size > METADATA_LIMIT_BYTES:
@@ -486,8 +500,8 @@ class Connection:
 
 @contextmanager
 def typed(connection: Connection, doing: str) -> Iterator[None]:
-    """Turn whatever a call of aiokafka raises into the tree of `infra.log`; `doing` says what, where. What asyncio,
-    uvloop or ssl raise under it means that the connection was lost."""
+    """Convert every exception of an aiokafka call to the error tree of `infra.log`. `doing` states the action and its
+    object. Exceptions of asyncio, uvloop or ssl mean that the connection was lost."""
     try:
         yield
     except LogError:
@@ -504,9 +518,12 @@ def typed(connection: Connection, doing: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def parting(connection: Connection, client: AIOKafkaClient | None = None) -> AsyncIterator[None]:
-    """For what is said to a broker at the end of a block, within `close_s`. A broker that is gone must not hide the
-    error that ends the block; it finds out by itself that we have left. `client` has no connection afterwards: what
-    stops it closes them last, and may not come so far."""
+    """Run a client's last requests, at the end of a block, within `close_s`, and log errors instead of raising them.
+
+    A broker that is gone must not hide the error that ended the block, and it notices by itself that the client left.
+    All connections of `client` are closed afterwards, because its own stop closes them last and may be cut off before
+    that.
+    """
     try:
         async with asyncio.timeout(connection.close_s):
             yield
@@ -524,7 +541,8 @@ async def parting(connection: Connection, client: AIOKafkaClient | None = None) 
 
 
 def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogError:
-    """The error of our tree for one of aiokafka's; its cause decides where the client wrapped it in its base class."""
+    """Convert an error of aiokafka to the error tree of `infra.log`. If the client wrapped it in its base class, the
+    cause decides."""
     reason = error
     while type(reason) is KafkaError and isinstance(reason.__cause__, KafkaError):
         reason = reason.__cause__
@@ -552,7 +570,7 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
                 "and name it by a BlobRef"
             )
         case _:
-            # Its base class without a cause is what the client says when no broker gave it the metadata.
+            # The client raises the bare base class if no broker gave it the metadata.
             bare = type(reason) is KafkaError and reason.__cause__ is None
             if reason.retriable or bare or isinstance(reason, KafkaTimeoutError):
                 return connection.unanswered(doing, f"{type(reason).__name__} {reason}".rstrip())

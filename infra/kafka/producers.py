@@ -1,9 +1,9 @@
 """Producers of KafkaLog: the plain idempotent one and the transactional one.
 
-Both: acks=all, idempotent, no linger (one request is in flight per broker, and what arrives meanwhile goes with the
-next), no compression: zstd makes 1.8 of 1 bytes of a turn at about 60 MB/s of a core (benchmarks/g4_turns.py), which
-costs the producer more than the appends themselves. Where disks or networks are the limit, set `compression.type` on
-the topics: the broker then compresses.
+Both use acks=all and idempotence. There is no linger: one request is in flight per broker, and records that arrive
+meanwhile go with the next one. There is no compression: zstd shrinks a turn by a factor of 1.8 at about 60 MB/s per
+core (benchmarks/g4_turns.py), which costs the producer more than the appends themselves. If disks or networks are the
+limit, set `compression.type` on the topics; the broker then compresses.
 """
 
 from __future__ import annotations
@@ -44,28 +44,30 @@ from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 ASK_ALL_S = 3 * QUICK_S
-"""Two brokers of three may take connections and say nothing."""
+"""Seconds to ask up to three brokers for metadata, since two of three may accept connections and not answer."""
 BATCH_BYTES = 1 << 20
-"""Of one partition in one request; a larger record travels alone. One batch per partition is open at a time, so a
-small limit would make every large record wait for the one before."""
+"""Maximum bytes of one partition in one request; a larger record travels alone. Only one batch per partition is open at
+a time, so a small limit would make every large record wait for the previous one."""
 TRANSACTION_TIMEOUT_MS = 10_000
-"""An abandoned transaction holds every read_committed reader back for this long (60 s by default)."""
+"""Transaction time-out. An abandoned transaction blocks every read_committed reader for this long (Kafka's default: 60
+s)."""
 RETRY_MS = 100
-"""Between attempts of a plain producer, as aiokafka has it."""
+"""Milliseconds between attempts of a plain producer, aiokafka's default."""
 TRANSACTION_RETRY_MS = 20
-"""Of a transactional one: a transaction that begins with its offsets, while the markers of the last one are still being
-written, waits so long (kafka_connection.py shortens only the wait of one that begins with a send). With 100 every group
-that ended meanwhile waited, too: p99 of G6 128 ms, with 20 about 55."""
+"""Milliseconds between attempts of a transactional producer. A transaction that begins with its offsets waits this long
+while the markers of the previous one are being written (`infra.kafka.connection` shortens only the wait of a
+transaction that begins with a send). All groups that end meanwhile wait as well: with 100 ms the p99 of benchmark G6 is
+128 ms, with 20 ms about 55 ms."""
 
 Known = Callable[[str, int | None], Awaitable[int]]
-"""How many partitions the topic has. Raises TopicMissing for a topic, or a partition of it, that does not exist; free
-once the topic is known."""
+"""Returns the number of partitions of a topic. Raises TopicMissing if the topic, or the given partition, does not
+exist. Free of cost once the topic is known."""
 
 
 @contextlib.asynccontextmanager
 async def producing(connection: Connection, transactional_id: str | None = None) -> AsyncIterator[AIOKafkaProducer]:
-    """A started aiokafka producer. With a transactional id, starting it fences the last owner, aborts what that one
-    left open and waits for its markers (KIP-98). Raises LogUnavailable."""
+    """Start an aiokafka producer and stop it at the end. With a transactional id, the start fences the last owner,
+    aborts its open transaction and waits for the markers (KIP-98). Raises LogUnavailable."""
     producer = AIOKafkaProducer(
         **connection.options(),
         acks="all",
@@ -86,15 +88,15 @@ async def producing(connection: Connection, transactional_id: str | None = None)
         async with parting(connection, producer.client):
             await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
             await producer.stop()
-        # A stop that was cut off leaves the sender, which would try again for ever.
+        # A stop that was cut off leaves the sender task running, which would retry for ever.
         if producer._sender.sender_task is not None:
             producer._sender.sender_task.cancel()
 
 
 @contextlib.asynccontextmanager
 async def while_it_sends(connection: Connection, producer: AIOKafkaProducer) -> AsyncIterator[None]:
-    """Raises ProducerDied, cancelling the block, when aiokafka's sender ends under it: the client tells nobody, and of
-    one that was cancelled nothing that waits for it ever fails."""
+    """Cancel the block and raise ProducerDied if aiokafka's sender task ends. The client notifies nobody of it, and if
+    the task was cancelled, its pending appends would never fail."""
     owner, ended = asyncio.current_task(), asyncio.Event()
     sender: asyncio.Task[None] = producer._sender.sender_task
     assert owner is not None
@@ -120,11 +122,11 @@ async def while_it_sends(connection: Connection, producer: AIOKafkaProducer) -> 
 
 
 Held = Callable[[], Awaitable[bool]]
-"""Whether an append that is not acknowledged in time is worth waiting on."""
+"""Returns True if an append that was not acknowledged in time is worth waiting for."""
 
 
 class Patience:
-    """Calls `fail` after `answer_s`, and so long again each time that `held` says so."""
+    """Timer that calls `fail` after `answer_s`, and starts anew each time that `held` returns True."""
 
     def __init__(self, where: str, answer_s: float, fail: Callable[[], None], held: Held | None) -> None:
         self._where, self._answer_s, self._fail, self._held = where, answer_s, fail, held
@@ -132,7 +134,7 @@ class Patience:
         self._wait: asyncio.TimerHandle | asyncio.Task[None] = self._loop.call_later(self._answer_s, self._ended)
 
     def over(self) -> None:
-        """It was answered."""
+        """Stop the timer: the append was answered."""
         self._wait.cancel()
 
     def _ended(self) -> None:
@@ -152,9 +154,12 @@ class Patience:
 def answered(
     connection: Connection, sent: asyncio.Future[Any], where: str, *, quiet: bool = False, held: Held | None = None
 ) -> asyncio.Future[tuple[int, int]]:
-    """A future of (partition, offset) that follows aiokafka's `sent`, with errors of our tree and LogUnreachable after
-    its `answer_s`, unless it is `held`. A future, so that gathering thousands makes no tasks; cancelling it leaves
-    `sent` alone. `quiet`: somebody else raises its error, so asyncio need not report one that nobody retrieved."""
+    """Return a future of (partition, offset) that follows aiokafka's future `sent`.
+
+    Errors are those of `infra.log`. LogUnreachable is set after `answer_s` of the connection, unless `held` returns
+    True. It is a future and not a coroutine, so that gathering thousands creates no tasks. Cancelling it leaves `sent`
+    alone. With `quiet` its error is also raised elsewhere, and asyncio does not report it as never retrieved.
+    """
     answer: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
 
     def fail(error: BaseException) -> None:
@@ -181,14 +186,14 @@ def answered(
 
 
 def _now_ms() -> int:
-    """The date of a record."""
+    """Return the timestamp of a new record in milliseconds."""
     return int(now_s() * 1000)
 
 
 class KafkaAppender:
-    """See Appender. It waits as long as some broker answers: what the log cannot take for want of replicas is held, and
-    so is who appends it. After LogUnavailable it is open whether the record is on the log; the same producer goes on
-    trying and cannot write it twice."""
+    """See Appender. It waits as long as some broker answers: if replicas are lacking, records are retained and their
+    callers wait. After LogUnavailable it is unknown whether the record is on the log; the producer goes on trying and
+    cannot write it twice."""
 
     def __init__(self, connection: Connection, producer: AIOKafkaProducer, known: Known) -> None:
         self._connection = connection
@@ -196,18 +201,19 @@ class KafkaAppender:
         self._known = known
         self._written = BYTES.labels(connection.role, "written")
         self._order = asyncio.Lock()
-        """aiokafka's send may wait for a full batch to leave: without it a later call could overtake."""
+        """Keeps appends in order. aiokafka's send may wait for a full batch to leave; without the lock a later call
+        could overtake."""
 
     async def append(
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> tuple[int, int]:
-        """See Appender. Raises Oversized, too."""
+        """See Appender. Also raises Oversized."""
         return await (await self.submit(topic, key, value, headers=headers, partition=partition))
 
     async def submit(
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> Awaitable[tuple[int, int]]:
-        """See Appender. Raises Oversized, too. Waits while the partition's open batch is full: back-pressure."""
+        """See Appender. Also raises Oversized. Waits while the partition's open batch is full (back-pressure)."""
         count = await self._known(topic, partition)
         if partition is None:
             partition = partition_of(key, count)
@@ -220,8 +226,8 @@ class KafkaAppender:
     async def _sent(
         self, topic: str, key: bytes, value: bytes, headers: Headers, partition: int | None
     ) -> asyncio.Future[Any]:
-        """aiokafka's future of the acknowledgement, once there is room. Raises KafkaTimeoutError where no broker
-        answers."""
+        """Return aiokafka's future of the acknowledgement once there is room in the batch. Raises KafkaTimeoutError if
+        no broker answers."""
         while True:
             try:
                 sent: asyncio.Future[Any] = await self._producer.send(
@@ -233,7 +239,7 @@ class KafkaAppender:
                     raise
 
     async def _log_answers(self) -> bool:
-        """Whether some broker does."""
+        """Return True if some broker answers."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ASK_ALL_S):
                 return bool(await self._producer.client.force_metadata_update())
@@ -241,7 +247,7 @@ class KafkaAppender:
 
 
 class KafkaTransactor:
-    """See Transactor. Its first error is its last: every later call raises it again."""
+    """See Transactor. The first error is final: every later call raises it again."""
 
     def __init__(self, connection: Connection, producer: AIOKafkaProducer, known: Known, transactional_id: str) -> None:
         self._connection = connection
@@ -265,7 +271,8 @@ class KafkaTransactor:
     async def send(
         self, topic: str, partition: int, key: bytes, value: bytes, *, headers: Headers = ()
     ) -> Awaitable[tuple[int, int]]:
-        """See Transactor. Raises Fenced, TransactionFailed, TopicMissing, Oversized; the awaitable Fenced, too."""
+        """See Transactor. Raises Fenced, TransactionFailed, TopicMissing, Oversized. The awaitable also raises
+        Fenced."""
         with self._latched(f"send to {topic}[{partition}]"):
             self._require_open()
             await self._known(topic, partition)
@@ -275,7 +282,7 @@ class KafkaTransactor:
                         self._connection.full(topic), value, key=key, partition=partition, headers=list(headers),
                         timestamp_ms=_now_ms(),
                     )  # fmt: skip
-                except IllegalOperation:  # the transaction ended with an error of what was sent before: that one counts
+                except IllegalOperation:  # the transaction failed over an earlier send: raise the error of that one
                     async with asyncio.timeout(self._connection.answer_s):
                         await asyncio.gather(*self._sent)
                     raise
@@ -284,7 +291,7 @@ class KafkaTransactor:
             return answered(self._connection, future, f"{topic} in a transaction of {self._id}", quiet=True)
 
     async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:
-        """See Transactor. Raises Fenced, TransactionFailed, Oversized (before anything is sent)."""
+        """See Transactor. Raises Fenced, TransactionFailed. Raises Oversized before anything is sent."""
         with self._latched(f"offsets of {group}"):
             self._require_open()
             places = self._connection.commits(commits)
@@ -293,8 +300,8 @@ class KafkaTransactor:
                     await self._producer.send_offsets_to_transaction(places, self._connection.full(group))
 
     async def commit(self) -> None:
-        """See Transactor. Every send is acknowledged before the commit is asked for. Raises LogUnavailable when the
-        broker's answer did not come: the outcome is open until the next owner of the id has started."""
+        """See Transactor. All sends are acknowledged before the commit is requested. Raises LogUnavailable if the
+        broker does not answer; the outcome is then unknown until the next owner of the id has started."""
         with self._latched("commit"):
             self._require_open()
             async with asyncio.timeout(self._connection.answer_s):
@@ -310,8 +317,8 @@ class KafkaTransactor:
             self._open = False
 
     async def leave(self) -> None:
-        """Abort what is open. What the producer's state does not allow to abort is left to the broker: the next
-        owner's start aborts it, or the transaction time-out does."""
+        """Abort the open transaction. If the producer's state does not allow that, the start of the next owner or the
+        transaction time-out aborts it."""
         if self._open and not isinstance(self._failed, Fenced):
             async with parting(self._connection):
                 await self._producer.abort_transaction()
@@ -322,7 +329,7 @@ class KafkaTransactor:
 
     @contextlib.contextmanager
     def _latched(self, doing: str) -> Generator[None]:
-        """Raise the first error of this producer for ever: it is never repaired in place."""
+        """Raise the first error of this producer at every later call: a failed producer is never repaired."""
         if self._failed is not None:
             raise self._failed
         try:

@@ -1,11 +1,11 @@
-"""Readers of KafkaLog: one that reads what it is told to, one that reads what its group gives it.
+"""Readers of KafkaLog: one with explicitly assigned partitions, one whose consumer group assigns them.
 
-A group member is two aiokafka consumers. One is in the group and fetches nothing; the other is in no group and fetches.
-So positions never come from the group protocol, and a rebalance cannot discard or deliver a record behind poll's back.
+A group member is two aiokafka consumers. One joins the group and fetches nothing; the other fetches and is in no group.
+So positions never come from the group protocol, and a rebalance cannot discard or deliver a record unnoticed by poll().
 
-What a group committed is asked for as Kafka gives it to one who wants stable offsets (OffsetFetch 7, KIP-447).
-aiokafka's own request ends at version 3, whose answer may be older than what a reader of the topics sees already: the
-markers of a transaction go to each partition that it wrote to, that of the offsets among them, one after another.
+Committed offsets are requested as stable offsets (OffsetFetch 7, KIP-447). aiokafka's own request ends at version 3,
+whose answer may be older than what a reader of the topics already sees: the markers of a transaction reach the
+partitions that it wrote to, the offsets partition among them, one after another.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from turnlog.schemas.binary import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
 FETCH_WAIT_MS = 250
-"""How long a fetch waits at the broker for data. A partition that is sought meanwhile waits for it to come back."""
+"""Milliseconds that a fetch waits at the broker for data. A seek takes effect only after the pending fetch returns."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
 PATIENT_BYTES = 1 << 20
 PATIENT_WAIT_MS = 500
 make_record = constructor(Record)
 SLICE_S = 0.1
-"""A rebalance waits at most this long for a poll() that waits for records."""
+"""Maximum seconds that a rebalance waits for a poll() that waits for records."""
 
 OFFSET_FETCH = 9
 UNSTABLE_OFFSET_COMMIT = 88
-"""A transaction that commits offsets of the partition is not over."""
+"""Error code: a transaction that commits offsets of the partition is still open."""
 TAGS = ("tags", TaggedFields)
 
 
@@ -92,7 +92,7 @@ class _StableOffsets(Request[_Question]):  # type: ignore[misc]
     API_KEY = OFFSET_FETCH
 
     def __init__(self, group: str, places: Sequence[TopicPartition] | None) -> None:
-        """`places`: None for all, of whatever transactions are under way."""
+        """`places`: the partitions to read; None reads all and ignores open transactions."""
         self._group = group
         self._places = None if places is None else sorted(places)
 
@@ -107,8 +107,11 @@ class _StableOffsets(Request[_Question]):  # type: ignore[misc]
 async def stable_commits(
     admin: Admin, group: str, places: Sequence[TopicPartition] | None, *, patience_s: float = HANGING_S
 ) -> Mapping[TopicPartition, Commit]:
-    """The group's commits, once its coordinator has them and no transaction that commits one of `places` is under way;
-    None: all that are there. Raises TransactionHanging after `patience_s`."""
+    """Return the group's commits once its coordinator is available and no open transaction commits one of `places`.
+
+    If `places` is None, return all commits without waiting for transactions. Raises TransactionHanging after
+    `patience_s`.
+    """
     clock = asyncio.get_running_loop().time
     deadline = clock() + patience_s
     while True:
@@ -129,7 +132,7 @@ async def stable_commits(
 
 
 def _read(answer: Any) -> tuple[dict[TopicPartition, Commit], set[int]]:
-    """Commits, and the error codes of the group and of its partitions."""
+    """Return the commits, and the error codes of the group and its partitions."""
     found: dict[TopicPartition, Commit] = {}
     codes = {answer.error_code}
     for topic, partitions, _ in answer.topics:
@@ -166,7 +169,7 @@ class _Leave(RequestStruct):  # type: ignore[misc]
 
 
 class _StaticGoodbye(Request[_Leave]):  # type: ignore[misc]
-    """One static member leaves its group (LeaveGroup 3, KIP-345); aiokafka's own request ends at version 1."""
+    """LeaveGroup version 3 (KIP-345) for one static member; aiokafka's own request ends at version 1."""
 
     API_KEY = LEAVE_GROUP
 
@@ -187,7 +190,7 @@ async def consuming(
     instance: str | None = None,
     patient: bool = False,
 ) -> AsyncIterator[AIOKafkaConsumer]:
-    """A started aiokafka consumer without subscription. Raises LogUnavailable."""
+    """Start an aiokafka consumer without a subscription, and stop it at the end. Raises LogUnavailable."""
     consumer = AIOKafkaConsumer(
         **connection.options(),
         group_id=None if group is None else connection.full(group),
@@ -218,8 +221,8 @@ async def consuming(
 
 
 async def _stop(consumer: AIOKafkaConsumer) -> None:
-    """aiokafka's stop cancels fetches and awaits them: one that pauses between two tries, as all do while no broker
-    answers, cancels the stop in turn, before its connections are closed."""
+    """Stop the consumer. aiokafka's stop cancels its fetch tasks and awaits them. A task that pauses between two
+    attempts, as all do while no broker answers, cancels the stop in turn before its connections are closed."""
     task = asyncio.current_task()
     try:
         await consumer.stop()
@@ -230,11 +233,11 @@ async def _stop(consumer: AIOKafkaConsumer) -> None:
 
 
 _readers: defaultdict[str, WeakSet[KafkaReader]] = defaultdict(WeakSet)
-"""Those that are open, by role."""
+"""Open readers by role."""
 
 
 class KafkaReader:
-    """See Reader. Broker outages show as empty polls: the client goes on trying."""
+    """See Reader. During a broker outage polls return nothing, and the client keeps trying."""
 
     def __init__(self, connection: Connection, consumer: AIOKafkaConsumer) -> None:
         self._connection = connection
@@ -248,7 +251,7 @@ class KafkaReader:
 
     @property
     def unread(self) -> int:
-        """Offsets between what was delivered and the ends that fetches have seen."""
+        """Number of offsets between the position and the ends seen by fetches."""
         ends = {name: self._consumer.highwater(place) for place, name in self._places.items()}
         return sum(max(0, end - self._positions[name]) for name, end in ends.items() if end is not None)
 
@@ -256,11 +259,11 @@ class KafkaReader:
         self._places = {self._connection.place(name): name for name in starts}
         self._positions = dict(starts)
         self._consumer.assign(list(self._places))
-        for place, name in self._places.items():  # before the client can look for a position of its own
+        for place, name in self._places.items():  # before the client looks for a position of its own
             self._consumer.seek(place, starts[name])
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """See Reader. Raises KeyError for a partition that is not assigned."""
+        """See Reader. Raises KeyError if the partition is not assigned."""
         if partition not in self._positions:
             raise KeyError(f"{partition.topic}[{partition.number}] is not assigned to this reader")
         self._positions[partition] = offset
@@ -275,7 +278,7 @@ class KafkaReader:
             return []
         with typed(self._connection, "poll"):
             batches = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
-            for place, name in self._places.items():  # also past markers and aborted records
+            for place, name in self._places.items():  # also moves past markers and aborted records
                 self._positions[name] = await self._consumer.position(place)
         records = [
             make_record(
@@ -290,23 +293,23 @@ class KafkaReader:
 
 
 class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
-    """What the group asks of this member, kept until poll() serves it. Runs on the coordinator's task; aiokafka logs
-    and swallows what a listener raises, so it raises nothing."""
+    """Listener that stores rebalance requests of the group until poll() serves them. It runs on the coordinator's task
+    and raises nothing, because aiokafka logs and swallows a listener's exceptions."""
 
     def __init__(self, member: AIOKafkaConsumer) -> None:
         self._member = member
         self.news = asyncio.Event()
-        """Something waits for poll()."""
+        """Set while something waits for poll()."""
         self.gone = asyncio.Event()
-        """poll() has given everything up; the group may go on."""
+        """Set once poll() has given up all partition tasks, so that the group may proceed."""
         self.gone.set()
         self.new: frozenset[TopicPartition] | None = None
-        """An assignment that poll() has not taken up."""
+        """Assignment that poll() has not taken up yet, or None."""
         self.rebalancing = True
-        """Between a revocation and the next assignment."""
+        """True between a revocation and the next assignment."""
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        """Hold the group up (heartbeats go on) until poll() has given everything up."""
+        """Delay the group until poll() has given up all partition tasks. Heartbeats continue."""
         self.rebalancing = True
         self.new = None
         self.gone.clear()
@@ -314,8 +317,11 @@ class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
         await self.gone.wait()
 
     def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
-        """Returns at once: heartbeats start only after it. The member is given a position, or the client would look
-        for a committed one, and is paused there, so that it never fetches."""
+        """Store the assignment and return at once, because heartbeats start only afterwards.
+
+        Each partition gets a position, else the client would look for a committed one, and is paused, so that the
+        member never fetches.
+        """
         for place in assigned:
             self._member.seek(place, 0)
         self._member.pause(*assigned)
@@ -328,12 +334,13 @@ class KafkaGroupReader(KafkaReader):
     """See GroupReader. Guarantees:
 
     * Both callbacks run inside poll(), on its caller's task, before it fetches. So whatever the caller does between two
-      polls (a batch and its transaction) ends before its units are given up: no batch straddles a rebalance.
-    * The group waits for this member's next poll() (for `Membership.rebalance_ms`) before it gives them to another.
+      polls (a batch and its transaction) ends before its partition tasks are given up: no batch straddles a rebalance.
+    * The group waits for this member's next poll(), for at most `Membership.rebalance_ms`, before it assigns them to
+      another member.
     * After `assigned`, nothing is delivered until `seek` was called for every assigned partition.
-    * An error of a callback, and BrokenAssignment, come out of that poll() and of every later one.
-    * A member that the group expelled learns it at its next poll (`revoked`, then `assigned`); until then it may work
-      on units that another one owns. Only a Transactor's fence keeps its writes out.
+    * An error of a callback, and BrokenAssignment, are raised by that poll() and by every later one.
+    * A member that the group expelled finds out at its next poll (`revoked`, then `assigned`). Until then it may work
+      on partition tasks that another member owns. Only the fence of a Transactor keeps its writes out.
     """
 
     def __init__(
@@ -347,7 +354,8 @@ class KafkaGroupReader(KafkaReader):
         *,
         units: int,
     ) -> None:
-        """`member` is in the group and started; `consumer` reads. `units`: how many there were at its start."""
+        """`member` is started and joins the group; `consumer` reads. `units` is the number of partition tasks at the
+        start."""
         super().__init__(connection, consumer)
         self._member = member
         self._topics, self._units = frozenset(topics), units
@@ -380,7 +388,8 @@ class KafkaGroupReader(KafkaReader):
                 return records
 
     async def commit(self, commits: Mapping[Partition, Commit]) -> None:
-        """See GroupReader. Raises Fenced when the group went on without this member, Oversized, LogUnavailable."""
+        """See GroupReader. Raises Fenced if the group continued without this member. Raises Oversized,
+        LogUnavailable."""
         places = self._connection.commits(commits)
         with typed(self._connection, "commit offsets"):
             try:
@@ -390,8 +399,8 @@ class KafkaGroupReader(KafkaReader):
                 raise Fenced(f"commit offsets: {error}; another member owns them, this process must end") from error
 
     async def leave(self) -> None:
-        """Give up what is held; the callback runs first. Then leave the group at once, also in mid-rebalance: aiokafka
-        would join once more, wait for every other member to do so, and only then leave."""
+        """Give up all partition tasks, which runs the callback, and leave the group at once, even during a rebalance.
+        aiokafka would join once more, wait for every other member to do so, and only then leave."""
         try:
             await self._give_up()
         finally:
@@ -399,14 +408,15 @@ class KafkaGroupReader(KafkaReader):
             coordinator._coordination_task.cancel()
             await asyncio.wait({coordinator._coordination_task})
             if self._rebalances.rebalancing and self._rebalances.gone.is_set():
-                # A join is unanswered and the broker reads nothing behind it: a goodbye would wait as long.
+                # A join is unanswered and the broker reads nothing after it: a LeaveGroup would wait as long.
                 coordinator.reset_generation()
             elif coordinator._group_instance_id is not None:
                 await self._goodbye(coordinator)
 
     async def _goodbye(self, coordinator: GroupCoordinator) -> None:
-        """Of a static member, which aiokafka lets go without a word: its units would idle for the rest of its session
-        (decision 28). A successor of the same name is not sent away: its member id is another."""
+        """Send a LeaveGroup request for a static member, which aiokafka omits: its partition tasks would idle for the
+        rest of the Kafka session (decision 28). A successor with the same instance name is not removed, because its
+        member id differs."""
         async with parting(self._connection):
             await coordinator._stop_heartbeat_task()
             if coordinator.generation > 0:
@@ -414,7 +424,7 @@ class KafkaGroupReader(KafkaReader):
                 await coordinator._send_req(_StaticGoodbye(coordinator.group_id, *member))
 
     async def _serve(self) -> None:
-        """Run the callbacks that wait. Raises what they raise, BrokenAssignment, and the coordinator's errors."""
+        """Run the pending callbacks. Raises their errors, BrokenAssignment, and the coordinator's errors."""
         if self._failed is not None:
             raise self._failed
         try:
@@ -427,7 +437,7 @@ class KafkaGroupReader(KafkaReader):
                     self._rebalances.new = None
                     await self._take_up(new)
             with typed(self._connection, "group"):
-                self._member._coordinator.check_errors()  # whoever may not join would wait for ever
+                self._member._coordinator.check_errors()  # a member that may not join would wait for ever
                 if not self._rebalances.rebalancing:  # during a rebalance this call would wait for its end
                     await self._member.getmany(timeout_ms=0)
         except BaseException as error:
@@ -462,7 +472,7 @@ class KafkaGroupReader(KafkaReader):
         await self._assigned(units)
 
     async def _news(self, timeout_s: float) -> bool:
-        """Wait for something to serve; False after `timeout_s`."""
+        """Wait for something to serve. Returns False after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 return await self._rebalances.news.wait()

@@ -1,8 +1,9 @@
-"""How clients of a cluster show who they are, and how they know whom they talk to: TLS, SASL, tokens.
+"""Authentication and encryption of connections to the cluster: TLS, SASL, tokens.
 
-Certificates, passwords and tokens are read anew for each connection, and for each time that one is authenticated again
-(KIP-368): a broker that limits sessions closes a connection that is used after its session's end, and aiokafka asks for
-no second one. Its connections are replaced by ones that do; nothing else of aiokafka holds a secret.
+Certificates, passwords and tokens are read again for each connection and each re-authentication (KIP-368). A broker
+that limits sessions closes a connection that is used after its session has ended, and aiokafka does not
+re-authenticate. So its connection class is replaced by `Channel`, which does. No other part of aiokafka stores a
+secret.
 """
 
 from __future__ import annotations
@@ -36,57 +37,58 @@ from turnlog.kafka_settings import KafkaSettings
 
 log = logging.getLogger(__name__)
 SPENT = 0.8
-"""Share of a session's or a token's life after which the next one is asked for, so that a slow answer comes in time."""
+"""Share of the lifetime of a session or a token after which it is renewed, so that a slow answer still comes in
+time."""
 TOKEN_TIMEOUT_S = 10.0
-"""Of a token endpoint's answer."""
+"""Time-out in seconds for the answer of a token endpoint."""
 CLEAR = "Sending username and password in the clear"
-"""What aiokafka warns of at each connection, to whatever host."""
+"""Warning that aiokafka logs at each connection, whatever the host."""
 NO_LIFETIME_S = 60.0
-"""How long a token is used whose endpoint does not say how long it lives (RFC 6749, 5.1 only recommends it)."""
+"""Assumed lifetime in seconds of a token whose endpoint states none (RFC 6749, 5.1 only recommends to state it)."""
 
 
 class Login(AbstractTokenProvider):  # type: ignore[misc]
-    """The clients' side of [kafka] security_protocol. One per KafkaLog; makes no connection of its own but to a token
+    """Client side of [kafka] security_protocol. There is one per KafkaLog. Its only own connections go to a token
     endpoint."""
 
     def __init__(self, kafka: KafkaSettings) -> None:
         self.kafka = kafka
         self.refused: tuple[type[LogUnreachable], str] | None = None
-        """Why the last connection was not made, if that was no outage."""
+        """(error class, reason) if the last connection attempt failed for another reason than an outage, else None."""
         self._token, self._fresh_until, self._valid_until = "", 0.0, 0.0
 
     def options(self) -> dict[str, Any]:
-        """What an aiokafka client takes. Raises TlsFailed for a file that cannot be used."""
+        """Return the security options of an aiokafka client. Raises TlsFailed if a file cannot be used."""
         if self.kafka.security_protocol == "PLAINTEXT":
             return {}
         return {
             "security_protocol": self.kafka.security_protocol,
             "ssl_context": self.context() if self.is_tls else None,
             "sasl_mechanism": self.kafka.sasl_mechanism or "PLAIN",
-            "sasl_plain_username": "",  # of each connection's moment: Channel
+            "sasl_plain_username": "",  # Channel sets both for each login
             "sasl_plain_password": "",
             "sasl_oauth_token_provider": self,
         }
 
     @property
     def is_tls(self) -> bool:
-        """Whether connections are encrypted."""
+        """True if connections are encrypted."""
         return self.kafka.security_protocol.endswith("SSL")
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """(host, port) of `bootstrap`, as every client reads it."""
+        """(host, port) pairs of `bootstrap`, parsed as aiokafka does."""
         return [(host, port) for host, port, _ in collect_hosts(self.kafka.bootstrap)]
 
     def context(self) -> ssl.SSLContext:
-        """With the files of this moment. Raises TlsFailed."""
+        """Create a TLS context from the current files. Raises TlsFailed."""
         kafka = self.kafka
         context = self._vouched(
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if kafka.ca_file else ssl.create_default_context()
         )
         if kafka.certificate_file:
             try:
-                # A password given as a function, or OpenSSL would ask for one at the terminal.
+                # The password is passed as a function, or OpenSSL would ask for one at the terminal.
                 context.load_cert_chain(
                     kafka.certificate_file, kafka.key_file or None, password=lambda: present(kafka.key_password)
                 )
@@ -95,7 +97,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         return context
 
     def _vouched(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        """With ca_file's authorities beside those that it knows."""
+        """Add the authorities of ca_file to those that the context trusts, and return it. Raises TlsFailed."""
         if self.kafka.ca_file:
             try:
                 context.load_verify_locations(self.kafka.ca_file)
@@ -104,7 +106,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         return context
 
     def said(self, error: BaseException) -> None:
-        """Note why a connection was not made, or could not go on."""
+        """Record why a connection failed, in `refused`."""
         self.refused = next(filter(None, map(self._refusal, _chain(error))), None)
 
     def _refusal(self, error: BaseException) -> tuple[type[LogUnreachable], str] | None:
@@ -133,11 +135,11 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         return None
 
     def name_and_password(self) -> tuple[str, str]:
-        """Of this moment."""
+        """Read the current username and password."""
         return present(self.kafka.username), present(self.kafka.password)
 
     async def token(self) -> str:
-        """A bearer token that is not about to expire. Raises TokenUnavailable."""
+        """Return a bearer token that is not about to expire. Raises TokenUnavailable."""
         if self.kafka.oauth_token_file:
             return self._token_of_file()
         now = time.monotonic()
@@ -162,8 +164,9 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         return token
 
     async def _granted(self) -> tuple[str, float]:
-        """Token and lifetime in seconds, by the client credentials grant."""
-        import httpx  # 80 ms that no other login needs
+        """Request a token by the client credentials grant. Return it and its lifetime in seconds. Raises
+        TokenUnavailable."""
+        import httpx  # takes 80 ms, which no other login needs
 
         kafka, where = self.kafka, f"token endpoint {self.kafka.oauth_token_url}"
         form = {"grant_type": "client_credentials"} | ({"scope": kafka.oauth_scope} if kafka.oauth_scope else {})
@@ -186,14 +189,14 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
 
 
 class Channel(AIOKafkaConnection):  # type: ignore[misc]
-    """A connection that logs in with what its Login has at that moment, and again before its session ends. What is sent
-    meanwhile waits: the broker takes no other request during a login."""
+    """Connection that logs in with the current credentials of its Login, and again before its session ends. Requests
+    wait during a login, because the broker accepts no other request then."""
 
     renew_at = math.inf
-    """Seconds of the loop's clock: the first request after it waits for another login."""
+    """Time on the loop's clock; the first request after it waits for another login."""
     _renewing: asyncio.Task[None] | None = None
     _left = False
-    """It was closed by its client: what was under way then has not failed."""
+    """True if the client closed the connection, so that a pending login counts as abandoned and not as failed."""
 
     @property
     def _login(self) -> Login | None:
@@ -201,7 +204,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
         return own if isinstance(own, Login) else None
 
     async def connect(self) -> Any:
-        """See AIOKafkaConnection. Its Login is told how it went."""
+        """See AIOKafkaConnection. The outcome is recorded in its Login."""
         login = self._login
         if login is None:
             return await super().connect()
@@ -212,7 +215,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
         except (OSError, KafkaError, TimeoutError) as error:
             login.said(error)
             raise
-        except (TlsFailed, TokenUnavailable) as error:  # aiokafka takes its own errors for a connection that failed
+        except (TlsFailed, TokenUnavailable) as error:  # aiokafka counts only errors of its own as a failed connection
             login.said(error)
             raise AuthenticationFailedError(str(error)) from error
         login.refused = None
@@ -227,7 +230,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
                 log.warning("%s:%s is told the password in the clear: see [kafka] sasl_mechanism", self.host, self.port)
         try:
             await super()._do_sasl_handshake()
-        except ValueError as error:  # SCRAM is mutual
+        except ValueError as error:  # SCRAM is mutual: the broker must prove that it knows the password
             raise AuthenticationFailedError(f"the broker does not know the password either ({error})") from error
 
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
@@ -249,7 +252,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
     async def _noted(self, answer: Awaitable[Any]) -> Any:
         response = await answer
         if self._sasl_mechanism == "OAUTHBEARER" and response.sasl_auth_bytes:
-            # A refusal (RFC 7628, 3.2.2), which aiokafka takes for success.
+            # A refusal (RFC 7628, 3.2.2), which aiokafka treats as success.
             raise SaslAuthenticationFailed(response.sasl_auth_bytes.decode(errors="replace"))
         lifetime_ms = getattr(response, "session_lifetime_ms", 0)
         if lifetime_ms > 0:
@@ -271,13 +274,13 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
             if self._login is not None:
                 self._login.said(error)
             log.warning("%s:%s: the session could not be renewed: %s", self.host, self.port, error)
-            self.close(reason=CloseReason.AUTH_FAILURE, exc=error)  # whoever waits is told, and connects anew
+            self.close(reason=CloseReason.AUTH_FAILURE, exc=error)  # waiting requests fail, and the client reconnects
         finally:
             self._renewing = None
 
 
 class Discreet(SaslAuthenticateRequest):  # type: ignore[misc]
-    """aiokafka logs each request at its debug level: not what is in this one."""
+    """Authentication request whose payload does not appear in aiokafka's debug log of requests."""
 
     def build(self, request_struct_class: Any) -> Any:
         """See Request."""
@@ -290,7 +293,7 @@ class Discreet(SaslAuthenticateRequest):  # type: ignore[misc]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """It and its causes."""
+    """Yield the error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
