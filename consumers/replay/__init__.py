@@ -1,1 +1,1 @@
-"""`turnlog replay`: the log folded again, held against what was trained, or folded under other settings."""
+"""`turnlog replay`: fold the log again, compare the result with what was trained, or fold under other settings."""

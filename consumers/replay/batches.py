@@ -1,9 +1,9 @@
-"""Batches checked against the samples on the log, and the recorded draws formed again under other rules.
+"""Checks batches against the samples on the log, and forms the recorded rollout batches again under other rules.
 
-Checked are rows, weights, hashes and the file, each sample read where the manifest says that it stands. Formed again, a
-draw gives one Arrow file per batch, with its weight columns: which groups were drawn together, and the version that the
-trainer held, are recorded decisions and stay; lengths, masks, admission, weights and the cut into batches follow the
-rules.
+The check covers rows, weights, hashes and the file. Each sample is read at the offset that the manifest names. Forming
+a rollout batch again writes one Arrow file per batch, with its weight columns. Which groups were drawn together and
+which version the trainer held are recorded decisions and stay; lengths, masks, admission, weights and the cut into
+batches follow the rules.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ from turnlog.schemas.topics import BATCHES, SAMPLES
 
 SCORE = GroupScored.__name__.encode()
 CACHE_BYTES = 32 << 20
-"""Per partition: samples that were passed on the way to others, since draws do not keep the order of the log."""
+"""Cache size per partition in bytes. It keeps samples that were read on the way to others, because rollout batches do
+not follow the order of the log."""
 
 
 class SampleReader:
-    """Samples of one partition by offset. Reads forward, and back only for what is no longer held."""
+    """Reader of one partition's samples by offset. Reads forward, and seeks back only for samples that left the
+    cache."""
 
     def __init__(self, place: Partition, reader: Reader, start: int, end: int) -> None:
         self._place = place
         self._reader = reader
         self._end = end
         self._held: dict[int, Record] = {}
-        """In order of offset read."""
+        """Cached records by offset, oldest read first."""
         self._bytes = 0
         reader.assign({place: start})
 
     async def get(self, offsets: Iterable[int]) -> dict[int, Record]:
-        """Records at these offsets; what is not there is absent."""
+        """Return the records at these offsets. Offsets without a record are absent from the result."""
         wanted = set(offsets)
         found = {offset: self._take(offset) for offset in wanted & self._held.keys()}
         missing = {offset for offset in wanted - found.keys() if offset < self._end}
@@ -82,7 +84,7 @@ class SampleReader:
 
 
 class Samples:
-    """Samples of every partition, by the places that manifests name."""
+    """Reader of samples of all partitions by the offsets that manifests name."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
@@ -96,8 +98,8 @@ class Samples:
         await self._stack.aclose()
 
     async def placed(self, rows: Iterable[tuple[str, int, int]]) -> dict[str, PlacedSample]:
-        """(sample id, partition, offset) -> the sample that stands there, if it is that one. Payloads come inline.
-        Raises BlobError, LogError, RegistryUnavailable."""
+        """Return samples by id, from rows of (sample id, partition, offset). A row whose offset holds another record is
+        absent from the result. Payloads are inline. Raises BlobError, LogError, RegistryUnavailable."""
         by_partition: dict[int, dict[int, str]] = {}
         for sample_id, partition, offset in rows:
             by_partition.setdefault(partition, {})[offset] = sample_id
@@ -123,14 +125,14 @@ class Samples:
 
 
 def named(rows: Iterable[BatchSample]) -> list[tuple[str, int, int]]:
-    """What `Samples.placed` takes."""
+    """Convert manifest rows to the arguments of `Samples.placed`."""
     return [(row.sample_id, row.partition, row.offset) for row in rows]
 
 
 async def batch_difference(
     role: Role, manifest: SampleBatchFormed, samples: Mapping[str, PlacedSample], rules: DrawRules
 ) -> str | None:
-    """Why a batch differs from its manifest or its file; None when it does not."""
+    """Explain how a batch differs from its manifest or its file; return None if it does not."""
     where = f"batch {manifest.batch_index}"
     missing = next((row for row in manifest.samples if row.sample_id not in samples), None)
     if missing is not None:
@@ -179,22 +181,23 @@ def _manifest_difference(manifest: SampleBatchFormed, again: FormedBatch) -> str
 
 FOLDER = "batches"
 INDEX = "index.jsonl"
-"""One line per batch: what its manifest would say."""
+"""Name of the index file: one JSON line per batch, with what its manifest would contain."""
 GroupOf = Callable[[str], ReadableGroup | None]
 
 
 @dataclass(slots=True)
 class Draw:
-    """A recorded draw."""
+    """A recorded rollout batch."""
 
     index: int
     held: HeldVersion
     groups: list[str]
-    """In the order of its parts."""
+    """Group ids, in the order of its batches."""
 
 
 async def recorded_draws(role: Role, until_ms: int | None) -> AsyncIterator[Draw]:
-    """Draws that gave a batch, in order. A draw that was skipped names no version of the trainer."""
+    """Yield the rollout batches that formed at least one batch, in order. Skipped ones are left out: they do not record
+    the version of the trainer."""
     draw: Draw | None = None
     async for record, manifest in events(role, BATCHES):
         if not isinstance(manifest, SampleBatchFormed) or (until_ms is not None and record.timestamp_ms > until_ms):
@@ -209,7 +212,8 @@ async def recorded_draws(role: Role, until_ms: int | None) -> AsyncIterator[Draw
 
 
 class DrawWriter:
-    """Writes batches below OUT/batches; one that was killed goes on behind the last whole draw."""
+    """Writer of batches below OUT/batches. A successor of a killed writer resumes after the last complete rollout
+    batch."""
 
     def __init__(self, out: Path, rules: DrawRules, group_of: GroupOf) -> None:
         self._rules = rules
@@ -221,7 +225,8 @@ class DrawWriter:
         self.batches = sum(bool(line["rows"]) for line in self._lines)
 
     def _whole_draws(self) -> list[dict[str, object]]:
-        """Lines of draws whose every batch is there; the last one counts only if it says so."""
+        """Return the index lines of complete rollout batches. The last one counts only if its final line is marked
+        `last`."""
         index = self._part / INDEX
         text = index.read_text() if index.exists() else ""
         whole = text[: text.rfind("\n") + 1]
@@ -232,7 +237,7 @@ class DrawWriter:
         return lines
 
     def write(self, draw: Draw) -> None:
-        """Form and write one draw. Raises WeightsDoNotAddUp, OSError."""
+        """Form one rollout batch and write its files. Raises WeightsDoNotAddUp, OSError."""
         if self._lines and draw.index <= int(str(self._lines[-1]["draw"])):
             return
         groups = [group for name in draw.groups if (group := self._group_of(name)) is not None]
@@ -249,7 +254,7 @@ class DrawWriter:
         self._lines += lines
 
     def close(self) -> None:
-        """Everything is there."""
+        """Rename the folder to its final name, once everything is written."""
         os.replace(self._part, self._done)
 
     def _batch(self, draw: Draw, part: int, batch: FormedBatch) -> dict[str, object]:

@@ -1,8 +1,10 @@
-"""How far a replay is: a bar with rates and remaining time on a terminal, a plain line now and then elsewhere; and on
-disk, in `runs/ID/replay/*.json`, so that one that was killed goes on where it stood.
+"""Progress of a replay, on screen and on disk.
 
-A file belongs to one question (what is folded, from where, up to when, under which settings and code); it is removed
-when the answer is given.
+A terminal shows a bar with rates and remaining time; other outputs get a plain line every few seconds. The state in
+`runs/ID/replay/*.json` lets a killed replay resume where it stopped.
+
+Each file belongs to one question (what is folded, from where, up to when, under which settings and code). It is removed
+once the question is answered.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ FORMAT = 1
 
 
 class ReplayState:
-    """Sections of plain values. Without a folder nothing is kept."""
+    """State of an unfinished replay: named sections of plain JSON values. Nothing is stored without a folder."""
 
     def __init__(self, folder: Path | None, question: Mapping[str, Any], *, every_s: float = 5.0) -> None:
-        """`question` is what must be the same for the file to count; `every_s`: between two saves, at least."""
+        """`question` identifies the replay: a stored file is used only by a replay with an equal question. `every_s` is
+        the minimum time between two saves in seconds."""
         text = json.dumps({"format": FORMAT, **question}, sort_keys=True)
         self.name = digest("replay", text)[:16]
         self._path = None if folder is None else folder / f"{self.name}.json"
@@ -35,7 +38,7 @@ class ReplayState:
         self.resumed = False
 
     def load(self, *, fresh: bool) -> None:
-        """Read what an earlier attempt left; `fresh` forgets it."""
+        """Read the state that an earlier attempt left, or delete it if `fresh`."""
         if self._path is None or not self._path.exists():
             return
         if fresh:
@@ -44,16 +47,16 @@ class ReplayState:
         try:
             self.sections = json.loads(self._path.read_text())
             self.resumed = True
-        except ValueError:  # cannot come of a kill, the file is replaced in one step: start again
+        except ValueError:  # not caused by a kill, since the file is replaced atomically: start again
             self.remove()
 
     @property
     def due(self) -> bool:
-        """Time to save."""
+        """True if it is time to save."""
         return self._path is not None and time.monotonic() - self._saved_at >= self._every_s
 
     def save(self) -> None:
-        """Replace the file in one step."""
+        """Replace the file atomically."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,26 +69,26 @@ class ReplayState:
         self._saved_at = time.monotonic()
 
     def remove(self) -> None:
-        """The answer was given."""
+        """Clear the sections and delete the file, once the question is answered."""
         self.sections = {}
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
 class Progress(Protocol):
-    """Told by whoever replays."""
+    """Receiver of progress reports of a replay."""
 
     def begin(self, what: str, total: int) -> None:
-        """`total` records are to be read."""
+        """Start a phase in which `total` records are read."""
         ...
 
     def advance(self, records: int, tokens: int = 0) -> None:
-        """So many more were read, and samples of so many tokens folded."""
+        """Report that `records` more records were read, and samples of `tokens` more tokens folded."""
         ...
 
 
 class Silent:
-    """See Progress. Says nothing."""
+    """A Progress that shows nothing."""
 
     def begin(self, what: str, total: int) -> None:
         """See Progress."""
@@ -95,7 +98,7 @@ class Silent:
 
 
 class Shown:
-    """See Progress. Use as a context."""
+    """A Progress that prints to a terminal: a bar if it is interactive, else plain lines. Use as a context manager."""
 
     def __init__(self, console: Terminal, *, lines_every_s: float = 10.0) -> None:
         self._console = console

@@ -1,10 +1,10 @@
-"""Old records under other settings: a dataset of the samples that the fold now gives, and the recorded draws' batches
-with the weights that they would now have. Nothing is written to the log.
+"""Refold: write a dataset of the samples that the fold gives under other settings, and the batches of the recorded
+rollout batches with their new weights. Nothing is written to the log.
 
-What changes is keys of [fold] and [batcher], and the fold version, over what the run recorded. Folding goes to a spool
-on disk first, one file per unit, so that one that was killed goes on where it stood (what stands behind the length
-that the state names was not counted yet: a successor cuts it off); the dataset is written from it at the end, all or
-nothing.
+Keys of [fold] and [batcher] and the fold version may change; all else is as the run recorded it. Folding first writes
+to a spool on disk, one file per partition, so that a killed refold resumes where it stopped. Bytes beyond the length in
+the saved state were not counted yet, so a successor truncates them. The dataset is written from the spool at the end,
+all or nothing.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ from turnlog.settings import (
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Keys of [fold] and [batcher] with their new values, as text, and a fold version."""
+    """Changed keys of [fold] and [batcher] with their new values as text, and a changed fold version."""
 
     fold: dict[str, str] = field(default_factory=dict)
     batcher: dict[str, str] = field(default_factory=dict)
     fold_version: str | None = None
-    """None: as the run recorded it."""
+    """Fold version; None keeps the one that the run recorded."""
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Changes:
-        """From the command line. Raises BadRefold, UnknownFoldVersion."""
+        """Read the changes from the command line. Raises BadRefold, UnknownFoldVersion."""
         found: dict[str, dict[str, str]] = {"fold": {}, "batcher": {}}
         for change in arguments.changes:
             key, equals, value = change.partition("=")
@@ -91,16 +91,16 @@ class Changes:
 
     @property
     def none(self) -> bool:
-        """Nothing changes."""
+        """True if nothing changes."""
         return not self.fold and not self.batcher and self.fold_version is None
 
     @property
     def folds(self) -> bool:
-        """Other samples may come out, so that a dataset of them is written."""
+        """True if the samples may change, so that a dataset of them is written."""
         return bool(self.fold) or self.fold_version is not None
 
     def settings(self, recorded: Configured) -> Settings:
-        """The recorded sections with the changes. Raises BadRefold."""
+        """Apply the changes to the recorded sections. Raises BadRefold."""
         variables: dict[str, str] = {}
         for section in ("fold", "batcher"):
             keys = recorded_keys(FOLD_SECTIONS[section])
@@ -119,10 +119,10 @@ LENGTH = struct.Struct("<I")
 
 
 class Spool:
-    """Events of one unit, group by group: samples, then the score."""
+    """File of the events of one partition, group by group: the samples, then the score."""
 
     def __init__(self, path: Path, codec: Codec, *, length: int = 0) -> None:
-        """Opens the file and cuts it to `length`."""
+        """Open the file and truncate it to `length` bytes."""
         self.path = path
         self._codec = codec
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,11 +133,11 @@ class Spool:
 
     @property
     def length(self) -> int:
-        """Bytes so far."""
+        """Length of the file in bytes."""
         return self._file.tell()
 
     def append(self, events: Sequence[Event]) -> int:
-        """Where the group begins."""
+        """Append one group and return the position where it begins."""
         at = self._file.tell()
         values = [self._codec.encode(event) for event in events]
         self._file.write(LENGTH.pack(len(values)))
@@ -147,13 +147,13 @@ class Spool:
         return at
 
     def sync(self) -> int:
-        """Everything is on the disk; the length."""
+        """Flush everything to disk and return the length."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self.length
 
     def groups(self) -> Iterator[tuple[int, list[Event]]]:
-        """(where it begins, its events) of every group, in order."""
+        """Yield (position, events) of every group, in order."""
         self._file.flush()
         at, end = 0, self.length
         while at < end:
@@ -162,7 +162,7 @@ class Spool:
             at = self._read_end
 
     def group(self, at: int) -> list[Event]:
-        """The group that begins there."""
+        """Return the events of the group that begins at a position."""
         self._file.flush()
         with self.path.open("rb") as file:
             file.seek(at)
@@ -175,11 +175,11 @@ class Spool:
         return events
 
     def close(self) -> None:
-        """The file stays."""
+        """Close the file without deleting it."""
         self._file.close()
 
     def remove(self) -> None:
-        """The dataset is written."""
+        """Close and delete the file, once the dataset is written."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
@@ -197,8 +197,8 @@ async def refold(
     as_json: bool = False,
     console: Terminal | None = None,
 ) -> int:
-    """Write the dataset (where [fold] changes) and the batches (where [batcher] changes) below `out`; 0.
-    Raises ReplayError, DatasetError and what the log, the store and the registry raise."""
+    """Write the dataset (if [fold] changes) and the batches (if [batcher] changes) below `out`, and return 0. Raises
+    ReplayError, DatasetError, and what the log, the store and the registry raise."""
     console = console or Terminal(stderr=as_json)
     async with opened("replay", settings, archive=source == ARCHIVE) as role:
         with Shown(console) as progress:
@@ -206,7 +206,7 @@ async def refold(
             work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
             written = await work.run(progress=progress, fresh=fresh)
     if as_json:
-        manifest = out / "manifest.json"  # none where [batcher] alone changes
+        manifest = out / "manifest.json"  # absent if only [batcher] changes
         body = json.loads(manifest.read_text()) if manifest.exists() else None
         say_json({"folder": str(out), "manifest": body, "said": written.split("\n")})
         return 0
@@ -215,23 +215,23 @@ async def refold(
 
 
 class NewVerdicts(Protocol):
-    """Verdicts in the place of recorded ones."""
+    """New rewards that replace recorded ones."""
 
     def placed(self, event: Event) -> Event:
-        """The event, or what stands for it."""
+        """Return the event, or the one that replaces it."""
         ...
 
     def summary(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Summarize the changes for the manifest."""
         ...
 
     def key(self) -> str:
-        """Equal for equal verdicts."""
+        """Return a key that is equal for equal rewards."""
         ...
 
 
 class Refold:
-    """One refold of the run of `role`."""
+    """A refold of the run that `role` reads."""
 
     def __init__(
         self,
@@ -248,7 +248,8 @@ class Refold:
         view: str = "rl",
         query: Query | None = None,
     ) -> None:
-        """`folder` keeps what a killed refold goes on from; `query` chooses rows of the other views than `rl`."""
+        """`folder` stores the state that a killed refold resumes from. `query` selects rows for views other than
+        `rl`."""
         self._verdicts = verdicts
         self._view = view
         self._query = query or Query()
@@ -262,10 +263,10 @@ class Refold:
         self._every_s = save_every_s
         self._spools: dict[int, Spool] = {}
         self._index: dict[str, tuple[int, int]] = {}
-        """Group -> (unit, where it begins in the spool)."""
+        """Group id -> (partition, position in its spool)."""
 
     async def run(self, *, progress: Progress | None = None, fresh: bool = False) -> str:
-        """Fold everything, write what was asked for; a line that says what."""
+        """Fold everything, write the requested outputs, and return one line that describes them."""
         progress = progress or Silent()
         recorded = await recorded_run(self._role)
         settings = self._changes.settings(recorded)
@@ -300,7 +301,7 @@ class Refold:
     async def _fold_unit(
         self, unit: int, cut: Cut, rules: FoldRules, until: Until | None, state: ReplayState, progress: Progress
     ) -> None:
-        """Fold one unit into its spool, from where a killed one stood."""
+        """Fold one partition into its spool, from where a killed refold stopped."""
         kept: dict[str, Any] = state.sections.setdefault("units", {}).get(str(unit)) or {}
         path = self._folder / f"{state.name}-{unit}.spool"
         self._spools[unit] = spool = Spool(path, self._role.events.codec, length=kept.get("spool", 0))
@@ -327,7 +328,7 @@ class Refold:
         return self._changes.folds or self._verdicts is not None
 
     def _check_free(self, state: ReplayState) -> None:
-        """Refuse what could not be written, before hours of folding. Raises DatasetError, BadRefold."""
+        """Reject outputs that cannot be written, before hours of folding. Raises DatasetError, BadRefold."""
         if self._folds and "dataset" not in state.sections:
             DatasetWriter(self._out, self._view, self._format, overwrite=self._overwrite).abort()
         batches = self._out / BATCHES
@@ -371,7 +372,7 @@ class Refold:
             return writer.close(provenance)
 
     def _scored_again(self, event: Event) -> Event | None:
-        """The group's score as it is now, in the place of the recorded one; None for a group scored since the cut."""
+        """Replace a recorded group score by the new one. Return None for a group that was scored after the cut."""
         if not isinstance(event, GroupScored):
             return event
         found = self._group(event.group_id)
@@ -405,7 +406,7 @@ class Refold:
 
 
 class _UnitRefold:
-    """One attempt at one unit."""
+    """An attempt at folding one partition into its spool. A new attempt starts if records have to be skipped."""
 
     def __init__(
         self,
@@ -428,7 +429,7 @@ class _UnitRefold:
         self._progress = progress
 
     async def run(self, cut: Cut, until: Until | None) -> None:
-        """Every group that completes goes to the spool."""
+        """Fold the inputs up to the cut, and write every completed group to the spool."""
         starts, ends = places(self._unit, self._fold.position), places(self._unit, cut.high)
         since = 0
         async with Merge(self._log, starts, ends, until_ms=None if until is None else until.time_ms) as merge:
@@ -443,7 +444,8 @@ class _UnitRefold:
                     self._remember()
 
     def _take(self, outputs: list[Event]) -> int:
-        """Samples and score come out together; tokens of the samples."""
+        """Write a group to the spool, and return the tokens of its samples. Samples and score come out of the fold
+        together."""
         group = [event for event in outputs if isinstance(event, SegmentSample | GroupScored)]
         if group:
             if not isinstance(group[-1], GroupScored):
@@ -463,7 +465,8 @@ class _UnitRefold:
 
 
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """The exit status. Raises ReplayError and what the log, the store and the registry raise: status 2."""
+    """Run `turnlog replay` and return the exit status. Raises ReplayError, and what the log, the store and the registry
+    raise, which exits with status 2."""
     changes = Changes.of(arguments)
     if changes.none:
         if arguments.out is not None:

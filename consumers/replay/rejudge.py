@@ -1,14 +1,15 @@
-"""`turnlog reward rerun`: recorded sessions judged again, and the dataset that a run would have had with those rewards.
+"""`turnlog reward rerun`: judge recorded sessions again, and write the dataset that the run would have had with those
+rewards.
 
-Two passes. The first judges every session that the log holds a verdict and a conversation of, and changes nothing. The
-second folds the records again with the new verdicts in the place of the old ones, so that advantages, filters and
-groups follow from them, and what the other views choose by. Nothing is written to the log. Verdicts are kept on disk
-until the dataset stands, so that a rerun that was killed asks for none of them twice.
+There are two passes. The first judges every session for which the log holds a reward and a conversation, and changes
+nothing. The second folds the records again with the new rewards in place of the old ones, so that advantages, filters
+and groups follow from them, and so do the selections of the other views. Nothing is written to the log. New rewards are
+cached on disk until the dataset is complete, so that a rerun after a kill requests none of them twice.
 
 RerunError
-├── NotRerunnable   the verifier needs what is over: a sandbox, an environment
-├── NoVerifier      --verifier, or a recipe of the run, leads to no verifier here
-└── NoSuchRows      what is asked for is of no rerun: OUT is missing, or a filter cannot be used
+├── NotRerunnable   the verifier needs something that no longer exists: a sandbox or a live environment
+├── NoVerifier      --verifier, or a recipe of the run, names no verifier that is installed here
+└── NoSuchRows      the options do not fit a rerun: OUT is missing, or a filter cannot be used
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from turnlog.schemas.events import Event, RewardAssigned, RewardFailed, RolloutR
 from turnlog.settings import Settings
 
 SAME = 1e-9
-"""Rewards that differ by less have not changed."""
+"""Rewards that differ by at most this count as unchanged."""
 SHOWN = 10
-"""Sessions that are named, those that change most first."""
+"""Maximum number of changed sessions to list, largest change first."""
 
 
 class RerunError(Exception):
@@ -59,20 +60,20 @@ class RerunError(Exception):
 
 
 class NotRerunnable(RerunError):
-    """Remedy: functions, services and judge models can be asked about a recorded session, and sums of them."""
+    """Remedy: use a function, a service or a judge model, or a sum of them: those can judge a recorded session."""
 
 
 class NoVerifier(RerunError):
-    """Remedy: --verifier MODULE:NAME of a module that can be imported here, or install the recipe's package."""
+    """Remedy: pass --verifier MODULE:NAME of a module that can be imported here, or install the recipe's package."""
 
 
 class NoSuchRows(RerunError):
-    """Remedy: say where (OUT), or --dry-run; filters and choices are of the views sft and preference, of one run."""
+    """Remedy: name OUT, or pass --dry-run. Filters and selections apply to the views sft and preference, of one run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejudged:
-    """One session and its two verdicts."""
+    """A session with its recorded and its new reward."""
 
     session_id: str
     by: Judged
@@ -81,27 +82,27 @@ class Rejudged:
 
     @property
     def difference(self) -> float | None:
-        """Of the rewards; None where there is no new one."""
+        """New reward minus the recorded one; None if the new verifier gave none."""
         return None if isinstance(self.after, NoVerdict) else self.after.value - self.before
 
     @property
     def changed(self) -> bool:
-        """Another reward, or none."""
+        """True if the new reward differs, or there is none."""
         return self.difference is None or abs(self.difference) > SAME
 
 
 @dataclass(slots=True)
 class Verdicts:
-    """Of all sessions that were judged again; the events of a log with them."""
+    """New rewards of all sessions that were judged again; replaces the recorded ones in events of the log."""
 
     found: dict[str, Rejudged] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
-    """Why -> sessions that keep what was recorded."""
+    """Reason -> number of sessions that keep the recorded reward."""
     resumed: int = 0
-    """Of those found, how many a killed rerun had asked for."""
+    """Number of rewards in `found` that come from an earlier rerun that was killed."""
 
     def placed(self, event: Event) -> Event:
-        """The event, or the new verdict where it is the old one of a session that was judged again."""
+        """Return the event, or the new reward in place of the recorded one if its session was judged again."""
         if not isinstance(event, RewardAssigned) or event.session_id not in self.found:
             return event
         new = self.found[event.session_id]
@@ -116,7 +117,7 @@ class Verdicts:
         return dataclasses.replace(event, value=after.value, components=after.components, verifier=by, evidence=b"{}")
 
     def summary(self) -> dict[str, Any]:
-        """For the manifest: by whom, and what changed."""
+        """Summarize for the manifest which verifiers judged, and what changed."""
         scored = [each for each in self.found.values() if each.difference is not None]
         moved = [each.difference or 0.0 for each in scored if each.changed]
         count = max(len(scored), 1)
@@ -133,12 +134,12 @@ class Verdicts:
         }
 
     def key(self) -> str:
-        """Of the verdicts: equal for equal ones."""
+        """Return a key that is equal for equal rewards."""
         rows = ((each.session_id, repr(each.difference)) for each in self.found.values())
         return ids.digest(*(part for row in sorted(rows) for part in row))
 
     def lines(self) -> Iterator[str]:
-        """What people read."""
+        """Yield the lines of the printed report."""
         told = self.summary()
         yield (
             f"{told['judged']:,} sessions judged by {', '.join(told['verifiers']) or 'nobody'}: {told['changed']:,} "
@@ -156,7 +157,8 @@ class Verdicts:
 
 
 def verifier_at(path: str) -> Judged:
-    """What `module:NAME` names: a verifier, or a recipe that has one. Raises NoVerifier, NotRerunnable."""
+    """Load the verifier that `module:NAME` names, or that of the recipe that it names. Raises NoVerifier,
+    NotRerunnable."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -166,7 +168,7 @@ def verifier_at(path: str) -> Judged:
 
 
 def rerunnable(verifier: Judged) -> Judged:
-    """The verifier. Raises NotRerunnable."""
+    """Return the verifier if it can judge recorded sessions. Raises NotRerunnable, NoVerifier."""
     if isinstance(verifier, SandboxVerifier | PatchVerifier | EnvironmentVerifier):
         what = "what an environment answered" if isinstance(verifier, EnvironmentVerifier) else "sandboxes"
         raise NotRerunnable(
@@ -182,12 +184,13 @@ def rerunnable(verifier: Judged) -> Judged:
 
 
 class Rerun:
-    """The first pass, over the run of `role`."""
+    """The first pass over the run that `role` reads."""
 
     def __init__(
         self, role: Role, verifier: Judged | None, *, at_once: int = 8, state: ReplayState | None = None
     ) -> None:
-        """`verifier`: None: each session's own recipe names it, as that is installed here. `state` keeps verdicts."""
+        """If `verifier` is None, the recipe of each session, as installed here, names its verifier. `state` caches
+        rewards."""
         self._state = state or ReplayState(None, {})
         self._role = role
         self._verifier = verifier
@@ -195,7 +198,8 @@ class Rerun:
         self.verdicts = Verdicts()
 
     async def run(self) -> Verdicts:
-        """Judge again. Raises RerunError, RecipeError, MissingContent and what log and store raise."""
+        """Judge all sessions again. Raises RerunError, RecipeError, MissingContent, and what the log and the store
+        raise."""
         query, provenance = Query(purposes=()), Provenance()
         plan = [topics.TASKS, topics.SAMPLES, topics.SESSIONS, topics.TREES, topics.SESSIONS, topics.TURNS]
         source = await Source.open(self._role, query, provenance, plan, None)
@@ -226,7 +230,7 @@ class Rerun:
         self, members: Mapping[str, Conversation | str], found: Mapping[str, Candidate],
         rows: Mapping[str, Mapping[str, Any]], reasons: Mapping[tuple[str, str], str],
     ) -> dict[str, Episode]:  # fmt: skip
-        """Of the sessions of a group that can be judged; what the others come to is noted."""
+        """Return the episodes of those sessions of a group that can be judged. Note the outcome of the others."""
         episodes: dict[str, Episode] = {}
         for session, said in members.items():
             if isinstance(said, str):
@@ -245,7 +249,7 @@ class Rerun:
         try:
             if after is None:
                 found = await judge(by, episode, means)
-                after = Verdict(found.value, found.components)  # no row has evidence, and a run has many sessions
+                after = Verdict(found.value, found.components)  # drop the evidence: rows have none, and a run has many sessions
                 self._keep(each.session_id, by, after)
         except NoVerdict as failed:
             after = failed
@@ -260,7 +264,7 @@ class Rerun:
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
 
     def _kept(self, session: str, by: Judged) -> Verdict | None:
-        """What a killed rerun was told by the same version."""
+        """Return the reward that a killed rerun cached for the same verifier version."""
         found = self._state.sections.get("verdicts", {}).get(session)
         if found is None or found["by"] != [by.name, by.version]:
             return None
@@ -268,7 +272,7 @@ class Rerun:
         return Verdict(found["value"], found["components"])
 
     def _keep(self, session: str, by: Judged, found: Verdict) -> None:
-        """A failure is not kept: whoever failed may answer when it is asked again."""
+        """Cache a reward. Failures are not cached, because the verifier may succeed when it is asked again."""
         self._state.sections.setdefault("verdicts", {})[session] = {
             "by": [by.name, by.version], "value": found.value, "components": dict(found.components),
         }  # fmt: skip
@@ -276,7 +280,7 @@ class Rerun:
             self._state.save()
 
     async def _tasks(self, source: Source) -> dict[str, Mapping[str, Any]]:
-        """Group -> its row. Rows that are no JSON object are none."""
+        """Return the dataset row of each group by group id; {} for a row that is not a JSON object."""
         found: dict[str, Mapping[str, Any]] = {}
         for place in partitions(self._role, topics.TASKS):
             async for record, event in source.read(place, RolloutRequested.__name__):
@@ -290,7 +294,7 @@ class Rerun:
         return found
 
     async def _reasons(self, source: Source, unit: int) -> dict[tuple[str, str], str]:
-        """(session, outcome) -> why it ended so."""
+        """Return (session, outcome) -> the reason of that outcome."""
         found: dict[tuple[str, str], str] = {}
         async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionFinished.__name__):
             assert isinstance(event, SessionFinished)
@@ -301,24 +305,24 @@ class Rerun:
 def _episode(
     each: Candidate, said: Conversation, task: Mapping[str, Any], reasons: Mapping[tuple[str, str], str]
 ) -> Episode:
-    """As the live verifier had it, but for columns that the chat format adds."""
+    """Build the episode as the live verifier saw it: without the None columns that the chat format adds."""
     messages = tuple({key: value for key, value in message.items() if value is not None} for message in said.messages)
     reason = reasons.get((each.session_id, each.outcome.value), "")
     return Episode(task=task, messages=messages, outcome=each.outcome, reason=reason)
 
 
 def _acted_out(name: str, episode: Episode) -> Episode:
-    """With what a simulation answered at its end. Raises BrokenRecipe."""
+    """Append the answers of a simulation to the last turn's tool calls. Raises BrokenRecipe."""
     try:
         recipe = recipes.recipe(name)
     except recipes.UnknownRecipe:
-        return episode  # a verifier that was named may judge what is not installed here
+        return episode  # a verifier given by --verifier can judge sessions of a recipe that is not installed here
     messages = recipes.called(recipe, recipes.acted_out, recipe, episode.task, episode.messages)
     return dataclasses.replace(episode, messages=tuple(messages))
 
 
 def rows_asked(arguments: argparse.Namespace) -> Query:
-    """Which rows of the view are written. Raises NoSuchRows, DatasetError: before anybody is asked to judge."""
+    """Return which rows of the view to write. Runs before any verifier is asked. Raises NoSuchRows, DatasetError."""
     query, view, out = query_of(arguments), arguments.view, arguments.out
     if out is None and not arguments.dry_run:
         raise NoSuchRows("a rerun writes a dataset: say where (OUT), or --dry-run to see what would change")
@@ -333,8 +337,8 @@ def rows_asked(arguments: argparse.Namespace) -> Query:
 
 
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Judge again, say what changes, and write the dataset unless only that was asked. Raises RerunError, ReplayError,
-    DatasetError and what log, store and registry raise."""
+    """Judge again, print what changes, and write the dataset unless this is a dry run. Raises RerunError, ReplayError,
+    DatasetError, and what the log, the store and the registry raise."""
     verifier = verifier_at(arguments.verifier) if arguments.verifier else None
     query, folder = rows_asked(arguments), Path(settings.run.directory) / FOLDER
     state = ReplayState(folder, {"rejudged": settings.run.id, "by": "" if verifier is None else verifier.name})

@@ -1,15 +1,15 @@
-"""What a replay reads of a run: its recorded settings, how far each unit was folded, its inputs as folds take them, and
-the moment that `--until` names.
+"""Inputs of a replay: recorded settings of the run, the offset up to which each partition was folded, records as the
+fold takes them, and the moment that `--until` names.
 
-Partitions of a unit are read side by side in order of time.
-Folds do not need the order; memory does: what one topic tells early must wait for what another tells late.
+The topics of one partition are read side by side in order of record time. Folds do not need this order, but it bounds
+memory: a record read early from one topic has to wait for its counterpart in another.
 
 ReplayError
-├── NothingToReplay   the run, or the mark of how far it was folded, is not there
-├── HistoryPruned     the topics no longer begin at their beginning
-├── NoSuchMoment      `--until` names a step, a record or a time that cannot be read or is not there
-├── BrokenFold        the fold met a defect at a record that no operator asked to skip
-└── BadRefold         a changed setting, or where to write, cannot be used
+├── NothingToReplay   the run, or the commit that records how far it was folded, does not exist
+├── HistoryPruned     the topics no longer begin at offset 0
+├── NoSuchMoment      `--until` names a step, a record or a time that is malformed or does not exist
+├── BrokenFold        the fold hit a defect at a record that no operator asked to skip
+└── BadRefold         a changed setting, or the output path, cannot be used
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ReplayError(Exception):
 
 
 class NothingToReplay(ReplayError):
-    """Remedy: check [run] id and [kafka] prefix; of an archive, `turnlog archive flush` while the topics live."""
+    """Remedy: check [run] id and [kafka] prefix; for an archive, run `turnlog archive flush` while the topics exist."""
 
 
 class HistoryPruned(ReplayError):
@@ -55,24 +55,25 @@ class HistoryPruned(ReplayError):
 
 
 class NoSuchMoment(ReplayError):
-    """Remedy: a time as 2026-01-31T08:00, `step:N` of a step that was completed, or `agent.turns[0]@17`."""
+    """Remedy: write a time as 2026-01-31T08:00, `step:N` of a completed step, or a record as `agent.turns[0]@17`."""
 
 
 class BrokenFold(ReplayError):
-    """Remedy: fix the fold; where the assembler stopped there too, SkipRequested."""
+    """Remedy: fix the fold. If the assembler stopped at the same record, write a SkipRequested."""
 
 
 class BadRefold(ReplayError):
-    """Remedy: what the message says."""
+    """Remedy: see the message."""
 
 
 POLL_RECORDS = 100
 
 
 class Merge:
-    """Chunks of records, each partition in offset order, partitions by record time to within a poll.
+    """A reader that merges partitions into chunks of records.
 
-    Where times of one partition go backwards, the latest so far counts. Holds one poll per partition.
+    Each partition keeps its offset order; partitions are interleaved by record time, to within one poll. Where the
+    times of a partition go backwards, the latest time so far counts. Memory holds one poll per partition.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Merge:
         until_ms: int | None = None,
         poll_records: int = POLL_RECORDS,
     ) -> None:
-        """`until_ms`: a partition ends before its first record that is later than that."""
+        """A partition ends before its first record that is later than `until_ms`, if it is given."""
         self._log = log
         self._poll_records = poll_records
         self._starts = dict(starts)
@@ -95,7 +96,7 @@ class Merge:
         self._times = dict.fromkeys(starts, 0)
         self._stack = AsyncExitStack()
         self.passed: dict[Partition, int] = dict(starts)
-        """Next offset that no chunk has given."""
+        """First offset of each partition that no chunk has returned yet."""
 
     async def __aenter__(self) -> Merge:
         opening = [asyncio.create_task(self._open(place)) for place in self._starts]
@@ -110,7 +111,8 @@ class Merge:
         return self
 
     async def _open(self, place: Partition) -> None:
-        """A reader for one partition; opening one is mostly waiting for the broker."""
+        """Open a reader for one partition. Partitions are opened concurrently, because opening mostly waits for the
+        broker."""
         reader = await self._stack.enter_async_context(self._log.reader())
         reader.assign({place: self._starts[place]})
         self._readers[place] = reader
@@ -121,7 +123,7 @@ class Merge:
         await self._stack.aclose()
 
     async def chunk(self) -> list[Record]:
-        """The next records; none at the end. Raises LogError."""
+        """Return the next records, or an empty list at the end. Raises LogError."""
         await asyncio.gather(*(self._fill(place) for place, ready in self._ready.items() if not ready))
         waiting = {place: ready for place, ready in self._ready.items() if ready}
         if not waiting:
@@ -154,15 +156,15 @@ PLACE = re.compile(r"([\w.-]+)\[(\d+)\]@(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Records up to `time_ms`, batches up to `batch_index` where it is known."""
+    """End of a replay: records up to `time_ms`, and batches up to `batch_index` if it is known."""
 
     time_ms: int
     batch_index: int | None = None
 
 
 async def moment(role: Role, text: str) -> Until:
-    """What `text` means: a time (ISO 8601, UTC unless it says otherwise, or milliseconds), `step:N`, or a record as
-    `topic[partition]@offset`. Raises NoSuchMoment."""
+    """Parse `--until`: a time (ISO 8601, UTC unless it has an offset, or milliseconds since 1970), `step:N`, or a
+    record as `topic[partition]@offset`. Raises NoSuchMoment."""
     if found := STEP.fullmatch(text):
         return await _step(role, int(found[1]))
     if found := PLACE.fullmatch(text):
@@ -204,14 +206,14 @@ async def _record(role: Role, place: Partition, offset: int) -> Until:
 
 
 PATIENCE_S = 30.0
-"""For an assembler that still catches up; then what it has folded is the cut."""
+"""Seconds to wait for a live assembler that is still catching up. After that, the cut is what it has folded by then."""
 Placed = Callable[[Event], Event]
 Skips = frozenset[tuple[str, int]]
-"""(topic, offset) of records that an operator asked to pass over."""
+"""(topic, offset) of records that an operator asked to skip."""
 
 
 async def recorded_run(role: Role) -> Configured:
-    """Raises NothingToReplay, RecordedSettingsError."""
+    """Return the recorded configuration of the run. Raises NothingToReplay, RecordedSettingsError."""
     found = await recorded(role)
     if found is None:
         raise NothingToReplay(await nothing_recorded(role))
@@ -219,8 +221,8 @@ async def recorded_run(role: Role) -> Configured:
 
 
 async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cut:
-    """How far the unit is folded, and where the outputs of that end; waits for a live assembler that catches up.
-    Raises NothingToReplay, HistoryPruned."""
+    """Return how far a partition is folded and where the outputs of that part end. Waits for a live assembler that is
+    still catching up. Raises NothingToReplay, HistoryPruned."""
     log, run_id = role.log, role.settings.run.id
     if isinstance(log, ArchiveLog):
         archived = await log.cut(ConsumerGroup.ASSEMBLER.format(run=run_id), unit)
@@ -240,7 +242,7 @@ async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cu
         late = clock() > deadline
         if cut is not None and (late or all(cut.high[place.topic] >= ends[place] for place in inputs)):
             return cut
-        await asyncio.sleep(0.02 if late else 0.2)  # another process's commit is no event that we could await
+        await asyncio.sleep(0.02 if late else 0.2)  # poll: another process's commit cannot be awaited
     raise NothingToReplay(f"unit {unit}: a transaction of its assembler has been open for {patience_s:.0f} s")
 
 
@@ -252,12 +254,12 @@ async def _whole(role: Role, unit: int) -> None:
 
 
 class Inputs:
-    """Records to events as this fold takes them, with what an operator asked to skip."""
+    """Decoder of input records for one fold, without the records that an operator asked to skip."""
 
     def __init__(
         self, role: Role, rules: FoldRules, unit: int, skips: Skips = frozenset(), placed: Placed | None = None
     ) -> None:
-        """`placed`: what stands in the place of an event, here alone."""
+        """`placed` replaces an event by another, for this fold alone."""
         self._placed = placed
         self._role = role
         self._rules = rules
@@ -265,9 +267,9 @@ class Inputs:
         self.skips = skips
 
     async def event(self, record: Record) -> Event | None:
-        """The event with the payloads that the fold reads; None for what the assembler parks undecoded or as another
-        run's.
-        Raises BlobError, RegistryUnavailable."""
+        """Return the event with the payloads that the fold reads inline. Return None for a skipped record, and for one
+        that the assembler dead-letters because it cannot be decoded or belongs to another run. Raises BlobError,
+        RegistryUnavailable."""
         if (record.topic, record.offset) in self.skips:
             return None
         events = self._role.events
@@ -286,7 +288,8 @@ class Inputs:
         return await inlined(event, self._role.blobs) if BlobRef in map(type, payloads) else event
 
     async def fold(self, fold: UnitFold, record: Record) -> list[Event]:
-        """Fold one record. Raises BrokenFold, and SkipsFound when an operator asked to skip the record."""
+        """Fold one record and return its outputs. Raises SkipsFound if the fold hits a defect at a record that an
+        operator asked to skip, BrokenFold at any other defect."""
         outputs: list[Event] = []
         if fold.wants(record):
             event = await self.event(record)
@@ -299,7 +302,7 @@ class Inputs:
         return outputs
 
     async def one_group(self, group_id: str, cut: Cut) -> list[Event]:
-        """Every output of one group, folded alone: to explain a difference."""
+        """Return every output of one group, folded alone, to explain a difference."""
         starts = await self._role.log.start_offsets([Partition(topic, self._unit) for topic in INPUTS])
         ends = {place: cut.high[place.topic] for place in starts}
         group: GroupFold | None = None
@@ -338,7 +341,7 @@ class Inputs:
 
 
 class SkipsFound(Exception):
-    """Fold the unit again from its start without these records, as its assembler did."""
+    """Raised to restart the fold of a partition from its start without these records, as its assembler did."""
 
     def __init__(self, skips: Skips) -> None:
         super().__init__(f"{len(skips)} records to skip")
@@ -346,11 +349,11 @@ class SkipsFound(Exception):
 
 
 async def fresh(role: Role, cut: Cut) -> UnitState:
-    """A unit's state at the start of its topics. Raises LogError."""
+    """Return the state of a partition task at the start of its topics. Raises LogError."""
     starts = await role.log.start_offsets([Partition(topic, cut.unit) for topic in (*INPUTS, *cut.ends)])
     return fresh_state({place.topic: start for place, start in starts.items()})
 
 
 def places(unit: int, offsets: Mapping[str, int]) -> dict[Partition, int]:
-    """Offsets by topic as offsets by partition of one unit."""
+    """Convert offsets by topic to offsets by partition, all with number `unit`."""
     return {Partition(topic, unit): offset for topic, offset in offsets.items()}

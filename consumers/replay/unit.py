@@ -1,8 +1,9 @@
-"""One unit folded again beside what was emitted of it: a symmetric difference, empty when all is the same.
+"""Comparison of one partition, folded again, with what was emitted for it: a symmetric difference, empty if all is
+equal.
 
-Records are read as the fold gives outputs that wait for them, so little waits for its twin, and what is more than
-HELD_BYTES waits as a hash: memory does not grow with the history. Finished groups are forgotten by the assembler's own
-rule (`LowWater`). The first difference is said in words: which field, which token of which turn.
+Emitted records are read as the fold produces outputs to match, so few of either wait. Values beyond HELD_BYTES wait as
+hashes, so memory does not grow with the history. Finished groups are forgotten by the assembler's own rule
+(`LowWater`). The first difference is explained in words: which field, which token of which turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from turnlog.schemas.types import BlobRef, float32s, int32s
 
 
 def about(event: Event) -> str:
-    """Which record it is, for people."""
+    """Describe an output in words: its type, and its session or group."""
     name = type(event).__name__
     if isinstance(event, SegmentSample):
         return f"{name} of session {event.session_id}, segment {event.segment_index}"
@@ -39,7 +40,7 @@ def about(event: Event) -> str:
 
 
 def first_difference(emitted: Event, folded: Event) -> str:
-    """The first field, in the order of the schema, whose values differ."""
+    """Describe the first field, in schema order, whose values differ."""
     if type(emitted) is not type(folded):
         return f"a {type(emitted).__name__} as emitted, a {type(folded).__name__} as folded"
     if isinstance(emitted, SegmentSample):
@@ -50,7 +51,7 @@ def first_difference(emitted: Event, folded: Event) -> str:
 
 
 def _difference(emitted: Any, folded: Any, path: str) -> str | None:
-    if emitted == folded and repr(emitted) == repr(folded):  # -0.0 equals 0.0, and is encoded otherwise
+    if emitted == folded and repr(emitted) == repr(folded):  # -0.0 == 0.0, but their encodings differ
         return None
     if dataclasses.is_dataclass(emitted) and type(emitted) is type(folded):
         names = [field.name for field in dataclasses.fields(emitted)]
@@ -92,7 +93,7 @@ def _first(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> int | No
 
 
 def _where(sample: SegmentSample, position: int) -> str:
-    """Whose token it is."""
+    """Describe which turn a token belongs to."""
     for span in sample.spans:
         if position < span.start:
             return f"in the prompt of turn {span.turn.index}"
@@ -102,7 +103,7 @@ def _where(sample: SegmentSample, position: int) -> str:
 
 
 def _position(sample: SegmentSample, entry: int) -> int:
-    """Position in the segment of the n-th sampled token."""
+    """Return the position in the segment of the n-th sampled token."""
     for span in sample.spans:
         if entry < span.length:
             return span.start + entry
@@ -121,40 +122,39 @@ def _shown(value: object) -> str:
 
 
 MOST_AHEAD = 10_000
-"""Records that wait for the fold; with more, none are read until it has gone on."""
+"""Maximum number of emitted records that wait for the fold. Beyond it, none are read until the fold has advanced."""
 MOST_WAITING = 200_000
-"""Outputs that wait for their record; with more, the two sides are not of one history."""
+"""Maximum number of fold outputs that wait for their record. Beyond it, the two sides cannot be of the same history."""
 
 
 HELD_BYTES = 16 << 20
-"""Of values that wait as they are: two hashes of a sample cost a quarter of its fold."""
+"""Maximum bytes of values that wait unhashed. Hashing a sample on both sides costs a quarter of its fold."""
 
 
 class Content(NamedTuple):
-    """A record's value, or its hash."""
+    """A record's value or its hash."""
 
     content: bytes
     is_digest: bool
 
     @property
     def digest(self) -> bytes:
-        """The hash."""
         return self.content if self.is_digest else _digest(self.content)
 
     def equals(self, other: Content) -> bool:
-        """Whether both are of the same value."""
+        """Return whether both stand for the same value."""
         if self.is_digest == other.is_digest:
             return self.content == other.content
         return self.digest == other.digest
 
     @classmethod
     def kept(cls, digest: str) -> Content:
-        """As a state keeps it."""
+        """Return the content for a hash in hexadecimal, as a saved state stores it."""
         return cls(bytes.fromhex(digest), is_digest=True)
 
 
 class Folded(NamedTuple):
-    """An output of the fold that was not met on the log yet."""
+    """A fold output whose record was not found on the log yet."""
 
     value: Content
     group_id: str
@@ -162,7 +162,7 @@ class Folded(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """A record of the log that the fold has not given yet."""
+    """A record on the log that the fold has not produced yet."""
 
     value: Content
     topic: str
@@ -171,7 +171,8 @@ class Emitted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A record and an output of one event_id whose bytes differ: perhaps only by schema version or blob references."""
+    """A record and a fold output with the same event_id but different bytes. They may still be equal up to schema
+    version or blob references."""
 
     event_id: str
     folded: Folded
@@ -181,18 +182,18 @@ class Suspect:
 
 @dataclass(slots=True)
 class Counts:
-    """Of what was compared and was the same, and what was folded."""
+    """Counts of records that were compared and equal, and of tokens that were folded."""
 
     records: int = 0
     samples: int = 0
     tokens: int = 0
     folded_tokens: int = 0
-    """Tokens of the samples that the fold gave."""
+    """Tokens of the samples that the fold produced."""
 
 
 @dataclass(slots=True)
 class UnitState:
-    """Everything that a unit needs to go on after a kill; `to_json` and back."""
+    """Everything that the comparison of a partition needs to resume after a kill."""
 
     marks: Marks
     done: Done = field(default_factory=Done)
@@ -203,7 +204,7 @@ class UnitState:
     counts: Counts = field(default_factory=Counts)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the state as plain JSON values."""
         return {
             "marks": dataclasses.asdict(self.marks),
             "trees": list(self.done.trees),
@@ -231,7 +232,7 @@ class UnitState:
 
 
 class HistoryFold(UnitFold):
-    """The fold of a unit of which nothing is committed: an output stands as soon as it is given."""
+    """The fold of a partition without commits: its outputs count as written as soon as they are produced."""
 
     def __init__(self, state: UnitState, rules: FoldRules, group_fold: type[GroupFold] = GroupFold) -> None:
         def factory(group_id: str, floor: int) -> GroupFold:
@@ -240,7 +241,7 @@ class HistoryFold(UnitFold):
         super().__init__(state.marks, state.done, factory, run_id=rules.run_id, horizon_records=rules.horizon_records)
 
     def take(self, record: InputRecord, event: Event) -> Taken:
-        """See UnitFold."""
+        """Fold a record, and note its outputs as written. See UnitFold."""
         taken = super().take(record, event)
         for output in taken.outputs:
             if isinstance(output, TurnTreeAssembled):
@@ -255,12 +256,13 @@ class HistoryFold(UnitFold):
         return self.low_water.position
 
     def advance(self) -> Marks | None:
-        """Forget finished groups; where a successor starts. None while what was folded before is folded again."""
+        """Forget finished groups and return the marks where a successor starts. Return None while records below the
+        last marks are being folded again."""
         return None if self.low_water.refolding else self.low_water.advance((0, 0))
 
 
 class Difference:
-    """Outputs that wait for their record, records that wait for their output."""
+    """Matching of fold outputs with emitted records, whichever of a pair comes first."""
 
     def __init__(self, state: UnitState, codec: Codec, run_id: str, *, held_bytes: int = HELD_BYTES) -> None:
         self.state = state
@@ -269,7 +271,7 @@ class Difference:
         self._room = held_bytes
 
     def folded(self, output: Event) -> Suspect | None:
-        """Meet an output of the fold with its record."""
+        """Match a fold output with its record. Return both if their bytes differ."""
         state = self.state
         value = self._codec.encode(as_written(output))
         state.counts.folded_tokens += tokens_of(output)
@@ -283,7 +285,8 @@ class Difference:
         )
 
     def emitted(self, record: Record, *, keep: bool) -> Suspect | None:
-        """Meet a record with the fold's output; `keep`: the output may still come. Raises UndecodableRecord."""
+        """Match an emitted record with its fold output. Return both if their bytes differ. `keep`: store the record,
+        because its output may still come. Raises UndecodableRecord."""
         state = self.state
         event_id, run_id = lead(record.value)
         if run_id != self._run_id:
@@ -308,7 +311,7 @@ class Difference:
             self._room += len(value.content)
 
     def same(self, folded: Folded, tokens: int = 0) -> None:
-        """Count a pair that is the same."""
+        """Count a pair that is equal."""
         self.state.counts.records += 1
         if folded.about.startswith(SegmentSample.__name__):
             self.state.counts.samples += 1
@@ -316,12 +319,12 @@ class Difference:
 
     @property
     def wants_records(self) -> bool:
-        """Outputs wait for their records, and not too many of those wait for the fold."""
+        """True if outputs wait for their records, and fewer than MOST_AHEAD records wait for the fold."""
         return bool(self.state.folded) and len(self.state.emitted) < MOST_AHEAD
 
     @property
     def lost(self) -> bool:
-        """The fold gave more that was not met than any order of topics explains."""
+        """True if more fold outputs are unmatched than any order of topics explains."""
         return len(self.state.folded) > MOST_WAITING
 
     def _met(self, event_id: str, mine: Folded, theirs: Emitted) -> Suspect | None:
@@ -332,26 +335,27 @@ class Difference:
 
 
 def tokens_of(output: Event) -> int:
-    """Tokens of a sample; 0 of anything else."""
+    """Return the number of tokens of a sample; 0 for other events."""
     return (
         len(output.token_ids) // 4 if isinstance(output, SegmentSample) and isinstance(output.token_ids, bytes) else 0
     )
 
 
 def fresh_state(starts: Mapping[str, int]) -> UnitState:
-    """A unit's state at the start of its topics (`starts`: inputs and outputs by topic)."""
+    """Return the state of a partition task at the start of its topics. `starts` has input and output topics."""
     low = {topic: starts[topic] for topic in INPUTS}
     outputs = {topic: offset for topic, offset in starts.items() if topic not in INPUTS}
     return UnitState(Marks(low=low, high=low), outputs=outputs)
 
 
 def digest_of(codec: Codec, event: Event) -> bytes:
-    """Of the record's value as the assembler would write it: payloads above the inline limit are references."""
+    """Return the hash of the record value as the assembler would write it: payloads above the inline limit are
+    references."""
     return _digest(codec.encode(as_written(event)))
 
 
 def as_written(event: Event) -> Event:
-    """The event with its large payloads named, not stored (see `payloads.externalized`)."""
+    """Return the event with large payloads replaced by references, without storing them (see `blobs.externalized`)."""
     large = {
         name: BlobRef(hashlib.sha256(value).hexdigest(), len(value))
         for name in payload_fields(event.__class__)
@@ -361,7 +365,8 @@ def as_written(event: Event) -> Event:
 
 
 def lead(value: bytes) -> tuple[str, str]:
-    """(event_id, run_id): every record's first two fields, read without decoding the rest. Raises UndecodableRecord."""
+    """Return (event_id, run_id), the first two fields of every record, without decoding the rest. Raises
+    UndecodableRecord."""
     try:
         event_id, at = _text(value, HEADER.size)
         return event_id, _text(value, at)[0]

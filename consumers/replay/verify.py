@@ -1,8 +1,8 @@
 """`turnlog replay`: fold the log again, from topics or the archive, and compare with what was emitted and trained.
 
-Everything up to a Cut is folded; every tree, sample and score must come out with the same bytes, and every
-batch with the same rows, weights and hashes as its manifest and its file. With other settings it writes a dataset
-instead (refold.py).
+Everything up to a Cut is folded. Every tree, sample and score must come out with the same bytes. Every batch must come
+out with the same rows, weights and hashes as its manifest and its file. With other settings, `turnlog replay` writes a
+dataset instead (refold.py).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from turnlog.schemas.topics import BATCHES
 from turnlog.settings import Settings
 
 FORGET_EVERY = 500
-"""Records between two looks at what may be forgotten."""
+"""Number of records between two attempts to forget finished groups."""
 ARCHIVE = "archive"
 FOLDER = "replay"
-"""Of a run's directory: what an unfinished replay remembers."""
+"""Folder in the run's directory that stores the state of unfinished replays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How much of a history a replay holds at once."""
+    """Limits on how much of a history a replay holds in memory at once."""
 
     poll_records: int = POLL_RECORDS
     held_bytes: int = HELD_BYTES
@@ -76,24 +76,24 @@ MEMORY = Memory()
 
 @dataclass(slots=True)
 class Verdict:
-    """What a replay found. `divergence` is the first one, explained."""
+    """Result of a replay. `divergence` explains the first difference."""
 
     samples_compared: int = 0
     batches_compared: int = 0
     records_compared: int = 0
     divergence: str | None = None
     batches_later: int = 0
-    """Formed after the cut: not compared."""
+    """Batches of samples beyond the cut, which were not compared."""
     resumed: bool = False
 
     @property
     def identical(self) -> bool:
-        """Nothing differed, and there was something to compare."""
+        """True if nothing differed and there was something to compare."""
         return self.divergence is None and self.records_compared > 0
 
     @property
     def compared(self) -> str:
-        """What was compared, for people."""
+        """Summary of what was compared, in words."""
         later = f", {self.batches_later} batches formed later" if self.batches_later else ""
         return (
             f"{self.samples_compared:,} samples, {self.batches_compared} batches, {self.records_compared:,} records "
@@ -111,11 +111,11 @@ async def replay(
     fresh: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Print the verdict; 0 when identical, 1 at the first divergence or when nothing is recorded. Without `verify` only
-    counts are shown.
+    """Replay, print the result and return the exit status: 0 if identical, 1 at the first divergence or if nothing is
+    recorded. Without `verify`, print only the counts.
 
-    `source`: topics | archive; `until`: see `until.moment`; `fresh`: forget what an unfinished replay compared.
-    Raises ReplayError and what the log, the store and the registry raise: status 2.
+    `source` is topics or archive; `until` is parsed by `source.moment`; `fresh` discards the state of an unfinished
+    replay. Raises ReplayError, and what the log, the store and the registry raise, which exits with status 2.
     """
     console = console or Terminal(stderr=as_json)
     async with opened("replay", settings, archive=source == ARCHIVE) as role:
@@ -153,8 +153,8 @@ async def run(
     memory: Memory = MEMORY,
     group_fold: type[GroupFold] = GroupFold,
 ) -> Verdict:
-    """Replay the run of `role`. `folder` keeps what a killed replay goes on from; without it nothing is kept.
-    Raises ReplayError, LogError, BlobError, RegistryError."""
+    """Replay the run that `role` reads. `folder` stores the state that a killed replay resumes from; without it,
+    nothing is stored. Raises ReplayError, LogError, BlobError, RegistryError."""
     found = await recorded_run(role)
     state = ReplayState(folder, asked(role, until, found), every_s=save_every_s)
     state.load(fresh=fresh)
@@ -185,7 +185,7 @@ async def run(
 
 
 def asked(role: Role, until: str | None, configured: Configured) -> dict[str, Any]:
-    """What must be the same for a killed replay's memory to count."""
+    """Return the values that must match for the stored state of a killed replay to be used."""
     source = role.log.index.root if isinstance(role.log, ArchiveLog) else f"topics {role.settings.kafka.prefix}"
     return {
         "run": role.settings.run.id,
@@ -198,7 +198,8 @@ def asked(role: Role, until: str | None, configured: Configured) -> dict[str, An
 
 
 async def cuts_of(role: Role, state: ReplayState) -> dict[int, Cut]:
-    """Of every unit; those of the attempt that is continued, so that what it compared still counts."""
+    """Return the cut of every partition. A resumed attempt uses its stored cuts, so that what it compared stays
+    valid."""
     if "cuts" not in state.sections:
         cuts = [await cut_of(role, unit) for unit in range(role.settings.kafka.groups)]
         state.sections["cuts"] = [cut.as_json() for cut in cuts]
@@ -216,7 +217,7 @@ UNKNOWN = "unknown"
 
 @dataclass(slots=True)
 class Question:
-    """What is verified, and what all of it shares."""
+    """Everything that the parts of one replay share."""
 
     role: Role
     configured: Configured
@@ -230,7 +231,7 @@ class Question:
 
 @contextmanager
 def cheap_collections() -> Iterator[None]:
-    """Collections of garbage look only at what was made inside."""
+    """Make garbage collections inside the block scan only objects that were created in it."""
     gc.collect()
     gc.freeze()
     try:
@@ -241,15 +242,15 @@ def cheap_collections() -> Iterator[None]:
 
 @dataclass(slots=True)
 class UnitResult:
-    """Of one unit."""
+    """Result for one partition."""
 
     divergence: str | None
     counts: dict[str, int] = field(default_factory=dict)
 
 
 async def verify_unit(question: Question, unit: int) -> UnitResult:
-    """Fold one unit beside its outputs, again without some records where an operator had asked for that.
-    Raises ReplayError, LogError, BlobError, RegistryUnavailable."""
+    """Fold one partition and compare it with its outputs. Start again without the records that an operator asked to
+    skip, once the fold stops at one. Raises ReplayError, LogError, BlobError, RegistryUnavailable."""
     kept: dict[str, Any] = question.state.sections.get("unit") or {}
     skips: Skips = frozenset()
     state: UnitState | None = None
@@ -277,10 +278,10 @@ class _Verifier:
         held = question.memory.held_bytes
         self._difference = Difference(state, role.events.codec, role.settings.run.id, held_bytes=held)
         self._since = 0
-        """Records since the last look at what may be forgotten."""
+        """Records since the last attempt to forget finished groups."""
 
     async def run(self) -> UnitResult:
-        """Until both sides have ended."""
+        """Compare until inputs and outputs are both exhausted."""
         role, state, until = self._question.role, self._state, self._question.until
         starts, ends = places(self._unit, self._fold.position), places(self._unit, self._cut.high)
         beside = places(self._unit, state.outputs), places(self._unit, self._cut.ends)
@@ -298,7 +299,7 @@ class _Verifier:
         return UnitResult(divergence, counts)
 
     async def _next(self, inputs: Merge, outputs: Merge) -> str | None:
-        """One step: fold a chunk, then meet what is emitted as long as outputs wait for it. UNKNOWN while there is
+        """Fold one chunk, then read emitted records as long as outputs wait for theirs. Return UNKNOWN while there is
         more to do, None at the end, else the first difference."""
         tokens = self._state.counts.folded_tokens
         chunk = await inputs.chunk()
@@ -319,7 +320,8 @@ class _Verifier:
 
     @property
     def _wants_the_rest(self) -> bool:
-        """Every input is folded: what has no twin now has none at all, unless it came of later inputs."""
+        """Whether to read more outputs after all inputs were folded. What is unmatched then stays unmatched, unless it
+        derives from inputs after `until`."""
         return bool(self._state.folded) if self._question.until is not None else not self._state.emitted
 
     async def _fold_all(self, chunk: list[Record]) -> str | None:
@@ -345,7 +347,8 @@ class _Verifier:
         self._question.progress.advance(records, tokens)
 
     async def _settle(self, suspect: Suspect) -> str | None:
-        """Compare the two by what they mean: under the present schema, with large payloads fetched and named again."""
+        """Compare the decoded values: under the current schema, with large payloads fetched and externalized again.
+        Return None if they are equal, else an explanation."""
         role, codec = self._question.role, self._question.role.events.codec
         where = f"{suspect.topic}[{self._unit}]@{suspect.offset}"
         try:
@@ -371,13 +374,13 @@ class _Verifier:
                     return record
 
     def _remember(self, outputs: Merge) -> None:
-        """Forget what is over; now and then, write down where a successor goes on."""
+        """Forget finished groups, and from time to time save where a successor resumes."""
         save = self._question.state.due
         if not save and self._since < self._question.memory.forget_every:
             return
         self._since = 0
         marks = self._fold.advance()
-        gc.collect()  # token trees point up and down: without this they would lie about until a rare full collection
+        gc.collect()  # token trees are cyclic: without this they would survive until a rare full collection
         if marks is None or not save:
             return
         self._state.marks = marks
@@ -387,7 +390,7 @@ class _Verifier:
         self._question.state.save()
 
     async def _left_over(self) -> str | None:
-        """Why something has no twin; None when nothing is left."""
+        """Explain an output or record without a counterpart; return None if there is none."""
         emitted, folded = self._state.emitted, self._state.folded
         if emitted and self._question.until is None:
             first = min(emitted.values(), key=lambda each: (each.topic != OUTPUTS[0], each.offset))
@@ -404,7 +407,7 @@ class _Verifier:
 
 @dataclass(slots=True)
 class BatchResult:
-    """Of all batches. `later` were formed after the cut and not compared."""
+    """Result for all batches. `later` counts batches that were formed after the cut and not compared."""
 
     compared: int = 0
     later: int = 0
@@ -412,7 +415,7 @@ class BatchResult:
 
 
 async def verify_batches(question: Question, rules: DrawRules) -> BatchResult:
-    """Every manifest up to the moment asked for, one after another. Raises LogError, BlobError."""
+    """Check every manifest up to `until`, in order. Raises LogError, BlobError."""
     role, until = question.role, question.until
     kept = question.state.sections.get("batches") or {}
     result = BatchResult(kept.get("compared", 0), kept.get("later", 0))
