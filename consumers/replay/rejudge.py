@@ -189,8 +189,7 @@ class Rerun:
     def __init__(
         self, role: Role, verifier: Judged | None, *, at_once: int = 8, state: ReplayState | None = None
     ) -> None:
-        """If `verifier` is None, the recipe of each session, as installed here, names its verifier. `state` caches
-        rewards."""
+        """`verifier` None uses the verifier of each session's recipe, as installed here. `state` caches rewards."""
         self._state = state or ReplayState(None, {})
         self._role = role
         self._verifier = verifier
@@ -249,7 +248,7 @@ class Rerun:
         try:
             if after is None:
                 found = await judge(by, episode, means)
-                after = Verdict(found.value, found.components)  # drop the evidence: rows have none, and a run has many sessions
+                after = Verdict(found.value, found.components)  # without evidence: rows do not hold any
                 self._keep(each.session_id, by, after)
         except NoVerdict as failed:
             after = failed
