@@ -1,36 +1,36 @@
 """Pure folds and arithmetic: no clock, no I/O, no randomness, no framework.
 
-What the folds refuse, and what may never happen.
+This module defines the errors of the folds: rejected records and violated invariants.
 
-FoldError                     the record is wrong: park it, go on; the session is excluded as `refused`
+FoldError                     the record is wrong: dead-letter it and go on; its session is excluded as `refused`
 ├── MisplacedRecord           a record in a topic that is not its own
 ├── SpineError                agent.sessions
 │   ├── UnknownSession        adopts a session that never started
 │   ├── SessionContradicted   a start that contradicts its group or its session
 │   ├── UnknownEpoch          a finish names turns of an epoch that was never opened
 │   ├── UnknownTurn           a step reward for a turn that the finish does not name
-│   └── RewardNotFinite       NaN or infinity as a reward
+│   └── RewardNotFinite       NaN, infinity or a magnitude beyond 1e100 as a reward
 ├── BaseNotBefore             a turn whose base is not an earlier turn
-├── BaseUnknown               a turn whose base has no readable record (policies that route by messages)
-├── BrokenMessages            messages that are no JSON (policies that route by messages)
+├── BaseUnknown               a turn whose base has no readable record (trajectory rules that route by messages)
+├── BrokenMessages            messages that are not JSON (trajectory rules that route by messages)
 └── SnapshotError             agent.token-snapshots
-    ├── BrokenArray           bytes that are no packed 4-byte array
+    ├── BrokenArray           bytes that are not a packed 4-byte array
     ├── TokenOutOfRange       a negative token id
-    ├── EmptyPrompt           nothing was sampled on
-    ├── UnknownParent         the storage parent does not stand before it, or was refused
+    ├── EmptyPrompt           a prompt without tokens
+    ├── UnknownParent         the storage parent does not precede the turn, or was rejected
     ├── BaseBeyondParent      takes more tokens than the parent has
-    ├── LogprobLengthMismatch one log-prob per output token
+    ├── LogprobLengthMismatch the number of log-probs differs from the number of output tokens
     ├── SpansDoNotCover       version spans that do not cover the output exactly
     ├── UnknownVersion        a span without a weight version
     ├── NotFinite             a log-prob or temperature that is not finite
-    ├── ExpertRowsDoNotCover  routed experts of other positions than the turn's own
-    ├── ImageOutOfPlace       an image outside the prompt, or over another
-    └── PromptHashMismatch    the reconstructed prompt is not what the engine saw
+    ├── ExpertRowsDoNotCover  routed experts of positions other than the turn's own
+    ├── ImageOutOfPlace       an image that lies outside the prompt or overlaps another
+    └── PromptHashMismatch    the reconstructed prompt is not the one that the engine saw
 
-FoldDefect                    we are wrong: stop the unit, never park
+FoldDefect                    a bug in turnlog or in a plugin: stop the partition task, never dead-letter the record
 ├── BooksDoNotBalance         sampled != trained + masked
-├── SegmentsDoNotFit          a policy gave segments whose turns are not in their tokens
-├── BrokenMethod              an estimator or reward transform gave what is no advantage or no reward
+├── SegmentsDoNotFit          a trajectory rule returned segments whose turns are not in their tokens
+├── BrokenMethod              an estimator or reward transform returned something that is no advantage or no reward
 └── PayloadNotFetched         the role must fetch blobs before folding
 """
 
@@ -41,7 +41,7 @@ from turnlog.schemas.types import TurnId
 
 
 class FoldError(Exception):
-    """A record that cannot be folded. `outputs` are the events that became due although it was refused."""
+    """A record that cannot be folded. `outputs` holds the events that became due although it was rejected."""
 
     def __init__(self, where: str, what: str, remedy: str) -> None:
         super().__init__(f"{where}: {what}; {remedy}")
@@ -49,7 +49,7 @@ class FoldError(Exception):
 
 
 class MisplacedRecord(FoldError):
-    """The topic carries other records."""
+    """The record does not belong to the topic in which it was found."""
 
 
 class SpineError(FoldError):
@@ -64,46 +64,46 @@ class UnknownSession(SpineError):
 
 
 class SessionContradicted(SpineError):
-    """A second story about a session or its group."""
+    """A record that contradicts an earlier one about the same session or its group."""
 
 
 class UnknownEpoch(SpineError):
-    """SessionFinished names a turn of an epoch that no Started or Adopted opened."""
+    """SessionFinished names a turn of an epoch that no SessionStarted or SessionAdopted opened."""
 
 
 class UnknownTurn(SpineError):
-    """StepRewardAssigned, after the finish that counts, for a turn that it does not name."""
+    """StepRewardAssigned, after the effective finish, for a turn that the finish does not name."""
 
 
 class RewardNotFinite(SpineError):
-    """A verdict must be a number; a verifier that cannot judge writes RewardFailed."""
+    """A reward that is NaN or beyond 1e100 in magnitude; a verifier that cannot judge writes RewardFailed instead."""
 
 
 class TurnError(FoldError):
-    """A record of one turn; the message names session, epoch and index."""
+    """A rejected record of one turn; the message names session, epoch and index."""
 
     def __init__(self, session_id: str, turn: TurnId, what: str, remedy: str) -> None:
         super().__init__(f"session {session_id} turn ({turn.epoch}, {turn.index})", what, remedy)
 
 
 class BaseNotBefore(TurnError):
-    """base_turn must be an earlier turn of the session."""
+    """`base_turn` is not an earlier turn of the session."""
 
 
 class BaseUnknown(TurnError):
-    """Without its base's record a turn's messages are not known."""
+    """The record of the base is missing, so the turn's messages cannot be reconstructed."""
 
 
 class BrokenMessages(TurnError):
-    """new_messages and response are JSON."""
+    """`new_messages` or `response` is not JSON."""
 
 
 class SnapshotError(TurnError):
-    """A TokenSnapshot that does not say exactly which tokens were sampled on which."""
+    """A TokenSnapshot that does not state exactly which tokens were sampled after which prompt."""
 
 
 class BrokenArray(SnapshotError):
-    """A packed array whose length is no multiple of 4 bytes."""
+    """A packed array whose length is not a multiple of 4 bytes."""
 
 
 class TokenOutOfRange(SnapshotError):
@@ -115,15 +115,15 @@ class EmptyPrompt(SnapshotError):
 
 
 class UnknownParent(SnapshotError):
-    """The parent's snapshot must stand before its child's in agent.token-snapshots."""
+    """The parent's snapshot does not precede its child's in agent.token-snapshots, or was rejected."""
 
 
 class BaseBeyondParent(SnapshotError):
-    """base_len exceeds the parent's prompt and output."""
+    """`base_len` exceeds the length of the parent's prompt and output."""
 
 
 class LogprobLengthMismatch(SnapshotError):
-    """Output ids and log-probs differ in number."""
+    """The numbers of output ids and log-probs differ."""
 
 
 class SpansDoNotCover(SnapshotError):
@@ -135,23 +135,23 @@ class UnknownVersion(SnapshotError):
 
 
 class NotFinite(SnapshotError):
-    """NaN or infinity where a number belongs."""
+    """NaN or infinity where a finite number is required."""
 
 
 class ExpertRowsDoNotCover(SnapshotError):
-    """A blob of routed experts has other rows than positions max(base_len - 1, 0) to len - 2."""
+    """The rows of a routed-experts blob are not those of positions max(base_len - 1, 0) to len - 2."""
 
 
 class ImageOutOfPlace(SnapshotError):
-    """Images lie inside the prompt and never overlap."""
+    """An image lies outside the prompt or overlaps another image."""
 
 
 class PromptHashMismatch(SnapshotError):
-    """The prompt rebuilt from deltas has another sha256 than the one that the engine was given."""
+    """The sha256 of the prompt rebuilt from deltas differs from that of the prompt that the engine was given."""
 
 
 class FoldDefect(Exception):
-    """A defect of ours: the unit stops and names the record."""
+    """A bug in turnlog or in a plugin: the partition task stops and names the record."""
 
 
 class BooksDoNotBalance(FoldDefect):
@@ -162,21 +162,25 @@ class BooksDoNotBalance(FoldDefect):
 
 
 class SegmentsDoNotFit(FoldDefect):
-    """Every turn is in one segment or masked under one reason, and a segment's turns lie in its last turn's tokens."""
+    """A turn is neither in exactly one segment nor masked under one reason, or a segment's turns are not contained in
+    its last turn's tokens.
+    """
 
     def __init__(self, policy: str, what: str) -> None:
         super().__init__(f"policy {policy!r} ([fold] policy): {what}; mend the policy")
 
 
 class BrokenMethod(FoldDefect):
-    """A function that the [fold] settings name, often a user's own, gave too few or too many numbers, or no number."""
+    """A method named by the [fold] settings, often a user's own, returned the wrong number of values, or a value that
+    is not a number.
+    """
 
     def __init__(self, method: str, what: str) -> None:
         super().__init__(f"{method} {what}; mend it and start again, or choose another in [fold] for a new run")
 
 
 class PayloadNotFetched(FoldDefect):
-    """A BlobRef reached the fold."""
+    """A payload was still a BlobRef when it reached the fold."""
 
     def __init__(self, session_id: str, field: str) -> None:
         super().__init__(f"session {session_id}: {field} is a BlobRef; fetch payloads before folding")

@@ -1,7 +1,7 @@
-"""The books on every level: per session, group, batch and run, from the records of a run; and where they disagree.
+"""Token accounting per session, group, batch and run, computed from the records of a run, and its disagreements.
 
-The fold counts while it folds, the batcher while it forms. Here the same is said again from the records alone, so that
-one which disagrees with the others is found and named.
+The fold counts while it folds, and the batcher while it forms batches. This module counts again from the records alone,
+so that a count that disagrees with the others is found and named.
 """
 
 from __future__ import annotations
@@ -38,36 +38,38 @@ from turnlog.schemas.events import (
 from turnlog.schemas.topics import DEAD_LETTERS, SESSIONS
 
 FIRST = DEAD_LETTERS
-"""Must be read before the others: what was parked was folded as refused, or not at all."""
+"""Topic that must be read before the others: records that were dead-lettered were folded as rejected, or not at all."""
 NOT_FOLDED = frozenset({"KeyMismatch", "WrongTopic", "RecordSkipped"})
-"""Causes of dead letters whose record no fold saw."""
+"""Causes of dead letters whose record no fold processed."""
 BEHIND = sys.maxsize
-"""The place of a snapshot that no fold saw: behind the end of its group, so late."""
+"""Offset assigned to a snapshot that no fold processed: beyond the end of its group, so its tokens count as late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Accounts by level and id, and every disagreement."""
+    """Accounts by level and id, and all disagreements."""
 
     levels: dict[str, dict[str, Account]]
-    """Level -> id -> account; batches by index, the run under its own id."""
+    """Level -> id -> account. Batches are named by index, the run by its own id."""
     imbalances: tuple[Imbalance, ...]
 
     @property
     def balance(self) -> bool:
-        """No records disagree, every account balances."""
+        """True if no records disagree and every account balances."""
         return not self.imbalances
 
 
 @dataclass(slots=True)
 class Ledgers:
-    """Feed every record, each topic in offset order and dead letters first; then `close`."""
+    """Token accounting of a run. Feed every record, each topic in offset order and dead letters first; then call
+    `close`.
+    """
 
     run_id: str
     max_tokens: int
     """[batcher] max_tokens of the run."""
     version: FoldVersion
-    """Of the run."""
+    """Fold version of the run."""
     _groups: dict[str, GroupRecords] = field(default_factory=dict)
     _samples: dict[str, SampleTokens] = field(default_factory=dict)
     _manifests: dict[int, Manifest] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Ledgers:
     _parked: dict[tuple[str, int, int], str] = field(default_factory=dict)
 
     def add(self, topic: str, partition: int, offset: int, event: Event) -> None:
-        """Take one record; those that come again change nothing."""
+        """Count one record; repeated records change nothing."""
         cause = self._parked.get((topic, partition, offset))
         if isinstance(event, DeadLetter):
             self._parked[event.topic, event.partition, event.offset] = event.cause
@@ -110,14 +112,14 @@ class Ledgers:
         return self._groups.setdefault(group_id, GroupRecords(Spine(self.version)))
 
     def run_books(self) -> Account:
-        """The run's total as `turnlog report` counts it, from fewer records."""
+        """Return the run's total as `turnlog report` counts it, from fewer records."""
         sampled = {name: sum(turn.tokens for turns in group.turns.values() for turn in turns.values())
                    for name, group in self._groups.items() if group.turns}  # fmt: skip
         scored = [group.score for group in self._groups.values() if group.score is not None]
         return run_books(sampled, scored, self._manifests.values(), self._steps.values())
 
     def close(self) -> Books:
-        """Every account, and every disagreement between records."""
+        """Return every account and every disagreement between records."""
         draws = drawn(self._samples, list(self._manifests.values()), self._steps)
         by_session: dict[str, list[str]] = {}
         for name, sample in self._samples.items():
@@ -140,7 +142,7 @@ class Ledgers:
         return Books(levels, tuple(sorted(found, key=lambda entry: LEVELS.index(entry.level))))
 
     def _settle(self, account: Account, samples: list[str], draws: Draws) -> None:
-        """Replace what samples held for training by what became of it."""
+        """Replace the tokens that samples offer for training by what became of them."""
         account.trained = 0
         for name in samples:
             fate = draws.fates.get(name)
@@ -171,7 +173,7 @@ def _unbalanced(levels: dict[str, dict[str, Account]]) -> list[Imbalance]:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One turn's output on the log."""
+    """The sampled output of one turn on the log."""
 
     offset: int
     tokens: int
@@ -180,37 +182,37 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What is kept of a TurnTreeAssembled: a run has many, and their nodes are large."""
+    """The part of a TurnTreeAssembled that is retained: a run has many trees, and their nodes are large."""
 
     books: TreeBooks
     bare: bool
-    """Without nodes: of a session that names no turn, or of one that was refused."""
+    """True if the tree has no nodes: its session names no turn, or was rejected."""
 
     @classmethod
     def of(cls, event: TurnTreeAssembled) -> Tree:
-        """Of the record."""
+        """Return the retained part of a record."""
         return cls(event.books, not event.nodes)
 
 
 @dataclass(slots=True)
 class GroupRecords:
-    """What the topics say of one group."""
+    """The records of one group."""
 
     spine: Spine
     turns: dict[str, dict[TurnKey, Sampled]] = field(default_factory=dict)
-    """Session -> its turns; the first snapshot of a turn counts."""
+    """Session -> its turns; the first snapshot of a turn is the effective one."""
     trees: dict[str, Tree] = field(default_factory=dict)
     score: GroupScored | None = None
     samples: dict[str, int] = field(default_factory=dict)
-    """Session -> tokens that its samples mark as trained."""
+    """Session -> number of tokens that its samples mark as trained."""
 
     def sessions(self) -> dict[str, Account]:
-        """Per session: what its samples hold for training, and what the group masks."""
+        """Return an account per session: what its samples offer for training, and what the group masks."""
         end = max((self._end(session) for session in self._scored()), default=-1)
         return {session: self._account(session, end) for session in self.turns}
 
     def imbalances(self, group_id: str, accounts: dict[str, Account]) -> list[Imbalance]:
-        """What trees, samples and score say differently from `accounts`."""
+        """Return the disagreements of trees, samples and score with `accounts`."""
         found: list[Imbalance] = []
         for session, tree in self.trees.items():
             end = self._end(session)
@@ -234,17 +236,17 @@ class GroupRecords:
         return found
 
     def _scored(self) -> list[str]:
-        """Sessions that were assembled when the group was scored."""
+        """Return the sessions that were assembled when the group was scored."""
         named = self.spine.named_by_reaper
         return [session for session in self.spine.settled if named is None or session in named]
 
     def _worth(self) -> set[str]:
-        """Sessions with an advantage."""
+        """Return the sessions with an advantage."""
         rollouts = self.score.rollouts if self.score is not None else ()
         return {rollout.session_id for rollout in rollouts if rollout.advantage is not None}
 
     def _end(self, session: str) -> int:
-        """Offset of the last snapshot that the session's finish names."""
+        """Return the offset of the last snapshot that the session's finish names; -1 if there is none."""
         known, turns = self.spine.sessions.get(session), self.turns.get(session, {})
         if known is None or known.finish is None:
             return -1
@@ -270,7 +272,7 @@ class GroupRecords:
         return account
 
     def _fate(self, session: str) -> MaskReason | None:
-        """Why the whole session is masked; None if its tree decides."""
+        """Return why the whole session is masked; None if its tree decides."""
         assert self.score is not None
         if self.score.status is not GroupStatus.trained:
             return MaskReason.discarded_group
@@ -281,13 +283,17 @@ class GroupRecords:
         return MaskReason.refused if self._refused(session) else MaskReason.excluded_outcome
 
     def _refused(self, session: str) -> bool:
-        """By the spine, or since a record of a turn that it names was."""
+        """Whether the session was rejected, by the session fold or because a record of a turn that it names was
+        rejected.
+        """
         known = self.spine.sessions[session]
         bare = session in self.trees and self.trees[session].bare
         return known.refused or (bare and known.finish is not None and bool(known.finish.turns))
 
     def _unnamed(self, session: str, end: int) -> Counter[str]:
-        """Turns that came after the last one that the session needs, before the end of its group."""
+        """Count the tokens of turns after the last one that the session needs and before the end of its group, by
+        reason.
+        """
         finish = self.spine.sessions[session].finish
         undelivered = {key_of(turn) for turn in finish.undelivered} if finish is not None else set()
         own, masked = self._end(session), Counter[str]()
@@ -304,7 +310,7 @@ Manifest = SampleBatchFormed | BatchSkipped
 
 @dataclass(frozen=True, slots=True)
 class SampleTokens:
-    """Tokens that a sample marks as trained, and those of them that lie behind `max_tokens`."""
+    """Number of tokens that a sample marks as trained, and number of those at positions from `max_tokens` on."""
 
     group_id: str
     session_id: str
@@ -313,7 +319,7 @@ class SampleTokens:
 
     @classmethod
     def of(cls, sample: SegmentSample, max_tokens: int) -> SampleTokens:
-        """Counted over its spans."""
+        """Count over the spans of a sample."""
         trained = cut = 0
         for span in sample.spans:
             if span.trained:
@@ -322,27 +328,29 @@ class SampleTokens:
         return cls(sample.group_id, sample.session_id, trained, cut)
 
     def lost(self, left: int) -> Counter[str]:
-        """Reasons of the tokens that the draw took from it when `left` were left: the cut comes first."""
+        """Return the reasons of the tokens that the rollout batch removed from the sample when `left` remained. Tokens
+        behind the length limit are counted first.
+        """
         gone = self.trained - left
         return Counter({CUT: min(self.cut, gone), VERSION: gone - min(self.cut, gone)})
 
 
 @dataclass(slots=True)
 class Draws:
-    """The end of every sample that a draw took."""
+    """What became of every sample that a rollout batch took."""
 
     fates: dict[str, Account] = field(default_factory=dict)
-    """Sample -> its account; `sampled` is what it marks as trained."""
+    """Sample -> its account; `sampled` is the number of tokens that the sample marks as trained."""
     batches: dict[int, Account] = field(default_factory=dict)
     groups: set[str] = field(default_factory=set)
-    """Groups that a draw took."""
+    """Groups that a rollout batch took."""
     imbalances: list[Imbalance] = field(default_factory=list)
 
 
 def drawn(
     samples: Mapping[str, SampleTokens], manifests: Sequence[Manifest], steps: Mapping[int, StepCompleted]
 ) -> Draws:
-    """Follow `manifests` (each batch once). `steps`: by batch, of the incarnation that counts."""
+    """Follow `manifests` (each batch once). `steps` maps a batch to its effective step."""
     draws = Draws()
     for manifest in manifests:
         step = steps.get(manifest.batch_index)
@@ -398,7 +406,9 @@ def _rows(draws: Draws, samples: Mapping[str, SampleTokens], manifest: Manifest,
 
 
 def _step_reason(manifest: Manifest, step: StepCompleted | None) -> str | None:
-    """Why the step trained no token of the batch; None if it trained some: a mask of single tokens names no sample."""
+    """Return why the step trained no token of the batch. None if it trained some: a mask of single tokens names no
+    sample.
+    """
     if step is None:
         return MaskReason.unused.value
     whole = isinstance(manifest, SampleBatchFormed) and sum(step.masked.values()) == manifest.trained_tokens
@@ -416,7 +426,9 @@ def _check_batch(draws: Draws, manifest: SampleBatchFormed, step: StepCompleted 
 
 
 def _check_draw(draws: Draws, samples: Mapping[str, SampleTokens], parts: Sequence[Manifest]) -> None:
-    """The reasons of a draw's manifests are those of its samples; what samples hold is what the draw accounts for."""
+    """Check that the reasons in the manifests of a rollout batch match those of its samples, and that it accounts for
+    all tokens of these samples.
+    """
     names = [row.sample_id for part in parts for row in _entries(part) if row.sample_id in samples]
     lost: Counter[str] = Counter()
     for name in names:

@@ -1,8 +1,8 @@
-"""How many engines a load asks for: more at once, fewer one by one, and neither for what soon passes.
+"""Target number of engines for a load: scale up at once, scale down one by one, ignore short fluctuations.
 
-Load is counted in requests that run or wait at engines. More are wanted while there are more than `requests` for each
-engine, fewer while one engine less would have at most LOW of that: what lies between changes nothing, so a steady load
-leads to one number and stays there.
+Load is the number of requests that run or wait at engines. Scale up while there are more than `requests` per engine;
+scale down while one engine less would have at most LOW times that. Loads in between change nothing, so a steady load
+leads to one number of engines and stays there.
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from typing import Final
 
 LOW: Final = 0.5
 PATIENCE: Final = 4.0
-"""How many times longer a load must be low than high: an engine costs a start to get back."""
+"""A load must stay low this many times longer than it must stay high, because starting an engine again is expensive."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoscaleRules:
-    """Bounds and thresholds."""
+    """Bounds and thresholds of the autoscaler."""
 
     least: int
     most: int
     requests: int
-    """Per engine, above which there are too few engines."""
+    """Requests per engine above which there are too few engines."""
     after_s: float
-    """Seconds for which that must last."""
+    """Seconds for which a load must stay high before engines are added."""
 
 
 @dataclass(slots=True)
 class Autoscale:
-    """The looks taken so far, as far as they count."""
+    """Autoscaler state: the direction in which the load points, and since when."""
 
     rules: AutoscaleRules
     _direction: int = 0
     _since: float = 0.0
 
     def look(self, now: float, *, hosted: int, serving: int, under_way: int) -> int:
-        """How many engines are to be hosted. `now`: seconds of any clock; `hosted`: asked for so far; `serving`: of
-        them; `under_way`: requests that run or wait at those. While one is on its way nothing is decided."""
+        """Return how many engines to host.
+
+        `now` is in seconds of any clock; `hosted` counts the engines requested so far, `serving` those of them that
+        serve, and `under_way` the requests that run or wait at those. The number does not change while an engine is
+        still starting.
+        """
         rules = self.rules
         if not rules.least <= hosted <= rules.most:
             self._direction = 0

@@ -1,4 +1,4 @@
-"""Books: every output token is trained once or masked under one named reason (invariant I3)."""
+"""Token accounting: every output token is trained once or masked under one named reason (invariant I3)."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from turnlog.schemas.events import (
 
 
 class Ledger:
-    """Counts output tokens, turn by turn. `sampled` is counted apart, so that a lost turn shows."""
+    """Count of output tokens, turn by turn. `sampled` is counted separately, so that a lost turn is noticed."""
 
     def __init__(self) -> None:
         self.trained = 0
         self._masked: Counter[str] = Counter()
 
     def enter(self, tokens: int, reason: MaskReason | None) -> None:
-        """Count a turn's output tokens as trained (None) or masked."""
+        """Count a turn's output tokens as trained (reason None) or masked."""
         if reason is None:
             self.trained += tokens
         elif tokens:
             self._masked[reason.value] += tokens
 
     def close(self, about: str, sampled: int) -> TreeBooks:
-        """The books, reasons in alphabetical order. Raises BooksDoNotBalance."""
+        """Return the totals, reasons in alphabetical order. Raises BooksDoNotBalance if `sampled` is not trained +
+        masked.
+        """
         masked = dict(sorted(self._masked.items()))
         if sampled != self.trained + sum(masked.values()):
             raise BooksDoNotBalance(about, sampled, self.trained, masked)
@@ -46,7 +48,7 @@ LEVELS = ("session", "group", "batch", "run")
 
 @dataclass(slots=True)
 class Account:
-    """Output tokens of a session, a group or a run; of a batch, those of the samples that its draw took."""
+    """Output tokens of a session, a group or a run; for a batch, those of the samples that its rollout batch took."""
 
     sampled: int = 0
     trained: int = 0
@@ -54,27 +56,27 @@ class Account:
 
     @property
     def missing(self) -> int:
-        """Sampled tokens that are neither trained nor masked; below zero, tokens that were counted twice."""
+        """Number of sampled tokens that are neither trained nor masked; negative if tokens were counted twice."""
         return self.sampled - self.trained - self.masked.total()
 
     @property
     def balance(self) -> bool:
-        """sampled == trained + masked, and no entry is below zero."""
+        """True if sampled == trained + masked and no entry is negative."""
         return self.missing == 0 and min((self.trained, *self.masked.values())) >= 0
 
     def mask(self, masked: Mapping[str, int]) -> None:
-        """Add entries; those of no tokens leave no trace."""
+        """Add masked tokens by reason; entries of 0 tokens are ignored."""
         self.masked.update({reason: tokens for reason, tokens in masked.items() if tokens})
 
     def body(self) -> dict[str, object]:
-        """As JSON, reasons in alphabetical order."""
+        """Return the account as a JSON object, reasons in alphabetical order."""
         return {"sampled": self.sampled, "trained": self.trained, "masked": dict(sorted(self.masked.items())),
                 "balance": self.balance}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    """Two records disagree."""
+    """A disagreement between two records."""
 
     level: str
     id: str
@@ -85,7 +87,7 @@ class Imbalance:
 
 
 def total(accounts: Iterable[Account]) -> Account:
-    """Their sum."""
+    """Return the sum of `accounts`."""
     found = Account()
     for account in accounts:
         found.sampled += account.sampled
@@ -100,11 +102,11 @@ def run_books(
     manifests: Iterable[SampleBatchFormed | BatchSkipped],
     steps: Iterable[StepCompleted],
 ) -> Account:
-    """What groups, manifests and steps say, added up against what snapshots sampled.
+    """Add up groups, manifests and steps against the tokens that snapshots sampled.
 
-    `steps` may hold several incarnations of a batch; the highest counts. Groups that were never scored, or
-    scored and never drawn, or formed into a batch that no step ate, are `unused`. A draw that trained what
-    no group gave, or lost what one gave, leaves the sum short or long: no balance.
+    `steps` may hold several trainer generations of a batch; the highest is effective. Groups that were never scored, or
+    scored and never taken into a rollout batch, or formed into a batch that no step trained, are `unused`. If a rollout
+    batch trained tokens that no group supplied, or lost tokens that one supplied, the account does not balance.
     """
     masked: Counter[str] = Counter()
     taken: set[str] = set()
@@ -124,28 +126,29 @@ def run_books(
 
 
 class OfBatch(Protocol):
-    """A step, or what is kept of one."""
+    """A step, or the retained part of one."""
 
     @property
     def batch_index(self) -> int:
-        """Of the batch that was stepped on."""
+        """Index of the batch that was stepped on."""
 
     @property
     def incarnation(self) -> int:
-        """Of the trainer."""
+        """Generation of the trainer."""
 
 
 Step = TypeVar("Step", bound=OfBatch)
 
 
 def counting_step(known: Step | None, step: Step) -> Step:
-    """Which of two steps of a batch counts, `step` being the later on the log: that of the higher incarnation, of one
-    incarnation's the later."""
+    """Return the effective one of two steps of a batch, `step` being the later on the log: that of the higher trainer
+    generation, and within one generation the later.
+    """
     return step if known is None or known.incarnation <= step.incarnation else known
 
 
 def counting_steps(steps: Iterable[Step]) -> dict[int, Step]:
-    """Of each batch the step that counts, by index; `steps` are in order of the log."""
+    """Return the effective step of each batch, by index; `steps` must be in log order."""
     found: dict[int, Step] = {}
     for step in steps:
         found[step.batch_index] = counting_step(found.get(step.batch_index), step)
@@ -155,7 +158,7 @@ def counting_steps(steps: Iterable[Step]) -> dict[int, Step]:
 def _trained(
     manifests: list[SampleBatchFormed | BatchSkipped], steps: dict[int, StepCompleted], masked: Counter[str]
 ) -> int:
-    """Tokens that steps trained; adds what batches and steps masked to `masked`."""
+    """Return the number of tokens that steps trained; add what batches and steps masked to `masked`."""
     trained = 0
     for manifest in manifests:
         masked.update(manifest.masked)

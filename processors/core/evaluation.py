@@ -1,12 +1,14 @@
-"""What the groups of purpose `eval` say of each weight version.
+"""Evaluation of each weight version from the groups of purpose `eval`.
 
-A session counts for the version that sampled all of it; one that spans a weight update is `mixed` and counts for none.
-A session that failed for reasons of ours, or that nobody could judge, is `excluded`: it is no failure of the policy's.
+A session is attributed to the version that sampled all of it. A session that spans a weight update is `mixed` and is
+attributed to none. A session that failed for infrastructure reasons, or that nobody could judge, is `excluded`: it is
+not a failure of the policy.
 
-pass@k is the unbiased estimator of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1: of a
+pass@k is the unbiased estimator of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1: for a
 task with n samples, c of which passed, 1 - C(n - c, k) / C(n, k), averaged over the tasks with n >= k. Its interval is
-Wilson's (1927) at 95 % with a task as the unit, since samples of one task are no independent draws; no estimate of a
-task varies more than a coin, so that it is rather too wide. The mean reward's is 1.96 standard errors over tasks.
+Wilson's (1927) at 95 % with a task as the unit, since samples of one task are not independent; the estimate of a task
+varies no more than a coin toss, so the interval is rather too wide. The interval of the mean reward is 1.96 standard
+errors over tasks.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from turnlog.schemas.events import (
 )
 
 Z = 1.959963984540054
-"""Of a two-sided 95 %."""
+"""Quantile of the normal distribution for a two-sided 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval; without one, low and high are the figure."""
+    """A value with its 95 % interval; if there is no interval, low and high equal the value."""
 
     value: float
     low: float
@@ -45,19 +47,19 @@ class Estimate:
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:
-    """Of one task: the chance that of k samples at least one passes. Needs k <= samples."""
+    """Return the probability that at least one of k samples of a task passes. Needs k <= samples."""
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def wilson(share: float, count: int) -> Estimate:
-    """The score interval of a share of `count` draws."""
+    """Return Wilson's score interval for a share observed in `count` trials."""
     middle, spread = share + Z * Z / (2 * count), Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count**2))
     whole = 1 + Z * Z / count
     return Estimate(share, max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole))
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Of one value per task."""
+    """Return the mean of one value per task, with its interval."""
     middle = fmean(values)
     spread = Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return Estimate(middle, middle - spread, middle + spread)
@@ -65,26 +67,26 @@ def mean(values: Sequence[float]) -> Estimate:
 
 @dataclass(slots=True)
 class Version:
-    """The rewards that one weight version earned."""
+    """The rewards of one weight version."""
 
     number: int
     rewards: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By task."""
+    """Task -> rewards of its sessions."""
     step: int | None = None
     checkpoint: str | None = None
 
     @property
     def sessions(self) -> int:
-        """That count."""
+        """Number of attributed sessions."""
         return sum(map(len, self.rewards.values()))
 
     @property
     def reward(self) -> Estimate:
-        """Mean over tasks of the mean of each."""
+        """Mean over tasks of the mean reward of each task."""
         return mean([fmean(of_task) for of_task in self.rewards.values()])
 
     def passing(self, k: int) -> Estimate | None:
-        """pass@k over the tasks with so many samples; None where no task has them."""
+        """Return pass@k over the tasks with at least k samples; None if there are none."""
         found = [
             pass_at(k, len(of_task), sum(reward >= PASS for reward in of_task))
             for of_task in self.rewards.values()
@@ -94,12 +96,14 @@ class Version:
 
     @property
     def rank(self) -> tuple[float, float, int]:
-        """By the lower end of pass@1, so that a version with few tasks does not lead by luck; then reward, then age."""
+        """Sort key: the lower bound of pass@1, so that a version with few tasks does not lead by luck; then reward,
+        then number.
+        """
         first = self.passing(1)
         return (first.low if first else 0.0, self.reward.value, self.number)
 
     def body(self, ks: Iterable[int]) -> dict[str, Any]:
-        """As JSON."""
+        """Return the version as a JSON object, with pass@k for each of `ks`."""
         passing = {str(k): told for k in ks if (told := self.passing(k)) is not None}
         return {
             "version": self.number,
@@ -118,34 +122,36 @@ def _body(told: Estimate) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Evaluations:
-    """What eval groups say."""
+    """Results of the eval groups."""
 
     versions: dict[int, Version] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
-    """mixed | excluded -> sessions."""
+    """mixed | excluded -> number of sessions."""
     asked: int = 0
-    """Groups that the feeder asked for; those of a service of yours are not among them."""
+    """Number of groups that the feeder requested; groups of an external service are not included."""
     scored: int = 0
-    """Groups."""
+    """Number of groups scored."""
 
     @property
     def best(self) -> Version | None:
-        """See Version.rank."""
+        """The version with the highest `Version.rank`; None if there are none."""
         return max(self.versions.values(), key=lambda version: version.rank, default=None)
 
     def in_order(self) -> list[Version]:
-        """Oldest first."""
+        """Return the versions, oldest first."""
         return [self.versions[number] for number in sorted(self.versions)]
 
     def ks(self) -> list[int]:
-        """1, 2, 4, ... up to the samples of a task."""
+        """Return 1, 2, 4, ... up to the largest number of samples of a task."""
         most = max(
             (len(of_task) for version in self.versions.values() for of_task in version.rewards.values()), default=1
         )
         return [1 << power for power in range(most.bit_length())]
 
     def add(self, scored: GroupScored, sampled_by: Mapping[str, tuple[int, int]]) -> None:
-        """`sampled_by`: session -> oldest and newest version of its sampled tokens."""
+        """Add the rewards of a scored group. `sampled_by` maps a session to the oldest and newest version of its
+        sampled tokens.
+        """
         self.scored += 1
         for rollout in scored.rollouts:
             oldest, newest = sampled_by.get(rollout.session_id, (-1, -1))
@@ -159,20 +165,22 @@ class Evaluations:
 
 
 class EvalGroups:
-    """The fold of eval groups, in any order of the topics; repeats change nothing. Of sessions that train it holds what
-    their group's score has not let go of yet, and the group's id."""
+    """Fold of eval groups, with the topics in any order; repeated records change nothing.
+
+    Of sessions that train, it retains the trees of groups that are not scored yet, and the ids of scored groups.
+    """
 
     READS = frozenset(one.__name__ for one in (GroupRequested, GroupScored, TurnTreeAssembled, WeightVersionPublished))
-    """Records."""
+    """Names of the record types that the fold reads."""
 
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}
-        """Group -> its round: how often [eval] every draws were trained before it was asked for"""
+        """Group -> its round: how often [eval] every rollout batches were trained before it was requested."""
         self._scored: dict[str, GroupScored] = {}
         self._trees: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
         self._training: set[str] = set()
         self.published: dict[int, WeightVersionPublished] = {}
-        """By version."""
+        """Version -> its publication."""
 
     def apply(self, event: Event) -> None:
         """Fold one event."""
@@ -190,12 +198,12 @@ class EvalGroups:
             self._trees[event.group_id][event.session_id] = versions_of(event)
 
     def settled(self, round_: int) -> bool:
-        """Whether nothing of a round is still to come; one that was passed over is settled with the next."""
+        """Whether no group of a round is still open; a round that was skipped is settled with the next."""
         waiting = {asked for group, asked in self._asked.items() if group not in self._scored}
         return round_ not in waiting and round_ <= max(self._asked.values(), default=-1)
 
     def evaluations(self) -> Evaluations:
-        """What they say so far."""
+        """Return the results so far."""
         found = Evaluations(asked=len(self._asked))
         for group, event in self._scored.items():
             found.add(event, self._trees.get(group, {}))
@@ -206,7 +214,7 @@ class EvalGroups:
 
 
 def versions_of(tree: TurnTreeAssembled) -> tuple[int, int]:
-    """Oldest and newest weight version of a session's sampled tokens; -1 without any."""
+    """Return the oldest and newest weight version of a session's sampled tokens; (-1, -1) without sampled tokens."""
     sampled = [node for node in tree.nodes if node.version_max >= 0]
     return (
         min((node.version_min for node in sampled), default=-1),

@@ -1,12 +1,12 @@
-"""Routed experts (R3): which rows a turn owns, which rows make up a segment, and the array that they come to.
+"""Routed experts (R3): which rows a turn owns, which rows make up a segment, and the resulting array.
 
 Row i holds the experts that the engine chose at position i, whose output predicts token i + 1. A turn owns positions
-max(base_len - 1, 0) to len - 2 of its prompt + output: what its storage parent gives ends before, and the last token is
-never run. A segment of n tokens needs rows 0 to n - 2, each from the turn that sampled token i + 1 where a turn of the
-segment did, else from the turn that stores it.
+max(base_len - 1, 0) to len - 2 of its prompt + output: earlier positions belong to its storage parent, and the model
+never runs on the last token. A segment of n tokens needs rows 0 to n - 2, each from the turn of the segment that
+sampled token i + 1 if there is one, else from the turn that stores it.
 
-ExpertsError                what a reader refuses
-├── NoExperts               the sample has none; says why
+ExpertsError                base class of what a reader rejects
+├── NoExperts               the sample has none; the message gives the reason
 ├── BrokenExperts           a blob that is not [rows, layers, top_k] of ids
 └── ExpertsDoNotCover       the references do not cover positions 0 to tokens - 2 once each
 """
@@ -26,48 +26,54 @@ from turnlog.schemas.types import BlobRef
 
 MEDIA_TYPE = "application/x-npy"
 DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
-"""By the name in ExpertsLayout, narrowest first."""
+"""Name in ExpertsLayout -> dtype, narrowest first."""
 WITHOUT_ROWS, LAYOUTS_DIFFER = "turn_without_rows", "layouts_differ"
 """Values of SegmentSample.experts_gap."""
 DIMENSIONS = 3
 
 
 class ExpertsError(Exception):
-    """Base of the tree above; the message names the sample or the blob."""
+    """Base of the errors above; the message names the sample or the blob."""
 
 
 class NoExperts(ExpertsError):
-    """Nothing to assemble."""
+    """The sample has no routed experts to assemble."""
 
 
 class BrokenExperts(ExpertsError):
-    """Bytes that are no array of expert ids."""
+    """Bytes that are not an array of expert ids."""
 
 
 class ExpertsDoNotCover(ExpertsError):
-    """Rows that are missing, or that come twice."""
+    """Rows are missing or occur twice."""
 
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""How configurations of Qwen, DeepSeek and Mixtral models say how many experts a layer has."""
+"""Keys of config.json that hold the number of experts per layer, in Qwen, DeepSeek and Mixtral models."""
 
 
 def routing_of_model(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(experts, of them per token, layers) by a model's config.json; without experts one of them is 0."""
+    """Return (experts, experts per token, layers) according to a model's config.json; a model without experts has a 0
+    among them.
+    """
     text = config.get("text_config") or config
     experts = max(int(text.get(name) or 0) for name in EXPERT_COUNTS)
     return experts, int(text.get("num_experts_per_tok") or 0), int(text.get("num_hidden_layers") or 0)
 
 
 def own_rows(base_len: int, length: int) -> tuple[int, int]:
-    """(first position, rows) of a turn whose prompt + output has `length` tokens, `base_len` from its parent."""
+    """Return (first position, number of rows) of a turn whose prompt + output has `length` tokens, `base_len` from its
+    parent.
+    """
     start = max(base_len - 1, 0)
     return start, max(length - 1 - start, 0)
 
 
 def check_layout(event: TokenSnapshot, length: int) -> None:
-    """Raises ExpertRowsDoNotCover unless a snapshot's rows are exactly the turn's own. `length`: prompt + output. A
-    record without a layout is taken as it is: the reader checks it."""
+    """Check that a snapshot's rows are exactly the turn's own; `length` counts prompt + output.
+
+    A record without a layout is accepted unchecked: its reader checks it. Raises ExpertRowsDoNotCover otherwise.
+    """
     layout, blob = event.experts_layout, event.experts
     if layout is None:
         return
@@ -89,8 +95,10 @@ def check_layout(event: TokenSnapshot, length: int) -> None:
 
 
 def packed(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
-    """The blob of a turn's rows [rows, layers, top_k] in the narrowest dtype, and its layout. Raises BrokenExperts for
-    an id below 0 or another number of dimensions."""
+    """Pack a turn's rows, int32 [rows, layers, top_k], as a blob in the narrowest dtype, and return it with its layout.
+
+    Raises BrokenExperts for an id below 0 or another number of dimensions.
+    """
     if rows.ndim != DIMENSIONS or (rows.size and int(rows.min()) < 0):
         raise BrokenExperts(f"expert ids of shape {rows.shape}; they must be [rows, layers, top_k], from 0 on")
     largest = int(rows.max()) if rows.size else 0
@@ -102,7 +110,9 @@ def packed(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
 
 
 def unpacked(content: bytes) -> NDArray[Any]:
-    """The rows of a blob [rows, layers, top_k] in its own dtype. Raises BrokenExperts."""
+    """Unpack the rows of a blob, [rows, layers, top_k] in its own dtype. Raises BrokenExperts if it is not such an
+    array.
+    """
     try:
         rows: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -113,8 +123,11 @@ def unpacked(content: bytes) -> NDArray[Any]:
 
 
 def assembled(sample: SegmentSample, blobs: dict[BlobRef, NDArray[Any]]) -> NDArray[np.int32]:
-    """Expert ids of a sample, int32 [tokens - 1, layers, top_k]. `blobs`: every blob that it names, unpacked. Raises
-    NoExperts, BrokenExperts, ExpertsDoNotCover."""
+    """Return the expert ids of a sample, int32 [tokens - 1, layers, top_k]. `blobs` holds every blob that it names,
+    unpacked.
+
+    Raises NoExperts, BrokenExperts, ExpertsDoNotCover.
+    """
     about = f"sample {sample.sample_id}"
     if not sample.experts:
         raise NoExperts(f"{about} has no routed experts ({sample.experts_gap or 'none were recorded'})")

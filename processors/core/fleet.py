@@ -1,7 +1,7 @@
-"""Which engines a run has: what was asked of each (engine-requests), and what its loader said last (engine-status).
+"""The engines of a run: what was requested for each (engine-requests) and its last reported status (engine-status).
 
-The two topics are folded in any order. An engine that nobody asked for came by itself, with its loader: a sidecar. One
-that was asked for without an address is hosted: the run's supervisor starts it, under the name engine-N.
+The two topics can be folded in any order. An engine that nobody requested was announced by its own loader: a sidecar.
+An engine that was requested without an address is hosted: the run's supervisor starts it under the name engine-N.
 """
 
 from __future__ import annotations
@@ -30,42 +30,44 @@ HOSTED = re.compile(r"engine-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine as the log knows it."""
+    """The state of one engine according to the log."""
 
     id: str
     url: str = ""
-    """As its loader said last, else as it was asked for; empty of one that has no address yet."""
+    """Address that its loader last reported, else the requested one; empty if it has no address yet."""
     wanted: str = ""
-    """serving | gone; empty: nobody asked."""
+    """Requested state: serving | gone; empty if nobody requested one."""
     by: str = ""
-    """Who asked last."""
+    """Author of the last request."""
     hosted: bool = False
     state: str = ""
-    """starting | serving | released | draining | silent | gone; empty: its loader has said nothing."""
+    """Reported state: starting | serving | released | draining | silent | gone; empty if its loader has reported
+    nothing.
+    """
     version: int = -1
     cause: str = ""
-    """Why it is gone, in words."""
+    """Reason for which it is gone, in words."""
     requests: int = 0
 
     @property
     def leaving(self) -> bool:
-        """Whether it was asked to go."""
+        """Whether it was requested to go."""
         return self.wanted == GONE
 
     @property
     def left(self) -> bool:
-        """Whether it was asked to go and has gone."""
+        """Whether it was requested to go and has gone."""
         return self.leaving and self.state in (GONE, "")
 
 
 @dataclass(slots=True)
 class Fleet:
-    """The fold."""
+    """Fold of engine-requests and engine-status."""
 
     engines: dict[str, Engine] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        """One record of either topic; others are passed over."""
+        """Fold one record of either topic; ignore any other record."""
         if isinstance(event, EngineRequested):
             known = self.engines.get(event.engine_id, Engine(event.engine_id))
             self.engines[known.id] = dataclasses.replace(
@@ -80,21 +82,23 @@ class Fleet:
             )
 
     def present(self) -> list[Engine]:
-        """Those that nobody has asked to go."""
+        """Return the engines that were not requested to go."""
         return [engine for engine in self.engines.values() if not engine.leaving]
 
     def hosted(self) -> list[Engine]:
-        """Those among them that the supervisor starts, in the order of their numbers."""
+        """Return the present engines that the supervisor starts, ordered by number."""
         return sorted((engine for engine in self.present() if engine.hosted), key=number)
 
     def named(self, name: str) -> Engine | None:
-        """The engine of an id or an address."""
+        """Return the engine with this id or address; one that is not leaving is preferred. None if there is none."""
         address = name.rstrip("/")
         found = [engine for engine in self.engines.values() if address in (engine.id, engine.url.rstrip("/"))]
         return next((engine for engine in found if not engine.leaving), found[0] if found else None)
 
     def request(self, engine_id: str, wanted: str, *, run_id: str, by: str, url: str = "", reason: str = "") -> Event:
-        """The record that asks. Said again before anybody has read it, it is the same one."""
+        """Return the request record. Repeating the request before the first one has been read returns the same
+        record.
+        """
         known = self.engines.get(engine_id, Engine(engine_id))
         return EngineRequested(
             event_id=digest("EngineRequested", run_id, engine_id, wanted, known.requests),
@@ -102,8 +106,11 @@ class Fleet:
         )  # fmt: skip
 
     def scaled(self, count: int) -> list[tuple[str, str]]:
-        """(engine, what is to be asked of it), so that `count` are hosted: the highest numbers go, the lowest free ones
-        come. A number is free once whoever had it has gone."""
+        """Return (engine, requested state) pairs that bring the number of hosted engines to `count`.
+
+        The highest numbers are removed and the lowest free numbers are added. A number is free once its previous engine
+        has gone.
+        """
         hosted = [engine.id for engine in self.hosted()]
         if count <= len(hosted):
             return [(engine_id, GONE) for engine_id in reversed(hosted[count:])]
@@ -113,15 +120,18 @@ class Fleet:
         return [(engine_id, SERVING) for engine_id in free[: count - len(hosted)]]
 
     def declared(self, engines: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
-        """(engine, address, what is to be asked of it) where settings that name `engines`, (id, address or empty), say
-        otherwise than the log. What somebody else said of an engine counts above settings."""
+        """Return (engine, address, requested state) where the settings differ from the log.
+
+        `engines` holds the (id, address or empty) pairs that the settings name. A request by anybody else takes
+        precedence over the settings.
+        """
         named = dict(engines)
         asked = [(engine_id, url, SERVING) for engine_id, url in named.items() if self._news(engine_id, url)]
         stale = (one for one in self.present() if one.by == SETTINGS and one.id not in named)
         return asked + [(engine.id, "" if engine.hosted else engine.url, GONE) for engine in stale]
 
     def _news(self, engine_id: str, url: str) -> bool:
-        """Whether settings that name the engine say what the log does not."""
+        """Whether settings that name the engine differ from the log."""
         known = self.engines.get(engine_id)
         if known is None or not known.wanted:
             return True
@@ -131,6 +141,6 @@ class Fleet:
 
 
 def number(engine: Engine) -> int:
-    """N of engine-N; -1 of any other name."""
+    """Return N of engine-N; -1 for any other name."""
     found = HOSTED.fullmatch(engine.id)
     return int(found[1]) if found else -1

@@ -1,7 +1,7 @@
-"""Versions of the fold: what it reads and writes, and what each version makes otherwise of the same records.
+"""Versions of the fold: what it reads and writes, and how the versions differ on the same records.
 
-A run keeps the version of its RunConfigured for life, and every reader of its records chooses by it: the assembler,
-replay, the books. A rule that would give old records other outputs is a new entry here, beside the old one.
+A run keeps the fold version of its RunConfigured, and every reader of its records uses it: the assembler, replay and
+token accounting. A rule that would derive other outputs from old records is a new entry here, beside the old one.
 """
 
 from __future__ import annotations
@@ -15,35 +15,40 @@ from turnlog.settings import SettingsError
 SPINE = SESSIONS.name
 INPUTS = (SPINE, TURNS.name, SNAPSHOTS.name)
 OUTPUTS = (TREES.name, SAMPLES.name)
-"""Of every fold version; `outputs_of` has those of one."""
+"""Output topics common to all fold versions; `outputs_of` returns those of one version."""
 
 
 class UnknownFoldVersion(SettingsError):
-    """The run was folded by rules that this release does not hold. Remedy: use the release that recorded it."""
+    """The run was folded by rules that this release does not have. Remedy: use the release that recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldVersion:
-    """One version. Its records carry `name`."""
+    """The rules of one fold version. Its records carry `name`."""
 
     name: str
     aborted_leaves_train: bool
-    """A leaf that the finish names trains although its client was seen gone, unless the output itself is partial
-    (finish_reason abort or error): the finish says what was acted on. Before, every aborted leaf was taken out."""
+    """A leaf that the finish names trains although its client was seen disconnected, unless the output itself is
+    partial (finish_reason abort or error): the finish states what was acted on. Before, every aborted leaf was removed.
+    """
     steps_need_named_turns: bool
-    """A step reward counts when the counting finish names its turn, and is paid when the turn was acted on. Before,
-    one for any turn settled a session and was paid."""
+    """A step reward is effective if the effective finish names its turn, and is credited if the turn was acted on.
+    Before, a step reward for any turn could settle a session and was credited.
+    """
     retries_need_answers: bool
-    """A finished leaf gives way to a later turn with the same prompt only if that one is not taken out itself."""
+    """A finished leaf gives way to a later turn with the same prompt only if that turn is not removed itself."""
     empty_groups_fail: bool
-    """A group with nothing to train is discarded, so that its task is drawn again. Before, it was `trained` with 0
-    samples and took a place in a draw."""
+    """A group with nothing to train is discarded, so that its task is sampled again. Before, it was `trained` with 0
+    samples and took a place in a rollout batch.
+    """
     group_scores: bool
-    """A GroupEmitted goes out with each GroupScored, on a topic of its own. Before, there was none."""
+    """A GroupEmitted is written with each GroupScored, to a separate topic. Before, there was none."""
     group_rewards: bool
-    """It carries the rewards of the valid rollouts. Before, it had none."""
+    """GroupEmitted carries the rewards of the valid rollouts. Before, it had none."""
     spans_by_cache: bool
-    """A sample's spans say on whose cache their tokens were sampled. Before, spans of one weight version were one."""
+    """The spans of a sample also name the version whose KV cache their tokens were sampled on. Before, adjacent spans
+    of one weight version were merged.
+    """
 
 
 VERSIONS = {
@@ -69,11 +74,11 @@ VERSIONS = {
 }  # fmt: skip
 LATEST = VERSIONS["4"]
 FOLD_VERSION = LATEST.name
-"""Of runs that begin today."""
+"""Fold version of new runs."""
 
 
 def fold_version(name: str) -> FoldVersion:
-    """The rules of a recorded version. Raises UnknownFoldVersion."""
+    """Return the rules of a recorded version. Raises UnknownFoldVersion if this release does not have it."""
     if name not in VERSIONS:
         raise UnknownFoldVersion(
             f"fold version {name!r} is unknown here ({', '.join(VERSIONS)} are known): use the release that recorded it"
@@ -82,15 +87,17 @@ def fold_version(name: str) -> FoldVersion:
 
 
 def score_record(version: str) -> str:
-    """The record that says what became of a group of a run with that fold version. Raises UnknownFoldVersion."""
+    """Return the type name of the record that reports the result of a group under a fold version. Raises
+    UnknownFoldVersion.
+    """
     return GroupEmitted.__name__ if fold_version(version).group_scores else GroupScored.__name__
 
 
 def scores_topic(version: str) -> Topic:
-    """Where it stands. Raises UnknownFoldVersion."""
+    """Return the topic of `score_record`. Raises UnknownFoldVersion."""
     return GROUP_SCORES if fold_version(version).group_scores else SAMPLES
 
 
 def outputs_of(version: str) -> tuple[str, ...]:
-    """The topics that a unit writes under that fold version. Raises UnknownFoldVersion."""
+    """Return the topics that a partition task writes under a fold version. Raises UnknownFoldVersion."""
     return tuple(dict.fromkeys((*OUTPUTS, scores_topic(version).name)))

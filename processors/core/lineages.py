@@ -1,4 +1,4 @@
-"""Lineages: turns that continue one conversation; main, sub-agent or side call."""
+"""Lineages: turns that continue one conversation, classified as main, sub-agent or side call."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ SIDE_CALL = "side_call"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn that the counting SessionFinished names, with both of its records."""
+    """A turn that the effective SessionFinished names, with both of its records."""
 
     id: TurnId
     tokens: Tokens
     kinship: Kinship
     dialogue: Dialogue | None = None
-    """Only for policies that route by messages."""
+    """The turn's messages; only for trajectory rules that route by messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lineages:
-    """`of[i]` is the lineage of turn i; ids count from 0 in order of their first turns."""
+    """The lineages of a session: `of[i]` is the lineage of turn i; ids count from 0 in order of their first turns."""
 
     of: tuple[int, ...]
     kinds: tuple[str, ...]
-    """By lineage id."""
+    """Kind of each lineage, by lineage id."""
     bases: tuple[int | None, ...]
     """`bases[i]`: the turn that turn i continues by its messages."""
 
     @property
     def main(self) -> int | None:
-        """Id of the main lineage; None where agent paths leave none."""
+        """Id of the main lineage; None if the agent paths name no main lineage."""
         return self.kinds.index(MAIN) if MAIN in self.kinds else None
 
     @property
     def continued(self) -> frozenset[int]:
-        """Turns that another one continues by its messages."""
+        """Turns that another turn continues by its messages."""
         return frozenset(base for base in self.bases if base is not None)
 
 
 def lineages(turns: Sequence[Turn]) -> Lineages:
-    """The lineages of a session's named turns, in order of (epoch, index).
+    """Return the lineages of a session's named turns, in order of (epoch, index).
 
-    A turn belongs to its base's lineage; a base that is not named, or not earlier, is none. Main is the first root that
-    has tools or is continued, else the first root; another root with main's system digest continues main; a root with
-    tools or continued is a sub-agent, one turn without tools is a side call. A harness profile's `agent_path` overrides
-    the guess: one path is one lineage, `main` and "" are main, `side...` a side call, any other a sub-agent.
+    A turn belongs to its base's lineage; a base that is not named, or not earlier, is ignored. Main is the first root
+    that has tools or is continued, else the first root. Another root with main's system digest continues main. A root
+    with tools or continued is a sub-agent; a single turn without tools is a side call. A harness profile's `agent_path`
+    overrides this heuristic: one path is one lineage, `main` and "" are main, `side...` is a side call, any other is a
+    sub-agent.
     """
     rank = {key_of(turn.id): order for order, turn in enumerate(turns)}
     found = (None if turn.kinship.base is None else rank.get(key_of(turn.kinship.base)) for turn in turns)
@@ -65,7 +66,7 @@ def lineages(turns: Sequence[Turn]) -> Lineages:
 
 
 def _keys(turns: Sequence[Turn], bases: Sequence[int | None], lively: set[int]) -> list[Hashable]:
-    """What names each turn's lineage: MAIN, an agent path, or the order of its root."""
+    """Return a key for each turn's lineage: MAIN, an agent path, or the order of its root."""
     roots = [o for o, turn in enumerate(turns) if bases[o] is None and turn.kinship.agent_path is None]
     paths_name_main = any(turn.kinship.agent_path in ("", MAIN) for turn in turns)
     first = roots[0] if roots else None

@@ -1,9 +1,9 @@
-"""Chat messages made comparable, for policies that route turns by their messages (docs/folds.md, Policies).
+"""Chat messages made comparable, for trajectory rules that route turns by their messages (docs/folds.md, Policies).
 
-The same equality as the gateway's, over what TurnCompleted stores: a string equals one text block; None, "" and [] are
-equal; tool arguments are compared parsed with sorted keys, as text where they are no JSON object of at most MAX_DEPTH
-levels; call ids, indexes and cache marks do not count; reasoning that an echo leaves out matches any, present it must
-match after a strip.
+The equality is that of the gateway, applied to what TurnCompleted stores. A string equals one text block; None, "" and
+[] are equal. Tool arguments are compared parsed with sorted keys, or as text if they are not a JSON object of at most
+MAX_DEPTH levels. Call ids, indexes and cache marks are ignored. Reasoning that an echo omits matches any; if present,
+it must match after a strip.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ ROLE_OF_ITEM = {
     "function_call_output": "tool",
     "custom_tool_call_output": "tool",
 }
-"""Items of the Responses API that carry a type in place of a role."""
+"""Role of Responses API items that carry a type in place of a role."""
 SAME_ROLE = {"developer": "system"}
 BILLING = "x-anthropic-billing-header:"
 MARKS = frozenset({"cache_control", "id", "index", "call_id", "tool_call_id", "tool_use_id", "type", "status"})
-"""Keys of a block that say nothing of what was said."""
+"""Keys of a block that carry no content."""
 
 
 class NotMessages(ValueError):
-    """The payload is no JSON list of message objects, or is nested too deeply."""
+    """The payload is not a JSON list of message objects, or is nested too deeply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one message is compared by."""
+    """The comparable parts of one message."""
 
     role: str
     digest: bytes
-    """Of everything that counts but reasoning, 16 bytes."""
+    """16-byte digest of everything that is compared except reasoning."""
     reasoning: str
 
     def echoes(self, own: Message) -> bool:
-        """Whether this, as a client sent it, is `own`, as it was recorded."""
+        """Whether this message, as a client sent it, equals `own`, as it was recorded."""
         return self.digest == own.digest and (not self.reasoning or self.reasoning == own.reasoning)
 
 
 def messages(payload: bytes) -> tuple[Message, ...]:
-    """The messages of a request. Raises NotMessages."""
+    """Parse the messages of a request. Raises NotMessages."""
     raw = _parsed(payload)
     if not isinstance(raw, list):
         raise NotMessages(f"messages are a {type(raw).__name__}, not a list")
@@ -60,13 +60,13 @@ def messages(payload: bytes) -> tuple[Message, ...]:
 
 
 def response(payload: bytes) -> Message:
-    """The assistant's message. Raises NotMessages."""
+    """Parse the assistant's message. Raises NotMessages."""
     raw = _parsed(payload)
     return message({"role": "assistant", **raw} if isinstance(raw, dict) else raw)
 
 
 def message(raw: Any) -> Message:
-    """One message in the shape of any served API. Raises NotMessages."""
+    """Parse one message in the shape of any served API. Raises NotMessages."""
     if not isinstance(raw, dict):
         raise NotMessages(f"a message is a {type(raw).__name__}, not an object")
     role = str(raw.get("role") or ROLE_OF_ITEM.get(str(raw.get("type")), "user"))
@@ -95,7 +95,7 @@ def _parsed(payload: bytes) -> Any:
 
 
 class _Said:
-    """What the blocks of one message say, by kind."""
+    """The content of one message's blocks, by kind."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -105,7 +105,7 @@ class _Said:
         self.thoughts: list[str] = []
 
     def content(self, content: Any) -> None:
-        """A string, a list of blocks, or nothing."""
+        """Add a string, a list of blocks, or nothing."""
         for block in _blocks(content):
             kind = block.get("type")
             if isinstance(block.get("text"), str):
@@ -122,16 +122,16 @@ class _Said:
                 self.others.append({key: value for key, value in block.items() if key not in MARKS})
 
     def calls(self, raw: Any) -> None:
-        """OpenAI's tool calls."""
+        """Add OpenAI's tool calls."""
         for one in _blocks(raw):
             self.call(one["function"] if isinstance(one.get("function"), dict) else one)
 
     def call(self, raw: dict[str, Any]) -> None:
-        """One call, in any API's shape."""
+        """Add one tool call, in any API's shape."""
         self.found.append([str(raw.get("name")), _arguments(raw.get("arguments", raw.get("input")))])
 
     def reasoning(self, raw: Any) -> None:
-        """Reasoning as text or as the summary blocks of the Responses API."""
+        """Add reasoning, as text or as the summary blocks of the Responses API."""
         self.thoughts += [str(block.get("text", "")) for block in _blocks(raw)]
 
 
@@ -162,18 +162,22 @@ class Dialogue:
 
     @property
     def silent(self) -> bool:
-        """The request has no message: neither its own nor a base's."""
+        """True if the request has no message, neither its own nor a base's."""
         return self.base is None and not self.new
 
 
 class Dialogues:
-    """By turn. A base's record stands before its continuations' in agent.turns."""
+    """Dialogues by turn. A base's record precedes those of its continuations in agent.turns."""
 
     def __init__(self) -> None:
         self._of: dict[TurnKey, Dialogue] = {}
 
     def add(self, event: TurnCompleted) -> None:
-        """Keep the first record of a turn. Raises BrokenMessages, BaseUnknown; PayloadNotFetched for a BlobRef."""
+        """Store the first record of a turn.
+
+        Raises BrokenMessages if its messages are not JSON, BaseUnknown if its base has no readable record before it,
+        and PayloadNotFetched for a BlobRef.
+        """
         base = None
         if event.base_turn is not None:
             base = self._of.get(key_of(event.base_turn))
@@ -192,7 +196,7 @@ class Dialogues:
         self._of[key_of(event.turn)] = Dialogue(base, new, said)
 
     def __getitem__(self, turn: TurnKey) -> Dialogue:
-        """Of a turn whose record was not refused."""
+        """Return the dialogue of a turn whose record was not rejected."""
         return self._of[turn]
 
 

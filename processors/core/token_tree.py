@@ -1,6 +1,7 @@
-"""The radix tree of a session's tokens: which turn's tokens are a prefix of which prompt, without whole prompts.
+"""The radix tree of a session's tokens: which turns are a prefix of which prompt, without storing whole prompts.
 
-Every turn is inserted below the place where its storage parent's prefix ends, so it costs O(new tokens).
+Every turn is inserted below the position where its storage parent's prefix ends, so it costs O(new tokens). S is a
+turn's prompt + output.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import numpy as np
 from turnlog.processors.core.turns import Ids, Tokens
 
 NOBODY = 1 << 62
-"""Above every order."""
+"""Greater than every order."""
 
 
 class Node:
-    """A place in the tree where a prompt or a turn ends, or where two turns part."""
+    """A radix-tree node: a prompt or a turn ends here, or two turns diverge."""
 
     __slots__ = ("above", "below", "depth", "earliest", "ending", "label")
 
     def __init__(self, above: Node | None, depth: int, label: Ids) -> None:
         self.above = above
         self.depth = depth
-        """Tokens from the root to here."""
+        """Number of tokens from the root to this node."""
         self.label = label
-        """The last of them: those after `above`."""
+        """The tokens on the edge from `above` to this node."""
         self.below: dict[int, Node] = {}
-        """By first token."""
+        """Children by first token."""
         self.ending: list[int] = []
         """Orders of the marked turns whose S ends here, ascending."""
         self.earliest = NOBODY
@@ -35,7 +36,9 @@ class Node:
 
 
 class TokenTree:
-    """Insert turns parents first, mark those that count, then ask. `order` is a turn's rank in its session."""
+    """Radix tree over token ids. Insert parents before their children, mark the turns that are to be found, then query.
+    `order` is a turn's rank in its session.
+    """
 
     def __init__(self) -> None:
         self._root = Node(None, 0, np.empty(0, dtype=np.int32))
@@ -52,7 +55,7 @@ class TokenTree:
         self._ends[turn] = prompt, _grow(prompt, prompt.depth, turn.output)
 
     def mark(self, turn: Tokens, order: int) -> None:
-        """Let a turn count. Turns are marked in ascending order."""
+        """Make a turn visible to queries. Turns are marked in ascending order."""
         node: Node | None = self._ends[turn][1]
         assert node is not None
         node.ending.append(order)
@@ -61,14 +64,18 @@ class TokenTree:
             node = node.above
 
     def extended(self, turn: Tokens, order: int) -> Iterator[int]:
-        """Orders of the marked earlier turns whose S is a prefix of this prompt: longest first, then latest first."""
+        """Yield the orders of marked earlier turns whose S is a prefix of this prompt: longest first, then latest
+        first.
+        """
         node: Node | None = self._ends[turn][0]
         while node is not None:
             yield from (other for other in reversed(node.ending) if other < order)
             node = node.above
 
     def dissolve(self) -> None:
-        """Let go of the tokens: nodes know each other both ways, and would hold them until the next full collection."""
+        """Release the tokens: nodes reference each other both ways, so the tokens would stay until the next full
+        collection.
+        """
         nodes = [self._root]
         self._ends.clear()
         while nodes:
@@ -78,7 +85,7 @@ class TokenTree:
             node.below = {}
 
     def shared(self, turn: Tokens, order: int) -> int:
-        """Tokens of the longest prefix that this prompt shares with any marked earlier turn."""
+        """Return the length of the longest prefix that this prompt shares with any marked earlier turn."""
         node: Node | None = self._ends[turn][0]
         while node is not None and node.earliest >= order:
             node = node.above
@@ -86,7 +93,9 @@ class TokenTree:
 
 
 def _grow(node: Node, depth: int, ids: Ids) -> Node:
-    """The node at the end of `ids` below the place at `depth` on the edge to `node`; made, with its forks, if new."""
+    """Return the node at the end of `ids`, starting at `depth` on the edge to `node`; create it, with forks, if it is
+    new.
+    """
     done = 0
     while done < len(ids):
         if depth == node.depth:
@@ -105,7 +114,7 @@ def _grow(node: Node, depth: int, ids: Ids) -> Node:
 
 
 def common(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     size = min(len(a), len(b))
     differ = a[:size] != b[:size]
     first = int(differ.argmax()) if size else 0
@@ -113,7 +122,7 @@ def common(a: Ids, b: Ids) -> int:
 
 
 def _split(node: Node, depth: int) -> Node:
-    """A new node at `depth` on the edge to `node`."""
+    """Insert a new node at `depth` on the edge to `node` and return it."""
     above = node.above
     assert above is not None
     cut = depth - above.depth
@@ -126,9 +135,9 @@ def _split(node: Node, depth: int) -> Node:
 
 
 def shared_prefix(one: Tokens, one_len: int, other: Tokens, other_len: int) -> int:
-    """Length of the longest common prefix of one's S[:one_len] and other's S[:other_len].
+    """Return the length of the longest common prefix of one's S[:one_len] and other's S[:other_len].
 
-    Tokens that both take from one record are the same memory and are not looked at.
+    Tokens that both take from one record share memory and are not compared.
     """
     shortest = min(one_len, other_len)
     if _taken(one, other) >= shortest:
@@ -150,8 +159,9 @@ def shared_prefix(one: Tokens, one_len: int, other: Tokens, other_len: int) -> i
 
 
 def _taken(one: Tokens, other: Tokens) -> int:
-    """How many tokens of `one` are those of `other` because it is stored against them. A chain that ends elsewhere ends
-    with a turn that is stored against nothing, so that is 0."""
+    """Return how many leading tokens of `other` are those of `one` because it is stored against `one`. The result is 0
+    if the chain ends elsewhere, with a turn that is stored against nothing.
+    """
     owner: Tokens | None = other
     length = other.length
     while owner is not None and owner is not one:
@@ -160,5 +170,5 @@ def _taken(one: Tokens, other: Tokens) -> int:
 
 
 def _same(a: Ids, b: Ids) -> int:
-    """`common` of two arrays of one length, without a look at what is one memory."""
+    """Return `common` of two arrays of equal length, without comparing arrays that share their memory."""
     return len(a) if a.__array_interface__["data"] == b.__array_interface__["data"] else common(a, b)

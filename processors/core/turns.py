@@ -1,4 +1,4 @@
-"""What the fold keeps of a turn: the tokens of its snapshot, checked, and the kinship of its TurnCompleted."""
+"""The fold's state of a turn: the checked tokens of its snapshot, and the conversation data of its TurnCompleted."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ if TYPE_CHECKING:
 Ids = NDArray[np.int32]
 
 NO_TOOLS: Final = frozenset({"", *(hashlib.sha256(text).hexdigest() for text in (b"", b"[]", b"null"))})
-"""Every way to say that a request had no tools."""
+"""Values of tools_sha256 that mean "no tools"."""
 
 
 TurnKey = tuple[str, int]
-"""(epoch, index) of a turn: hashes ten times faster than a TurnId, and every record is looked up."""
+"""(epoch, index) of a turn. It hashes ten times faster than a TurnId, and every record is looked up."""
 
 
 def key_of(turn: TurnId) -> TurnKey:
-    """The key of a turn within its session."""
+    """Return the key of a turn within its session."""
     return turn.epoch, turn.index
 
 
 @dataclass(slots=True)
 class Kinship:
-    """What a TurnCompleted says of a turn's place in its conversation. Messages are left on the log."""
+    """A turn's place in its conversation, according to its TurnCompleted. The messages are not retained."""
 
     base: TurnId | None
     agent_path: str | None
@@ -68,7 +68,9 @@ class Kinship:
 
 
 def kinship(event: TurnCompleted) -> Kinship:
-    """Raises BaseNotBefore when the base is the turn itself or a later one of its epoch."""
+    """Return a turn's place in its conversation. Raises BaseNotBefore if the base is the turn itself or a later one of
+    its epoch.
+    """
     base = event.base_turn
     if base is not None and base.epoch == event.turn.epoch and base.index >= event.turn.index:
         raise BaseNotBefore(
@@ -87,7 +89,8 @@ def kinship(event: TurnCompleted) -> Kinship:
 class Tokens:
     """The tokens of one turn as a delta to its storage parent: views of the record's bytes, never whole prompts.
 
-    S = prompt + output; prompt = parent's S[:base_len] + delta. Memory is O(new tokens).
+    S = prompt + output; prompt = parent's S[:base_len] + delta. Memory is O(new tokens). `delta` and `output` are
+    int32, `logprobs` float32 with one value per token of `output`.
     """
 
     offset: int
@@ -103,20 +106,20 @@ class Tokens:
     experts: BlobRef | None
     experts_layout: ExpertsLayout | None
     images: tuple[ImageRef, ...]
-    """Every image in the prompt, by position."""
+    """Every image in the prompt, ordered by position."""
     constrained: bool
-    """A grammar chose among the tokens."""
+    """True if a grammar constrained the choice of tokens."""
     hashed_base: _Hash
     """sha256 over the little-endian bytes of S[:base_len]."""
     hashed: _Hash
-    """sha256 over S: a child that extends S continues it."""
+    """sha256 over S; a child that extends S continues it."""
     prompt_len: int
-    """Tokens that were sampled on."""
+    """Number of tokens in the prompt."""
     length: int
-    """Tokens of S."""
+    """Number of tokens in S."""
 
     def chain(self, length: int) -> list[tuple[Tokens, int]]:
-        """Who owns S[:length], first token first: (turn, end), each turn owning [its base_len, end)."""
+        """Return the owners of S[:length], first token first: (turn, end), each turn owning [its base_len, end)."""
         owners: list[tuple[Tokens, int]] = []
         owner: Tokens | None = self
         while owner is not None and length > 0:
@@ -127,7 +130,7 @@ class Tokens:
         return owners[::-1]
 
     def prefix(self, length: int) -> list[Ids]:
-        """S[:length] as views, in order."""
+        """Return S[:length] as views, in order."""
         pieces: list[Ids] = []
         for owner, end in self.chain(length):
             own, cut = end - owner.base_len, len(owner.delta)
@@ -137,7 +140,9 @@ class Tokens:
         return pieces
 
     def hash_prefix(self, length: int) -> _Hash:
-        """sha256 over S[:length], not to be updated in place. O(1) where a turn ends, else O(tokens of one turn)."""
+        """Return sha256 over S[:length], which must not be updated in place. Costs O(1) where a turn ends, else
+        O(tokens of one turn).
+        """
         owner: Tokens = self
         while length < owner.base_len:
             assert owner.parent is not None
@@ -154,22 +159,23 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RefusedTokens:
-    """A snapshot that was refused: only how many tokens were sampled."""
+    """A rejected snapshot: only its number of sampled tokens is retained."""
 
     offset: int
     output_tokens: int
 
 
 def refused_tokens(event: TokenSnapshot, offset: int) -> RefusedTokens:
-    """The count agrees with the record's `output_tokens` header."""
+    """Return the retained part of a rejected snapshot; the count agrees with the record's `output_tokens` header."""
     return RefusedTokens(offset, sampled_tokens(event))
 
 
 def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
-    """Check a snapshot against itself and its storage parent.
+    """Check a snapshot against itself and its storage parent, and return its tokens.
 
-    `parent`: of event.parent_turn, as found among the snapshots before this one. Raises a SnapshotError naming session,
-    turn, numbers and remedy; PayloadNotFetched for a BlobRef. Costs O(new tokens) when the prompt extends the parent.
+    `parent` holds the tokens of event.parent_turn, as found among the snapshots before this one. Raises a SnapshotError
+    that names session, turn, numbers and remedy; raises PayloadNotFetched for a BlobRef. Costs O(new tokens) if the
+    prompt extends the parent.
     """
     delta = _ids(event, "delta_ids", event.delta_ids)
     output = _ids(event, "output_ids", event.output_ids)
@@ -205,8 +211,11 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
 
 
 def _visible(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> tuple[ImageRef, ...]:
-    """Every image in the turn's prompt, by position. Raises ImageOutOfPlace for one that lies outside it, that the
-    parent gives already, or that overlaps another."""
+    """Return every image in the turn's prompt, ordered by position.
+
+    Raises ImageOutOfPlace for an image that lies outside the prompt, that the parent already supplies, or that overlaps
+    another.
+    """
     given = parent.images if parent is not None else ()
     if not given and not event.images:
         return ()
@@ -225,14 +234,14 @@ def _visible(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> tu
 
 
 def agree(earlier: Tokens, later: Tokens) -> bool:
-    """Whether the images within `earlier` are the same where `later` has its tokens."""
+    """Whether the images within `earlier` are the same at those positions in `later`."""
     if not earlier.images and not later.images:
         return True
     return earlier.images == tuple(image for image in later.images if image.position < earlier.length)
 
 
 def _array(event: TokenSnapshot, field: str, payload: Payload, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A view of the packed numbers of a field."""
+    """Return a view of the packed numbers of a field."""
     if isinstance(payload, BlobRef):
         raise PayloadNotFetched(event.session_id, field)
     if len(payload) % 4:
@@ -268,7 +277,9 @@ def _logprobs(event: TokenSnapshot, output_len: int) -> NDArray[np.float32]:
 
 
 def _finite(values: NDArray[np.float32]) -> bool:
-    """One pass, 0.9 instead of 2.0 us: the square is finite only if every value is; where it overflows, look again."""
+    """Whether all values are finite, in one pass: 0.9 instead of 2.0 us. The sum of squares is finite only if every
+    value is; if it overflows, each value is checked.
+    """
     return math.isfinite(values.dot(values)) or bool(np.isfinite(values).all())
 
 

@@ -1,1 +1,1 @@
-"""Scored groups become the batches that a trainer steps on: draws, rows, weights, and how stale they are."""
+"""From scored groups to the batches that a trainer steps on: rollout batches, rows, weights, and staleness."""

@@ -1,7 +1,8 @@
-"""From scored groups to batches: length cut, version mask, lag, admission, whole-group drops, weights (folds.md 4).
+"""From scored groups to batches: length limit, version mask, lag, admission, whole-group drops, weights
+(docs/folds.md).
 
-A draw is `prompts_per_draw` groups taken together. Its composition is a recorded decision; everything else here is a
-function of it, so replay recomputes rows, weights and hashes from the manifest alone.
+A rollout batch (`draw`) is `prompts_per_draw` groups taken together. Its composition is a recorded decision; everything
+else here is a function of it, so replay recomputes rows, weights and hashes from the manifest alone.
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ from turnlog.schemas.types import BlobRef, float32s, int32s
 
 LARGEST = float(np.finfo(np.float32).max)
 GREEDY_OR_PLAIN = (0.0, 1.0)
-"""Temperatures whose raw log-probs are taken: steps mask what was sampled greedily, and at 1 they are the same."""
+"""Temperatures at which raw log-probs are accepted: steps mask what was sampled greedily, and at 1 raw log-probs equal
+those at temperature.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRules:
-    """The settings that batches depend on."""
+    """The settings on which batches depend."""
 
     prompts_per_draw: int
     updates_per_draw: int
@@ -56,12 +59,12 @@ class DrawRules:
     version_mask: str
     min_valid: int
     whiten: bool = False
-    """Whether advantages are whitened over the trained tokens of each batch (the estimator says so)."""
+    """Whether advantages are whitened over the trained tokens of each batch; the estimator decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedSample:
-    """A sample and where it stands in segment-samples; its payloads are inline."""
+    """A sample with its partition and offset in segment-samples; its payloads are inline."""
 
     sample: SegmentSample
     partition: int
@@ -70,7 +73,7 @@ class PlacedSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrimmedSample:
-    """A sample's row: columns of equal length, and the count of tokens that the draw masked, by reason."""
+    """A sample as a row: columns of equal length, and the number of tokens that the rollout batch masked, by reason."""
 
     sample_id: str
     group_id: str
@@ -83,23 +86,25 @@ class TrimmedSample:
     trained: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
     advantages: NDArray[np.float64]
-    """Within what a float32 can hold: larger magnitudes saturate. 0 where not trained."""
+    """[tokens] advantages, 0 where not trained; magnitudes beyond the range of float32 saturate."""
     old_cache: NDArray[np.uint8]
     trained_tokens: int
     temperature: float
     reward: float
     version_min: int
-    """Oldest version among trained tokens; -1 without one."""
+    """Oldest weight version among trained tokens; -1 without trained tokens."""
     version_max: int
     lag: int
-    """Largest among trained tokens; 0 without one."""
+    """Largest lag among trained tokens, in weight publications; 0 without trained tokens."""
     raw: bool
-    """Its log-probs are of another distribution than the one that it was sampled from, and trains in."""
+    """True if its log-probs belong to another distribution than the one it was sampled from, which is the one it trains
+    in.
+    """
     masked: dict[str, int]
 
 
 def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = BUILT_IN) -> DrawRules:
-    """What batches depend on. Raises SettingsError."""
+    """Return the settings on which batches depend. Raises SettingsError for settings that the fold rejects."""
     rules = fold_rules(fold, run_id="", settings_sha256="", methods=methods)
     return DrawRules(
         prompts_per_draw=batcher.prompts_per_draw,
@@ -116,25 +121,27 @@ def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = 
 
 @dataclass(frozen=True, slots=True)
 class ReadableGroup:
-    """A group whose GroupScored is on the log, with the samples before it."""
+    """A group whose GroupScored is on the log, with the samples that precede it."""
 
     score: GroupScored
     samples: tuple[PlacedSample, ...]
 
     @property
     def versions(self) -> frozenset[int]:
-        """Weight versions that sampled what the tree marks as trained."""
+        """Weight versions that sampled the tokens that the tree marks as trained."""
         return frozenset(span.version for placed in self.samples for span in placed.sample.spans if span.trained)
 
 
 def overtaken(group: ReadableGroup, held: HeldVersion, rules: DrawRules) -> bool:
-    """Whether no token of the group can train at that version or a later one: each is staler than `max_lag`."""
+    """Whether no token of the group can train at version `held` or a later one, because each is staler than
+    `max_lag`.
+    """
     return min(map(held.lag, group.versions), default=0) > rules.max_lag
 
 
 @dataclass(frozen=True, slots=True)
 class FormedBatch:
-    """One optimizer step's rows and the facts of its manifest."""
+    """The rows of one optimizer step and the facts for its manifest."""
 
     rows: BatchRows
     samples: tuple[BatchSample, ...]
@@ -143,21 +150,21 @@ class FormedBatch:
     masked: dict[str, int]
     max_lag: int
     whitening: Whitening | None = None
-    """What the advantages were whitened with; None for estimators that do not whiten."""
+    """Mean and deviation that whitened the advantages; None for estimators that do not whiten."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormedDraw:
-    """The batches of a draw (none when nothing was left to train) and what fell out."""
+    """The batches of a rollout batch (none if nothing was left to train) and what was dropped."""
 
     batches: tuple[FormedBatch, ...]
     dropped: tuple[DroppedSample, ...]
     masked: dict[str, int]
-    """Tokens cut or masked in dropped samples."""
+    """Reason -> number of tokens cut or masked in dropped samples."""
 
 
 def laid_out(ordered: Sequence[TrimmedSample], weights: Weights, white: Whitening | None) -> BatchRows:
-    """Samples in their order as the columns of a batch."""
+    """Lay samples out, in the given order, as the columns of a batch."""
     advantages = [row.advantages for row in ordered]
     if white is not None:
         advantages = [white.apply(row.advantages) * row.trained for row in ordered]
@@ -195,7 +202,9 @@ def form_draw(
     weigh: Weigh = weigh,
     lay_out: LayOut = laid_out,
 ) -> FormedDraw:
-    """Cut, mask, admit and weigh `groups` for a trainer that will hold that version. Raises as `form_batch`."""
+    """Cut, mask, admit and weigh `groups` for a trainer that will hold version `held`. Raises the errors of
+    `form_batch`.
+    """
     live: list[list[TrimmedSample]] = []
     dropped: list[DroppedSample] = []
     masked: Counter[str] = Counter()
@@ -215,9 +224,9 @@ def form_draw(
 def form_batch(
     samples: Sequence[TrimmedSample], rules: DrawRules, *, weigh: Weigh = weigh, lay_out: LayOut = laid_out
 ) -> FormedBatch:
-    """Rows in canonical order with their weights and, where the rules whiten, whitened advantages.
+    """Return rows in canonical order with their weights and, if the rules whiten, whitened advantages.
 
-    Raises WeightsDoNotAddUp for no rows and whenever invariant I5 does not hold of the columns.
+    Raises WeightsDoNotAddUp if there are no rows or if the columns violate invariant I5.
     """
     if not samples:
         raise WeightsDoNotAddUp("no sample is left to train: a draw without one is skipped, never a batch")
@@ -253,7 +262,9 @@ def form_batch(
 def reform_batch(
     manifest: Sequence[BatchSample], samples: Mapping[str, PlacedSample], held: HeldVersion, rules: DrawRules
 ) -> FormedBatch:
-    """The batch that a manifest names, from the samples on the log: what replay compares. Raises KeyError."""
+    """Form the batch that a manifest names from the samples on the log, for replay to compare. Raises KeyError if a
+    sample is missing.
+    """
     trimmed = [trim(samples[entry.sample_id], held, rules) for entry in manifest]
     return form_batch(trimmed, rules)
 
@@ -261,7 +272,10 @@ def reform_batch(
 def _admit(
     samples: list[TrimmedSample], rules: DrawRules
 ) -> tuple[list[TrimmedSample], list[tuple[TrimmedSample, MaskReason]]]:
-    """(what trains, what falls out and why) of one group. Lag is a trajectory's; advantages are not recomputed."""
+    """Split the samples of one group into those that train and those that are dropped, with the reason.
+
+    Lag is that of a whole trajectory. Advantages are not recomputed when trajectories are dropped.
+    """
     lags: dict[str, int] = {}
     for sample in samples:
         if sample.trained_tokens and not sample.raw:
@@ -284,7 +298,9 @@ def _admit(
 
 
 def _emptied_by(sample: TrimmedSample) -> MaskReason:
-    """Why nothing of a sample trains: the version mask looks at what the length cut left, so it has the last word."""
+    """Return why nothing of a sample trains. The version mask applies to what the length limit left, so it takes
+    precedence.
+    """
     return MaskReason.version_mask if MaskReason.version_mask.value in sample.masked else MaskReason.length_cut
 
 
@@ -293,13 +309,15 @@ def _dropped(row: TrimmedSample, reason: MaskReason) -> DroppedSample:
 
 
 def _parts(groups: list[list[TrimmedSample]], updates: int) -> list[list[list[TrimmedSample]]]:
-    """At most `updates` runs of whole groups, sizes as equal as can be, none empty."""
+    """Split into at most `updates` runs of whole groups, with sizes as equal as possible and none empty."""
     whole, count = len(groups), min(updates, len(groups))
     return [groups[whole * part // count : whole * (part + 1) // count] for part in range(count)]
 
 
 def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSample:
-    """Lay a sample out as columns, cut at `rules.max_tokens`, mask by `rules.version_mask`. Payloads must be inline."""
+    """Lay a sample out as columns, cut it at `rules.max_tokens` and mask it by `rules.version_mask`. Payloads must be
+    inline.
+    """
     sample = placed.sample
     kept = inline(sample.token_ids, "token_ids", sample)
     token_ids = int32s(kept)[: rules.max_tokens]
@@ -338,7 +356,9 @@ def trim(placed: PlacedSample, held: HeldVersion, rules: DrawRules) -> TrimmedSa
 
 
 def inline(payload: bytes | BlobRef, field: str, sample: SegmentSample) -> bytes:
-    """The bytes of a payload that the role has fetched. Raises TypeError when it was not: a bug of the role."""
+    """Return the bytes of a payload that the role has fetched. Raises TypeError if it was not fetched: a bug of the
+    role.
+    """
     if isinstance(payload, BlobRef):
         raise TypeError(f"sample {sample.sample_id}: {field} is still a blob reference; fetch it before folding")
     return payload
@@ -351,7 +371,7 @@ def _version_reason(span: SampleSpan, highest: int, held: HeldVersion, rules: Dr
 
 
 class _Columns:
-    """Token columns under construction; `place` fills one span, what lies beyond the cut is counted."""
+    """Token columns under construction; `place` fills one span and counts the tokens beyond the length limit."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -365,7 +385,7 @@ class _Columns:
     def place(
         self, span: SampleSpan, logprobs: NDArray[np.float32], advantage: float, reason: MaskReason | None
     ) -> None:
-        """Place one span's output tokens."""
+        """Write the output tokens of one span into the columns."""
         end = max(min(span.start + span.length, self.length), span.start)
         inside = end - span.start
         self.logprobs[span.start : end] = logprobs[:inside]

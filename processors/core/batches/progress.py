@@ -1,9 +1,9 @@
-"""Where a run stands: draws formed, batches trained, versions published. A fold of manifests, steps and versions.
+"""Progress of a run: rollout batches formed, batches trained, versions published. A fold of manifests, steps and
+versions.
 
-How far weights are apart: along the chain of publications that the live incarnation of the trainer stands on.
-
-Numbers are never reused, so a trainer that was killed publishes the weights of its checkpoint, and those of the steps
-that it repeats, once more under new numbers. The distance between two sets of weights does not change by that (ADR 24).
+Lag is measured along the chain of publications that the current generation of the trainer builds on. Version numbers
+are never reused, so a trainer that was killed publishes the weights of its checkpoint, and those of the steps that it
+repeats, again under new numbers. The lag between two sets of weights does not change by that (ADR 24).
 """
 
 from __future__ import annotations
@@ -25,46 +25,48 @@ from turnlog.schemas.events import (
 from turnlog.schemas.ids import environment_digest
 
 OFF_CHAIN = 2**31 - 1
-"""Lag of weights of a dead incarnation that the live one has not made: no bound lets them train."""
+"""Lag of weights of a dead trainer generation that the current one has not reproduced: no limit lets them train."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldVersion:
-    """The version that the trainer holds at a draw, and how far behind it others are."""
+    """The version that the trainer holds when it trains a rollout batch, and the lags of other versions behind it."""
 
     number: int
     lags: Mapping[int, int] = field(default_factory=dict)
-    """Version -> lag, where it is not the difference of the numbers."""
+    """Version -> lag, for versions whose lag differs from the difference of the numbers."""
 
     def lag(self, version: int) -> int:
-        """Publications between the weights of a version and those held."""
+        """Return the number of publications between the weights of `version` and those held."""
         return self.lags.get(version, self.number - version)
 
     def recorded(self, versions: Iterable[int]) -> dict[str, int]:
-        """What a manifest says of the versions that sampled for it: a reader of it alone finds the same lags."""
+        """Return version -> lag for the manifest, so that its reader needs no other record to find the same lags."""
         return {str(version): self.lag(version) for version in sorted(set(versions))}
 
 
 def recorded_version(number: int, lags: Mapping[str, int]) -> HeldVersion:
-    """The inverse of `HeldVersion.recorded`."""
+    """Return the inverse of `HeldVersion.recorded`."""
     return HeldVersion(number, {int(version): lag for version, lag in lags.items()})
 
 
 @dataclass(slots=True)
 class DeviceTurn:
-    """Whose turn it is on devices that engines and trainer share ([engine] colocate): the trainer's from a formed batch
-    on, the engines' once weights are published that have seen every one. A fold of manifests and versions, in any order
-    between the two."""
+    """The current user of devices that engines and trainer share ([engine] colocate).
+
+    The trainer owns them from the time a batch is formed; the engines own them again once weights are published that
+    include every batch. A fold of manifests and versions, which may be interleaved in any order.
+    """
 
     formed: int = -1
-    """The newest batch."""
+    """Index of the newest batch formed; -1 before the first."""
     seen: int = -1
-    """The batch that the newest weights have seen."""
+    """Index of the last batch that the newest weights include."""
     published: int = -1
-    """Their version."""
+    """The newest weight version."""
 
     def apply(self, event: Event) -> None:
-        """Fold one record; others are passed over."""
+        """Fold one record; ignore records of other types."""
         match event:
             case SampleBatchFormed():
                 self.formed = max(self.formed, event.batch_index)
@@ -73,19 +75,19 @@ class DeviceTurn:
 
     @property
     def trainers(self) -> bool:
-        """Whether engines must give way."""
+        """Whether engines must release the devices to the trainer."""
         return self.formed > self.seen
 
 
 class WeightChain:
-    """The fold of weight-versions: three integers and a hash per version. Repeats change nothing."""
+    """The fold of weight-versions. It stores three integers and a hash per version; repeated records change nothing."""
 
     def __init__(self) -> None:
         self.newest: int | None = None
         """The highest version; None before the first."""
         self.incarnation = -1
         self._places: dict[int, int] = {}
-        """Version -> its place on the chain; weights that are the same bytes after the same step share one."""
+        """Version -> its place on the chain. Versions with the same bytes after the same step share one place."""
         self._links: list[tuple[int, str]] = []
         """By place: (optimizer steps, hash of the tensors' checksums)."""
         self._heads: list[int] = []
@@ -93,7 +95,7 @@ class WeightChain:
         self._lost: dict[tuple[int, str], list[int]] = {}
         """Versions that are off the chain, by link."""
         self._steps: dict[int, int] = {}
-        """Version -> optimizer steps behind its weights, whether it is on the chain or not."""
+        """Version -> number of optimizer steps behind its weights, whether it is on the chain or not."""
 
     def apply(self, event: WeightVersionPublished) -> None:
         """Fold one publication."""
@@ -111,7 +113,7 @@ class WeightChain:
             self._places[version] = len(self._links) - 1
 
     def held(self, ahead: int, versions: Iterable[int]) -> HeldVersion:
-        """The version that the trainer will hold `ahead` publications from now, with the lags of `versions`.
+        """Return the version that the trainer will hold `ahead` publications from now, with the lags of `versions`.
 
         Raises ValueError before the first version.
         """
@@ -123,7 +125,10 @@ class WeightChain:
         return HeldVersion(number, {version: lag for version, lag in lags.items() if lag != number - version})
 
     def largest_lag(self, versions: Iterable[int]) -> int:
-        """Of versions against the newest; by number where they are of no step of the live incarnation. 0 of none."""
+        """Return the largest lag of `versions` behind the newest version; 0 if there are none.
+
+        For versions that the current trainer generation has not produced, the lag is the difference of the numbers.
+        """
         wanted = set(versions)
         if not wanted:
             return 0
@@ -131,35 +136,47 @@ class WeightChain:
         return max(held.number - version if held.lag(version) == OFF_CHAIN else held.lag(version) for version in wanted)
 
     def step_of(self, version: int) -> int | None:
-        """Optimizer steps that its weights have behind them; None where they are of no step of the live incarnation."""
+        """Return the number of optimizer steps behind a version's weights; None if the current trainer generation has
+        not produced them.
+        """
         place = self._places.get(version)
         return None if place is None else self._links[place][0]
 
     def is_older(self, version: int, than: int) -> bool:
-        """Whether the weights of a version are older than those of another: fewer optimizer steps are behind them. A
-        trainer that went back to a checkpoint gives old weights new numbers. By number where one is not known."""
+        """Whether the weights of `version` are older than those of `than`: fewer optimizer steps are behind them.
+
+        A trainer that went back to a checkpoint publishes old weights under new numbers. Numbers are compared if the
+        steps of either version are not known.
+        """
         steps = self._steps
         return steps[version] < steps[than] if version in steps and than in steps else version < than
 
     def is_news(self, version: int, served: int) -> bool:
-        """Whether an engine that serves the one is to load the other. While a trainer that went back publishes what is
-        older than that, the engine goes on with what the trainer will make again."""
+        """Whether an engine that serves version `served` should load `version`.
+
+        While a trainer that went back to a checkpoint publishes weights older than `served`, the engine keeps its own:
+        the trainer will produce them again.
+        """
         return version > served and not self.is_older(version, served)
 
     def oldest(self, *, ahead: int, max_lag: int) -> int:
-        """The version whose weights are `max_lag` publications behind those held `ahead` publications from now; a
-        number above `newest` where they are not out yet. -1 before the first version."""
+        """Return the version whose weights are `max_lag` publications behind those held `ahead` publications from now.
+
+        The result is above `newest` if that version is not published yet, and -1 before the first version.
+        """
         if self.newest is None:
             return -1
         place, end = max(len(self._links) - 1 + ahead - max_lag, 0), len(self._links) - 1
         return self._heads[place] if place <= end else self.newest + place - end
 
     def of_step(self, step: int) -> int | None:
-        """The newest version, where its weights have so many optimizer steps behind them."""
+        """Return the newest version if its weights have `step` optimizer steps behind them, else None."""
         return self.newest if self.newest is not None and self.step_of(self.newest) == step else None
 
     def _go_back(self, step: int) -> None:
-        """A new incarnation starts from the weights of `step`: what the chain holds beyond them is off it."""
+        """Take everything beyond the weights of `step` off the chain, because a new trainer generation starts from
+        them.
+        """
         kept = next((place for place, (steps, _) in enumerate(self._links) if steps > step), len(self._links))
         for version, place in list(self._places.items()):
             if place >= kept:
@@ -169,34 +186,37 @@ class WeightChain:
 
 
 class Progress:
-    """Fed in any order of the three topics, each in its own order; repeats change nothing.
+    """Fold of three topics, each in offset order and interleaved in any order; repeated records change nothing.
 
-    It holds one number per published draw, and of each weight version what WeightChain does; everything else that it
-    keeps is of draws under way. A record costs O(groups and samples that it names), a question O(log draws).
+    It retains one number per rollout batch that publishes weights, and of each weight version what WeightChain does;
+    everything else concerns unfinished rollout batches. A record costs O(groups and samples that it names), a query
+    O(log rollout batches).
     """
 
     def __init__(self, *, publish_every: int) -> None:
         self._publish_every = publish_every
         self._publishing: list[int] = []
-        """Last batch of every publish_every-th draw that trains, ascending."""
+        """Last batch of every publish_every-th rollout batch that trains, ascending."""
         self._last_draw = -1
-        """The newest draw that trains."""
+        """The newest rollout batch that trains."""
         self._ahead: deque[int] = deque()
-        """Batches that no step has eaten, ascending."""
+        """Batches without a step, ascending."""
         self._stepped = -1
         self._published_batch = -1
         self._published_ever = -1
-        """The same of any incarnation: the last batch whose weights were out."""
+        """Like `_published_batch`, but over all trainer generations: the last batch whose weights were published."""
         self._positions: dict[int, int] = {}
         self.next_batch = 0
         self.next_draw = 0
         self._chain = WeightChain()
         self._behind: dict[int, int] = {}
-        """Incarnation of the trainer -> the last batch that it stepped, or that its weights had behind them."""
+        """Trainer generation -> the last batch that it stepped on, or that its published weights include."""
         self.trained_draws_formed = 0
-        """Draws that have at least one batch."""
+        """Number of rollout batches with at least one batch."""
         self._taken: dict[str, tuple[int, int] | None] = {}
-        """Group that a draw has taken and that may be read again -> where its last sample stands, if it has any."""
+        """Group that a rollout batch has taken and that may be read again -> (partition, offset) of its last sample, or
+        None.
+        """
 
     def apply(self, event: Event) -> None:
         """Fold one record of the run."""
@@ -235,8 +255,11 @@ class Progress:
             self._publishing[-1] = event.batch_index
 
     def _take(self, event: SampleBatchFormed | BatchSkipped) -> None:
-        """A group's samples stand together and its score right behind them: the last one tells whether a position is
-        behind all of them. Part 0 names what every part of the draw dropped."""
+        """Record the groups that a rollout batch takes, and drop those that will not be read again.
+
+        A group's samples are adjacent and its score follows directly: the place of the last sample shows whether a
+        position is beyond all of them. Part 0 names what every part of the rollout batch dropped.
+        """
         for group in event.groups:
             self._taken.setdefault(group, None)
         rows: list[BatchSample | DroppedSample] = list(event.dropped)
@@ -252,29 +275,32 @@ class Progress:
         }
 
     def taken(self, group_id: str) -> bool:
-        """Whether a draw has taken a group whose records stand at or behind the positions."""
+        """Whether a rollout batch has taken this group, whose records may lie at or after the current positions."""
         return group_id in self._taken
 
     def forget(self, group_id: str) -> None:
-        """Nothing of the group will be read again."""
+        """Forget a group of which nothing will be read again."""
         self._taken.pop(group_id, None)
 
     def forget_taken(self) -> None:
-        """Nothing of any group taken so far will be read again. (Where the score of an empty group stands, no manifest
-        says.)"""
+        """Forget all groups taken so far, because nothing of them will be read again. No manifest states where the
+        score of an empty group lies.
+        """
         self._taken.clear()
 
     @property
     def batches_ahead(self) -> int:
-        """Batches formed that no step has eaten."""
+        """Number of batches formed that have no step yet."""
         return len(self._ahead)
 
     def room_for(self, batches: int, ready: int) -> bool:
-        """Whether a draw of so many batches keeps within `ready` batches ahead; one draw is always let through."""
+        """Whether a rollout batch of `batches` batches keeps within `ready` batches ahead; one is always admitted if
+        none is ahead.
+        """
         return self.batches_ahead == 0 or self.batches_ahead + batches <= ready
 
     def position(self, partition: int) -> int:
-        """Where a new batcher starts to read segment-samples."""
+        """Return the offset of segment-samples from which a new batcher reads a partition."""
         return self._positions.get(partition, 0)
 
     @property
@@ -284,9 +310,11 @@ class Progress:
 
     @property
     def repeats(self) -> bool:
-        """The trainer was killed and steps once more on batches that it stepped on before. Nothing needs to be formed,
-        and which of the dead incarnation's weights come out again is not known until they are: a step and its weights
-        are one transaction over two topics, so a reader may meet either first."""
+        """Whether the trainer was killed and is repeating steps on earlier batches.
+
+        No batch needs to be formed meanwhile. Which weights of the dead generation are published again is not known
+        until they are: a step and its weights are one transaction over two topics, so a reader may meet either first.
+        """
         if not self._behind:
             return False
         due = bisect_right(self._publishing, self._published_ever)
@@ -294,8 +322,11 @@ class Progress:
         return weights_due or self._behind[max(self._behind)] < self._stepped
 
     def held_at_next_draw(self, versions: Iterable[int] = ()) -> HeldVersion:
-        """The version that the trainer will hold when it trains the next draw: the newest one published, plus one for
-        every draw between that publishes, which is every publish_every-th of those that train; with the lags of
-        `versions`. Raises ValueError before the first version."""
+        """Return the version that the trainer will hold when it trains the next rollout batch, with the lags of
+        `versions`.
+
+        It is the newest published version plus one for every pending rollout batch that publishes: every
+        publish_every-th of those that train. Raises ValueError before the first version.
+        """
         ahead = len(self._publishing) - bisect_right(self._publishing, self._published_batch)
         return self._chain.held(ahead, versions)

@@ -1,4 +1,4 @@
-"""A batch as columns: what the batcher writes, the trainer reads and replay recomputes, with its canonical hash."""
+"""A batch as columns, with its canonical hash: written by the batcher, read by the trainer, recomputed by replay."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TEXT, ROW, TOKEN = "text", "row", "token"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRows:
-    """n rows in canonical order (group, rollout_index, segment); T tokens in all rows together.
+    """n rows in canonical order (group, rollout_index, segment), with T tokens in all rows together.
 
-    Token columns are aligned with `token_ids`: entry t is about token t, so a trainer that predicts token t from the
+    Token columns are aligned with `token_ids`: entry t describes token t, so a trainer that predicts token t from the
     tokens before it shifts by one. The loss of a step is the sum over trained tokens of token loss / weight_divisor.
     """
 
@@ -29,24 +29,26 @@ class BatchRows:
     rollout_index: NDArray[np.int32]
     segment_index: NDArray[np.int32]
     lengths: NDArray[np.int32]
-    """[n] tokens per row; sums to T."""
+    """[n] tokens per row; the sum is T."""
     token_ids: NDArray[np.int32]
-    """[T]"""
+    """[T] token ids of all rows, one row after the other."""
     trained: NDArray[np.uint8]
-    """[T] 1 where the token carries loss."""
+    """[T] 1 where the token has a loss."""
     logprobs: NDArray[np.float32]
     """[T] the engine's log-probs, 0 where the token was not sampled in this row."""
     advantages: NDArray[np.float32]
-    """[T] 0 where not trained."""
+    """[T] advantages, 0 where not trained."""
     weight_divisor: NDArray[np.int64]
-    """[n] each trained token of the row weighs 1 / weight_divisor."""
+    """[n] inverse weight: each trained token of the row weighs 1 / weight_divisor."""
     temperature: NDArray[np.float32]
     rewards: NDArray[np.float32]
     version_min: NDArray[np.int32]
-    """[n] oldest weight version among the row's trained tokens; -1 without one."""
+    """[n] oldest weight version among the row's trained tokens; -1 without trained tokens."""
     version_max: NDArray[np.int32]
     old_cache: NDArray[np.uint8] | None = None
-    """[T] 1 where the token was sampled on a cache that older weights filled than sampled it; None: nowhere."""
+    """[T] 1 where the token was sampled on a KV cache filled by older weights than those that sampled it. None: no
+    token was.
+    """
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.sample_ids), int(self.lengths.sum())
@@ -65,26 +67,26 @@ class BatchRows:
 
     @property
     def version(self) -> int:
-        """The least rows version that has all of it."""
+        """The lowest rows version that has all the columns present."""
         return 1 if self.old_cache is None else 2
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """[n] where each row's tokens start."""
+        """[n] index of each row's first token."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[:-1]
 
     def columns(self) -> dict[str, Any]:
-        """By name: what rows that hold more beside them are made of."""
+        """Return the columns by name, so that a type with more columns can be built from them."""
         return {name: getattr(self, name) for name, _, _ in COLUMNS}
 
     def trained_per_row(self) -> NDArray[np.int64]:
-        """[n] trained tokens of each row."""
+        """Return [n] the number of trained tokens of each row."""
         edges = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         counts: NDArray[np.int64] = edges[self.starts + self.lengths] - edges[self.starts]
         return counts
 
     def among(self, kept: NDArray[np.bool_]) -> Self:
-        """The rows of `kept` [n], in their order."""
+        """Return the rows where `kept` [n] is true, in the same order."""
         of_kind = {ROW: kept, TOKEN: np.repeat(kept, self.lengths)}
         columns: dict[str, Any] = {}
         for name, kind, _ in COLUMNS:
@@ -96,15 +98,20 @@ class BatchRows:
         return dataclasses.replace(self, **columns)
 
     def sampled_by(self, known: Iterable[int]) -> set[int]:
-        """Versions that trained tokens come from: of each row the oldest, the newest, and the `known` between."""
+        """Return the versions that trained tokens come from: of each row the oldest and the newest, and all `known`
+        ones between.
+        """
         trained = self.trained_per_row() > 0
         spans = set(zip(self.version_min[trained].tolist(), self.version_max[trained].tolist(), strict=True))
         between = {version for version in known for oldest, newest in spans if oldest < version < newest}
         return between.union(*spans)
 
     def known_of(self, version: int) -> NDArray[np.bool_]:
-        """[T] tokens that these weights sampled for sure: those of rows that name no other version, and of rows that
-        name the one before, too, those on an older cache: weights change before such a token, never behind it."""
+        """Return a [T] mask of the tokens that the weights of `version` certainly sampled.
+
+        These are all tokens of rows that name no other version, and, in rows that also name the version before it, the
+        tokens on an older cache: weights change before such a token, never after it.
+        """
         newest = self.version_max == version
         known: NDArray[np.bool_] = np.repeat(newest & (self.version_min == version), self.lengths)
         if self.old_cache is not None:
@@ -129,18 +136,21 @@ def _columns() -> tuple[tuple[str, str, str | None], ...]:
 COLUMNS = _columns()
 """(name, kind, little-endian dtype or None for text) in schema order."""
 OPTIONAL = frozenset({"old_cache"})
-"""Columns that rows need not have."""
+"""Columns that may be absent."""
 _FIRST = tuple(name for name, _, _ in COLUMNS if name not in OPTIONAL)
 ROWS_VERSIONS = {1: _FIRST, 2: (*_FIRST, "old_cache")}
-"""Version of rows, as a manifest says it -> the columns that the hash covers, in this order. A list never changes: a
-column that is new stands in a new one, and batches of older lists are read without it."""
+"""Rows version, as recorded in a manifest -> the columns that the hash covers, in this order.
+
+A list never changes. A new column requires a new version; batches of older versions are read without the column.
+"""
 
 
 def rows_sha256(rows: BatchRows, version: int | None = None) -> str:
-    """Hex sha256 over the columns of a version (None: that of `rows`): name and bytes, each length-prefixed,
-    little-endian; of a column that they lack no bytes.
+    """Return the hex sha256 over the columns of a version (None: that of `rows`).
 
-    Framing of the file (Arrow) is left out on purpose. Raises ValueError for NaN, which has many byte forms.
+    The hash covers the name and the little-endian bytes of each column, both length-prefixed; an absent column has no
+    bytes. The framing of the file (Arrow) is deliberately left out. Raises ValueError for NaN, which has many byte
+    forms.
     """
     running = hashlib.sha256()
     described = {name: (kind, dtype) for name, kind, dtype in COLUMNS}

@@ -1,11 +1,11 @@
 """Loss weights as integers: each trained token of a row weighs 1 / divisor, and the batch's weights add up to 1.
 
-folds.md 4; prompt-equal as in DAPO-style per-prompt averaging, `constant` as in Dr. GRPO (arXiv 2503.20783).
+The weightings are described in docs/folds.md: prompt-equal as in DAPO-style per-prompt averaging, `constant` as in Dr.
+GRPO (arXiv 2503.20783).
 
-Whitening: advantages shifted and scaled to mean 0 and deviation 1 over the trained tokens of one batch.
-
-Every trained token counts once, whatever its loss weight (REINFORCE++, arXiv 2501.03262). Mean and variance are exact
-rationals, rounded once: the same bits in any order of the rows and however trajectories were cut into segments.
+Whitening shifts and scales advantages to mean 0 and deviation 1 over the trained tokens of one batch. Every trained
+token counts once, whatever its loss weight (REINFORCE++, arXiv 2501.03262). Mean and variance are exact rationals,
+rounded once: the bits are the same in any order of the rows and however trajectories were cut into segments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from turnlog.schemas.events import Weighting
 
 
 class WeightsDoNotAddUp(Exception):
-    """Invariant I5 is broken: a bug. The batch is not published and the batcher ends."""
+    """Invariant I5 is violated: a bug. The batch is not published and the batcher ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRow:
-    """What weighting needs of a row: whose it is and how many of its tokens train (at least one)."""
+    """A row as weighting sees it: its group and session, and its number of trained tokens (at least one)."""
 
     group_id: str
     session_id: str
@@ -48,9 +48,10 @@ class Weights:
 
 
 def weigh(rows: Sequence[LiveRow], weighting: Weighting, constant_length: int) -> Weights:
-    """Divisors of `rows`: prompt P x M_p, trajectory J x M_j, token M, constant J x L.
+    """Return the divisors of `rows`: prompt P x M_p, trajectory J x M_j, token M, constant J x L.
 
-    P, J and M count what is live in this batch.
+    P, J and M are the numbers of prompts, trajectories and trained tokens in this batch; M_p and M_j count the trained
+    tokens of one prompt or trajectory; L is `constant_length`.
     """
     per_prompt: Counter[str] = Counter()
     per_trajectory: Counter[str] = Counter()
@@ -69,11 +70,12 @@ def weigh(rows: Sequence[LiveRow], weighting: Weighting, constant_length: int) -
 
 
 def check_rows(rows: BatchRows, weights: Weights, weighting: Weighting) -> None:
-    """Invariant I5 (and I7) of the columns themselves: what `weigh` was told plays no part.
+    """Check invariants I5 and I7 on the columns themselves, independently of the input of `weigh`.
 
     Trained tokens are counted in the trained flags, weights are read from weight_divisor. The tokens of one prompt
     (trajectory; the batch) weigh the same and together 1 / P (1 / J; 1); under `constant` each weighs 1 / (J x L), in
-    all M / (J x L). P, J and M of `weights` are what the columns hold. Raises WeightsDoNotAddUp.
+    total M / (J x L). P, J and M of `weights` must match the columns. Raises WeightsDoNotAddUp if an invariant does not
+    hold.
     """
     counts = rows.trained_per_row().tolist()
     if not counts or min(counts) < 1 or int(rows.trained.max()) > 1:
@@ -105,19 +107,19 @@ def _broken(weighting: Weighting, what: str) -> WeightsDoNotAddUp:
 
 
 EPSILON = 1e-6
-"""Added to the deviation, as in grpo: a batch of equal advantages becomes 0, not noise."""
+"""Added to the deviation, as in GRPO: a batch of equal advantages becomes 0 instead of noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whitening:
-    """What a batch was whitened with; stands in its manifest."""
+    """Mean and deviation that whitened a batch; both are recorded in its manifest."""
 
     mean: float
     std: float
-    """Population deviation; 0 when all advantages are equal."""
+    """Population deviation; 0 if all advantages are equal."""
 
     def apply(self, advantages: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(a - mean) / (std + 1e-6), elementwise; 0 where std is 0."""
+        """Return (a - mean) / (std + 1e-6) elementwise; 0 if std is 0."""
         if self.std == 0.0:
             return np.zeros_like(advantages)
         whitened: NDArray[np.float64] = (advantages - self.mean) / (self.std + EPSILON)
@@ -125,7 +127,7 @@ class Whitening:
 
 
 def whitening(advantages: Iterable[NDArray[np.float64]]) -> Whitening:
-    """Over all values of all arrays. Raises ValueError without any."""
+    """Return mean and deviation over all values of all arrays. Raises ValueError if there are no values."""
     counts: Counter[float] = Counter()
     for one in advantages:
         values, repeats = np.unique(one, return_counts=True)
