@@ -1,7 +1,7 @@
-"""A run's life as its owner steers it: `turnlog run list`, `pause`, `resume`, `close`.
+"""Commands with which an owner steers a run: `turnlog run list`, `pause`, `resume`, `close`.
 
-A phase is a fact on the run's log (RunPlanned.phase), which every role follows (infra.roles.runs): there is nobody else
-to tell, and whoever starts later knows it, too.
+The phase of a run is recorded on its log (RunPlanned.phase). Every role follows it there (infra.roles.runs), so nobody
+else has to be notified, and a role that starts later learns it, too.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ SAID = {
     RunPhase.CLOSED: "closed: its roles end, and none starts for it again",
 }
 DOWN = "down"
-"""State of a run of this machine whose log cannot be read: its servers do not run, or are not reached."""
+"""State of a run on this machine whose log cannot be read, because its servers do not run or cannot be reached."""
 FOLDED = (topics.RUNS.name, topics.STEPS.name)
-"""Read from their beginnings; of the others the last record is looked at."""
+"""Topics that are read from their beginning. Of the other topics only the last record is read."""
 LOOKED_AT = (topics.GROUP_REQUESTS, topics.SESSIONS, topics.TURNS, topics.BATCHES, topics.WEIGHTS, topics.ENGINES)
 LAST_FEW = 8
-"""Offsets before an end among which a record is looked for first: markers and aborted records have some, too."""
+"""Number of offsets before the end of a partition in which its last record is searched for first. Transaction markers
+and aborted records take up offsets, too."""
 
 
 def phase_command(settings: Settings, wanted: RunPhase) -> int:
-    """Say the run's phase on its log, and what came of it; 0. Raises NotConfigured, OtherRun, RunClosed."""
+    """Record the phase on the run's log, print the result and return 0. Raises NotConfigured, OtherRun, RunClosed."""
 
     async def run() -> RunPhase:
         async with opened("run", settings) as role:
@@ -59,34 +60,36 @@ def phase_command(settings: Settings, wanted: RunPhase) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Known:
-    """A run that was found."""
+    """A run found by `turnlog run list`."""
 
     run: str
     state: str
-    """configured | running | paused | finished | closed, by its log; down: a local one whose log is not served."""
+    """configured | running | paused | finished | closed, as the log says; down for a local run whose log is not served;
+    unreadable for a directory whose settings cannot be loaded."""
     last_step: int | None = None
-    """Optimizer steps behind the newest one that counts."""
+    """Number of optimizer steps done, up to the newest effective one."""
     draws_trained: int = 0
     draws_planned: int | None = None
     last_event: str | None = None
-    """ISO 8601, UTC, by the clock of who wrote it: of the newest of the topics that are looked at."""
+    """Timestamp of the newest record of the topics that are read, as ISO 8601 in UTC, by the clock of its writer."""
     parent: str | None = None
-    """RUN@STEP that it was forked from."""
+    """RUN@STEP from which the run was forked."""
     kafka: str = ""
     prefix: str = ""
     directory: str = ""
-    """Of a run on this machine."""
+    """Directory of the run, if it is on this machine."""
     bytes: int | None = None
-    """Of all files of that directory."""
+    """Total size of all files of that directory."""
     checkpoint_bytes: int | None = None
-    """Of those below its `checkpoints`."""
+    """Total size of the files below its `checkpoints`."""
     why: str = ""
-    """It is down or unreadable."""
+    """Reason why the run is down or unreadable."""
 
 
 def list_command(settings: Settings, *, as_json: bool) -> int:
-    """Print the runs of the cluster of `settings`, of every cluster that a run beside `[run] directory` serves, and of
-    those directories; 0. Raises LogUnavailable, RegistryUnavailable, StoreUnavailable for the cluster of `settings`."""
+    """Print runs and return 0. They are the runs on the cluster of `settings`, on every cluster that serves a run
+    beside `[run] directory`, and in those directories. Raises LogUnavailable, RegistryUnavailable or StoreUnavailable
+    if the cluster of `settings` cannot be read."""
     named = _served(settings)
     found = {} if named is None else {named.kafka.bootstrap: run_verb(runs_of(named))}
     for path in sorted(Path(settings.run.directory).parent.glob(f"*/{run_folder.SETTINGS}")):
@@ -102,7 +105,7 @@ def list_command(settings: Settings, *, as_json: bool) -> int:
 
 
 def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
-    """The run of a directory, and what else its cluster holds. What is wrong with one hides none of the others."""
+    """Add the run of a directory and everything else on its cluster. An error in one run does not hide the others."""
     directory = str(path.parent)
     try:
         own = load(path, {})
@@ -126,7 +129,7 @@ def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
 
 
 def _weigh(run: Known) -> None:
-    """Say what a run's directory takes on the disk, so that its owner can decide which one to delete."""
+    """Fill in the disk usage of a run's directory, so that its owner can decide which one to delete."""
     if run.directory:
         sizes = run_folder.file_sizes(Path(run.directory))
         run.checkpoint_bytes = sum(sizes[run_folder.CHECKPOINTS])
@@ -134,7 +137,7 @@ def _weigh(run: Known) -> None:
 
 
 def _served(settings: Settings) -> Settings | None:
-    """With the address of its log; None where nothing serves it."""
+    """Return the settings with the address of the run's log filled in, or None if nothing serves it."""
     try:
         return run_folder.resolved(settings)
     except run_folder.NoEndpoints:
@@ -143,17 +146,17 @@ def _served(settings: Settings) -> Settings | None:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the topics below one prefix say."""
+    """State of the topics below one prefix."""
 
     events: list[Any] = field(default_factory=list)
-    """Of topic `runs`, in order."""
+    """Events of topic `runs`, in order."""
     steps: dict[tuple[str, int], StepCompleted] = field(default_factory=dict)
-    """(run, batch) -> the one that counts."""
+    """(run, batch) -> its effective step."""
     newest_ms: int = -1
     asked: bool = False
 
     def take(self, topic: str, record: Record, event: Any) -> None:
-        """Fold one record; `event` is None of a topic that is only looked at."""
+        """Fold one record. `event` is None for topics that are not folded."""
         self.newest_ms = max(self.newest_ms, record.timestamp_ms)
         self.asked = self.asked or topic == topics.GROUP_REQUESTS.name
         if topic == topics.RUNS.name:
@@ -163,7 +166,7 @@ class _Seen:
             self.steps[place] = counting_step(self.steps.get(place), event)
 
     def known(self, prefix: str, kafka: str) -> Known | None:
-        """The run, if these are topics of one."""
+        """Return the run that these topics belong to, or None if no run is configured there."""
         whose = Life("")
         for event in self.events:
             whose.apply(event)
@@ -196,8 +199,8 @@ def _state(said: Life, trained: int, *, begun: bool) -> str:
 
 
 async def runs_of(settings: Settings) -> list[Known]:
-    """The runs of a cluster, below every prefix whose topics this login may see, by prefix. Raises LogUnavailable,
-    RegistryUnavailable."""
+    """Return the runs of a cluster, sorted by prefix, under every prefix whose topics this login may see. Raises
+    LogUnavailable, RegistryUnavailable."""
     everything = dataclasses.replace(settings, kafka=dataclasses.replace(settings.kafka, prefix=""))
     async with opened("run", everything) as role:
         counts = {name: spec.partitions for name, spec in (await role.log.topics()).items()}
@@ -216,7 +219,7 @@ async def runs_of(settings: Settings) -> list[Known]:
 
 
 async def _seen(role: Role, place_of: Mapping[Partition, tuple[str, str]]) -> dict[str, _Seen]:
-    """By prefix."""
+    """Read the topics and return their state by prefix."""
     seen: defaultdict[str, _Seen] = defaultdict(_Seen)
     starts, ends = await role.log.start_offsets(list(place_of)), await role.log.end_offsets(list(place_of))
     few, wanted = LAST_FEW, [place for place in place_of if starts[place] < ends[place]]
@@ -232,7 +235,7 @@ async def _seen(role: Role, place_of: Mapping[Partition, tuple[str, str]]) -> di
             try:
                 event = await role.events.decode(record) if topic in FOLDED else None
             except UndecodableRecord:
-                continue  # of somebody else's topic of that name, or the role that owns the topic parks it
+                continue  # another program's topic of that name; or its own role dead-letters the record
             seen[prefix].take(topic, record, event)
         few *= LAST_FEW
         wanted = [place for place in wanted if place not in met and begin[place] > starts[place]]
@@ -249,7 +252,7 @@ async def _records(role: Role, begin: Mapping[Partition, int], ends: Mapping[Par
 
 def _tell(found: Iterable[Known]) -> None:
     table = Table("run", "state", "step", "draws", "last event", "bytes", "checkpoints", "prefix", "kafka", "directory")
-    table.columns[0].no_wrap = True  # what people copy
+    table.columns[0].no_wrap = True  # users copy it
     table.columns[0].overflow = "ignore"
     for run in found:
         planned = "?" if run.draws_planned is None else run.draws_planned

@@ -1,19 +1,20 @@
-"""`turnlog run delete`: what one run has left on its servers and in its directory goes, for good.
+"""`turnlog run delete`: remove everything that one run has left on its servers and in its directory, for good.
 
-It is found by names that are the run's alone: topics of the catalogue and Faust's changelogs below its prefix, its
-groups, its owner's folder and its archive in the store, its directory. Nothing of another prefix is touched. The rest
-of the bucket is read before, as `turnlog gc` reads it: what another log or archive names keeps the run, what recordings
-name is handed on to `blobs/`, which is nobody's.
+It is found by names that belong to this run alone: catalogue topics and Faust's changelogs below its prefix, its
+consumer groups, its owner's folder and its archive in the store, its directory. Nothing under another prefix is
+touched. First, the rest of the bucket is read as `turnlog gc` reads it: if another log or archive references one of the
+run's blobs, the run is not deleted; blobs that recordings reference are copied to `blobs/`, which belongs to no run.
 
-The order lets a call that was killed be said again: groups go first, since Kafka forgets their commits with the topics;
-then the store, whose folder the log's cluster names; topics, `runs` last, since it says whose they are; and the
-directory, settings.toml last, since it says where all that is.
+The order of deletion makes the command repeatable after it was killed. Consumer groups go first, because Kafka forgets
+their commits together with the topics. Then the store, whose folder is identified by the log's cluster; then topics,
+with `runs` last, because it identifies their run; finally the directory, with settings.toml last, because it holds all
+the addresses.
 
 DeleteError
-├── RunIsUp         a supervisor holds the run, or members of its groups are at work
-├── StillNeeded     another run or archive names what would go
-├── NotConfirmed    nobody has typed the run's id
-└── NotRemoved      a file of the directory stays
+├── RunIsUp         a supervisor holds the run, or its consumer groups have active members
+├── StillNeeded     another run or archive references what would be deleted
+├── NotConfirmed    the run's id was not typed
+└── NotRemoved      a file of the directory could not be removed
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class RunIsUp(DeleteError):
 
 
 class StillNeeded(DeleteError):
-    """Remedy: delete first what needs it."""
+    """Remedy: first delete the run or archive that needs it."""
 
 
 class NotConfirmed(DeleteError):
@@ -73,62 +74,64 @@ class NotConfirmed(DeleteError):
 
 
 class NotRemoved(DeleteError):
-    """Remedy: the rights on the file; then say it again."""
+    """Remedy: correct the permissions of the file, then run the command again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Whose things go, and where they lie."""
+    """The run to delete, and where its data lies."""
 
     id: str
     prefix: str
     directory: Path
     archive: str
     cluster: str = ""
-    """Kafka's own id; empty: nothing says it."""
+    """Kafka's own cluster id; empty if unknown."""
     log: RemovableLog | None = None
-    """None: it lies in the directory, as the next."""
+    """Client of the log; without it, the log lies in the run's directory. The same holds for `blobs`."""
     blobs: Blobs | None = None
 
     @property
     def owner(self) -> Owner:
-        """Of its folder in the store."""
+        """Owner of the run's folder in the store."""
         return Owner(self.cluster, self.prefix, self.id)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that goes."""
+    """A thing to delete."""
 
     what: str
     name: str
     count: int
-    """Offsets of a topic (records and markers), objects, files; of the others 1."""
+    """Number of offsets of a topic (records and markers), of objects or of files; 1 for other kinds."""
     bytes: int | None
-    """None: nobody says."""
+    """Size in bytes; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What goes, in the order in which it does."""
+    """Everything that `deleted` removes."""
 
     items: tuple[Item, ...]
     groups: tuple[str, ...]
     objects: tuple[str, ...]
-    """Names in the store."""
+    """Names of objects in the store."""
     handed: tuple[tuple[str, str], ...]
-    """Objects that recordings need, and where they are copied to."""
+    """Objects that recordings need, each with the name to which it is copied first."""
     topics: tuple[str, ...]
     left: tuple[str, ...]
-    """What stays, and why."""
+    """Notes on what stays, and why."""
 
 
 Needed = Callable[[Collection[str]], Awaitable[Collection[str]]]
-"""Hashes of blobs -> those that recordings name. Raises StillNeeded for what others do."""
+"""Function from hashes of blobs to those that recordings reference. Raises StillNeeded if another log or archive
+references one."""
 
 
 async def planned(run: Run, needed: Needed) -> Plan:
-    """Look at everything and change nothing. Raises OtherRun, RunIsUp, StillNeeded, LogError, StoreUnavailable."""
+    """Plan the deletion without changing anything. Raises OtherRun, RunIsUp, StillNeeded, LogError,
+    StoreUnavailable."""
     _check_neighbours(run.directory)
     items, left = _files(run.directory, run.id)
     own: tuple[str, ...] = ()
@@ -157,7 +160,8 @@ async def planned(run: Run, needed: Needed) -> Plan:
 
 
 async def _topics(run: Run, log: RemovableLog) -> tuple[tuple[str, ...], Collection[str], list[str]]:
-    """The run's topics, `runs` last, hashes that its weights name, and what stays. Raises OtherRun."""
+    """Return the run's topics with `runs` last, the hashes that its weight versions reference, and what stays. Raises
+    OtherRun."""
     there = await log.topics()
     changelog = re.compile(
         rf"{re.escape(ConsumerGroup.VIEWS.format(run=run.id))}-([a-z]+-changelog|__assignor-__leader)"
@@ -190,7 +194,7 @@ async def _topics(run: Run, log: RemovableLog) -> tuple[tuple[str, ...], Collect
 
 
 async def _groups(run: Run, log: RemovableLog) -> tuple[str, ...]:
-    """Groups of the run, none of which has members. Raises RunIsUp."""
+    """Return the run's consumer groups. Raises RunIsUp if one of them has members."""
     names = {"run": run.id, "archive": run.archive}
     exact = {group.format(**names) for group in ConsumerGroup if "{engine}" not in group}
     loaders = ConsumerGroup.LOADER.format(run=run.id, engine="")
@@ -198,7 +202,7 @@ async def _groups(run: Run, log: RemovableLog) -> tuple[str, ...]:
     known = {topic.name for topic in topics.CATALOGUE}
     own = []
     for group in likely:
-        # Where prefixes and ids share their beginnings, a name may be made up in two ways: what it has read tells.
+        # The name alone is ambiguous if one prefix or id begins with another: check which topics the group has read.
         if {place.topic for place in await log.committed(group)} <= known:
             own.append(group)
     for group in own:
@@ -225,7 +229,7 @@ async def _log_items(run: Run, log: RemovableLog, own: Sequence[str], groups: It
 
 
 async def _ids(run: Run, log: RemovableLog) -> str:
-    """Of the run's transactors."""
+    """Return the transactional ids of the run, joined by commas."""
     names = {"run": run.id, "archive": run.archive, "engine": "", "unit": ""}
     exact = {one.format(**names) for one in TransactionalId if not one.endswith("}")} - {TransactionalId.REGISTRY}
     more = tuple(one.format(**names) for one in TransactionalId if one.endswith("}"))
@@ -236,9 +240,12 @@ async def _ids(run: Run, log: RemovableLog) -> str:
 async def _objects(
     run: Run, blobs: Blobs, weights: Collection[str], needed: Needed, *, sure: bool
 ) -> tuple[list[Item], tuple[str, ...], tuple[tuple[str, str], ...], list[str]]:
-    """What goes from the store; its names, that of the owner last; blobs that are handed on; what stays. `sure`: the
-    run has topics or a directory here. Of one that has neither, nor an owner, the prefix may be mistaken: an archive's
-    name has none."""
+    """Return the items to delete from the store, their object names with the owner's last, blobs to copy to `blobs/`
+    first, and what stays.
+
+    `sure`: whether the run has topics or a directory here. Without either, and without an owner in the store, the
+    prefix may be mistaken, and the name of an archive does not contain one; so the archive stays.
+    """
     folder = f"{run.owner.folder}/"
     listed = [] if not run.cluster else [
         one for prefix in (folder, TRASH + folder) for one in (await blobs.listed(prefix)).objects
@@ -273,7 +280,8 @@ async def _objects(
 
 
 async def _unclaimed(run: Run, blobs: Blobs) -> list[str]:
-    """Of folders that another cluster's log decides about."""
+    """Return notes on folders of this prefix and run id that belong to another cluster, whose log decides about
+    them."""
     end = Owner("", run.prefix, run.id).name.partition("prefix=")[2]
     others = [
         name for name in await blobs.names("owners/") if name.endswith(f"/prefix={end}") and name != run.owner.name
@@ -282,7 +290,7 @@ async def _unclaimed(run: Run, blobs: Blobs) -> list[str]:
 
 
 def _check_neighbours(directory: Path) -> None:
-    """Whether the settings of another run beside this one name a file in here. Raises StillNeeded."""
+    """Check that no settings of a run beside this one name a file in this directory. Raises StillNeeded."""
     for path in sorted(directory.parent.glob(f"*/{run_folder.SETTINGS}")):
         if path.parent == directory:
             continue
@@ -306,7 +314,7 @@ def _is_own(directory: Path, run_id: str) -> bool:
 
 
 def _files(directory: Path, run_id: str) -> tuple[list[Item], list[str]]:
-    """The run's directory, checkpoints apart, and what of it stays."""
+    """Return the run's directory, with checkpoints as an item of their own, and what stays of it."""
     if not directory.exists():
         return [], []
     if not _is_own(directory, run_id):
@@ -317,12 +325,12 @@ def _files(directory: Path, run_id: str) -> tuple[list[Item], list[str]]:
 
 
 async def deleted(run: Run, plan: Plan, close: Callable[[], Awaitable[None]]) -> None:
-    """Do what `plan` says. `close`: says on the log that nothing starts for the run any more. Cut off anywhere, a new
-    plan has the rest. Raises RunIsUp, NotRemoved, LogError, StoreUnavailable."""
+    """Carry out `plan`. `close` records on the log that nothing may start for the run any more. If this is interrupted
+    anywhere, a new plan covers the rest. Raises RunIsUp, NotRemoved, LogError, StoreUnavailable."""
     if run.log is not None:
         if RUNS in plan.topics:
             await close()
-        await _groups(run, run.log)  # who came meanwhile
+        await _groups(run, run.log)  # raises if members have joined meanwhile
         await run.log.delete_groups(plan.groups)
     if run.blobs is not None:
         for name, to in plan.handed:
@@ -341,7 +349,7 @@ async def deleted(run: Run, plan: Plan, close: Callable[[], Awaitable[None]]) ->
 
 
 def _remove(directory: Path) -> None:
-    """Raises NotRemoved."""
+    """Remove the directory. Raises NotRemoved."""
     try:
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -361,8 +369,8 @@ async def needed_elsewhere(
     hashes: Collection[str], *, blobs: Blobs, run: Run, clusters: Mapping[str, gc.Connect],
     roots: Collection[tuple[str, str]], retired: Collection[str],
 ) -> Collection[str]:  # fmt: skip
-    """Which of the run's blobs recordings name and nobody else holds. Raises StillNeeded for those that the log or
-    archive of another run does, UnknownOwner, LogError, StoreUnavailable."""
+    """Return those of the run's blobs that recordings reference and that exist nowhere else. Raises StillNeeded if the
+    log or archive of another run references one; UnknownOwner, LogError, StoreUnavailable."""
     objects = [one.name for prefix in (OWNED, "blobs/") for one in (await blobs.listed(prefix)).objects]
     places = [match for name in objects if (match := KEY.fullmatch(name))]
     copied = {match[3] for match in places if match[2] != run.owner.folder}
@@ -399,8 +407,8 @@ async def needed_elsewhere(
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print what goes and what stays; with --delete let it go. 0. Raises DeleteError, OtherRun, GcError, LogError,
-    StoreUnavailable, SettingsError."""
+    """Print what would be deleted and what stays, and delete it if --delete is given. Return 0. Raises DeleteError,
+    OtherRun, GcError, LogError, StoreUnavailable, SettingsError."""
     own = _settings_of(settings, arguments)
     directory = Path(own.run.directory)
     if directory.exists() and run_folder.is_live(directory):
@@ -410,7 +418,8 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _settings_of(settings: Settings, arguments: argparse.Namespace) -> Settings:
-    """Of the run that is named: those of --settings, of its directory, or else the environment's under its id."""
+    """Return the settings of the named run: those of --settings, else of its directory, else of the environment with
+    its id."""
     if arguments.settings is None:
         directory = Path(settings.run.directory)
         if settings.run.id != arguments.target:
@@ -449,7 +458,8 @@ async def _command(own: Settings, arguments: argparse.Namespace) -> None:
 
 
 async def _reached(stack: AsyncExitStack, own: Settings, arguments: argparse.Namespace) -> tuple[Run, Needed]:
-    """The run's log and store, where they are not in its directory, and how to ask everybody else of the bucket."""
+    """Connect to the run's log and store, unless they lie in its directory. Return the run and a function that searches
+    everything else in the bucket for references."""
     directory, log, blobs = Path(own.run.directory), None, None
     clusters: dict[str, gc.Connect] = {}
     roots = set()
@@ -480,14 +490,15 @@ async def _reached(stack: AsyncExitStack, own: Settings, arguments: argparse.Nam
 
 
 async def _closed(own: Settings) -> None:
-    """Nothing starts for the run any more, and what has no group ends. An embedded registry is down: so is the run."""
+    """Close the run, so that nothing starts for it any more and roles without a consumer group end. If the registry is
+    embedded, it is down, and so is the run."""
     if own.registry.url:
         async with opened("run", own) as role:
             await set_phase(role, RunPhase.CLOSED)
 
 
 def _confirm(run_id: str, *, yes: bool) -> None:
-    """Raises NotConfirmed."""
+    """Ask for the run's id on the terminal, unless `yes`. Raises NotConfirmed."""
     if yes:
         return
     if not sys.stdin.isatty():

@@ -1,7 +1,8 @@
-"""`turnlog doctor`: whether an installation keeps what a run rests on, by asking its servers; what to change where not.
+"""`turnlog doctor`: query the servers of an installation, check that they guarantee what a run relies on, and print
+what to change.
 
-Limits that a record meets first in the middle of a run are read from the brokers beforehand; a server that does not
-answer is a finding like any other, so that one call says everything.
+Broker limits that a record would otherwise hit only in the middle of a run are read beforehand. A server that does not
+answer is reported as a finding like any other, so that one call reports everything.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 from turnlog.settings import Settings
 
 SKEW_S = 5.0
-"""Clocks further apart make ages, lags in seconds and `--before` wrong by as much."""
+"""Maximum difference between clocks, in seconds. A larger one makes ages, lags in seconds and `--before` wrong by as
+much."""
 ANSWER_S = 10.0
 LEVELS = ("BACKWARD_TRANSITIVE", "FULL_TRANSITIVE")
-"""Of a registry: under each a reader of today reads what any release wrote."""
+"""Compatibility levels of a registry under which a present reader can read what any release wrote."""
 PROBE = "doctor/probe"
-"""The one object that the doctor writes, again each time."""
+"""Name of the only object that the doctor writes; it is overwritten each time."""
 HIDDEN = "ask who runs it, or give this principal DescribeConfigs on the cluster (`turnlog topics acls`)"
 GOOD, WORTH_A_LOOK, WRONG = "good", "worth a look", "wrong"
 ROOM = 64 << 10
-"""Bytes of a produce request beside its records."""
+"""Bytes of a produce request in addition to its records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, and what came of it."""
+    """The result of one check."""
 
     state: str
     """good | worth a look | wrong"""
@@ -67,7 +69,7 @@ Findings = Iterable[Finding]
 
 
 def command(settings: Settings, *, as_json: bool) -> int:
-    """Look at everything that the settings name and print what was found; 1 when something is wrong, else 0. Raises
+    """Check every server that the settings name and print the findings. Return 1 if something is wrong, else 0. Raises
     NoEndpoints."""
     found = run_verb(examined(resolved(settings)))
     if as_json:
@@ -79,7 +81,7 @@ def command(settings: Settings, *, as_json: bool) -> int:
 
 
 async def examined(settings: Settings) -> list[Finding]:
-    """Of servers whose addresses are filled in."""
+    """Check the servers. `settings` must have their addresses filled in."""
     looks: dict[str, Callable[[Settings], Awaitable[Findings]]] = {
         f"[kafka] bootstrap {settings.kafka.bootstrap}": _kafka,
         f"[registry] url {settings.registry.url}": _registry,
@@ -90,7 +92,7 @@ async def examined(settings: Settings) -> list[Finding]:
 
 
 def _roles(settings: Settings) -> list[Finding]:
-    """What roles that work warn of, where they serve their health."""
+    """Collect the warnings of running roles from their health endpoints."""
     addresses = health_addresses(settings) | {one: one for one in settings.status.health}
     with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as pool:
         told = zip(addresses, pool.map(lambda one: warned(one, timeout_s=ANSWER_S), addresses.values()), strict=True)
@@ -98,7 +100,7 @@ def _roles(settings: Settings) -> list[Finding]:
 
 
 async def _looked(where: str, look: Callable[[Settings], Awaitable[Findings]], settings: Settings) -> list[Finding]:
-    """What `look` finds; an answer that it did not get is what was found."""
+    """Run one check. If the server does not answer, return that as the finding."""
     try:
         return list(await look(settings))
     except (LogError, BlobError, RegistryError, TlsFileUnusable) as error:
@@ -132,7 +134,8 @@ def _counted(brokers: int, settings: Settings) -> Finding:
 
 
 def broker_findings(where: str, config: Mapping[str, str], settings: Settings) -> Iterator[Finding]:
-    """Of one broker, by its configuration. What it does not tell (managed clusters hide some) is worth a look."""
+    """Check the configuration of one broker. Keys that it does not report (managed clusters hide some) are worth a
+    look."""
     pause, member = settings.run.longest_pause_s, Membership()
     why = (
         f"run.longest_pause_s is {pause:g} s: a group's position is forgotten sooner, and a restart would miss records"
@@ -172,7 +175,8 @@ async def _registry(settings: Settings) -> Findings:
 
 
 def level_of(url: str, subject: str, answer: httpx.Response) -> Finding:
-    """What a registry's answer says of the compatibility of a subject; "": of the registry's own."""
+    """Check the compatibility level of a subject in a registry's answer; subject "" stands for the registry's
+    default."""
     where = f"subject {subject}" if subject else f"registry {url}"
     if answer.is_error:
         return Finding(WORTH_A_LOOK, where, f"its level is not told: {answer.status_code}", "ask who runs it")
@@ -187,7 +191,8 @@ def level_of(url: str, subject: str, answer: httpx.Response) -> Finding:
 
 
 def skew(name: str, url: str, said: str | None) -> Finding:
-    """Of a server's clock, by the Date of its answer: whole seconds, so half a second is taken off."""
+    """Compare a server's clock with this machine's, by the Date header of its answer. That has whole seconds, so half a
+    second is added to it."""
     where = f"{name} {url}"
     if said is None:
         return Finding(WORTH_A_LOOK, where, "its answers have no Date: its clock is not known", "look at its clock")

@@ -1,8 +1,9 @@
-"""`turnlog engines list|scale|register|drain`: which engines serve a run, and asking for others while it goes on.
+"""`turnlog engines list|scale|register|drain`: list the engines that serve a run, and change them while it runs.
 
-What is asked for is a fact on the log (infra/roles/fleet.py): whoever serves the run obeys it, also after a restart.
+A request for an engine is a record on the log (infra/roles/fleet.py). Whoever serves the run follows it, also after a
+restart.
 
-NotServing   an engine that was asked for does not serve in time, or failed to start
+NotServing   a requested engine does not serve in time, or failed to start
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from turnlog.settings import Settings
 
 LOOK_S = 0.2
 SPARE_S = 60.0
-"""Beyond the settings' own bounds: a supervisor that notices, a process that is stopped."""
+"""Seconds to wait beyond the limits of the settings, for a supervisor to notice and a process to stop."""
 
 
 class NotServing(Exception):
-    """Remedy: the engine's log; `turnlog status`, `turnlog engines list`."""
+    """Remedy: read the engine's log; `turnlog status`, `turnlog engines list`."""
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """One action; the exit status. Raises FleetError, NotServing, LogUnavailable."""
+    """Run one action and return the exit status. Raises FleetError, NotServing, LogUnavailable."""
     return run_verb(_run(settings, arguments))
 
 
@@ -61,7 +62,8 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], None]) -> None:
-    """Return when each engine serves, or has left, as it was asked; `told` hears of each step. Raises NotServing."""
+    """Wait until each engine serves or has left, as requested. `told` is called with a line for each change. Raises
+    NotServing."""
     began, bound = time.monotonic(), role.settings.engine
     patience_s = SPARE_S + max(bound.start_timeout_s, bound.drain_s)
     waiting, seen = {engine.id for engine in asked}, {engine.id: "" for engine in asked}
@@ -88,8 +90,8 @@ async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], 
 
 
 def _lacking(settings: Settings, waiting: set[str]) -> dict[str, str]:
-    """What those that start on this machine say that they wait for. Raises NotServing for one that its supervisor has
-    given up."""
+    """Return what each engine that is starting on this machine waits for. Raises NotServing if its supervisor has given
+    one up."""
     found = {one["name"]: one for one in (status_processes(settings) if waiting else ()) if one["name"] in waiting}
     for name, process in found.items():
         if process["state"] == State.FAILED:

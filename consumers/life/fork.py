@@ -1,10 +1,10 @@
-"""`turnlog run fork`: a checkpoint of one run becomes the beginning of another, on any cluster.
+"""`turnlog run fork`: start a new run from a checkpoint of another run, on any cluster.
 
-Weights, optimizer and learning-rate schedule go on where the checkpoint stands; draws, batches and versions of the new
-run are its own and begin at 0. Its feeder begins behind what the checkpoint has seen of the dataset: that stands in the
-new run's RunConfigured, so that it needs the parent's log no more.
+Weights, optimizer and learning-rate schedule continue from the checkpoint. Rollout batches, batches and weight versions
+are the new run's own and begin at 0. Its feeder begins after the part of the dataset that the checkpoint has seen. That
+position is stored in the new run's RunConfigured, so that the parent's log is not needed any more.
 
-ForkRefused   the new run has begun otherwise, or would lie where its parent lies
+ForkRefused   the new run has already begun differently, or would be in the same place as its parent
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from turnlog.settings import Settings, SettingsError, load
 
 TASKS = "tasks.jsonl"
 OWN = ("TURNLOG_RUN_", "TURNLOG_KAFKA_PREFIX", "TURNLOG_ARCHIVE_NAME")
-"""Variables that are about the new run where --from-settings is read."""
+"""Prefixes of environment variables that concern the new run; they are ignored when --from-settings is read."""
 
 
 class Find(Protocol):
-    """Of a run's checkpoints the one of `step`, None for the newest: its folder and cursor, while the block runs
+    """Open the run's checkpoint of `step`, or the newest if that is None. Yields its folder and cursor
     (trainer.checkpoint.found)."""
 
     def __call__(
@@ -46,16 +46,18 @@ class Find(Protocol):
 
 
 HandOn = Callable[[Path, Path], None]
-"""(folder, checkpoints of the new run): copy it there as what its first trainer starts from."""
+"""Function of (folder, checkpoints of the new run) that copies the checkpoint there, for the new run's first trainer to
+start from."""
 
 
 class ForkRefused(Exception):
-    """Says what stands where the new run would begin. Remedy: another --run, another [kafka] prefix."""
+    """The message names what is already in the new run's place. Remedy: another --run, another [kafka] prefix."""
 
 
 def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on: HandOn) -> int:
-    """Make the run of `settings` from a checkpoint of --from, and say what to do next; 0. Again, it finds it made.
-    Raises ForkRefused, SettingsError, CheckpointUnusable, NoEndpoints, NoArchive, LogUnavailable."""
+    """Create the run of `settings` from a checkpoint of --from, print what to do next, and return 0. If it is called
+    again, it finds the run already created. Raises ForkRefused, SettingsError, CheckpointUnusable, NoEndpoints,
+    NoArchive, LogUnavailable."""
     directory = _directory_of(arguments.parent, settings)
     parent = _parent_settings(arguments, directory)
     new = _new_settings(settings, arguments, parent)
@@ -79,12 +81,13 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
 
 
 def _directory_of(name: str, settings: Settings) -> Path:
-    """A run id is that of a directory beside the new run's; anything with a slash is a directory."""
+    """Return the directory of the parent. A name with a slash is a path; a run id names a directory beside the new
+    run's."""
     return Path(name) if "/" in name else Path(settings.run.directory).parent / name
 
 
 def _parent_settings(arguments: argparse.Namespace, directory: Path) -> Settings:
-    """As the parent's roles have them. Raises SettingsError."""
+    """Return the settings that the parent's roles have. Raises SettingsError."""
     if arguments.from_settings is not None:
         env = {key: value for key, value in os.environ.items() if not key.startswith(OWN)}
         found = load(arguments.from_settings, env)
@@ -96,7 +99,7 @@ def _parent_settings(arguments: argparse.Namespace, directory: Path) -> Settings
 
 
 def _new_settings(settings: Settings, arguments: argparse.Namespace, parent: Settings) -> Settings:
-    """Those of --settings or of the new run's directory, else the parent's under the new run's names."""
+    """Return the settings of --settings or of the new run's directory; else the parent's under the new run's names."""
     if arguments.settings is None and not (Path(settings.run.directory) / run_folder.SETTINGS).exists():
         archive = dataclasses.replace(parent.archive, name="")
         settings = dataclasses.replace(parent, run=settings.run, archive=archive)
@@ -108,7 +111,7 @@ def _new_settings(settings: Settings, arguments: argparse.Namespace, parent: Set
 
 
 def _check_apart(parent: Settings, new: Settings) -> None:
-    """Raises ForkRefused."""
+    """Check that the new run has another id, directory and prefix than its parent. Raises ForkRefused."""
     if new.run.id == parent.run.id or Path(new.run.directory).resolve() == Path(parent.run.directory).resolve():
         raise ForkRefused(f"run {parent.run.id!r} cannot be forked onto itself: give the new run an id with --run")
     ours, theirs = new.kafka, parent.kafka
@@ -120,7 +123,7 @@ def _check_apart(parent: Settings, new: Settings) -> None:
 
 
 async def _about(parent: Settings, folder: Path, cursor: Mapping[str, int | None], *, archive: bool) -> RunParent:
-    """What the new run records of its parent, by the parent's log."""
+    """Return what the new run records of its parent, read from the parent's log."""
     async with opened("fork", parent, archive=archive) as role:
         before = (await life(role)).parent
         batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
@@ -141,12 +144,15 @@ async def _about(parent: Settings, folder: Path, cursor: Mapping[str, int | None
 def position(
     requests: Iterable[object], seen: Collection[str], before: RunParent | None
 ) -> tuple[str, int, tuple[RunPlace, ...], RunPlace | None]:
-    """(dataset, how many of its places were asked for, those of them that no group of `seen` was about, the last).
-    `requests`: of the parent, in order; fresh places are asked for in order, so the order of their first groups is the
-    dataset's. `before`: what the parent had from its own parent."""
+    """Return (dataset, how many of its tasks the checkpoint has passed, those of them of which no group is in `seen`,
+    the last one passed). A task is passed if it or a later one has a group in `seen`.
+
+    `requests` are those of the parent, in order. Tasks are first requested in the order of the dataset, so the order of
+    their first groups is the dataset's order. `before` is what the parent inherited from its own parent.
+    """
     asked = [one for one in requests if isinstance(one, GroupRequested) and one.purpose is Purpose.train]
     dataset = asked[0].dataset if asked else before.dataset if before else ""
-    asked = [one for one in asked if one.dataset == dataset]  # of several, the first goes on; the others begin anew
+    asked = [one for one in asked if one.dataset == dataset]  # of several, only the first one continues
     known = before if before is not None and before.dataset == dataset else None
     base, left = (known.places, set(known.left)) if known else (0, set())
     at = {one.group_id: RunPlace(one.dataset_epoch, one.index) for one in asked}
@@ -159,7 +165,7 @@ def position(
 
 
 async def _check_unbegun(new: Settings, about: RunParent) -> None:
-    """Nothing is on the new run's log, or what this fork has written there. Raises ForkRefused."""
+    """Check that the new run's log is empty, or holds only what this fork has written. Raises ForkRefused."""
     async with opened("fork", new) as role:
         if topics.RUNS.name not in await role.log.topics():
             return
@@ -167,7 +173,7 @@ async def _check_unbegun(new: Settings, about: RunParent) -> None:
 
 
 async def _recorded_parent(role: Role) -> tuple[bool, RunParent | None]:
-    """(whether the log has begun, the parent that it names)."""
+    """Return whether the log has begun, and the parent that it names."""
     found = await life(role)
     begun = found.configured is not None or bool(await all_events(role, topics.WEIGHTS))
     return begun, found.parent
@@ -184,7 +190,8 @@ def _same_parent(found: tuple[bool, RunParent | None], about: RunParent, new: Se
 
 
 def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Path], None], *, keep: bool) -> None:
-    """The new run's directory; its parent's name comes last, so that a fork that died is begun anew."""
+    """Write the new run's directory. The file that names its parent comes last, so that a fork that died is started
+    anew."""
     directory = Path(new.run.directory)
     found = parent_of(new)
     if found is not None:
@@ -202,7 +209,7 @@ def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Pat
 
 
 async def _configured(new: Settings, about: RunParent) -> list[str]:
-    """Configure the new run at once, so that its first role knows where it comes from. Raises ForkRefused."""
+    """Configure the new run at once, so that its first role knows its parent. Raises ForkRefused."""
     async with opened("fork", new) as role:
         done = await prepared(role)
         _same_parent(await _recorded_parent(role), about, new)

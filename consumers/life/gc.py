@@ -1,19 +1,21 @@
-"""`turnlog gc`: objects of the store that nothing names any more go into its trash, and a grace later for good.
+"""`turnlog gc`: move objects of the store that nothing references any more into its trash, and remove them for good one
+grace period later.
 
-References are collected over all owners of the bucket together (decision 34): every record of every log and archive is
-searched for what looks like a sha256, so that records of later releases, refused ones and those of open transactions
-count, too. What is younger than the grace is left alone: its writer may be about to name it.
+References are collected over all owners of the bucket together (decision 34). Every record of every log and archive is
+searched for what looks like a sha256, so that records of later releases, rejected records and records of open
+transactions count, too. Objects younger than the grace period are left alone, because their writer may be about to
+reference them.
 
-Files of a checkpoint whose manifest nobody has put for a grace go for good, since it was never there; a whole one
-stays, however old: its trainer drops it.
+Files of a checkpoint that has no manifest after a grace period are removed at once, since that checkpoint was never
+complete. A complete checkpoint stays, however old it is: its trainer removes it.
 
-Nothing rests on a lock. Each step can be cut off or done twice: an object is copied into the trash before it is
-removed, looked at again before that, and put back when a later mark, or a reader, finds it needed.
+Nothing relies on a lock. Each step can be interrupted or repeated: an object is copied into the trash before it is
+removed, checked again before that, and put back if a later mark phase or a reader finds that it is needed.
 
 GcError
-├── UnknownOwner    somebody may need what lies there, and cannot be asked
-├── GraceTooShort   below what writers and transactions may take
-└── MarkTooOld      deletion came too late after the mark that it rests on
+├── UnknownOwner    the owner of an object may need it, and cannot be queried
+├── GraceTooShort   shorter than writers and transactions may take
+└── MarkTooOld      deletion came too late after the mark phase that it relies on
 """
 
 from __future__ import annotations
@@ -59,18 +61,18 @@ from turnlog.schemas import topics
 from turnlog.settings import Settings, load
 
 LEAST_GRACE_S = 2 * REUSED_S
-"""A blob is named within REUSED_S of its put; so long again for the transaction that does it (10 s at most) and for
-what goes slowly."""
+"""Minimum grace period in seconds. A blob is referenced within REUSED_S of its put. The same time again allows for the
+transaction that references it (10 s at most) and for slow processes."""
 AT_ONCE = 16
-"""Requests under way together."""
+"""Number of concurrent requests."""
 HASHES = re.compile(rb"[0-9a-f]{64,}")
 NESTED = re.compile(rb"\x80\x01([0-9a-f]{64}).{2,12}application/[\w.+-]{1,80}\+json", re.DOTALL)
-"""A BlobRef in Avro: length and text of the hash, size, media type. What is JSON names other blobs: the packs of a
-workspace, the body of an answer."""
+"""A BlobRef in Avro: length and text of the hash, size, media type. A blob with a JSON media type references other
+blobs: the packs of a workspace, the body of an answer."""
 TOPICS = "/topics.json"
-"""What the index of an archive's name ends with."""
+"""End of the name of an archive's index object."""
 Connect = Callable[[str], Log]
-"""Prefix -> the log below it, on one cluster."""
+"""Function from a prefix to the log below it, on one cluster."""
 
 
 class GcError(Exception):
@@ -78,7 +80,7 @@ class GcError(Exception):
 
 
 class UnknownOwner(GcError):
-    """Remedy: the settings of its log with --also, or --retired when its log is gone for good."""
+    """Remedy: name the settings of its log with --also, or use --retired if its log is gone for good."""
 
 
 class GraceTooShort(GcError):
@@ -86,11 +88,11 @@ class GraceTooShort(GcError):
 
 
 class MarkTooOld(GcError):
-    """Nothing is lost. Remedy: run it again."""
+    """Nothing is lost. Remedy: run the command again."""
 
 
 class State(StrEnum):
-    """Of an object."""
+    """State of an object."""
 
     REACHABLE = "reachable"
     YOUNG = "young: nothing names it yet"
@@ -116,31 +118,31 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """What one look at the store and at everything that names its objects says."""
+    """Result of the mark phase: the objects of the store, and what references them."""
 
     now: float
-    """The store's clock when it was listed: before anything was marked."""
+    """The store's clock when it was listed, before anything was marked."""
     grace_s: float
     found: tuple[Found, ...]
     owners: tuple[Owner, ...]
     read: Mapping[str, int]
-    """Records by where they were read."""
+    """Number of records read, by source."""
     absent: int
-    """Lists of other blobs that are named and not there."""
+    """Number of blobs with lists of other blobs that are referenced but missing."""
 
 
 @dataclass(slots=True)
 class Marks:
-    """Names among `wanted` that were seen, as far as has been read."""
+    """References to the `wanted` hashes found so far."""
 
     wanted: Collection[str]
     seen: set[str] = field(default_factory=set)
     lists: set[str] = field(default_factory=set)
-    """Seen, and to be read, since they name others."""
+    """Referenced blobs that must be read as well, since they reference others."""
     read: Counter[str] = field(default_factory=Counter)
 
     def take(self, content: bytes, where: str = "") -> None:
-        """Whatever looks like a hash, in any place of a longer run of digits."""
+        """Add everything in `content` that looks like a hash, at any position of a longer run of digits."""
         for run in HASHES.finditer(content):
             digits = run.group().decode()
             self.seen.update(
@@ -155,9 +157,13 @@ async def marked(
     blobs: Blobs, clusters: Mapping[str, Connect], *, grace_s: float, roots: Collection[tuple[str, str]] = (),
     retired: Collection[str] = (), unowned: bool = False, told: Callable[[str], None] = lambda _: None,
 ) -> Marked:  # fmt: skip
-    """Look at everything and change nothing. `clusters`: by Kafka's id; `roots`: (cluster, prefix) of logs that may
-    have no owner in the store; `retired`: folders of owners whose log is gone for good; `unowned`: what lies in no
-    folder may go, too: every log that put it is known here. Raises UnknownOwner, LogError, StoreUnavailable."""
+    """Run the mark phase without changing anything.
+
+    `clusters` is keyed by Kafka's cluster id. `roots` are (cluster, prefix) of logs that may have no owner in the
+    store. `retired` are folders of owners whose log is gone for good. `unowned`: whether objects outside any owner's
+    folder may be removed, too, because every log that wrote some is known here. Raises UnknownOwner, LogError,
+    StoreUnavailable.
+    """
     listings = [await blobs.listed(prefix) for prefix in (OWNED, "blobs/", TRASH)]
     objects = [one for listing in listings for one in listing.objects]
     matches = [(match, one) for one in objects if (match := KEY.fullmatch(one.name))]
@@ -186,7 +192,7 @@ async def marked(
 
 
 def _of_checkpoints(parts: Sequence[tuple[re.Match[str], Listed]], now: float, grace_s: float) -> Iterator[Found]:
-    """Their files; one that is being written is as young as the youngest of them."""
+    """Yield the files of checkpoints. An incomplete checkpoint is as young as its youngest file."""
     whole = {match[1] for match, one in parts if one.name == f"{match[1]}/{MANIFEST}"}
     youngest: defaultdict[str, float] = defaultdict(float)
     for match, one in parts:
@@ -201,8 +207,8 @@ def _state(
     one: Listed, match: re.Match[str], live: Mapping[str, Listed], marks: Marks, now: float, grace_s: float,
     unowned: bool,
 ) -> State:  # fmt: skip
-    """Of one object. A copy in the trash of what is needed stays until what was put back has been there for a grace: by
-    then nobody acts any more on a mark from before."""
+    """Return the state of one object. A trashed copy of a needed object stays until the restored object has existed for
+    a grace period: by then nobody acts on an earlier mark phase any more."""
     named, old = match[3] in marks.seen, now - one.modified >= grace_s
     if match[1]:
         there = live.get(one.name.removeprefix(TRASH))
@@ -219,7 +225,8 @@ def _state(
 async def owners_of(
     blobs: Blobs, folders: Collection[str], clusters: Mapping[str, Connect], retired: Collection[str]
 ) -> list[Owner]:
-    """Every owner, all of whom can be asked. Raises UnknownOwner, BlobCorrupt."""
+    """Return every owner. Raises UnknownOwner if the log of one cannot be queried, or a folder has no owner;
+    BlobCorrupt."""
     owners = [Owner.parsed(name, await blobs.get_named(name)) for name in await blobs.names(OWNERS)]
     if strange := sorted({*folders, *retired} - {owner.folder for owner in owners}):
         raise UnknownOwner(
@@ -237,7 +244,8 @@ async def owners_of(
 
 
 async def mark_log(log: Log, prefix: str, owners: Sequence[Owner], folders: Collection[str], marks: Marks) -> None:
-    """Every record below a prefix, those of open transactions included. Raises UnknownOwner, LogError."""
+    """Mark everything that a record below the prefix references; records of open transactions count. Raises
+    UnknownOwner, LogError."""
     try:
         there = await log.topics()
         if lacking := sorted({topic.name for topic in topics.CATALOGUE} - there.keys()):
@@ -264,8 +272,8 @@ async def mark_log(log: Log, prefix: str, owners: Sequence[Owner], folders: Coll
 
 
 async def values(log: Log, places: Sequence[Partition]) -> AsyncIterator[tuple[bytes, bytes, bytes]]:
-    """(key, value, kind) of every record that stands there now and was not aborted. What is above the stable end may
-    yet be committed."""
+    """Yield (key, value, kind) of every present record that was not aborted. Records above the last stable offset are
+    included, because they may yet be committed."""
     starts, stable = await log.start_offsets(places), await log.end_offsets(places)
     ends = await log.end_offsets(places, committed=False)
     for committed, begin, end in ((True, starts, stable), (False, stable, ends)):
@@ -278,13 +286,13 @@ async def values(log: Log, places: Sequence[Partition]) -> AsyncIterator[tuple[b
 
 
 async def archives(blobs: Blobs) -> list[str]:
-    """Names of those in the bucket. Raises StoreUnavailable."""
+    """Return the names of the archives in the bucket. Raises StoreUnavailable."""
     found = [name.removeprefix("archive/") for name in await blobs.names("archive/") if name.endswith(TOPICS)]
     return [name.removesuffix(TOPICS) for name in found]
 
 
 async def mark_archive(blobs: Blobs, archive: str, marks: Marks) -> None:
-    """Every record of an archive. Raises ArchiveError, StoreUnavailable."""
+    """Mark everything that a record of the archive references. Raises ArchiveError, StoreUnavailable."""
     log = await ArchiveLog.open(blobs, archive)
     for topic, spec in (await log.topics()).items():
         async for _, value, _ in values(log, [Partition(topic, number) for number in range(spec.partitions)]):
@@ -292,7 +300,7 @@ async def mark_archive(blobs: Blobs, archive: str, marks: Marks) -> None:
 
 
 async def mark_recordings(blobs: Blobs, marks: Marks) -> None:
-    """Every recording of the egress proxy. Raises StoreUnavailable."""
+    """Mark everything that a recording of the egress proxy references. Raises StoreUnavailable."""
     recordings = await blobs.names("egress/")
     for some in _some(recordings):
         for content in await asyncio.gather(*map(blobs.get_named, some)):
@@ -300,7 +308,7 @@ async def mark_recordings(blobs: Blobs, marks: Marks) -> None:
 
 
 async def follow(blobs: Blobs, folders: Sequence[str], marks: Marks) -> int:
-    """Read what names other blobs; how many of those are not there."""
+    """Read the blobs that reference other blobs, and return how many of them are missing."""
     absent, read = 0, set[str]()
 
     async def content(sha256: str) -> bytes | None:
@@ -325,7 +333,8 @@ def _some(everything: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 async def swept(blobs: Blobs, plan: Marked) -> Counter[State]:
-    """Do what `plan` says; how many objects of each kind. Raises MarkTooOld, StoreUnavailable."""
+    """Carry out `plan` and return the number of objects moved or removed, by state. Raises MarkTooOld,
+    StoreUnavailable."""
     done: Counter[State] = Counter()
     acts = {State.GARBAGE, State.NEEDED, State.DUE, State.UNFINISHED}
     todo = [found for found in plan.found if found.state in acts]
@@ -337,7 +346,7 @@ async def swept(blobs: Blobs, plan: Marked) -> Counter[State]:
 
 
 async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
-    """False: somebody was there first, or has put it again."""
+    """Carry out one step of the plan. Return False if another process was faster, or the object was written again."""
     name, listing = found.at.name, await blobs.listed(found.at.name)
     if listing.now - plan.now > plan.grace_s:
         raise MarkTooOld(
@@ -361,8 +370,8 @@ async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print what is there and what would go; with --delete let it go. 0. Raises GcError, LogError, StoreUnavailable,
-    SettingsError."""
+    """Print what is there and what would be removed; with --delete remove it. Return 0. Raises GcError, LogError,
+    StoreUnavailable, SettingsError."""
     if arguments.grace < LEAST_GRACE_S:
         raise GraceTooShort(
             f"--grace {arguments.grace:g} s: writers name a blob up to {REUSED_S:g} s after they put it, so the least "
@@ -400,12 +409,12 @@ async def _run(everyone: Sequence[Settings], arguments: argparse.Namespace) -> t
 
 
 def log_of(kafka: KafkaSettings, prefix: str) -> Log:
-    """A Connect, once `kafka` is given."""
+    """Open the log below a prefix. It is a Connect once `kafka` is bound."""
     return KafkaLog.of(dataclasses.replace(kafka, prefix=prefix))
 
 
 def _rows(plan: Marked) -> list[dict[str, str | int | float]]:
-    """By folder and state."""
+    """Return one row for each folder and state."""
     kinds: defaultdict[tuple[str, State], list[Listed]] = defaultdict(list)
     for found in plan.found:
         kinds[found.folder or "blobs", found.state].append(found.at)
