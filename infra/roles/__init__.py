@@ -1,9 +1,8 @@
-"""What every role is made of: its clients, its health and log lines, and the run that it serves.
+"""Runtime common to all roles: clients, health endpoints, log lines, and the run that the role serves.
 
-A server that does not answer is no fault of the process that needs it: such ends are told apart by their status.
-
-Log, registry, store and gateway clients derive their transport errors from Unreachable. `turnlog VERB` then ends with
-ExitStatus.UNREACHABLE, and the supervisor starts the role again as long as it takes, without counting the death.
+A process is not at fault if a server that it needs does not answer, so such exits have an exit status of their own. The
+transport errors of the log, registry, store and gateway clients derive from Unreachable. `turnlog VERB` then exits with
+ExitStatus.UNREACHABLE, and the supervisor restarts the role as often as necessary without counting it as a failure.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from collections.abc import Iterator
 
 
 class Unreachable(Exception):
-    """A server gave no answer. A mixin of the typed errors of our trees."""
+    """A server did not answer. Mixin for the typed errors of the packages."""
 
 
 class Explained(Unreachable):
-    """A server answers that it cannot yet, and the error itself says what to wait for, or what to mend meanwhile."""
+    """A server answers that it is not ready, and the error message itself says what to wait for or what to fix
+    meanwhile."""
 
 
 TRANSIENT = frozenset({408, 425, 429})
-"""Statuses of HTTP below 500 that ask to be asked again (RFC 9110, RFC 8470, RFC 6585)."""
+"""HTTP statuses below 500 after which the same request may be retried (RFC 9110, RFC 8470, RFC 6585)."""
 
 
 def passes(status: int) -> bool:
-    """Whether an answer of HTTP says that the same request may succeed later."""
+    """Whether an HTTP status says that the same request may succeed later."""
     return status in TRANSIENT or status >= 500
 
 
@@ -37,25 +37,28 @@ _EPOCH_S = time.time() - _since_boot_s()
 
 
 def now_s() -> float:
-    """Seconds since 1970 by a clock that goes on steadily from what the machine's said when this process began: where
-    that one jumps, no record is dated by the jump and no token or call grows old by it (docs/operations.md, Clocks)."""
+    """Return the Unix time in seconds, from a clock that runs steadily from the system time at process start.
+
+    Jumps of the system clock therefore neither date a record wrongly nor age a token or a call (docs/operations.md,
+    Clocks)."""
     return _EPOCH_S + _since_boot_s()
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether the error, or one that it was raised from, is a server's silence."""
+    """Whether the error, or one of its causes, is a server that did not answer."""
     return any(isinstance(cause, Unreachable) for cause in _causes(error))
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The errors of a group and of groups in it, in the order in which they were raised; of any other error itself."""
+    """Return the leaf errors of nested exception groups in the order in which they were raised; a plain error is its
+    own leaf."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for one in error.exceptions for leaf in leaves(one)]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on; of a group, each of its errors."""
+    """Yield the error and its chain of causes, descending into each error of an exception group."""
     found: BaseException | None = error
     while found is not None:
         yield found

@@ -1,7 +1,8 @@
-"""A session's token on its way through the log, from the runner to the worker of the call that may speak with it.
+"""Session tokens in the log, encrypted by the runner for the worker of the tool call that may use them.
 
-The log is read by many, so what stands in a record is sealed: AES-256-GCM under a key that HKDF (RFC 5869) derives from
-[sandbox] credential_key, bound to its call. In the arguments of another call it opens nothing.
+Many processes can read the log, so a record holds only the encrypted token: AES-256-GCM under a key that HKDF (RFC
+5869) derives from [sandbox] credential_key, with the call id as associated data. In the arguments of another call it
+cannot be decrypted.
 """
 
 from __future__ import annotations
@@ -22,25 +23,27 @@ PURPOSE = b"turnlog session token in a tool call"
 
 
 class CredentialUnusable(Exception):
-    """A sealed token that no key of ours opens for this call."""
+    """The token cannot be decrypted for this call by any of the configured keys."""
 
 
 class CredentialKeys:
-    """What seals and opens them: [sandbox] credential_key as it is now, else the run's own."""
+    """Encrypts and decrypts session tokens with [sandbox] credential_key, which is read anew each time, or else with
+    the run's own key."""
 
     def __init__(self, configured: str, directory: Path) -> None:
-        """`configured`: the first key seals, every one opens. Empty: that of the run's directory, made when it is not
-        there."""
+        """Use the keys in `configured`: the first one encrypts, all of them decrypt. If it is empty, use the key in the
+        run's directory, which is created if it is missing."""
         self._keys = configured or kept_secret(directory / CREDENTIAL_KEY)
 
     def sealed(self, token: str, call_id: str) -> str:
-        """The token, for the worker of this call alone."""
+        """Encrypt the token so that only the worker of this call can decrypt it."""
         nonce = os.urandom(NONCE_BYTES)
         [first, *_] = self._ciphers()
         return base64.b64encode(nonce + first.encrypt(nonce, token.encode(), call_id.encode())).decode()
 
     def opened(self, sealed: str, call_id: str) -> str:
-        """What `sealed` was given. Raises CredentialUnusable."""
+        """Decrypt a token that `sealed` has encrypted. Raises CredentialUnusable if no key decrypts it for this
+        call."""
         from cryptography.exceptions import InvalidTag
 
         for cipher in self._ciphers():
@@ -55,7 +58,7 @@ class CredentialKeys:
         )
 
     def _ciphers(self) -> list[AESGCM]:
-        # imported here, since it takes longer than all that most processes do with it
+        # imported here: the import takes longer than everything that most processes do with it
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF

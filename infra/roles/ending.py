@@ -1,8 +1,8 @@
-"""How a process of ours ends when it is asked to: by SIGTERM or SIGINT, from its first instruction on, and within a
-grace that follows from its settings.
+"""Process shutdown on SIGTERM or SIGINT, handled from the first instruction on and within a grace period that follows
+from the settings.
 
-As pid 1 of a container a process is told of no signal that it has no handler for: SIGTERM would do nothing until the
-grace is over and SIGKILL comes.
+The kernel delivers no signal without a handler to pid 1 of a container: SIGTERM would be ignored until the grace period
+is over and SIGKILL arrives.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from typing import Any, TypeVar
 from turnlog.settings import Settings
 
 CLOSE_S = 15.0
-"""A last commit, a group that is left, clients that are closed."""
+"""Seconds for a last commit, leaving the consumer group and closing clients."""
 ROUND_S = 30.0
-"""One round of a role's work: its objects and its transaction or append."""
+"""Seconds for one iteration of a role's work: its objects and its transaction or append."""
 UNWATCHED_STEP_S = 1800.0
-"""Of a step of the trainer where nobody watches it ([liveness] step_s = 0)."""
+"""Assumed maximum duration in seconds of a trainer step when no watchdog limits it ([liveness] step_s = 0)."""
 _terminated = threading.Event()
 _T = TypeVar("_T")
 
 
 def obey() -> None:
-    """From now on SIGTERM does what Ctrl-C does: it cancels what runs, or raises KeyboardInterrupt. Of the main thread
-    alone; a role drains instead (`starting.asked`)."""
+    """Make SIGTERM do what Ctrl-C does: cancel what runs, or raise KeyboardInterrupt.
+
+    Has an effect only in the main thread. Roles drain instead (`starting.asked`)."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)
 
 
 def run_verb(main: Coroutine[Any, Any, _T]) -> _T:
-    """Run a verb's coroutine to its end. The first Ctrl-C or SIGTERM cancels it, the second one interrupts at once.
-    Raises KeyboardInterrupt.
+    """Run a verb's coroutine to its end; the first Ctrl-C or SIGTERM cancels it, the second one interrupts at once.
+    Raises KeyboardInterrupt if it was cancelled by a signal.
 
-    asyncio.run alone cancels from within the signal's handler, amid whatever callback runs, and one that has just
-    seen that somebody waits for its result then complains that nobody does (InvalidStateError)."""
+    asyncio.run alone cancels from within the signal handler, in the middle of whatever callback is running. A callback
+    that has just found a waiter for its result then fails with InvalidStateError because the waiter is gone."""
     import asyncio  # 60 ms that a probe does not need
 
     asked = threading.Event()
@@ -56,7 +57,7 @@ async def _cancelled_between_callbacks(main: Coroutine[Any, Any, _T], asked: thr
     assert task is not None
     here = threading.current_thread() is threading.main_thread()
     known = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if here}
-    heard = [number for number, handler in known.items() if callable(handler)]  # a shell's background job ignores one
+    heard = [number for number, handler in known.items() if callable(handler)]  # a background job ignores SIGINT
 
     def ask(number: int) -> None:
         asked.set()
@@ -78,7 +79,7 @@ async def _cancelled_between_callbacks(main: Coroutine[Any, Any, _T], asked: thr
 
 
 def was_terminated() -> bool:
-    """Whether an interrupt of this process was a SIGTERM."""
+    """Whether this process was interrupted by SIGTERM."""
     return _terminated.is_set()
 
 
@@ -87,13 +88,13 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
     handler = signal.getsignal(signal.SIGINT)
     if callable(handler):
         handler(signal.SIGINT, frame)
-    else:  # ignored: a shell's background job
+    else:  # SIGINT is ignored: a background job of a shell
         raise KeyboardInterrupt
 
 
 def drain_s(role: str, settings: Settings) -> float:
-    """Seconds that a role may go on after SIGTERM with what it holds: the longest that this may take. Raises KeyError
-    for what is no role."""
+    """Return how many seconds a role may continue after SIGTERM with the work it has begun: the longest that this work
+    can take. Raises KeyError if `role` is no role."""
     return {
         "gateway": settings.engine.request_timeout_s + ROUND_S,  # a turn, and its records
         "sandbox": settings.sandbox.wall_s + ROUND_S,  # a call, its workspace and its answer
@@ -117,6 +118,8 @@ def drain_s(role: str, settings: Settings) -> float:
 
 
 def grace_s(role: str, settings: Settings) -> float:
-    """Seconds from SIGTERM after which a role that still runs may be killed: Kubernetes' terminationGracePeriodSeconds,
-    compose's stop_grace_period. Sooner loses nothing either, but work. Raises KeyError for what is no role."""
+    """Return the seconds after SIGTERM at which a role that still runs may be killed: terminationGracePeriodSeconds in
+    Kubernetes, stop_grace_period in Compose.
+
+    An earlier kill loses work, but no data. Raises KeyError if `role` is no role."""
     return drain_s(role, settings) + CLOSE_S

@@ -1,4 +1,4 @@
-"""The event loop that a role runs on, and what its HTTP clients do not know about it."""
+"""The event loop that a role runs on, and a work-around for an error of its HTTP clients under uvloop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import uvloop
 from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both talk through it, and no name leads there
 
 STARTS_PROCESSES = frozenset({"sandbox"})
-"""Roles that fork as another user, which uvloop cannot."""
+"""Roles that start processes as another user, which uvloop cannot do."""
 HOLD_MUCH = frozenset({"gateway"})
-"""Roles that hold many objects for long and leave few cycles behind: by Python's own thresholds each look for those at
-all that is held, a tenth of a second long, comes ten times as often, and takes a sixth of their processor time (T4)."""
+"""Roles that hold many long-lived objects and create few reference cycles.
+
+With Python's default thresholds, a full garbage collection (0.1 s each) runs ten times as often and takes a sixth of
+the CPU time (T4)."""
 COLLECTIONS = (10_000, 10, 10)
 LARGE = 16 * 1024
-"""Bytes of a request from which on it is read in a thread. A prompt of this length is tokenised within milliseconds,
-and a thread costs a tenth of one."""
+"""Request size in bytes from which it is parsed in a thread. Tokenizing a prompt of this size takes milliseconds; a
+thread costs a tenth of one."""
 _ask = AnyIOStream.get_extra_info
 T = TypeVar("T")
 
 
 def run(name: str, main: Coroutine[Any, Any, None]) -> None:
-    """Run a role's coroutine to its end. A turn is mostly small socket reads and writes, where uvloop is leaner."""
+    """Run a role's coroutine to its end, on uvloop unless the role starts processes. A turn consists mostly of small
+    socket reads and writes, where uvloop is cheaper."""
     if name in HOLD_MUCH:
         gc.set_threshold(*COLLECTIONS)
     if name in STARTS_PROCESSES:
@@ -35,14 +38,19 @@ def run(name: str, main: Coroutine[Any, Any, None]) -> None:
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """What `work` makes of a request of `size` bytes. A large one is worked on in a thread, so that the loop goes on
-    answering everybody else: `work` may read what the loop writes, and write only what it returns."""
+    """Return `work()`, run in a thread if the request has LARGE bytes or more, so that the event loop keeps serving
+    other requests.
+
+    In the thread, `work` may read what the loop writes, but may only modify what it returns."""
     return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def _of_a_reset_one_too(stream: AnyIOStream, info: str) -> Any:
-    """Of a connection that the peer has reset, asyncio still has the socket and uvloop has None, which anyio asks for
-    its peer's address: AttributeError instead of the NetworkError of the next read. Seen with anyio 4.16."""
+    """Report a connection that the peer has reset as a closed socket, as with asyncio, instead of raising
+    AttributeError.
+
+    For such a connection uvloop has no socket, and anyio asks it for the peer address. The AttributeError would replace
+    the NetworkError of the next read. Seen with anyio 4.16."""
     try:
         return _ask(stream, info)
     except AttributeError:

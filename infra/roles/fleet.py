@@ -1,14 +1,14 @@
-"""Engines come and go while a run goes on: what operators ask for, and what a fleet is at the moment.
+"""Engines that join and leave a running run: operators' requests, and the current state of the fleet.
 
-Whoever asks appends EngineRequested. The run's supervisor starts and stops what it hosts and every engine's loader; the
-loader lets its engine drain (docs/engines.md).
+A request is an EngineRequested record. The run's supervisor starts and stops the engines that it hosts and every
+engine's loader; the loader drains its engine (docs/engines.md).
 
 FleetError
 ├── UnknownEngine   no engine of the run has this name or address
 ├── NotHosted       no supervisor starts engines of this run: they are the user's own
-├── TakesTurns      engines of this run share the trainer's devices: as many as were settled before it
+├── TakesTurns      the engines share the trainer's devices, so their number is fixed for the run
 ├── BadAddress      not http(s)://host:port
-├── BadName         not what a name of an engine is made of
+├── BadName         not a valid engine name
 └── NameTaken       an engine of this name serves at another address
 """
 
@@ -25,39 +25,39 @@ from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
 
 ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?/?", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9\[][\w.:\]-]{0,199}", re.ASCII)
-"""Also that of an engine that is named by its address."""
+"""Pattern of an engine name, which may also be the engine's address."""
 
 
 class FleetError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors above."""
 
 
 class UnknownEngine(FleetError):
-    """Remedy: `turnlog engines list`."""
+    """Remedy: see `turnlog engines list`."""
 
 
 class NotHosted(FleetError):
-    """Remedy: `turnlog engines register` and `drain`, or the number of replicas in your own deployment."""
+    """Remedy: use `turnlog engines register` and `drain`, or the number of replicas in your own deployment."""
 
 
 class TakesTurns(FleetError):
-    """Remedy: [engine] count before the run, or devices of their own for engines."""
+    """Remedy: set [engine] count before the run, or give the engines devices of their own."""
 
 
 class BadAddress(FleetError):
-    """Remedy: the address at which gateways reach the engine."""
+    """Remedy: give the address at which gateways reach the engine."""
 
 
 class BadName(FleetError):
-    """Remedy: a name of up to 200 letters, digits, points, hyphens, colons and underscores."""
+    """Remedy: choose a name of up to 200 letters, digits, periods, hyphens, colons and underscores."""
 
 
 class NameTaken(FleetError):
-    """Remedy: another name, or `turnlog engines drain` first."""
+    """Remedy: choose another name, or run `turnlog engines drain` first."""
 
 
 async def read(role: Role) -> Fleet:
-    """The fleet as the log has it now. Raises LogUnavailable."""
+    """Return the current fleet according to the log. Raises LogUnavailable."""
     found = Fleet()
     for topic in (ENGINE_REQUESTS, ENGINES):
         for event in await all_events(role, topic):
@@ -66,8 +66,9 @@ async def read(role: Role) -> Fleet:
 
 
 async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "") -> list[Engine]:
-    """Ask for `count` hosted engines; those that are asked to come or to go. Raises TakesTurns, NotHosted,
-    LogUnavailable."""
+    """Request `count` hosted engines; return those that are requested to start or to stop.
+
+    Raises TakesTurns if engines share the trainer's devices, NotHosted if the run hosts no engines, LogUnavailable."""
     if role.settings.engine.colocate:
         raise TakesTurns(
             "[engine] colocate has engines and trainer take turns on the same devices, and an engine that starts takes "
@@ -83,8 +84,8 @@ async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "")
 
 
 async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> Engine:
-    """Ask for an engine that runs at `url`; its name is that of the engine known there, else `name`, else HOST:PORT.
-    Raises BadAddress, BadName, NameTaken, LogUnavailable."""
+    """Register an engine that runs at `url`. Its name is that of the engine known at this address, else `name`, else
+    HOST:PORT. Raises BadAddress, BadName, NameTaken, LogUnavailable."""
     if not _is_address(url):
         raise BadAddress(f"an engine's address is http://host:port as gateways reach it, got {url[:200]!r}")
     if name and not NAME.fullmatch(name):
@@ -109,12 +110,12 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return bool(ADDRESS.fullmatch(url) and parts.hostname) and parts.port != 0
-    except ValueError:  # brackets of no address, a port beyond the last
+    except ValueError:  # brackets around no IPv6 address, or a port above 65535
         return False
 
 
 async def drain(role: Role, name: str, *, reason: str = "") -> Engine:
-    """Ask the engine of an id or an address to go. Raises UnknownEngine, LogUnavailable."""
+    """Request that the engine with this name or address leaves. Raises UnknownEngine, LogUnavailable."""
     found = await read(role)
     known = found.named(name)
     if known is None:
@@ -129,7 +130,8 @@ async def drain(role: Role, name: str, *, reason: str = "") -> Engine:
 async def ask(
     role: Role, fleet: Fleet, wanted: Sequence[tuple[str, str, str]], *, by: str, reason: str = ""
 ) -> list[Engine]:
-    """Append a request for each (engine, address, serving | gone), and fold them; those engines, as they are then."""
+    """Append a request for each (engine, address, serving | gone) and apply it to `fleet`; return those engines as they
+    are afterwards."""
     run_id = role.settings.run.id
     for engine_id, url, state in wanted:
         event = fleet.request(engine_id, state, run_id=run_id, by=by, url=url, reason=reason)

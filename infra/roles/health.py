@@ -1,6 +1,8 @@
-"""/healthz, /readyz, /state and Prometheus /metrics of a role, on TURNLOG_HEALTH_PORT (unset: not served) of
-TURNLOG_HEALTH_HOST (unset: the loopback).
-Bodies of requests to our servers are held to a size while they come: what is larger is never in memory.
+"""HTTP endpoints of a role: /healthz, /readyz, /state and Prometheus /metrics, and the HTTP server settings common to
+all servers.
+
+They are served on TURNLOG_HEALTH_PORT (unset: not served) of TURNLOG_HEALTH_HOST (unset: loopback). The size of a
+request body is limited while it arrives, so that a larger one is never in memory.
 """
 
 from __future__ import annotations
@@ -32,21 +34,21 @@ WORK = "work"
 
 @dataclass(slots=True)
 class Loop:
-    """A loop of a role that must come round."""
+    """Heartbeats of one loop of a role."""
 
     within_s: float
-    """0: whenever."""
+    """Maximum seconds between two heartbeats; 0: no limit."""
     rounds: int = 0
     at: float = 0.0
-    """time.monotonic() of the last round."""
+    """time.monotonic() of the last heartbeat."""
 
 
 class Health:
-    """What a role says of itself. `ready` needs every named condition to be met; it is alive while every loop that has
-    begun comes round in time."""
+    """Health of a role. It is ready while no readiness condition fails, and alive while every loop that has begun sends
+    its heartbeats in time."""
 
     def __init__(self, role: str, *, work_s: float = 0.0) -> None:
-        """`work_s`: within which a loop comes round that says nothing else."""
+        """Create a role's health; `work_s` is the heartbeat limit of loops that set none."""
         self.role = role
         self._work_s = work_s
         self._loops: dict[str, Loop] = {}
@@ -55,45 +57,48 @@ class Health:
         self._exposed: dict[str, Callable[[], Mapping[str, object]]] = {}
 
     def unmet(self, condition: str, why: str) -> None:
-        """Not ready because of `condition`; for a stopped unit `why` names topic, partition, offset."""
+        """Mark `condition` as failing, so that the role is not ready. For a stopped partition task, `why` names topic,
+        partition and offset."""
         self._waiting[condition] = why
 
     def met(self, condition: str) -> None:
-        """`condition` no longer stands in the way of `ready`."""
+        """Mark `condition` as holding: it no longer keeps the role from being ready."""
         self._waiting.pop(condition, None)
 
     def warn(self, about: str, lines: Iterable[str]) -> None:
-        """What somebody should know of a role that works: /readyz has it beside what is waited for."""
+        """Set the warnings about one subject. A working role shows them on /readyz beside its failing readiness
+        conditions."""
         self._warnings[about] = tuple(lines)
 
     @property
     def warnings(self) -> list[str]:
-        """All that the role warns of."""
+        """All current warnings of the role."""
         return [line for lines in self._warnings.values() for line in lines]
 
     def started(self) -> None:
-        """The role does its work."""
+        """Mark the role as started: it does its work."""
         self.met("start")
 
     def beat(self, loop: str = WORK, *, within_s: float | None = None) -> None:
-        """The loop has come round, or gets ahead within a round. To be called where the work is done: that the event
-        loop answers says nothing of it. Thread-safe."""
+        """Record a heartbeat of the loop: an iteration has ended, or has made progress. Thread-safe.
+
+        Call it where the work is done; a responsive event loop proves nothing about the work."""
         begun = self._loops.setdefault(loop, Loop(self._work_s if within_s is None else within_s))
         begun.rounds += 1
         begun.at = time.monotonic()
 
     def excuse(self) -> None:
-        """What stood still, stood still for want of a server: every loop begins a round anew."""
+        """Reset the heartbeats of all loops, because they stood still for lack of a server."""
         for loop in list(self._loops):
             self.beat(loop, within_s=self._loops[loop].within_s)
 
     def ends(self, loop: str) -> None:
-        """The loop is over: nobody waits for it any more."""
+        """Stop monitoring a loop that has ended."""
         self._loops.pop(loop, None)
 
     def living(self) -> tuple[bool, dict[str, object]]:
-        """Whether every loop comes round in time, and what /healthz says: of each loop its rounds, the seconds that one
-        may take, and whether the last one is older."""
+        """Return whether every loop sends its heartbeats in time, and the body of /healthz: for each loop the number of
+        iterations, its limit in seconds, and whether it is stale."""
         now = time.monotonic()
         loops = {
             name: {
@@ -107,26 +112,26 @@ class Health:
         return alive, {"role": self.role, "pid": os.getpid(), "loops": loops}
 
     def expose(self, name: str, ask: Callable[[], Mapping[str, object]]) -> None:
-        """/state answers what `ask` returns (JSON) under `name`."""
+        """Expose the result of `ask` (JSON) under `name` on /state."""
         self._exposed[name] = ask
 
     def state(self) -> dict[str, Mapping[str, object]]:
-        """What the role tells of its insides."""
+        """Return the exposed internal state of the role."""
         return {name: ask() for name, ask in self._exposed.items()}
 
     @property
     def works(self) -> bool:
-        """Whether the role has begun to do its work."""
+        """Whether the role has started its work."""
         return "start" not in self._waiting
 
     @property
     def waiting(self) -> dict[str, str]:
-        """Conditions that are not met, with their reasons."""
+        """Failing readiness conditions with their reasons."""
         return dict(self._waiting)
 
 
 def application(health: Health) -> Starlette:
-    """The endpoints as an ASGI application. Raises SettingsError."""
+    """Return the endpoints as an ASGI application. Raises SettingsError."""
 
     RESTARTS.labels(health.role).set(restarts(os.environ))
 
@@ -150,8 +155,8 @@ def application(health: Health) -> Starlette:
 
 
 class HeadInTime(H11Protocol):
-    """Drops a connection whose next request's head is begun, or was never begun, and not whole after `head_s`: uvicorn
-    waits for ever for a client that sends it byte by byte."""
+    """Closes a connection whose next request head is not complete within `head_s` seconds, whether it was begun or not:
+    uvicorn would wait forever for a client that sends it byte by byte."""
 
     head_s: float
     _late: asyncio.TimerHandle | None = None
@@ -184,25 +189,26 @@ class HeadInTime(H11Protocol):
 
 
 def configured(app: ASGIApp, *, tls: ssl.SSLContext | None = None, head_s: float = 60.0, **more: Any) -> uvicorn.Config:
-    """How every server of ours runs: what it has to say goes where the process's lines go, from WARNING on. With
-    `tls` it serves https alone; `head_s`: within which the head of a request must be there."""
+    """Return the configuration common to all of our HTTP servers. It logs to the process's handlers, from WARNING on.
+    With `tls` it serves HTTPS only; `head_s` limits the time for the head of a request."""
     http = type("HeadInTime", (HeadInTime,), {"head_s": head_s})
     config = uvicorn.Config(
         app, http=http, log_config=None, log_level="warning", access_log=False, lifespan="off", **more
     )
     if tls is not None:
-        config.load()  # which would make a context of its own, of files that it reads once
+        config.load()  # now, since it resets config.ssl; a context of uvicorn would read its files only once
         config.ssl = tls
     return config
 
 
 class QuietServer(uvicorn.Server):
-    """A uvicorn server beside other work: signals stay its process's (`serve` would take them, `_serve` does not)."""
+    """A uvicorn server that runs beside other work and leaves signal handling to its process (`serve` would install
+    handlers, `_serve` does not)."""
 
     @asynccontextmanager
     async def running(self, listener: socket.socket | None = None) -> AsyncIterator[None]:
-        """Serve in the background until the block ends: on a socket of `listening`, which is closed then, or where the
-        configuration says."""
+        """Serve in the background until the block ends, on a socket from `listening`, which is then closed, or at the
+        configured address."""
         task = asyncio.create_task(self._serve(None if listener is None else [listener]))
         while not self.started and not task.done():  # noqa: ASYNC110 - uvicorn offers a flag, no event
             await asyncio.sleep(0.01)
@@ -214,15 +220,17 @@ class QuietServer(uvicorn.Server):
 
 
 class CannotListen(OSError):
-    """Names the address, and the setting to change."""
+    """The address cannot be bound; the message names it and the setting to change."""
 
 
 def listening(host: str, port: int, setting: str) -> socket.socket:
-    """A bound socket, so that the address is known, and ours, before anything is written; `setting` chooses it. The
-    host :: is every address of both families, and of IPv4 alone where there is no IPv6. Raises CannotListen."""
+    """Return a bound socket, so that the address is known and reserved before anything is written; `setting` is the one
+    that chooses it.
+
+    Host :: means every address of both families, or of IPv4 only on a machine without IPv6. Raises CannotListen."""
     host = bindable(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends at once (TCP_NODELAY) only on a socket that says its protocol: else an answer takes 40 ms
+    # asyncio sets TCP_NODELAY only on a socket whose protocol is given; without it a response takes 40 ms
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if host == EVERY:
@@ -238,7 +246,7 @@ def listening(host: str, port: int, setting: str) -> socket.socket:
 
 @asynccontextmanager
 async def serve_health(health: Health, address: tuple[str, int] | None) -> AsyncIterator[None]:
-    """Serve while the block runs. Raises CannotListen."""
+    """Serve the health endpoints while the block runs; do nothing if `address` is None. Raises CannotListen."""
     if address is None:
         yield
         return
@@ -254,7 +262,8 @@ TOKENS = Counter(
 
 
 def count_tokens(level: str, *, sampled: int, trained: int, masked: Mapping[str, int]) -> None:
-    """Add what one group, draw or step holds. `sampled` is counted apart from the others, or nothing is checked."""
+    """Add the tokens of one group, rollout batch or step. `sampled` must be counted independently of the others, or the
+    accounting checks nothing."""
     TOKENS.labels(level, "sampled").inc(sampled)
     TOKENS.labels(level, "trained").inc(trained)
     for reason, tokens in masked.items():
@@ -262,12 +271,13 @@ def count_tokens(level: str, *, sampled: int, trained: int, masked: Mapping[str,
 
 
 class BodyTooLarge(Exception):
-    """Says the limit, and what to do."""
+    """A request body is larger than its limit; the message says the limit and what to do."""
 
 
 async def body_of(request: Request, most: int, remedy: str) -> bytes:
-    """The body, of at most `most` bytes. A length that is declared is believed only where it is too large. Raises
-    BodyTooLarge, starlette's ClientDisconnect. The server passes over what still comes."""
+    """Return the request body of at most `most` bytes. Raises BodyTooLarge, starlette's ClientDisconnect.
+
+    A declared length is trusted only if it is too large. The server discards the rest of a body that is too large."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > most):
         raise _too_large(most, remedy)

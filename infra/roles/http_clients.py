@@ -1,7 +1,8 @@
-"""Clients of HTTP and the proxies that the environment names (http_proxy, https_proxy, all_proxy).
+"""HTTP clients with regard to the proxies in the environment (http_proxy, https_proxy, all_proxy).
 
-Servers of the run, on the loopback or where settings say, are asked directly: a proxy that does not know them makes
-healthy ones look dead. Only services outside the run (judges, token endpoints) are asked as the environment says.
+Servers of the run, on loopback or at configured addresses, are contacted directly: a proxy that does not know them
+makes healthy ones look dead. The environment's proxies apply only to services outside the run (judges, token
+endpoints).
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @functools.cache
 def _opener() -> urllib.request.OpenerDirector:
-    import urllib.request  # every verb imports this module, and few ask anybody
+    import urllib.request  # imported here: every verb imports this module, and few send a request
 
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def got(url: str, *, timeout_s: float) -> HTTPResponse:
-    """The answer to GET of a server of the run, to be closed. Raises HTTPError from 400 on, OSError, ValueError."""
+    """GET from a server of the run; the caller closes the response. Raises HTTPError for status 400 and above, OSError,
+    ValueError."""
     return cast("HTTPResponse", _opener().open(url, timeout=timeout_s))
 
 
 def answered(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
-    """Whether the answer to GET was 2xx, and its JSON. Raises OSError, ValueError."""
+    """GET JSON; return whether the status was 2xx, and the body. Raises OSError, ValueError."""
     import urllib.error
 
     try:
@@ -48,7 +50,7 @@ def answered(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
 
 
 def warned(address: str, *, timeout_s: float) -> list[str]:
-    """What the role at a health address warns of (/readyz); nothing where it does not answer."""
+    """Return the warnings of the role at a health address (/readyz), or nothing if it does not answer."""
     try:
         _, said = answered(f"{address.rstrip('/')}/readyz", timeout_s=timeout_s)
     except (OSError, ValueError):
@@ -57,16 +59,16 @@ def warned(address: str, *, timeout_s: float) -> list[str]:
 
 
 def direct(*, verify: ssl.SSLContext | None = None, **options: Any) -> httpx.AsyncClient:
-    """A client of servers of the run. `verify`: the machine's authorities where there is none."""
+    """Create a client for servers of the run. Without `verify` it trusts the machine's certificate authorities."""
     import httpx  # 80 ms that not every role needs
 
-    # A transport of our own: httpx looks for proxies only where it makes one, and there even one that it does not use
-    # has to be of a kind that it can (SOCKS needs another package, and is an ImportError without).
+    # httpx looks for proxies only if it creates the transport itself, and then fails even for a proxy that it would
+    # not use, if it cannot speak to it (SOCKS needs another package; without it, ImportError).
     return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(verify=verify or True), **options)
 
 
 def outside(**options: Any) -> httpx.AsyncClient:
-    """A client of services outside the run; those on this machine are asked directly, too."""
+    """Create a client for services outside the run. Services on this machine are still contacted directly."""
     import httpx
 
     near = {f"all://{f'[{host}]' if ':' in host else host}": None for host in LOOPBACK}
@@ -78,8 +80,8 @@ def outside(**options: Any) -> httpx.AsyncClient:
 
 
 def spare_loopback(environment: MutableMapping[str, str]) -> None:
-    """Let no child ask its own machine through a proxy: engines look at themselves over HTTP when they start. Raises
-    nothing; names that no_proxy has already stay."""
+    """Exempt loopback from proxies in a child's environment, since engines check themselves over HTTP when they start.
+    Never raises; names that are already in no_proxy stay."""
     if not any(name.lower().endswith("_proxy") and name.lower() != "no_proxy" for name in environment):
         return
     said = environment.get("no_proxy") or environment.get("NO_PROXY") or ""

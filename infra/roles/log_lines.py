@@ -1,9 +1,9 @@
-"""Log lines of every process: one line is one record, whatever text from outside it quotes, and a warning that comes
-again and again is said at growing intervals with its count.
+"""Log lines of all processes: one line per record, whatever outside text it quotes; repeated warnings at growing
+intervals with a count.
 
-TURNLOG_LOG_LEVEL says from which level on, TURNLOG_LOG_FORMAT whether a line is text for people or a JSON object for a
-log store. (The standard library's json does that in one method: python-json-logger would bring a dependency and a
-second way to say which fields there are.)
+TURNLOG_LOG_LEVEL sets the level. TURNLOG_LOG_FORMAT chooses text for people or JSON objects for a log store. (The
+standard library's json does that in one method; python-json-logger would be a dependency and a second place that
+defines the fields.)
 """
 
 from __future__ import annotations
@@ -26,72 +26,73 @@ from typing import TextIO
 from turnlog.setting_types import SettingsError
 
 OURS = ("turnlog", "__main__")
-"""Loggers heard from the level that was asked for. Libraries are heard from WARNING on, unless that is DEBUG: their
-INFO says what they do, ours says what it means."""
+"""Loggers that use the configured level. Libraries log from WARNING on, unless the level is DEBUG: their INFO lines
+report what they do, ours what it means."""
 FIRST_S, LONGEST_S = 1.0, 60.0
-"""Between two lines of one text; it doubles."""
+"""Shortest and longest interval in seconds between two lines of the same text; it doubles each time."""
 OVER_S = 120.0
-"""Without the text for so long, the next one is a new outage."""
+"""Seconds without the text after which its next occurrence counts as a new outage."""
 TEXTS = 256
-"""Texts remembered at once."""
+"""Maximum number of texts remembered at once."""
 
 
 def escaped(text: str) -> str:
-    """Line breaks, control characters, terminal sequences and marks of direction as Python escapes: what is quoted
-    cannot begin a line of its own."""
+    """Replace line breaks, control characters, terminal sequences and direction marks by Python escapes, so that quoted
+    text cannot begin a line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class OneLine(logging.Formatter):
-    """Time, level, logger and the escaped message; a traceback's lines stand indented below it."""
+    """Formats a record as time, level, logger and escaped message; the lines of a traceback follow indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The first line."""
+        """Format the first line."""
         record.message = escaped(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
-        """Escaped but for its own line breaks, each line indented."""
+        """Indent each line of the traceback, and escape it except for its line breaks."""
         return _indented(super().formatException(ei))  # type: ignore[arg-type]
 
     def formatStack(self, stack_info: str) -> str:
-        """As an exception's."""
+        """Format the stack as `formatException` does a traceback."""
         return _indented(super().formatStack(stack_info))
 
 
 SUBJECTS = ("session_id", "group_id")
-"""What a line may be about, from `extra=` or `about`."""
+"""Fields that say what a line is about, given by `extra=` or `about`."""
 _process: dict[str, str] = {}
 _about: ContextVar[Mapping[str, str]] = ContextVar("about", default={})  # noqa: B039 - never changed in place
 
 
 def instance_of(role: str) -> str:
-    """Unique among live processes of the role; stable over restarts where TURNLOG_INSTANCE is set."""
+    """Return the instance name of this process: unique among live processes of the role, and stable over restarts if
+    TURNLOG_INSTANCE is set."""
     return os.environ.get("TURNLOG_INSTANCE") or f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
 def speaks(role: str, *, run: str, instance: str = "") -> None:
-    """Which process this is, for every JSON line from now on."""
+    """Set the identity of this process in all later JSON lines."""
     _process.update(role=role, instance=instance or instance_of(role), run=run)
 
 
 def about(**subjects: str) -> None:
-    """What the lines of this task are about from now on, those of tasks that it starts included: session_id, group_id
-    (SUBJECTS)."""
+    """Set the session_id or group_id (SUBJECTS) of all later lines of this asyncio task and of the asyncio tasks that
+    it starts."""
     _about.set({**_about.get(), **subjects})
 
 
 class OneObject(logging.Formatter):
-    """A JSON object: time (RFC 3339, UTC), level, logger, message, role, instance, run; where there are such,
-    session_id and group_id, and the exception with its traceback as one string."""
+    """Formats a record as a JSON object: time (RFC 3339, UTC), level, logger, message, role, instance, run; if present,
+    session_id, group_id, and the exception with its traceback as one string."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of ASCII: JSON's own escapes stand for whatever else a text has."""
+        """Format the record as one ASCII line; JSON escapes stand for all other characters."""
         about_it = {**_about.get()} | {name: getattr(record, name) for name in SUBJECTS if hasattr(record, name)}
         time_ = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         said = {
@@ -110,7 +111,7 @@ class OneObject(logging.Formatter):
 
 
 def is_json(env: Mapping[str, str]) -> bool:
-    """Whether lines are JSON objects. Raises SettingsError."""
+    """Whether log lines are JSON objects. Raises SettingsError."""
     wanted = env.get("TURNLOG_LOG_FORMAT") or "text"
     if wanted not in ("text", "json"):
         raise SettingsError(f"TURNLOG_LOG_FORMAT must be one of text, json, got {wanted!r}")
@@ -119,18 +120,20 @@ def is_json(env: Mapping[str, str]) -> bool:
 
 @dataclass(slots=True)
 class _Told:
-    """A text, when it was said last and when it may be said again, in seconds of the clock."""
+    """When a text was last logged and when it may be logged again, in seconds of the clock."""
 
     last: float
     next: float
     interval: float
     held: int = 0
-    """Times that it came since it was said."""
+    """Occurrences since the text was last logged."""
 
 
 class Repeats(logging.Filter):
-    """Warnings and errors of one logger with one text: the first at once, then at growing intervals with how many came
-    meanwhile. An outage that a client meets fifty times a second takes a dozen lines in its first hour."""
+    """Rate-limits warnings and errors of one logger with the same text: the first is logged at once, later ones at
+    growing intervals with the number of occurrences meanwhile.
+
+    An outage that a client meets fifty times a second takes a dozen lines in its first hour."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -138,7 +141,7 @@ class Repeats(logging.Filter):
         self._told: OrderedDict[tuple[str, str], _Told] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is said; one that stands for others says so."""
+        """Whether to log the record; adds the count to one that stands for several."""
         if record.levelno < logging.WARNING:
             return True
         now, text = self._clock(), record.getMessage()
@@ -160,7 +163,7 @@ class Repeats(logging.Filter):
 
 
 def handler(stream: TextIO, clock: Callable[[], float] = time.monotonic, *, as_json: bool = False) -> logging.Handler:
-    """Writes lines as every process of ours writes them."""
+    """Return a log handler with the format and the rate limit of all our processes."""
     lines = logging.StreamHandler(stream)
     lines.setFormatter(OneObject() if as_json else OneLine())
     lines.addFilter(Repeats(clock))
@@ -168,8 +171,8 @@ def handler(stream: TextIO, clock: Callable[[], float] = time.monotonic, *, as_j
 
 
 def begin(env: Mapping[str, str], stream: TextIO) -> None:
-    """Send every logger of this process to `stream`, as the environment asks; where lines are JSON, also warnings and
-    what ends a thread or the process. Raises SettingsError."""
+    """Send all loggers of this process to `stream` at the level and in the format that the environment sets. With JSON
+    lines this includes warnings and uncaught exceptions of threads and the process. Raises SettingsError."""
     wanted, as_json = level(env), is_json(env)
     lines = handler(stream, as_json=as_json)
     logging.basicConfig(level=wanted if wanted == "DEBUG" else logging.WARNING, handlers=[lines])
@@ -182,7 +185,7 @@ def begin(env: Mapping[str, str], stream: TextIO) -> None:
 
 
 def level(env: Mapping[str, str], default: str = "INFO") -> str:
-    """The name of the level that is asked for. Raises SettingsError."""
+    """Return the name of the configured level. Raises SettingsError."""
     wanted = (env.get("TURNLOG_LOG_LEVEL") or default).upper()
     if wanted not in logging.getLevelNamesMapping():
         raise SettingsError(f"TURNLOG_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {wanted!r}")
@@ -190,7 +193,7 @@ def level(env: Mapping[str, str], default: str = "INFO") -> str:
 
 
 def _ended(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """In place of a traceback that Python prints itself."""
+    """Log an uncaught exception, in place of the traceback that Python would print."""
     logging.getLogger("turnlog").critical("ended by %s", kind.__name__, exc_info=(kind, error or kind(), trace))
 
 

@@ -1,8 +1,8 @@
-"""What every role exports of itself, whatever else its module counts: how long its stages take, what it reads from the
-log and hands to it, what it has not read yet, and how often it was started anew.
+"""Prometheus metrics common to all roles: stage latency, bytes read from the log and handed to it, unread records,
+restarts.
 
-A stage is taken once for a batch of records, or for what is made of them, and never for a token. Gateway and sandbox
-worker tell theirs by histograms of their own, which have labels that others lack.
+A stage is observed once for a batch of records, or for what is made of them, never for a token. The gateway and the
+sandbox worker use histograms of their own with additional labels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from turnlog.names import RESTARTS_VARIABLE
 from turnlog.setting_types import SettingsError
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
-"""From the fold of a few records to a step of a large model."""
+"""Histogram buckets, from the fold of a few records to a step of a large model."""
 STAGE_S = Histogram(
     "turnlog_stage_seconds", "One stage of a role's work, over the records that it took together", ["role", "stage"],
     buckets=SECONDS,
@@ -30,7 +30,8 @@ RESTARTS = Gauge("turnlog_role_restarts", "How often whoever watches the process
 
 
 def restarts(env: Mapping[str, str]) -> int:
-    """Of this process, as whoever started it says; 0 where nobody counts. Raises SettingsError."""
+    """Return how often this process was restarted according to its starter; 0 if nobody counts. Raises
+    SettingsError."""
     said = env.get(RESTARTS_VARIABLE, "0")
     if not (said.isascii() and said.isdecimal()):
         raise SettingsError(f"{RESTARTS_VARIABLE} must be a whole number, got {said!r}")

@@ -1,7 +1,8 @@
-"""Where a role serves its health, and what asks it: `turnlog health ROLE`, for probes in images without curl, and pages
-that show what roles tell of their insides.
+"""Address of a role's health endpoint, and its clients: `turnlog health ROLE`, for probes in images without curl, and
+pages that show the internal state of roles.
 
-A probe runs every few seconds beside its role, so nothing heavy is imported: one GET over a socket, without clients.
+A probe runs every few seconds beside its role, so nothing heavy is imported: it sends one GET over a socket without an
+HTTP client.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ EVERY = "::"
 """Listens on every address of both families."""
 EVERY_IPV4 = "0.0.0.0"
 LONGEST = 1 << 20
-"""Bytes of an answer that are read."""
+"""Maximum number of bytes read of a response."""
 
 
 class NoHealthServed(SettingsError):
-    """The role serves no health. Remedy: TURNLOG_HEALTH_PORT."""
+    """The role serves no health endpoint. Remedy: TURNLOG_HEALTH_PORT."""
 
 
 def health_address(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Host and port of the health endpoint; None: it is not served. Raises SettingsError."""
+    """Return host and port of the health endpoint, or None if it is not served. Raises SettingsError."""
     port = env.get("TURNLOG_HEALTH_PORT", "")
     if is_service_link(port) or port in ("", "0"):
         return None
@@ -43,12 +44,12 @@ def health_address(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def health_host(env: Mapping[str, str]) -> str:
-    """The address that health endpoints listen on."""
+    """Return the address that health endpoints listen on."""
     return env.get("TURNLOG_HEALTH_HOST") or LOOPBACK
 
 
 def bindable(host: str) -> str:
-    """The address to bind: for EVERY that of IPv4 alone where this machine has no IPv6, and else the host itself."""
+    """Return the address to bind: EVERY_IPV4 in place of EVERY on a machine without IPv6, else `host` itself."""
     if host != EVERY:
         return host
     try:
@@ -60,34 +61,35 @@ def bindable(host: str) -> str:
 
 
 def at_home(host: str) -> str:
-    """The address at which this machine reaches a server that listens on `host`."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return LOOPBACK if host in ("", EVERY, EVERY_IPV4) else host
 
 
 def reached(host: str, port: int, scheme: str = "http") -> str:
-    """Where this machine's own clients reach a server that listens there."""
+    """Return the URL at which this machine's own clients reach a server that listens on `host`."""
     return bracketed(f"{scheme}://{at_home(host)}:{port}")
 
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost."})
 HOST = re.compile(r"(\[[^\s/?#\\@\[\]]+\]|[^\s/?#\\@\[\]:]+)(:[0-9]*)?")
-"""A name or an address, and a port: what else an address of a page has could make another page of it."""
+"""A name or an address, and a port. Any other characters in the address of a page could turn it into another
+address."""
 
 
 def called(host: str) -> str:
-    """The name or the address of a Host header, small and without brackets; empty of what is none."""
+    """Return the name or address of a Host header in lower case without brackets; empty if the header is malformed."""
     found = HOST.fullmatch(host)
     return found[1].strip("[]").lower() if found else ""
 
 
 def leads_nowhere_else(name: str) -> bool:
-    """Whether nobody can make it lead from another site's page to a server of this machine (DNS rebinding), since it is
-    resolved nowhere: an address in numbers, or the loopback's name."""
+    """Whether `name` is safe from DNS rebinding: a numeric address or the loopback's name, which is not resolved, so
+    that no page of another site can make it lead to a server of this machine."""
     return name in LOOPBACK_NAMES or _address(name) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address that is bound is reached from this machine alone."""
+    """Whether a bound address can be reached from this machine only."""
     address = _address(host)
     return host in LOOPBACK_NAMES if address is None else address.is_loopback
 
@@ -100,7 +102,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def bracketed(url: str) -> str:
-    """The URL with an IPv6 address in brackets: Kubernetes puts a pod's address into http://$(POD_IP):port without."""
+    """Put brackets around the IPv6 address in a URL: Kubernetes expands http://$(POD_IP):port without them."""
     scheme, mark, place = url.partition("://")
     host, colon, rest = place.rpartition(":")
     try:
@@ -111,7 +113,7 @@ def bracketed(url: str) -> str:
 
 
 def served_at(role: str, settings: Settings, env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Host and port of the role's health: of its own pages where it has some, else of the health endpoint. Raises
+    """Return host and port that serve the role's health: its own pages if it has some, else the health endpoint. Raises
     SettingsError."""
     pages = {"views": (settings.views.host, settings.views.port), "lag": (settings.lag.host, settings.lag.port)}
     own = pages.get(role)
@@ -119,8 +121,11 @@ def served_at(role: str, settings: Settings, env: Mapping[str, str]) -> tuple[st
 
 
 def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, live: bool, timeout_s: float) -> int:
-    """Ask whether the role is ready, or alive (`live`); prints what it said. 0: it is; 1: it is not, or gave no answer.
-    `url`: of the health endpoint, if not this container's. Raises SettingsError."""
+    """Check whether the role is ready, or alive (`live`), and print the result. Return 0 if it is, 1 if it is not or
+    does not answer.
+
+    `url` is the health endpoint's, if it is not in this container. Raises SettingsError; NoHealthServed if there is no
+    endpoint to check."""
     if url:
         parts = urlsplit(url)
         address: tuple[str, int] | None = (parts.hostname or LOOPBACK, parts.port or 80)
@@ -144,8 +149,8 @@ def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, li
 
 
 def states(addresses: Mapping[str, str], role: str, timeout_s: float) -> dict[str, dict[str, Any]]:
-    """What processes of the role say of themselves at /state, by name; one that does not say why instead, under
-    `unreachable`, and what it is in its place, if it is another's, under `role`."""
+    """Return the state (/state) of processes of the role, by name. For one that does not answer it has the cause under
+    `unreachable`, and, if another role answers there, that role under `role`."""
     from concurrent.futures import ThreadPoolExecutor  # which a probe does not need
 
     def ask(url: str) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def states(addresses: Mapping[str, str], role: str, timeout_s: float) -> dict[st
 
 
 def _reasons(said: Mapping[str, Any]) -> str:
-    """What a role waits for, or which of its loops stand still."""
+    """Return the failing readiness conditions of a role, or its stale loops, in words."""
     waiting: Mapping[str, Any] = said.get("waiting") or {}
     loops: Mapping[str, Any] = said.get("loops") or {}
     stale = [
@@ -175,7 +180,8 @@ def _reasons(said: Mapping[str, Any]) -> str:
 
 
 def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
-    """Status and JSON object of an answer. HTTP/1.0: it ends with the connection. Raises OSError, ValueError."""
+    """Send a GET; return status and JSON object of the response. With HTTP/1.0 it ends with the connection. Raises
+    OSError, ValueError."""
     shown = f"[{host}]" if ":" in host else host
     with socket.create_connection((host, port), timeout_s) as server:
         server.sendall(f"GET {path} HTTP/1.0\r\nHost: {shown}:{port}\r\n\r\n".encode())
@@ -195,5 +201,5 @@ def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, dict[s
 
 
 def _told(status: ExitStatus, line: str) -> int:
-    sys.stdout.write(escaped(line) + "\n")  # terminal.say takes rich with it
+    sys.stdout.write(escaped(line) + "\n")  # terminal.say would import rich
     return status

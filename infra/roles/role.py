@@ -1,4 +1,4 @@
-"""A role is one process: what it is given, and the clients that are opened for it.
+"""A role is one process with its settings and the clients opened for it.
 
 `turnlog ROLE` calls `runs.serve(role, main, settings)`; `main(role)` runs until `role.stopping` is set.
 """
@@ -24,26 +24,26 @@ from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 GROUPED = frozenset(topic.name for topic in CATALOGUE if topic.key == "group_id")
-"""Topics whose keys say which group a record is about."""
+"""Topics whose keys are group ids."""
 
 
 class RunPhase(StrEnum):
-    """Of a run's life, as RunPlanned says it."""
+    """Phase of a run, as recorded in RunPlanned."""
 
     RUNNING = "running"
     PAUSED = "paused"
-    """Nothing new is admitted; what is under way ends."""
+    """Nothing new is admitted; running work is completed."""
     CLOSED = "closed"
-    """The run is over, for good."""
+    """The run is over for good."""
 
 
 @dataclass(slots=True)
 class Role:
-    """What every role is given."""
+    """Settings, clients and state that a role's `main` receives."""
 
     name: str
     instance: str
-    """Unique among live processes of the role; stable over restarts when the supervisor sets TURNLOG_INSTANCE."""
+    """Unique among live processes of the role; stable over restarts if the supervisor sets TURNLOG_INSTANCE."""
     settings: Settings
     log: Log
     events: EventLog
@@ -51,11 +51,12 @@ class Role:
     health: Health
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     phase: RunPhase = RunPhase.RUNNING
-    """Of the run, as far as `runs.claimed` has read."""
+    """Phase of the run according to the records that `runs.claimed` has read."""
 
     async def park(self, record: Record, cause: Exception) -> None:
-        """Append the record's dead letter, and wait until it is on the log. What a newer release wrote is not parked:
-        it can wait. Raises LogUnavailable."""
+        """Append a dead letter for the record, and wait until it is in the log. Raises LogUnavailable.
+
+        A record of a later release is not dead-lettered: it can wait until the role is upgraded."""
         if isinstance(cause, LaterKind):
             return
         about = {"group_id": record.key.decode(errors="replace")} if record.topic in GROUPED else {}
@@ -72,12 +73,12 @@ async def opened(
     health: Health | None = None,
     stopping: asyncio.Event | None = None,
 ) -> AsyncIterator[Role]:
-    """A role with its clients on real servers, addresses resolved; also the way into the log for tools and tests.
+    """Open a role with its clients on real servers and all addresses resolved. Tools and tests use it to access the
+    log, too.
 
-    `archive`: its log is the archive in the object store; neither Kafka nor a registry is needed, and nothing can be
-    written. Raises NoArchive then.
-    """
-    from turnlog.infra.s3 import S3Blobs  # clients of real machines are imported where they are opened
+    With `archive`, the log is the archive in the object store: neither Kafka nor a registry is needed, nothing can be
+    written, and NoArchive is raised if there is none."""
+    from turnlog.infra.s3 import S3Blobs  # clients of real servers are imported where they are opened
 
     if not (archive and settings.store.endpoint):
         settings = resolved(settings)

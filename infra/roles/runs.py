@@ -1,14 +1,15 @@
-"""Whose log this is, and what it recorded for the run's life: the first RunConfigured on topic `runs` decides.
+"""Ownership of a log by a run, and what the log records about the run: the first RunConfigured on topic `runs` decides.
 
-One run per (cluster, prefix): two would score each other's groups and run each other's calls. So whoever configures a
-run reads back which record came first, and every role reads the topic for its whole life (`claimed`): it ends where
-another run has configured the log, and obeys when its own is paused, resumed or closed.
+There is one run per (cluster, prefix); two would score each other's groups and execute each other's calls. Whoever
+configures a run therefore reads back which record came first, and every role reads the topic as long as it lives
+(`claimed`). The role ends if another run has configured the log, and follows when its own run is paused, resumed or
+closed.
 
 RunError
 ├── OtherRun         the log belongs to another run
 ├── OtherSettings    the run was configured with other keys of [fold], [batcher] or [assembler]
-├── RunUnreadable    the run is recorded there, and the record cannot be read
-├── NotConfigured    nobody has configured the run, and the role does not wait for it
+├── RunUnreadable    the run is recorded in the log, and the record cannot be read
+├── NotConfigured    the run is not configured, and the role does not wait for it
 └── RunClosed        the run is over: nothing starts for it, resumes it or changes its plan
 """
 
@@ -58,21 +59,22 @@ log = logging.getLogger(__name__)
 PLACE = Partition(topics.RUNS.name, 0)
 POLL_S = 0.5
 PARENT_FILE = "parent.json"
-"""In the directory of a run that `turnlog run fork` made: what its RunConfigured says of its parent."""
+"""File in the directory of a run created by `turnlog run fork`: the parent that its RunConfigured records."""
 OUTLIVES = frozenset({"alerts", "archive", "index", "trace", "track", "views"})
-"""Roles with work to do when the run is closed: what its last records say is copied and shown, too."""
+"""Roles that still have work when the run is closed: they copy or show its last records, too."""
 
 
 class RunError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors above."""
 
 
 class OtherRun(RunError):
-    """One run per (cluster, prefix). Remedy: the id of the run that is there, or a [kafka] prefix of one's own."""
+    """There is one run per (cluster, prefix). Remedy: the id of the run that owns the log, or another [kafka]
+    prefix."""
 
 
 class OtherSettings(RunError):
-    """A run keeps what it recorded of these sections for life. Remedy: those values, or another run."""
+    """A run keeps its recorded values of these sections for life. Remedy: those values, or another run."""
 
 
 class NotConfigured(RunError):
@@ -80,56 +82,58 @@ class NotConfigured(RunError):
 
 
 class RunClosed(RunError):
-    """Somebody closed the run. Remedy: `turnlog run fork` goes on from its checkpoint under another id."""
+    """The run was closed. Remedy: `turnlog run fork` continues from its checkpoint under another id."""
 
 
 class RunUnreadable(RunError):
-    """The record of a run is damaged, which is not as if there were none. Remedy: restore it."""
+    """The record of a run is damaged, which is not the same as a missing one. Remedy: restore it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What RunConfigured recorded."""
+    """The configuration that RunConfigured recorded."""
 
     run_id: str
     fold: FoldSettings
     batcher: BatcherSettings
     assembler: AssemblerSettings
-    """Operational keys of both are today's defaults: a role takes those from its own settings."""
+    """Operational keys of `batcher` and `assembler` have today's defaults: a role takes those from its own settings."""
     settings_sha256: str
-    """As recorded: never computed again, since later releases record other keys."""
+    """Hash as recorded; never recomputed, since later releases record other keys."""
     fold_version: str
     parent: RunParent | None = None
 
     @classmethod
     def of(cls, event: RunConfigured, own: Settings) -> Configured:
-        """`own`: of the role that asks, for what old runs did not record. Raises RecordedSettingsError."""
+        """Read a RunConfigured; keys that old runs did not record come from `own`, the settings of the role. Raises
+        RecordedSettingsError."""
         sections = recorded_settings(event.settings, own)
         return cls(event.run_id, *sections, event.settings_sha256, event.fold_version, event.parent)
 
     @classmethod
     def today(cls, settings: Settings) -> Configured:
-        """What a run with these settings records when it begins today."""
+        """Return the configuration that a run with these settings would record today."""
         return cls.of(configuration(settings), settings)
 
     @property
     def name(self) -> FoldName:
-        """What marks and derived records carry."""
+        """Fold name carried by marks and derived records."""
         return FoldName(self.fold_version, self.settings_sha256)
 
     def rules(self) -> FoldRules:
-        """Of the recorded fold. Raises UnknownFoldVersion, SettingsError for a name that nobody offers."""
+        """Return the rules of the recorded fold. Raises UnknownFoldVersion; SettingsError if no plugin has a name in
+        it."""
         return fold_rules(
             self.fold, run_id=self.run_id, settings_sha256=self.settings_sha256, version=self.fold_version,
             methods=installed(self.fold), horizon_records=self.assembler.horizon_records,
         )  # fmt: skip
 
     def draw_rules(self) -> DrawRules:
-        """Of the recorded draws. Raises SettingsError."""
+        """Return the rules of the recorded rollout batches. Raises SettingsError."""
         return draw_rules(self.fold, self.batcher, installed(self.fold))
 
     def check(self, settings: Settings) -> None:
-        """Raises OtherSettings, which names every key whose value differs from the recorded one."""
+        """Raise OtherSettings, naming every key whose value differs from the recorded one."""
         differ = []
         for section, kind in FOLD_SECTIONS.items():
             recorded, ours = getattr(self, section), getattr(settings, section)
@@ -145,7 +149,7 @@ class Configured:
 
 
 def configuration(settings: Settings) -> RunConfigured:
-    """The record with which a run begins."""
+    """Return the record with which a run begins."""
     body = fold_settings_json(settings)
     return RunConfigured(
         event_id=ids.digest("RunConfigured", settings.run.id),
@@ -158,7 +162,7 @@ def configuration(settings: Settings) -> RunConfigured:
 
 
 def parent_of(settings: Settings) -> RunParent | None:
-    """What `turnlog run fork` left in the run's directory, if it made the run."""
+    """Return the parent that `turnlog run fork` wrote to the run's directory, or None if the run was not forked."""
     try:
         return msgspec.json.decode((Path(settings.run.directory) / PARENT_FILE).read_bytes(), type=RunParent)
     except FileNotFoundError:
@@ -166,9 +170,11 @@ def parent_of(settings: Settings) -> RunParent | None:
 
 
 def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> int:
-    """Run a role until SIGTERM or SIGINT; 0 after a clean drain. It waits for its servers as long as it takes; one that
-    goes away later ends it uncommitted, and it waits in its next start. An error comes out: the supervisor restarts.
-    Raises OtherRun for the log of another run, NoEndpoints, CannotListen."""
+    """Run a role until SIGTERM or SIGINT; return 0 after a clean drain.
+
+    It waits for its servers as long as necessary. A server that goes away later ends the role uncommitted, and the next
+    start waits for it. Errors propagate: the supervisor restarts the role. Raises OtherRun for the log of another run,
+    NoEndpoints, CannotListen."""
 
     async def run() -> None:
         stopping, health = asked(), Health(name, work_s=settings.liveness.work_s)
@@ -197,24 +203,24 @@ async def _life(
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A run that is configured, and what of that was news."""
+    """A configured run, and what `begin` has newly recorded."""
 
     run: Configured
     recorded: bool
-    """There was no RunConfigured."""
+    """True if the log had no RunConfigured."""
     planned: Mapping[str, tuple[int | None, int]]
-    """What RunPlanned says otherwise than before: key -> (was, is)."""
+    """Keys whose values the new RunPlanned changes: key -> (old, new)."""
 
 
 @dataclass(slots=True)
 class Life:
-    """The fold of topic `runs` for one run."""
+    """Fold of topic `runs` for one run."""
 
     run_id: str
     configured: RunConfigured | None = None
-    """Whose log it is: the first one, of whatever run."""
+    """The first RunConfigured, of whatever run: that run owns the log."""
     plan: RunPlanned | None = None
-    """The run's latest."""
+    """The latest plan of the run."""
     plans: int = 0
     phase: RunPhase = RunPhase.RUNNING
 
@@ -223,7 +229,8 @@ class Life:
         return None if self.configured is None else self.configured.parent
 
     def apply(self, event: Event) -> None:
-        """Fold one record. A phase that this release does not know admits nothing: that is safe in every one."""
+        """Apply one record. A phase that this release does not know is taken as PAUSED, which is always safe: nothing
+        is admitted."""
         if isinstance(event, RunConfigured) and self.configured is None:
             self.configured = event
         elif isinstance(event, RunPlanned) and event.run_id == self.run_id:
@@ -233,7 +240,7 @@ class Life:
                 self.phase = RunPhase(event.phase) if known else RunPhase.PAUSED
 
     def check_open(self) -> None:
-        """Raises RunClosed."""
+        """Raise RunClosed if the run is closed."""
         if self.phase is RunPhase.CLOSED:
             raise RunClosed(
                 f"run {self.run_id!r} is closed: nothing starts for it any more, what it recorded can be read; "
@@ -242,7 +249,7 @@ class Life:
 
 
 async def life(role: Role) -> Life:
-    """What topic `runs` says now. Raises LogUnavailable."""
+    """Return the current fold of topic `runs`. Raises LogUnavailable."""
     found = Life(role.settings.run.id)
     async for event in _events(role):
         found.apply(event)
@@ -250,8 +257,9 @@ async def life(role: Role) -> Life:
 
 
 async def set_phase(role: Role, wanted: RunPhase) -> RunPhase:
-    """Say the run's phase, unless it is that already; the one before. Every role of the run obeys within a second or
-    two: see `claimed`. Raises NotConfigured, OtherRun, RunClosed."""
+    """Record the run's phase unless it is current already; return the previous phase.
+
+    Every role of the run follows within a second or two: see `claimed`. Raises NotConfigured, OtherRun, RunClosed."""
     found = await life(role)
     if found.configured is None:
         raise _not_configured(role)
@@ -266,9 +274,10 @@ async def set_phase(role: Role, wanted: RunPhase) -> RunPhase:
 
 
 async def begin(role: Role) -> Begun:
-    """Record what the run's records mean, once for its life, and what of its plan changed since the last start. Of two
-    that configure a log at once, the one whose record came first stays. The store is told whose folder the blobs lie
-    in. Raises OtherRun, OtherSettings, RunClosed, StoreUnavailable."""
+    """Record the run's configuration, once for its life, and the changes of its plan since the last start.
+
+    If two processes configure a log at once, the first record counts. The store records the owner of the blob folder.
+    Raises OtherRun, OtherSettings, RunClosed, StoreUnavailable."""
     found = await life(role)
     news = found.configured is None
     if found.configured is not None:
@@ -285,8 +294,8 @@ async def begin(role: Role) -> Begun:
 
 
 async def folder_of(role: Role, *, owned: bool = False) -> str:
-    """What belongs to the run alone lies there in the store, also where its blobs lie elsewhere. `owned`: the store is
-    told whose that is. Raises LogUnavailable, StoreUnavailable, ReadOnlyArchive."""
+    """Return the store folder for what belongs to the run alone, even if its blobs are in another folder. `owned`:
+    record the owner in the store. Raises LogUnavailable, StoreUnavailable, ReadOnlyArchive."""
     found = (await life(role)).configured
     if found is not None and found.blob_folder:
         return found.blob_folder
@@ -299,8 +308,10 @@ async def _owner(role: Role) -> Owner:
 
 
 async def _owned_folder(role: Role) -> str:
-    """Where the run's blobs would lie if it began now; the store says whose that is, also of a run whose blobs lie
-    elsewhere: `turnlog gc` must know every log that it would have to read."""
+    """Return the folder that the run's blobs would have if it began now, and record its owner in the store.
+
+    This includes runs whose blobs are elsewhere, because `turnlog gc` must know every log that it would have to
+    read."""
     owner = await _owner(role)
     try:
         Owner.parsed(owner.name, await role.blobs.get_named(owner.name))
@@ -310,13 +321,15 @@ async def _owned_folder(role: Role) -> str:
 
 
 async def configure(role: Role) -> Configured:
-    """`begin`, for who does not ask what was news."""
+    """Call `begin` and return only the configuration."""
     return (await begin(role)).run
 
 
 async def configured(role: Role, *, wait: bool = True) -> Configured | None:
-    """What this log's run recorded, as soon as somebody has configured it; None when the role is asked to stop before.
-    Raises OtherRun, OtherSettings, RecordedSettingsError; without `wait` NotConfigured."""
+    """Return the recorded configuration of this log's run as soon as there is one, or None if the role is stopped
+    before.
+
+    Raises OtherRun, OtherSettings, RecordedSettingsError; without `wait`, NotConfigured."""
     found = await _first(role)
     if found is None and not wait:
         raise _not_configured(role)
@@ -333,9 +346,11 @@ async def configured(role: Role, *, wait: bool = True) -> Configured | None:
 
 @asynccontextmanager
 async def claimed(role: Role) -> AsyncIterator[None]:
-    """While the block runs, the log is this run's or nobody's, and the role knows the run's phase; when the run is
-    closed, it is asked to stop. Raises OtherRun, UnknownFoldVersion and RunClosed at its start, the first two also
-    later, cancelling the block, as soon as such a run is configured."""
+    """Ensure while the block runs that the log is this run's or nobody's, and keep the role's phase current; stop the
+    role when the run is closed.
+
+    Raises OtherRun, UnknownFoldVersion and RunClosed at the start. The first two are also raised later, cancelling the
+    block, as soon as such a run is configured."""
     read = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as group:
@@ -343,12 +358,12 @@ async def claimed(role: Role) -> AsyncIterator[None]:
             await read.wait()
             yield
             watch.cancel()
-    except BaseExceptionGroup as errors:  # one is reported as itself, with what it was raised from
+    except BaseExceptionGroup as errors:  # report a single error as itself, with its cause
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
 
 async def _obeyed(role: Role, read: asyncio.Event) -> None:
-    """Follow topic `runs` until the role is asked to stop; `read` is set when all that stands there now was folded."""
+    """Follow topic `runs` until the role is stopped; `read` is set once all records that are there now are applied."""
     found = Life(role.settings.run.id)
     async for event in _events(role, wait=True, read=read):
         found.apply(event)
@@ -365,14 +380,14 @@ async def _obeyed(role: Role, read: asyncio.Event) -> None:
 
 
 async def recorded(role: Role) -> Configured | None:
-    """What the role's run recorded, for readers of its past, which may hold other runs too: the run's first record
-    counts. Raises RecordedSettingsError."""
+    """Return the recorded configuration of the role's run, for readers of the past, whose log may hold other runs as
+    well: the run's first record counts. Raises RecordedSettingsError."""
     own = await all_events(role, topics.RUNS)
     return next((Configured.of(event, role.settings) for event in own if isinstance(event, RunConfigured)), None)
 
 
 async def nothing_recorded(role: Role) -> str:
-    """Says that a reader found nothing of the role's run, and whose log it has read."""
+    """Return a message that a reader found nothing of the role's run, and whose log it has read."""
     run_id, found = role.settings.run.id, await _first(role)
     if found is None:
         return f"nothing recorded: no run is configured on this log, so nothing is known of run {run_id!r}"
@@ -388,14 +403,14 @@ PLANNED = ("draws", "publish_every", "groups", "rollouts")
 
 
 def _planned(settings: Settings) -> dict[str, int]:
-    """What lag and admission are counted by."""
+    """Return the settings that lag and admission are computed from."""
     kafka = settings.kafka
     values = (settings.feeder.draws, settings.trainer.publish_every, kafka.groups, kafka.rollouts)
     return dict(zip(PLANNED, values, strict=True))
 
 
 async def _plan(role: Role, found: Life) -> dict[str, tuple[int | None, int]]:
-    """Append the plan, unless the latest record says the same; what it said otherwise."""
+    """Append the plan unless the latest record has the same values; return what changed."""
     values = _planned(role.settings)
     said = {name: getattr(found.plan, name, None) for name in PLANNED}
     if said != values:
@@ -423,8 +438,8 @@ def _ours(found: RunConfigured, role: Role) -> Configured:
 
 
 def _same_run(found: RunConfigured, role: Role) -> None:
-    """Raises OtherRun, and UnknownFoldVersion for a run that a later release began: whatever it does otherwise from one
-    fold version to the next, it does in every role."""
+    """Raise OtherRun, or UnknownFoldVersion for a run that a later release began: whatever differs between two fold
+    versions differs in every role."""
     ours, kafka = role.settings.run.id, role.settings.kafka
     if found.run_id != ours:
         raise OtherRun(
@@ -436,7 +451,7 @@ def _same_run(found: RunConfigured, role: Role) -> None:
 
 
 async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:
-    """The record that says whose log this is; `wait`: until there is one or the role is asked to stop."""
+    """Return the first RunConfigured of the log; with `wait`, wait for one until the role is stopped."""
     async with contextlib.aclosing(_events(role, wait=wait)) as events:
         async for event in events:
             if isinstance(event, RunConfigured):
@@ -445,9 +460,12 @@ async def _first(role: Role, *, wait: bool = False) -> RunConfigured | None:
 
 
 async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None = None) -> AsyncGenerator[Event, None]:
-    """Topic `runs` from its beginning; `read` is set when what stood there was told. What does not decode is passed
-    over: a dead letter of it would help nobody. Raises OtherRegistry and RunUnreadable before the record that says what
-    the run is; whatever comes after it says nothing of that."""
+    """Yield topic `runs` from its beginning; `read` is set once the records that were there at the start have been
+    yielded.
+
+    Undecodable records are skipped: a dead letter would help nobody. Before the first RunConfigured, however,
+    OtherRegistry and RunUnreadable are raised, because the record may be the run's configuration; later records cannot
+    be."""
     known = False
     end = (await role.log.end_offsets([PLACE]))[PLACE]
     async with role.log.reader(patient=wait) as reader:
@@ -465,7 +483,7 @@ async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None 
                     if known:
                         continue
                     if isinstance(broken, OtherRegistry):
-                        raise  # the run may be recorded there: nobody records it anew
+                        raise  # this record may be the run's configuration, which must not be recorded anew
                     if is_configuration(record):
                         raise RunUnreadable(
                             f"{where(record)} says what the run is and cannot be read ({broken}): restore topic "

@@ -1,8 +1,8 @@
-"""From a role's first instruction to its work, and the servers that it needs on the way and afterwards.
+"""A role from its first instruction to its work, and the servers that it needs at the start and afterwards.
 
-Health is served first, signals are obeyed, then every server is waited for, however long it takes: what is missing
-stands on /readyz, and the process does not end for it. While the role works the same servers are looked at now and
-then, so that /readyz says of an outage what it is, and no loop that stands still for want of them counts as hung.
+Health is served first and signals are handled, then the role waits for every server as long as necessary: a missing one
+is reported on /readyz, and the process does not end because of it. While the role works, the same servers are checked
+from time to time, so that /readyz names the outage, and no loop that stands still for lack of a server counts as hung.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from turnlog.settings import Settings
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_S, LONGEST_S = 0.2, 5.0
-"""Between two looks at a server that is away; it doubles, and each is cut by up to half, so that roles that lost it
-together do not come back together."""
+"""First and longest pause in seconds between two checks of a missing server. It doubles, and each is shortened at
+random by up to half, so that roles that lost the server together do not return together."""
 LOOK_S = 10.0
-"""One look takes no longer."""
+"""Maximum duration of one check in seconds."""
 WATCH_S = 5.0
-"""Between two looks at a server that is there."""
+"""Seconds between two checks of a server that is available."""
 APART_S = 300.0
-"""By how much this machine's clock may differ from the store's: S3 takes no signature from 900 s on, Kafka no record
-from 3,600 s on."""
+"""Maximum clock difference in seconds between this machine and the store: S3 rejects signatures from 900 s on, Kafka
+rejects records from 3,600 s on."""
 RUNS, REGISTRY = Partition(topics.RUNS.name, 0), Partition(REGISTRY_TOPIC, 0)
 WITHOUT_STORE = frozenset({"gateway", "runner", "feeder"})
-"""Roles that put only the largest payloads there: they can do their work while it is away."""
+"""Roles that store only the largest payloads: they can work while the store is away."""
 
 
 def asked() -> asyncio.Event:
-    """Set by SIGTERM or SIGINT from now on; of the running loop of the main thread."""
+    """Return an event of the running loop that SIGTERM and SIGINT set from now on. Call it in the main thread."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -55,9 +55,10 @@ def asked() -> asyncio.Event:
 
 
 async def lived(life: Coroutine[Any, Any, T], stopping: asyncio.Event, health: Health) -> T | None:
-    """Await a role's life. Asked to stop before it has begun its work, it is cancelled: nothing is under way that a
-    drain could save. Else it sees `stopping` itself. What it returns; None where it was cancelled. Raises what it
-    raises."""
+    """Await a role's life and return its result, or None if it was cancelled. Raises what it raises.
+
+    If the role is stopped before it has started its work, it is cancelled: there is nothing that a drain could save.
+    Otherwise it observes `stopping` itself."""
     living, stop = asyncio.create_task(life), asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait((living, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -74,25 +75,26 @@ async def lived(life: Coroutine[Any, Any, T], stopping: asyncio.Event, health: H
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One that a role cannot work without."""
+    """A server that a role cannot work without."""
 
     name: str
     address: str
     setting: str
-    """Where its address stands."""
+    """The setting that holds its address."""
     answers: Callable[[], Awaitable[object]]
-    """Raises Unreachable while it is not there, or does not let us in; TopicMissing or NotAuthorized while the topics
-    job or an ACL is missing; anything else is a fault that no waiting mends."""
+    """Check the server. Raises Unreachable while it is away or rejects our credentials; TopicMissing or NotAuthorized
+    while the topics job or an ACL is missing. Any other error is a fault that waiting does not fix."""
     look_s: float = LOOK_S
-    """One look takes no longer."""
+    """Maximum duration of one check in seconds."""
     lasting: bool = True
-    """Needed after the start, too."""
+    """True if the server is needed after the start, too."""
     later: bool = False
-    """Asked for once the log is known to be this run's: until then nobody knows whether it is the run's, too."""
+    """True if the server is checked only once the log is known to be this run's: until then nobody knows whether the
+    server belongs to the run."""
 
 
 class Servers:
-    """Those of one role, and what /readyz says of them."""
+    """The servers of one role, and their readiness conditions."""
 
     def __init__(
         self,
@@ -107,15 +109,16 @@ class Servers:
         self._watch_s, self._longest_s, self._sleep = watch_s, longest_s, sleep
 
     async def there(self, *, later: bool = False) -> None:
-        """Wait until each has answered, or of those that come `later`, each. Raises what waiting will not mend:
-        RegistryUnavailable, StoreUnavailable, LogUnavailable."""
+        """Wait until every server has answered: those with `later`, or those without. Raises errors that waiting does
+        not fix: RegistryUnavailable, StoreUnavailable, LogUnavailable."""
         servers = [server for server in self._servers if server.later == later]
         for server in servers:
             self._health.unmet(server.name, f"{server.name} at {server.address} was not asked yet")
         await _all(self._until(server, FIRST_S) for server in servers)
 
     async def watch(self) -> None:
-        """Look at each now and then, for ever. While one is away the role is not ready, and none of its loops hangs."""
+        """Check the lasting servers forever at intervals. While one is away, the role is not ready, and none of its
+        loops counts as hung."""
         await _all(self._watch(server) for server in self._servers if server.lasting)
 
     async def _watch(self, server: Server) -> None:
@@ -127,13 +130,13 @@ class Servers:
                 log.warning("%s at %s: %s; see %s", server.name, server.address, error, server.setting)
 
     async def _until(self, server: Server, pause_s: float) -> None:
-        """Wait until it has answered."""
+        """Check the server until it answers."""
         since, looks = "", 0
         while (trouble := await _look(server)) is not None:
             since, looks = since or datetime.now(UTC).isoformat(timespec="seconds"), looks + 1
             self._health.unmet(server.name, f"{trouble}; {looks} looks since {since}")
             log.warning("waiting for %s at %s: %s", server.name, server.address, trouble)
-            if looks > 1:  # the second look was made with new connections: it is not ours that is broken
+            if looks > 1:  # the second check used new connections, so the fault is not in ours
                 self._health.excuse()
             await self._sleep(pause_s * random.uniform(0.5, 1))
             pause_s = min(2 * pause_s, self._longest_s)
@@ -144,7 +147,7 @@ class Servers:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run together; the first error ends all, and comes out."""
+    """Run the coroutines together; the first error cancels all and is raised."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         await asyncio.gather(*tasks)
@@ -154,14 +157,14 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _look(server: Server) -> str | None:
-    """What is wrong with it, in words; None: nothing. Raises what waiting will not mend."""
+    """Check the server once; return what is wrong with it, or None. Raises errors that waiting does not fix."""
     try:
         async with asyncio.timeout(server.look_s):
             await server.answers()
     except TimeoutError:
         return f"{server.name} at {server.address} gave no answer within {server.look_s:g} s; {_remedy(server)}"
     except (TopicMissing, NotAuthorized, Explained) as missing:
-        return str(missing)  # it says itself what to do, and brokers, secrets and ACLs change while roles wait
+        return str(missing)  # the message says what to do; brokers, secrets and ACLs may change while roles wait
     except Exception as error:
         if not is_unreachable(error):
             raise
@@ -176,7 +179,7 @@ def _remedy(server: Server) -> str:
 
 @asynccontextmanager
 async def watched(servers: Servers) -> AsyncIterator[None]:
-    """Watch while the block runs."""
+    """Watch the servers while the block runs."""
     watching = asyncio.create_task(servers.watch())
     try:
         yield
@@ -187,7 +190,7 @@ async def watched(servers: Servers) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def servers_of(role: str, settings: Settings, health: Health) -> AsyncIterator[Servers]:
-    """Those that the role needs before it can work. `settings`: with every address filled in."""
+    """Yield the servers that the role needs before it can work. `settings` must have all addresses filled in."""
     async with contextlib.AsyncExitStack() as stack:
         servers = [_kafka(stack, settings, REGISTRY if role == "registry" else RUNS)]
         if role != "registry":
@@ -201,8 +204,10 @@ async def servers_of(role: str, settings: Settings, health: Health) -> AsyncIter
 
 
 def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partition) -> Server:
-    """Its topics must be there too, but the registry's, which the registry makes; and they must take appends: who finds
-    out by a transaction of his own loses a minute each time."""
+    """Return the check of Kafka: the topic of `place` must exist and take appends. A role that found out by a
+    transaction of its own would lose a minute each time.
+
+    The registry's topic may be missing, since the registry creates it."""
     from turnlog.infra.kafka import KafkaLog
 
     held: list[KafkaLog] = []
@@ -232,7 +237,7 @@ def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partitio
         address=settings.kafka.bootstrap,
         setting="[kafka] bootstrap",
         answers=answers,
-        look_s=3 * LOOK_S,  # brokers that take connections and say nothing are passed over one after another
+        look_s=3 * LOOK_S,  # brokers that accept connections and do not answer are skipped one after another
     )
 
 
@@ -245,8 +250,8 @@ def _registry(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
 
     async def answers() -> None:
         if not settings.registry.auto_register:
-            await schema_ids(registry)  # else it would end, and start again, until somebody has registered them
-        with contextlib.suppress(KeyError):  # an empty one is there, too
+            await schema_ids(registry)  # otherwise the role would exit and restart until the schemas are registered
+        with contextlib.suppress(KeyError):  # an empty registry is available, too
             await registry.schema(1)
 
     where = settings.registry.url
@@ -268,11 +273,12 @@ def _store(stack: contextlib.AsyncExitStack, settings: Settings, *, lasting: boo
 
 
 class ClocksApart(Explained):
-    """Either may be wrong. Remedy: NTP on both machines."""
+    """The clocks of this machine and the store differ too much; either may be wrong. Remedy: NTP on both."""
 
 
 def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
-    """Not a server, but what roles of several machines need in common as they need one: the time."""
+    """Return the check of the clock, which is no server, but roles on several machines depend on a common time just as
+    they depend on a server."""
     from turnlog.infra.s3 import S3Blobs
 
     blobs = S3Blobs(settings.store, threads=1, patient=False)
@@ -280,7 +286,7 @@ def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
 
     async def answers() -> None:
         ahead_s = 0.0
-        with contextlib.suppress(StoreUnavailable):  # that it is away is said of the store itself
+        with contextlib.suppress(StoreUnavailable):  # the store's own check reports this
             ahead_s = await blobs.ahead_s()
         if abs(ahead_s) > APART_S:
             side = "ahead of" if ahead_s > 0 else "behind"
@@ -293,7 +299,7 @@ def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
 
 
 class GatewayAway(Unreachable):
-    """It gave no answer, or a 5xx."""
+    """The gateway did not answer, or answered with a 5xx."""
 
 
 def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:

@@ -1,5 +1,5 @@
-"""What a verb prints. Text that events, agents and processes brought is shown as text: it moves no cursor, begins no
-line and is no markup. The rule is that of log lines (log_lines.escaped).
+"""Terminal output of the command line. Text from events, agents and processes is printed as plain text: it cannot move
+the cursor, begin a line or act as markup. It is escaped by the rule of log lines (log_lines.escaped).
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from rich.text import Text
 from turnlog.infra.roles.log_lines import escaped
 
 WIDEST = 100_000
-"""Columns of text of a table that is read by a program."""
+"""Width in columns of a table that is not printed to a terminal."""
 
 
 class Terminal(Console):
-    """rich's console. A str is plain text of one line, also in a cell of a table; a Text has styles, and line breaks
-    that stand."""
+    """rich's console. A str is plain text of one line, also in a table cell; a Text keeps its styles and line
+    breaks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Into a pipe or a file a table has all its columns, whole: nobody there has a width."""
+        """Print; into a pipe or a file, a table gets the width that all its columns need, since there is no screen
+        width."""
         width = self.width
         if not self.is_terminal:
             wide = self.options.update(max_width=WIDEST)
@@ -41,11 +42,11 @@ class Terminal(Console):
             self.width = width
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escaped before it is measured, so that what is escaped has its place."""
+        """Escape the text before it is measured, so that the escapes have room."""
         return super().render_str(escaped(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Whatever a Text holds: escaped but for its line breaks."""
+        """Render; escape the contents of a Text, except for its line breaks."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment
@@ -59,16 +60,16 @@ def say(*lines: str) -> None:
 
 
 def aside(*lines: str) -> None:
-    """Print lines, each escaped, to standard error: beside what a pipe reads."""
+    """Print lines, each escaped, to standard error, apart from the output that a pipe reads."""
     print(*map(escaped, lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def say_json(body: Any, *, indent: int | None = 2) -> None:
-    """Print JSON that reads as it was written, but for characters that do not print: those in JSON's own escapes."""
+    """Print readable JSON; only non-printable characters are written as JSON escapes."""
     print(printable_json(json.dumps(body, indent=indent, ensure_ascii=False)), flush=True)
 
 
 def printable_json(text: str) -> str:
-    """The same JSON, with characters that do not print in JSON's own escapes."""
+    """Return the same JSON with non-printable characters as JSON escapes."""
     hidden = [char for char in set(text) if not char.isprintable() and char != "\n"]
     return text.translate({ord(char): json.dumps(char)[1:-1] for char in hidden})

@@ -1,7 +1,7 @@
-"""TLS of our HTTP servers and of the clients of HTTP servers. (Kafka's is in infra.kafka.security.)
+"""TLS of our HTTP servers and HTTP clients. (Kafka's is in infra.kafka.security.)
 
-Certificates and authorities are files that Kubernetes and cert-manager swap under a running process: a context looks at
-its files before each handshake, and reads them again when they are others.
+Kubernetes and cert-manager replace certificates and authorities under a running process. A context therefore checks its
+files before each handshake, and reloads them if they have changed.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ log = logging.getLogger(__name__)
 
 
 class TlsFileUnusable(SettingsError):
-    """A certificate, a key or an authority cannot be read: names the settings and the files."""
+    """A certificate, a key or an authority cannot be read; the message names the settings and the files."""
 
 
 class _Swapped(ssl.SSLContext):
-    """A context with files. asyncio, uvloop and urllib3 ask it for each connection's wrapper; that is when it looks."""
+    """A context that reloads its files. asyncio, uvloop and urllib3 call wrap_bio or wrap_socket for each connection,
+    which is when it checks."""
 
     _files: Sequence[Path] = ()
     _seen: object = None
 
     def reads(self, files: Sequence[str], load: Callable[[ssl.SSLContext], None], settings: str) -> None:
-        """Have `load` read the files, now and when they are swapped. Raises TlsFileUnusable, now."""
+        """Load the files with `load`, now and whenever they change. Raises TlsFileUnusable if they cannot be used
+        now."""
         self._files, self._load, self._settings = tuple(map(Path, files)), load, settings
         try:
             self._seen = self._marks()
@@ -45,7 +47,8 @@ class _Swapped(ssl.SSLContext):
         return super().wrap_socket(*arguments, **named)
 
     def _look(self) -> None:
-        """What cannot be used leaves in use what was read before: a swap of two files is no moment."""
+        """Reload changed files. If they cannot be used, the previous ones stay in use: two files are not replaced at
+        the same instant."""
         try:
             marks = self._marks()
             if marks != self._seen:
@@ -64,8 +67,8 @@ class _Swapped(ssl.SSLContext):
 
 
 def trusting(url: str, ca_file: str, section: str) -> ssl.SSLContext | None:
-    """What a client of `url` checks its server by: the authorities of `ca_file` (PEM) alone, or this machine's where
-    that is empty; None for what is no https url. Raises TlsFileUnusable."""
+    """Return the context by which a client of `url` verifies its server: the authorities in `ca_file` (PEM) only, or
+    this machine's if it is empty. Return None if `url` is not https. Raises TlsFileUnusable."""
     if not url.startswith("https://"):
         return None
     if not ca_file:
@@ -76,14 +79,14 @@ def trusting(url: str, ca_file: str, section: str) -> ssl.SSLContext | None:
 
 
 def serving(certificate_file: str, key_file: str, section: str) -> ssl.SSLContext | None:
-    """A server's context; None without a certificate. Raises TlsFileUnusable."""
+    """Return a server's context, or None without a certificate. Raises TlsFileUnusable."""
     if not certificate_file:
         return None
     context = _Swapped(ssl.PROTOCOL_TLS_SERVER)
     key = key_file or certificate_file
 
     def load(own: ssl.SSLContext) -> None:
-        own.load_cert_chain(certificate_file, key, lambda: "")  # or OpenSSL would ask for a password at the terminal
+        own.load_cert_chain(certificate_file, key, lambda: "")  # otherwise OpenSSL asks for a password at the terminal
 
     context.reads([certificate_file, key], load, f"[{section}] certificate_file, key_file")
     return context
