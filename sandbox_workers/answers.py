@@ -1,4 +1,4 @@
-"""The records that a worker writes, and answers that need no sandbox.
+"""Records that a worker writes, and answers that need no sandbox.
 
 Parked                  a record of agent.tool-calls that goes to the dead letters
 ├── AttemptsExhausted   the call took its sandbox down too often: look at its arguments
@@ -18,30 +18,31 @@ from turnlog.schemas.types import BlobRef
 
 
 class Parked(Exception):
-    """Base of the tree above."""
+    """Base class of the errors listed in the module docstring."""
 
 
 class AttemptsExhausted(Parked):
-    """Answered with infra_error as well; it is not the agent's fault."""
+    """The call took its sandbox down too often. It is answered with infra_error as well; it is not the agent's
+    fault."""
 
 
 class UnexpectedRecord(Parked):
-    """Remedy: its producer must append to the topic of the catalogue."""
+    """The record does not belong into its topic. Remedy: its producer must append to the topic of the catalogue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All that a worker has to say about a call."""
+    """The outcome of a call: its execution, the files after it, and its network requests."""
 
     execution: Execution
     workspace: BlobRef | None
-    """What the next call of the session starts from."""
+    """Workspace from which the session's next call starts."""
     requests: tuple[EgressRequest, ...] = ()
     full_output: BlobRef | None = None
 
 
 def started(request: ToolCallRequested, *, attempt: int, worker: str, environment_sha256: str) -> ToolCallStarted:
-    """The record that goes out before execution."""
+    """Build the record that is written before execution."""
     return ToolCallStarted(
         event_id=digest("tool-call-started", request.call_id, attempt),
         run_id=request.run_id,
@@ -59,7 +60,7 @@ def started(request: ToolCallRequested, *, attempt: int, worker: str, environmen
 def completed(
     request: ToolCallRequested, outcome: Outcome, *, attempt: int, queue_s: float, worker: str, cached: bool = False
 ) -> ToolCallCompleted:
-    """The record that goes out after it."""
+    """Build the record that is written after execution."""
     execution = outcome.execution
     return ToolCallCompleted(
         event_id=digest("tool-call-completed", request.call_id, attempt),
@@ -86,24 +87,26 @@ def completed(
 
 
 def unrun(status: ToolStatus, reason: str, text: str = "") -> Execution:
-    """The outcome of a call that was not run, or whose run nobody saw end."""
+    """Return the outcome of a call that was not run, or whose end nobody observed."""
     return Execution(status, reason, None, text.encode(errors="replace"), 0.0, 0.0)
 
 
 def unkept(execution: Execution, error: FileRefused) -> Execution:
-    """The call ran, and what it left cannot be stored: the session goes on with the files from before it."""
+    """Return the outcome of a call that ran but whose files cannot be stored. The session goes on with the files from
+    before it."""
     return _lost(execution, (ToolStatus.resource_limit, "workspace"), f"the files of this call are not kept: {error}")
 
 
 def ended(execution: Execution, verdict: Verdict) -> Execution:
-    """The call took its sandbox down: the session goes on with the files from before it."""
+    """Return the outcome of a call that took its sandbox down. The session goes on with the files from before it."""
     keeps = execution.status in (ToolStatus.ok, ToolStatus.tool_error) and not execution.reason
     verdict = verdict if keeps else (execution.status, execution.reason)
     return _lost(execution, verdict, "the call has ended its sandbox: its files and its interpreter are not kept")
 
 
 def without_interpreter(execution: Execution) -> Execution:
-    """The call ran again in a new sandbox; the session's interpreter went with the one before."""
+    """Return the outcome of a call that ran again in a new sandbox; the session's interpreter was lost with the old
+    one."""
     return dataclasses.replace(execution, output=execution.output + b"\n" + ENDED)
 
 

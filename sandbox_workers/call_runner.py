@@ -1,7 +1,6 @@
-"""Calls become answers: leased, announced, run, stored, published; and run again when their sandbox went away.
+"""Run calls to their answers: lease, announce, run, store, publish; and run again those whose sandbox went away.
 
-NoSandboxInTime   raised within: the call was cancelled, or its deadline passed, while it waited for a sandbox
-"""
+NoSandboxInTime   raised within: the call was cancelled, or its deadline passed, while it waited for a sandbox"""
 
 from __future__ import annotations
 
@@ -53,24 +52,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DISK = "disk"
-"""The condition of /readyz that a full disk under workspaces leaves unmet."""
+"""Readiness condition of /readyz that does not hold while the disk under workspaces is full."""
 LONG_S = 1e9
-"""Longer than anybody waits, and still a time that a clock can add."""
+"""Seconds: longer than anybody waits, but still small enough for a clock to add."""
 CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered", ["tool", "status", "backend"])
 SECONDS = Histogram("turnlog_sandbox_call_seconds", "Duration of tool calls in their sandbox", ["tool", "backend"])
 CatchUp = Callable[[Unit], Awaitable[None]]
-"""Reads what other workers have written into a unit's results."""
+"""Callback that reads what other workers have written into the results of a partition."""
 Ran = tuple[Execution, tuple[EgressRequest, ...]]
-"""How a call ended, and what it asked of the network."""
+"""Execution of a call, and its requests to the network."""
 LOST = {WorkspaceLost: "workspace_lost", WorkspaceCorrupt: "workspace_corrupt", InterpreterLost: "interpreter_lost"}
 
 
 class NoSandboxInTime(Exception):
-    """Look at the call again."""
+    """No sandbox was leased in time: the call was cancelled, or its deadline passed. Look at the call again."""
 
 
 class CallRunner:
-    """Answers one call at a time per session; as many sessions at once as the pools have slots."""
+    """Answers one call at a time per session, and as many sessions at once as the pools have slots."""
 
     def __init__(
         self, role: Role, pools: Pools, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
@@ -89,13 +88,13 @@ class CallRunner:
         self._name = role.instance + (UNISOLATED if pools.fallback else "")
 
     def placement(self, pending: Pending) -> Placement | Refusal:
-        """How the call will be run."""
+        """Return how the call will be run, computed once."""
         if pending.placement is None:
             pending.placement = self._scheduler.placement(pending.request)
         return pending.placement
 
     async def answer(self, unit: Unit, pending: Pending) -> None:
-        """Publish the call's answer and tell the unit where it stands. Raises LogError, StoreUnavailable."""
+        """Publish the call's answer and tell the partition's state its position. Raises LogError, StoreUnavailable."""
         placement = self.placement(pending)
         execution = self._unrunnable(unit, pending, placement)
         while execution is None:
@@ -123,7 +122,7 @@ class CallRunner:
         await (await self._published(unit, pending, placement, outcome, self._age(pending)))
 
     def _unrunnable(self, unit: Unit, pending: Pending, placement: Placement | Refusal) -> Execution | None:
-        """The answer of a call that must not run (again)."""
+        """Return the answer of a call that must not run (again), or None if it may run."""
         attempts = self._attempts(unit, pending)
         if pending.cancelled:
             return unrun(ToolStatus.cancelled, "cancelled")
@@ -140,8 +139,8 @@ class CallRunner:
         return None
 
     async def _attempt(self, unit: Unit, pending: Pending, placement: Placement) -> Execution | None:
-        """One attempt: None when it is answered, else what is to be answered without having run.
-        Raises SandboxDied, SandboxUnavailable, NoSandboxInTime."""
+        """Make one attempt. Return None if the call is answered, else the answer of a call that did not run. Raises
+        SandboxDied, SandboxUnavailable, NoSandboxInTime."""
         async with AsyncExitStack() as stack:
             try:
                 lease = await self._leased(stack, unit, pending, placement)
@@ -166,7 +165,7 @@ class CallRunner:
         return None
 
     async def _leased(self, stack: AsyncExitStack, unit: Unit, pending: Pending, placement: Placement) -> Lease:
-        """A sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
+        """Lease a sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
         request = pending.request
         session = unit.session(request) if request.sandbox.durable_workspace else None
         pending.again = self._attempts(unit, pending) > 0  # then it is to be seen whether it was the call
@@ -180,7 +179,8 @@ class CallRunner:
             pending.lease_timeout = None
 
     async def _placed(self, lease: Lease, pending: Pending, placement: Placement) -> bool | Execution:
-        """The right files are in the sandbox: whether their interpreter is missing; or why the call cannot run."""
+        """Put the right files into the sandbox. Return whether their interpreter is missing, or the answer of a call
+        that cannot run."""
         request = pending.request
         try:
             return await self._files.place(
@@ -195,7 +195,7 @@ class CallRunner:
             return unrun(ToolStatus.resource_limit, "disk_bytes", str(error))
 
     async def _announced(self, unit: Unit, pending: Pending, environment_sha256: str) -> bool:
-        """ToolCallStarted is on the log. False when an answer of another worker stands before it: this call has had
+        """Write ToolCallStarted. Return False if another worker's answer precedes it on the log: then this call has had
         its effects."""
         pending.begun = True
         attempt = self._attempts(unit, pending) + 1
@@ -208,7 +208,8 @@ class CallRunner:
         return unit.answers.find(pending.request.call_id) is None
 
     async def _outcome(self, lease: Lease, pending: Pending, placement: Placement, *, lost: bool) -> Outcome:
-        """Run the call and store what it left. Raises SandboxDied: not by what the call did, as far as is known."""
+        """Run the call and store what it left. Raises SandboxDied if the sandbox ended by something other than the
+        call, as far as is known."""
         pending.stateful = placement.interpreter and lease.sandbox.interpreter
         execution, requests = await self._run(lease, pending, placement)
         if lost and pending.died:  # it was there until this call
@@ -224,7 +225,7 @@ class CallRunner:
     async def _kept(
         self, lease: Lease, pending: Pending, placement: Placement, execution: Execution, *, lost: bool
     ) -> tuple[Execution, BlobRef | None]:
-        """The answer, and what the session's files are after it. Raises SandboxDied."""
+        """Store the session's files. Return the answer, and the workspace after it. Raises SandboxDied."""
         request = pending.request
         try:
             workspace = await self._files.keep(lease, request, disk_bytes=placement.limits.disk_bytes, lost=lost)
@@ -238,8 +239,8 @@ class CallRunner:
         return execution, workspace
 
     def _verdict(self, pending: Pending, error: SandboxDied) -> Verdict:
-        """Of a call whose sandbox went away. Raises the error when nothing says that it was the call's doing: then it
-        runs again, in a new one."""
+        """Return the answer of a call whose sandbox went away. Raises `error` if nothing indicates that the call caused
+        it: then the call runs again, in a new sandbox."""
         pending.died = True
         pending.deaths += pending.again and not error.evidence.ours
         evidence = dataclasses.replace(error.evidence, deaths=pending.deaths, stateful=pending.stateful)
@@ -262,15 +263,15 @@ class CallRunner:
             pending.sandbox = None
 
     async def _ran(self, lease: Lease, pending: Pending, placement: Placement, env: Mapping[str, str]) -> Execution:
-        """Raises SandboxDied."""
+        """Run the tool. Raises SandboxDied."""
         try:
             return await placement.tool.run(lease.sandbox, placement.limits, env)
         except SandboxDied as error:
             return unrun(*self._verdict(pending, error), "the call has ended its sandbox\n")
 
     async def _run_with_network(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
-        """Run it beside the proxy. Raises SandboxDied, also when the store, or [egress] proxy, failed one of its
-        requests: what the call has made of a wrong answer is not to be trusted."""
+        """Run the call beside the proxy. Raises SandboxDied, also if the object store or the [egress] proxy failed one
+        of its requests: what the call made of a wrong answer cannot be trusted."""
         from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, ProxyUnusable  # of such calls alone
 
         request, sandbox = pending.request, lease.sandbox
@@ -296,7 +297,8 @@ class CallRunner:
         return execution, requests.made()
 
     async def _gateway(self, stack: AsyncExitStack, request: ToolCallRequested, placement: Placement) -> Gateway | None:
-        """An agent's way to it. Raises CredentialUnusable, EgressUnavailable, TlsFileUnusable."""
+        """Open an agent's way to the gateway; None for other tools. Raises CredentialUnusable, EgressUnavailable,
+        TlsFileUnusable."""
         if request.tool != AGENT.name:
             return None
         from turnlog.sandbox_workers.egress import Gateway
@@ -308,7 +310,7 @@ class CallRunner:
     async def _published(
         self, unit: Unit, pending: Pending, placement: Placement | Refusal, outcome: Outcome, queue_s: float
     ) -> asyncio.Task[None]:
-        """Hand the answer over; await the result for its acknowledgement."""
+        """Submit the answer. Await the returned asyncio task for its acknowledgement."""
         attempt = self._attempts(unit, pending)
         event = answers.completed(pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name)
         tool, backend = "", ""  # of a refusal: names that are not ours would make series without end
@@ -319,8 +321,10 @@ class CallRunner:
         return await self._sent(unit, event)
 
     async def _sent(self, unit: Unit, event: ToolCallStarted | ToolCallCompleted) -> asyncio.Task[None]:
-        """Hand over: the order is fixed here. The unit learns of records in the order of their acknowledgements, so
-        that a gap between two of ours is somebody else's, and all at once: no commit passes what it does not know."""
+        """Submit the record; this fixes its order.
+
+        The partition's state is updated in the order of acknowledgements, so a gap between two records of ours belongs
+        to another worker. It is updated at once, so no commit passes a record that it does not know."""
         acknowledgement = await self._events.submit(event)
 
         async def acknowledged() -> None:
@@ -337,5 +341,6 @@ class CallRunner:
 
 
 def _about(pending: Pending) -> dict[str, str]:
-    """What a log line is about. By line, not by task: sandboxes that a call makes outlive it."""
+    """Return the fields of a log line about the call. They are set per line, not per asyncio task, since sandboxes that
+    a call makes outlive it."""
     return {"session_id": pending.request.session_id, "group_id": pending.request.group_id}

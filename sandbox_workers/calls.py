@@ -1,5 +1,7 @@
-"""What a worker knows of one partition: calls that are not answered yet, where the answers of the others stand, and how
-it learns that when it gets the partition: the last commit, and the results from the place that it names."""
+"""State of one partition in a worker: its unanswered calls and the positions of the other calls' answers.
+
+A worker that is assigned the partition recovers this state from the last commit and from the results after the position
+that the commit names."""
 
 from __future__ import annotations
 
@@ -23,44 +25,44 @@ from turnlog.schemas.events import Event, ToolCallCompleted, ToolCallRequested, 
 from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS
 
 SESSIONS = 1024
-"""Durable sessions of a partition that are remembered: a worker has far fewer slots to hold any in."""
+"""Durable sessions remembered per partition. A worker has far fewer slots to keep sessions in."""
 
 KEPT = 65_536
-"""Answers of a partition whose place a worker knows as long as it holds the partition."""
+"""Answers per partition whose position a worker remembers while it owns the partition."""
 RECALLED = 8_192
-"""Answers of a partition that its next holder knows at the least: it reads so many results before it serves."""
+"""Minimum number of answers per partition that its next owner knows: it reads that many results before it serves."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A request on its way to an answer."""
+    """A request that is not answered yet."""
 
     request: ToolCallRequested
     record: Record
     placement: Placement | Refusal | None = None
-    """How it will be run, once somebody has asked."""
+    """Placement or refusal of the call; None until it is first computed."""
     cancelled: bool = False
     begun: bool = False
-    """Its ToolCallStarted is being written, or is on the log."""
+    """True once its ToolCallStarted is being written, or is on the log."""
     sent: bool = False
-    """Its answer is being written: who asks again from now on may not see it."""
+    """True once its answer is being written: whoever asks again from now on may not see it."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nothing more will be done about it."""
+    """Set when nothing more will be done about the call."""
     lease_timeout: asyncio.Timeout | None = None
-    """Ends its wait for a sandbox."""
+    """Time-out that ends its wait for a sandbox."""
     sandbox: Sandbox | None = None
-    """Where it runs now."""
+    """Sandbox in which the call runs now."""
     again: bool = False
-    """It runs again, in a new sandbox that was alive just before."""
+    """True if the call runs again, in a new sandbox that was alive just before."""
     deaths: int = 0
-    """Of such sandboxes, under this call."""
+    """Number of such new sandboxes that have gone away under this call."""
     died: bool = False
-    """Any sandbox went away under it."""
+    """True if any sandbox went away under this call."""
     stateful: bool = False
-    """Its sandbox had an interpreter for it to go on in."""
+    """True if its sandbox had a live interpreter for it to use."""
 
     async def cancel(self) -> None:
-        """Nobody waits for it any more, whatever it is doing."""
+        """Cancel the call, wherever it is: waiting for a sandbox or running."""
         self.cancelled = True
         if self.lease_timeout is not None and not self.lease_timeout.expired():
             self.lease_timeout.reschedule(asyncio.get_running_loop().time())
@@ -69,20 +71,22 @@ class Pending:
 
 
 class Unit:
-    """Partition `number` of agent.tool-calls, and the partition of agent.tool-results that holds its answers."""
+    """State of partition `number` of agent.tool-calls and of the partition of agent.tool-results that holds its
+    answers."""
 
     def __init__(self, number: int, *, next_offset: int, next_result: int, last: Commit | None = None) -> None:
-        """`last`: where the owner before stopped."""
+        """Create the state. `last` is the commit at which the previous owner stopped."""
         self.number = number
         self._last = last
         self.next_offset = next_offset
-        """Of agent.tool-calls: the first record that was not taken."""
+        """Offset in agent.tool-calls of the first record that was not taken."""
         self.next_result = next_result
-        """Of agent.tool-results: the first position beyond all that are known to be written."""
+        """First position in agent.tool-results beyond all records that are known to be written."""
         self.strays: set[int] = set()
-        """Positions below that nobody has looked at: another worker wrote there while this one had the partition."""
+        """Positions below `next_result` that nobody has looked at: another worker wrote there while this one had the
+        partition."""
         self.attempts: dict[str, int] = {}
-        """call_id of an unanswered call -> the highest attempt on the log."""
+        """Highest attempt on the log by call_id, for unanswered calls."""
         self.pending: dict[str, Pending] = {}
         self.answers = Answered()
         self._open: set[int] = set()
@@ -93,7 +97,7 @@ class Unit:
     # -- records of agent.tool-calls
 
     def take(self, offset: int) -> bool:
-        """A record of agent.tool-calls is in hand, unfinished; False when it was before."""
+        """Take the record at `offset` of agent.tool-calls as unfinished. Return False if it was taken before."""
         if offset < self.next_offset:
             return False
         self.next_offset = offset + 1
@@ -101,33 +105,33 @@ class Unit:
         return True
 
     def belongs(self, offset: int, call_id: str) -> None:
-        """The record at `offset` is finished when the call is."""
+        """Finish the record at `offset` together with the call."""
         self._records.setdefault(call_id, []).append(offset)
 
     def finish(self, offset: int) -> None:
-        """Nothing is left to do about the record at `offset`."""
+        """Mark the record at `offset` as finished."""
         self._open.discard(offset)
 
     def session(self, request: ToolCallRequested) -> str:
-        """What this worker calls the request's session: an id in two partitions is two sessions, since neither knows
-        of the other's calls."""
+        """Return this worker's name for the request's session. The same id in two partitions makes two sessions, since
+        neither partition knows of the other's calls."""
         return f"{self.number}/{request.session_id}"
 
     def durable(self, session: str) -> None:
-        """A session, as this worker calls it, that a sandbox may be held for."""
+        """Remember a session, by this worker's name for it, for which a sandbox may be retained."""
         self._sessions.pop(session, None)
         self._sessions[session] = None
         if len(self._sessions) > SESSIONS:
             del self._sessions[next(iter(self._sessions))]
 
     def sessions(self) -> tuple[str, ...]:
-        """Those sessions."""
+        """Return the remembered durable sessions."""
         return tuple(self._sessions)
 
     # -- records of agent.tool-results
 
     def saw(self, position: int) -> None:
-        """A record at `position` of agent.tool-results is known."""
+        """Note that `position` of agent.tool-results holds a known record."""
         if position >= self.next_result:
             self.strays.update(range(self.next_result, position))
             self.next_result = position + 1
@@ -135,14 +139,14 @@ class Unit:
             self.strays.discard(position)
 
     def began(self, started: ToolCallStarted, position: int) -> None:
-        """A ToolCallStarted stands at `position`."""
+        """Note that a ToolCallStarted is at `position`."""
         self.saw(position)
         if self.answers.find(started.call_id) is None:
             self.attempts[started.call_id] = max(started.attempt, self.attempts.get(started.call_id, 0))
             self._begun_at.setdefault(started.call_id, position)
 
     def answered(self, completed: ToolCallCompleted, position: int) -> None:
-        """A ToolCallCompleted stands at `position`; the first one counts."""
+        """Note that a ToolCallCompleted is at `position`; the first one of a call is effective."""
         self.saw(position)
         self.answers.add(completed.call_id, position)
         self.attempts.pop(completed.call_id, None)
@@ -151,8 +155,9 @@ class Unit:
         self._open.difference_update(self._records.pop(completed.call_id, ()))
 
     def commit(self) -> Commit:
-        """Low-water mark of the calls; metadata: from where a restarted worker reads the results, and for whoever asks
-        for its lag how far the calls were taken and how many of them are not over."""
+        """Return the commit: the low-water mark of the calls. Its metadata has the position from which a restarted
+        worker reads the results and, for those who ask for unread records, how far the calls were taken and how many of
+        them are not finished."""
         needed = [position for call_id, position in self._begun_at.items() if call_id in self.pending]
         needed += [*self.strays, self.answers.recalled_from(self.next_result)]
         low = min(self._open, default=self.next_offset)
@@ -161,7 +166,7 @@ class Unit:
 
 
 def results_from(commit: Commit | None) -> int | None:
-    """The position in a commit's metadata; None when there is none."""
+    """Return the position in a commit's metadata, or None if there is none."""
     if commit is None or not commit.metadata:
         return None
     return int(json.loads(commit.metadata)["results"])
@@ -169,7 +174,7 @@ def results_from(commit: Commit | None) -> int | None:
 
 @dataclass(slots=True)
 class SessionQueue:
-    """Calls of one session that wait, smallest call_seq first; one runs at a time."""
+    """Waiting calls of one session, smallest call_seq first; one runs at a time."""
 
     unit: Unit
     waiting: list[tuple[int, int, Pending]] = field(default_factory=list)
@@ -181,17 +186,17 @@ class SessionQueue:
         heapq.heappush(self.waiting, (pending.request.call_seq, pending.record.offset, pending))
 
     def pop(self) -> Pending:
-        """The next one. Raises IndexError when none waits."""
+        """Remove and return the next call. Raises IndexError if none waits."""
         self.current = heapq.heappop(self.waiting)[2]
         return self.current
 
     def next(self) -> Pending | None:
-        """The one that comes after the current one."""
+        """Return the call that follows the current one, or None."""
         return self.waiting[0][2] if self.waiting else None
 
 
 class Answered:
-    """call_id -> position of its effective answer in agent.tool-results; the latest `kept`."""
+    """Positions of the effective answers in agent.tool-results by call_id; the latest `kept` are retained."""
 
     def __init__(self, *, kept: int = KEPT, recalled: int = RECALLED) -> None:
         self._kept = kept
@@ -199,7 +204,7 @@ class Answered:
         self._latest: deque[int] = deque(maxlen=recalled)
 
     def add(self, call_id: str, position: int) -> None:
-        """An answer stands there; the first in the log is the effective one."""
+        """Note an answer at `position`; the first in the log is the effective one."""
         name = _name(call_id)
         first = self._places.get(name)
         if first is None or position < first:
@@ -209,11 +214,11 @@ class Answered:
             self._places.popitem(last=False)
 
     def find(self, call_id: str) -> int | None:
-        """Where its answer stands."""
+        """Return the position of the call's answer, or None."""
         return self._places.get(_name(call_id))
 
     def recalled_from(self, end: int) -> int:
-        """Where the next holder begins to read; `end` when nothing is answered."""
+        """Return the position from which the next owner begins to read; `end` if nothing is answered."""
         return min(self._latest, default=end)
 
 
@@ -232,8 +237,8 @@ class Results:
         self._one = asyncio.Lock()
 
     async def between(self, number: int, first: int, end: int) -> list[tuple[int, Event]]:
-        """(position, event) of every record of a partition from `first` up to `end`; what cannot be decoded or is not
-        there any more is left out. Raises LogUnavailable, RegistryUnavailable."""
+        """Return (position, event) of every record of a partition from `first` up to `end`. Records that cannot be
+        decoded or are gone are left out. Raises LogUnavailable, RegistryUnavailable."""
         place = Partition(TOOL_RESULTS.name, number)
         found: list[Record] = []
         async with self._one:
@@ -251,7 +256,7 @@ class Results:
         return [(position, event) for position, event in decoded if event is not None]
 
     async def at(self, number: int, position: int) -> Event | None:
-        """The event there; None when it is gone. Raises as `between`."""
+        """Return the event at `position`, or None if it is gone. Raises as `between` does."""
         found = await self.between(number, position, position + 1)
         return found[0][1] if found else None
 
@@ -267,14 +272,15 @@ class Results:
 
 
 class Recovery:
-    """Reads results of units that are new to this worker."""
+    """Rebuilds the state of partitions that are newly assigned to this worker."""
 
     def __init__(self, role: Role, group: str) -> None:
         self._role = role
         self._group = group
 
     async def units(self, numbers: Sequence[int]) -> list[Unit]:
-        """The units as their commits and the results since then tell. Raises LogError, RegistryUnavailable."""
+        """Return the state of the partitions, from their commits and the results since then. Raises LogError,
+        RegistryUnavailable."""
         log = self._role.log
         calls = {number: Partition(TOOL_CALLS.name, number) for number in numbers}
         results = {number: Partition(TOOL_RESULTS.name, number) for number in numbers}
@@ -310,7 +316,7 @@ class Recovery:
 
 
 def noted(unit: Unit, event: Event, position: int) -> None:
-    """Tell the unit what stands at `position` of its results."""
+    """Update the partition's state from the event at `position` of its results."""
     if isinstance(event, ToolCallStarted):
         unit.began(event, position)
     elif isinstance(event, ToolCallCompleted):

@@ -1,5 +1,7 @@
-"""What a request asks for, against what this worker serves: a placement, or a refusal that the model can read; and
-one hash for all that the call runs in, equal for equal environments, whatever worker and whatever sandbox it was."""
+"""Match requests with what this worker serves, and hash the environments of calls.
+
+A request gets a placement, or a refusal that the model can read. The environment of a call has one hash, equal for
+equal environments whatever the worker and the sandbox."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from turnlog.schemas.ids import environment_digest
 
 LIMITS = tuple(field.name for field in dataclasses.fields(SandboxLimits))
 MOST_ENV_BYTES = 64 << 10
-"""Of SandboxSpec.env, names and values."""
+"""Maximum size of SandboxSpec.env, names and values together."""
 
 KEPT = 1024
 
@@ -35,7 +37,7 @@ class Placement:
 
     @property
     def interpreter(self) -> bool:
-        """It goes on in the sandbox's persistent interpreter."""
+        """True if the call uses the sandbox's persistent interpreter."""
         return Kind.session in self.tool.tool.kinds
 
 
@@ -43,7 +45,8 @@ class Scheduler:
     """Compares requests with a worker's pools and settings."""
 
     def __init__(self, settings: SandboxSettings, pools: Pools, *, egress: bool) -> None:
-        """`egress`: the worker has a proxy for calls with network = "allowlist". Raises ToolOfferError."""
+        """Create a scheduler. `egress`: whether the worker has a proxy for calls with network = "allowlist". Raises
+        ToolOfferError."""
         tools()  # a package's broken one ends the worker here, not at somebody's call
         self._pools = pools
         self._egress = egress
@@ -52,7 +55,7 @@ class Scheduler:
         self._most_of_agents = dataclasses.replace(self._most, wall_s=settings.agent_s, cpu_s=settings.agent_s)
 
     def placement(self, request: ToolCallRequested) -> Placement | Refusal:
-        """How the call is run, or why it is not."""
+        """Return how the call is run, or why it is refused."""
         spec = request.sandbox
         if said := _limits_flaw(request) or _env_flaw(spec):
             return Refusal("sandbox", said)
@@ -114,14 +117,14 @@ def _env_flaw(spec: SandboxSpec) -> str:
 
 
 class EnvironmentDigests:
-    """Asks a backend once per image and network."""
+    """Environment hashes; a backend is asked once per image and network."""
 
     def __init__(self, egress: EgressSettings) -> None:
         self._rules = {"allow": list(egress.allow), "mode": egress.mode, "tls": egress.tls, "cache": egress.cache}
         self._known: OrderedDict[tuple[str | tuple[str, ...] | None, ...], str] = OrderedDict()
 
     async def sha256(self, provider: Provider, shape: Shape, spec: SandboxSpec) -> str:
-        """Hex sha256. Raises ImageMissing."""
+        """Return the environment's hash as hex sha256. Raises ImageMissing."""
         name = provider.name, shape.image, shape.network, spec.allow
         if name in self._known:
             self._known.move_to_end(name)

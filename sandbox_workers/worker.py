@@ -1,10 +1,9 @@
-"""The sandbox worker: calls from agent.tool-calls, run in sandboxes, answered on agent.tool-results.
+"""The sandbox worker: runs the calls of agent.tool-calls in sandboxes and answers them on agent.tool-results.
 
 Order of effects for a call: ToolCallStarted is acknowledged; the tool runs; a durable session's files are stored;
-ToolCallCompleted is acknowledged; the committed offset passes the call. So after a death an unanswered call runs again
-as the next attempt, an answered one never does, and what is committed is answered. The first ToolCallCompleted of a
-call_id on the log is the effective one.
-"""
+ToolCallCompleted is acknowledged; the committed offset passes the call. So after a crash an unanswered call runs again
+as the next attempt, an answered one never does, and every committed call has an answer. The first ToolCallCompleted of
+a call_id on the log is the effective one."""
 
 from __future__ import annotations
 
@@ -43,12 +42,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMMIT_S = 0.5
-"""Pause between commits: what a restart may read again."""
+"""Seconds between commits. A restart may read the records of this time again."""
 DRAIN_S = 5.0
-"""How long running calls may go on when their partitions move; the group waits for it."""
+"""Seconds that running calls get to finish when their partitions move; the rebalance of the consumer group waits for
+it."""
 POLL_S = 0.2
 EXPECT_S = 0.1
-"""Pause between looks at the queue for prewarming."""
+"""Seconds between looks at the queue for prewarming."""
 ISOLATED = Gauge("turnlog_sandbox_isolated", "1: bubblewrap; 0: tools run as plain processes", ["backend"])
 
 
@@ -68,7 +68,7 @@ async def main(role: Role) -> None:
 
 
 class Worker:
-    """One process's share of agent.tool-calls."""
+    """Serves the partitions of agent.tool-calls that are assigned to this process."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class Worker:
         move_s: float = DRAIN_S,
         stop_s: float | None = None,
     ) -> None:
-        """`clock` gives seconds since the epoch, as the records' timestamps do. `commit_s`: pause between commits;
-        `move_s`, `stop_s`: how long running calls may go on when their partitions move, and when the role stops (None:
-        as long as one may take)."""
+        """Create a worker. `clock` returns seconds since the epoch, as in the records' timestamps. `commit_s` is the
+        pause between commits. `move_s` and `stop_s` are the seconds that running calls get when their partitions move
+        and when the role stops (None: as long as one call may take)."""
         self._commit_s, self._move_s = commit_s, move_s
         self._stop_s = drain_s("sandbox", role.settings) if stop_s is None else stop_s
         self._role = role
@@ -95,7 +95,7 @@ class Worker:
         self._units: dict[int, Unit] = {}
         self._sessions: dict[str, SessionQueue] = {}
         self._left: dict[int, tuple[str, ...]] = {}
-        """Durable sessions of units that were revoked just now."""
+        """Durable sessions of partitions that were revoked just now, by partition."""
         self._committed: dict[int, object] = {}
         self._expected: dict[Pool, Counter[Shape]] = {}
         self._reader: GroupReader | None = None
@@ -103,7 +103,7 @@ class Worker:
         ISOLATED.labels(name).set(name == "bubblewrap")
 
     async def run(self) -> None:
-        """Poll, dispatch, commit; then drain."""
+        """Poll, dispatch and commit until the role stops; then drain."""
         try:
             async with self._joined() as reader, asyncio.TaskGroup() as self._tasks:
                 self._reader = reader
@@ -142,8 +142,8 @@ class Worker:
         await self._commit(self._units)
 
     async def _drain(self, reader: GroupReader) -> None:
-        """Calls that began may end, for as long as one may take; none begins. The group is served meanwhile, and gets
-        what moves after DRAIN_S; new records are left to the next owner."""
+        """Let calls that have begun finish, for as long as one may take; start none. The consumer group is served
+        meanwhile, and gets partitions that move after DRAIN_S. New records are left to the next owner."""
         tasks = [queue.task for queue in self._hush(self._units).values() if queue.task]
         deadline = time.monotonic() + self._stop_s
         while not all(task.done() for task in tasks) and time.monotonic() < deadline:
@@ -186,7 +186,8 @@ class Worker:
             self._committed.update(news)
 
     def _hush(self, numbers: Iterable[int]) -> dict[str, SessionQueue]:
-        """None of these units' calls begins any more; the queues, of which one call each may run."""
+        """Keep the waiting calls of these partitions from starting. Return their queues; each may still have one call
+        running."""
         held = set(numbers)
         queues = {name: queue for name, queue in self._sessions.items() if queue.unit.number in held}
         for queue in queues.values():
@@ -196,7 +197,7 @@ class Worker:
         return queues
 
     async def _quiet(self, numbers: Iterable[int]) -> None:
-        """No call of these units runs any more: those that began may end, for DRAIN_S; none begins."""
+        """Stop all calls of these partitions: those that have begun get DRAIN_S to finish, the others never start."""
         queues = self._hush(numbers)
         tasks = [queue.task for queue in queues.values() if queue.task]
         if tasks:
@@ -280,7 +281,7 @@ class Worker:
             del self._sessions[name]
 
     async def _catch_up(self, unit: Unit) -> None:
-        """Read what others wrote among this unit's results."""
+        """Read the records that other workers wrote into the results of this partition."""
         while unit.strays:
             first, end = min(unit.strays), max(unit.strays) + 1
             for position, event in await self._results.between(unit.number, first, end):
@@ -290,7 +291,7 @@ class Worker:
     # -- around them
 
     def _expect(self) -> None:
-        """Tell the pools which calls come after those that run: sandboxes of their shapes are made ready."""
+        """Tell the pools which calls follow the running ones, so that sandboxes of their shapes are made ready."""
         demand: dict[Pool, Counter[Shape]] = {pool: Counter() for pool in self._expected}
         for session in self._sessions.values():
             following = session.next()
