@@ -1,4 +1,4 @@
-"""The pools of one worker: of the local backend, and of each further one that [sandbox] backends names."""
+"""The sandbox pools of one worker: one for the local backend and one for each further backend in [sandbox] backends."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ HERE = {
     "bubblewrap": "turnlog.sandbox_workers.backends.bubblewrap:Bubblewrap",
     "subprocess": "turnlog.sandbox_workers.backends.subprocess_backend:Subprocess",
 }
-"""The backends of this machine, which no package can replace; all others are offered under GROUP."""
+"""Backends of this machine, which no package can replace; all others are found under GROUP."""
 
 
 class Pools:
-    """One worker's, by the backend that a call names."""
+    """The pools of one worker, by the backend that a call names."""
 
     def __init__(self, pools: dict[str, Pool], *, fallback: bool) -> None:
         self._pools = pools
         self.fallback = fallback
-        """bubblewrap was asked for and subprocess stands in for it, as a setting allows."""
+        """True if bubblewrap was asked for and subprocess stands in for it, as a setting allows."""
 
     @classmethod
     @asynccontextmanager
     async def opened(cls, settings: Settings | SandboxSettings, *, ca: Path | None = None) -> AsyncIterator[Pools]:
-        """Every backend of the settings, its sandboxes warm, watched while the block runs; all ended after it.
-        `ca`: see Provider. Raises BackendUnavailable: a backend that is configured must work."""
+        """Open every backend of the settings with warm sandboxes, watch them while the block runs, and end all after
+        it.
+
+        `ca` is passed to the backends. Raises BackendUnavailable: a backend that is configured must work."""
         chosen = settings if isinstance(settings, SandboxSettings) else settings.sandbox
         async with AsyncExitStack() as stack:
             provider, fallback = await local(chosen, ca=ca)
@@ -60,20 +62,20 @@ class Pools:
 
     @property
     def local(self) -> Pool:
-        """Of the backend of this machine."""
+        """The pool of this machine's backend."""
         return self._pools[LOCAL[0]]
 
     def pool(self, backend: str) -> Pool | None:
-        """None: this worker does not serve the backend."""
+        """Return the pool of the backend, or None if this worker does not serve it."""
         return self._pools.get(backend)
 
     def release(self, session: str) -> None:
-        """The session will not come back to this worker: nothing of it is held any more."""
+        """Give up the slots that the session holds; it will not come back to this worker."""
         for pool in set(self._pools.values()):
             pool.release(session)
 
     def snapshot(self) -> dict[str, object]:
-        """For people; JSON."""
+        """Return the state of all pools as JSON, for people."""
         pools = dict.fromkeys(self._pools.values())
         return {"fallback": self.fallback, "pools": [pool.snapshot() for pool in pools]}
 
@@ -85,7 +87,7 @@ async def backend(name: str, settings: SandboxSettings, *, ca: Path | None = Non
 
 
 def found(name: str) -> Any:
-    """The class of a backend, imported now. Raises BackendUnavailable."""
+    """Import and return the class of a backend. Raises BackendUnavailable."""
     points = known()
     if name not in points:
         raise BackendUnavailable(f"there is no backend {name!r}; [sandbox] backends may name {', '.join(points)}")
@@ -103,14 +105,14 @@ def found(name: str) -> Any:
 
 
 def known() -> dict[str, EntryPoint]:
-    """Every backend by its name: those of this machine, then what packages offer, ours among them. Raises
-    BackendUnavailable where two offer one name."""
+    """Return every backend by its name: those of this machine, then those offered by packages, including ours. Raises
+    BackendUnavailable if two packages offer the same name."""
     return offered(GROUP, "backend", BackendUnavailable, HERE)
 
 
 async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[Provider, bool]:
-    """The backend of this machine, and whether it stands in for bubblewrap, which a setting has to allow.
-    Raises BackendUnavailable."""
+    """Open the backend of this machine; the second value tells whether it stands in for bubblewrap, which a setting has
+    to allow. Raises BackendUnavailable."""
     if settings.backend not in LOCAL:
         raise BackendUnavailable(
             f"[sandbox] backend = {settings.backend!r} is not one of {', '.join(LOCAL)}; others go into backends"
@@ -125,8 +127,8 @@ async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[P
 
 
 async def unisolated(settings: SandboxSettings) -> str:
-    """Why tools would run as plain processes on this machine, in place of the bubblewrap that the settings ask for;
-    empty where it works. Takes a sandbox's start."""
+    """Return why tools would run as plain processes on this machine although the settings ask for bubblewrap; empty if
+    bubblewrap works. Takes as long as opening the backend."""
     if settings.backend != "bubblewrap":
         return ""
     try:
@@ -137,7 +139,7 @@ async def unisolated(settings: SandboxSettings) -> str:
 
 
 async def _filled(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:
-    """A warm pool that is watched. Raises BackendUnavailable."""
+    """Create a warm pool and watch it. Raises BackendUnavailable."""
     stack.push_async_callback(provider.close)
     prewarm = 0 if provider.costly else settings.prewarm
     pool = Pool(provider, slots=settings.slots, prewarm=prewarm, max_uses=settings.max_uses)
@@ -153,7 +155,7 @@ async def _filled(stack: AsyncExitStack, provider: Provider, settings: SandboxSe
 
 
 async def _watch(pool: Pool, every_s: float, *, sweeps: bool) -> None:
-    """Check idle sandboxes again and again; with the local ones, what dead workers left on this machine."""
+    """Check idle sandboxes periodically. With `sweeps`, also remove what dead workers left on this machine."""
     from turnlog.sandbox_workers.backends.cgroups import sweep
 
     while True:
@@ -164,7 +166,7 @@ async def _watch(pool: Pool, every_s: float, *, sweeps: bool) -> None:
 
 
 def _unwatched(pool: Pool, watcher: asyncio.Task[None]) -> None:
-    """A pool that nobody watches any more must not serve: callers are told why."""
+    """Fail the pool if its watcher died: an unwatched pool must not serve, and its callers get the error."""
     if not watcher.cancelled() and (error := watcher.exception()) is not None:
         pool.fail(error)
 

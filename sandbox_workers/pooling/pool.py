@@ -1,8 +1,7 @@
-"""Warm sandboxes in slots: a call or a durable session leases one; whatever is in doubt is replaced, never reused.
+"""Warm sandboxes in slots. A call or a durable session leases one; a doubtful sandbox is replaced, never reused.
 
-Callers only ever wait for their turn: starting, resetting, checking and closing sandboxes is done by tasks of the pool,
-so a caller that is cancelled cuts off none of it, and one that is done waits for none of it.
-"""
+Callers only wait for their place in the queue. Starting, resetting, checking and closing sandboxes is done by asyncio
+tasks of the pool, so cancelling a caller interrupts none of it, and a caller that is done waits for none of it."""
 
 from __future__ import annotations
 
@@ -23,12 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Pool:
-    """At most `slots` sandboxes of one backend; one caller at a time in each."""
+    """A pool of at most `slots` sandboxes of one backend, each with one caller at a time."""
 
     def __init__(
         self, provider: Provider, *, slots: int, prewarm: int = 0, max_uses: int = 1000, clock: Clock | None = None
     ) -> None:
-        """`prewarm`: sandboxes to keep ready. `max_uses`: leases before a sandbox is replaced."""
+        """Create a pool. `prewarm` is the number of sandboxes to keep ready, `max_uses` the number of leases before a
+        sandbox is replaced."""
         if slots < 1:
             raise ValueError(f"[sandbox] slots must be at least 1, got {slots}")
         self.provider = provider
@@ -42,7 +42,7 @@ class Pool:
         )  # fmt: skip
         self._queue: deque[Turn] = deque()
         self._sessions: dict[str, Slot] = {}
-        """Of sessions that have a slot: leased, held or checking."""
+        """Slots that belong to sessions: leased, held or checking."""
         self._asking: set[str] = set()
         """Sessions with a caller that waits or leases."""
         self._demand: Mapping[Shape, int] = {}
@@ -53,10 +53,11 @@ class Pool:
 
     @asynccontextmanager
     async def lease(self, shape: Shape, *, session: str | None = None, fresh: bool = False) -> AsyncIterator[Lease]:
-        """A sandbox of the shape, empty unless it is the session's own (`Lease.held`); a fresh one never ran anything
-        for anyone else. Waits first come first served; leaving waits for nothing. When the block raises, the sandbox
-        is replaced. Raises SandboxUnavailable (with how often in a row), ImageMissing; RuntimeError when the session
-        has a call in here already."""
+        """Lease a sandbox of the shape. It is empty unless it is the session's own (`Lease.held`).
+
+        A `fresh` sandbox never ran anything for anyone else. Callers are served first come, first served; leaving the
+        block waits for nothing. If the block raises, the sandbox is replaced. Raises SandboxUnavailable (with the
+        number of failures in a row), ImageMissing; RuntimeError if the session has another call in this pool."""
         with self._alone(session):
             slot, held = await self._granted(Turn(shape, session, fresh, asyncio.get_running_loop().create_future()))
             lease = Lease(slot.usable, held, slot.workspace if held else None, session)
@@ -69,7 +70,7 @@ class Pool:
             self._returned(slot, lease)
 
     async def prefill(self, shape: Shape) -> None:
-        """Have `prewarm` sandboxes of the shape ready, now and, as far as they are not needed otherwise, later.
+        """Start `prewarm` sandboxes of the shape, and keep that many ready as far as slots are not needed otherwise.
         Raises SandboxUnavailable, ImageMissing."""
         self._usual = shape
         starts = [self._upkeep.start(slot, shape) for slot in self._slots[: self._prewarm] if slot.state in OPEN]
@@ -81,19 +82,20 @@ class Pool:
         self._check_open()
 
     def expect(self, demand: Mapping[Shape, int]) -> None:
-        """So many calls of each shape wait in the queue and will lease soon: idle slots are prepared for them."""
+        """Prepare idle slots for the calls that wait in the worker's queue and will lease soon: `demand` is their
+        number by shape."""
         self._demand = dict(demand)
         self._serve()
 
     def release(self, session: str) -> None:
-        """The session will not come back here: its slot, if it holds one, is reset for others."""
+        """Reset the session's slot, if it holds one, for others; the session will not come back here."""
         slot = self._sessions.get(session)
         if slot is not None and slot.state is SlotState.held:
             self._forget(slot)
             self._upkeep.reset(slot)
 
     async def check(self) -> None:
-        """Look at every idle sandbox, one after another; what is dead is replaced before a call meets it."""
+        """Check every idle sandbox, one after another, and replace dead ones before a call gets them."""
         for slot in self._slots:
             if slot.state in (SlotState.ready, SlotState.held) and (task := self._upkeep.check(slot)) is not None:
                 await asyncio.wait([task])
@@ -104,7 +106,7 @@ class Pool:
         self._metrics.leaked(count)
 
     def snapshot(self) -> dict[str, object]:
-        """For people: slots by state, and what was counted since the start."""
+        """Return slots by state and the counts since the start, for people."""
         return {
             "backend": self.provider.name,
             "slots": {str(state): self._count(state) for state in SlotState},
@@ -117,7 +119,8 @@ class Pool:
         return sum(slot.state is state for slot in self._slots)
 
     async def close(self) -> None:
-        """End every sandbox, also those that come up or are leased. Done when it returns, cancelled or not."""
+        """End every sandbox, also those that are starting or leased. All are ended when it returns, even if it was
+        cancelled."""
         if self._closer is None:
             self._closer = asyncio.create_task(self._upkeep.close())
             self._turn_away(SandboxUnavailable("the pool is closed: the worker stops"))
@@ -135,7 +138,7 @@ class Pool:
 
     @contextmanager
     def _alone(self, session: str | None) -> Iterator[None]:
-        """The one caller of its session."""
+        """Ensure that the session has no other caller. Raises RuntimeError if it has."""
         self._check_open()
         if session is None:
             yield
@@ -186,7 +189,8 @@ class Pool:
         turn.granted.set_result((slot, held))
 
     def _abandon(self, turn: Turn) -> None:
-        """The caller is gone; what it was granted already goes to the next one, untouched."""
+        """Take back the request of a caller that is gone; a slot that was already granted to it goes to the next
+        caller, untouched."""
         if turn in self._queue:
             self._queue.remove(turn)
         for slot in self._slots:
@@ -209,7 +213,7 @@ class Pool:
             self._upkeep.reset(slot)
 
     def _serve(self) -> None:
-        """Give turns what there is, start what they lack, then prepare for those that are still to come."""
+        """Grant available slots, start the sandboxes that waiting callers lack, then prepare for expected calls."""
         if self._closer is not None or self._defect is not None:
             return
         may_start = self._upkeep.backoff.over
@@ -225,7 +229,7 @@ class Pool:
             self._refill()
 
     def _refill(self) -> None:
-        """As many sandboxes as are to be kept, though some could not be started again."""
+        """Bring the number of sandboxes back to `prewarm`, after starts that failed."""
         empty = [slot for slot in self._slots if slot.state in OPEN]
         lacking = self._prewarm - (len(self._slots) - len(empty))
         if self._usual is not None and self._upkeep.backoff.over(self._usual):
@@ -233,7 +237,7 @@ class Pool:
                 self._make(slot, self._usual)
 
     def _make(self, slot: Slot, shape: Shape, *, fresh: bool = False) -> None:
-        """Have an idle slot become an empty sandbox of the shape, by the cheaper way."""
+        """Turn an idle slot into an empty sandbox of the shape, by the cheaper way."""
         held = slot.session is not None
         if held:
             log.debug("%s slot %d: idle session %s makes room", self.provider.name, slot.number, slot.session)
@@ -244,7 +248,7 @@ class Pool:
             self._upkeep.start(slot, shape)
 
     def _forget(self, slot: Slot) -> None:
-        """Nobody's files are in it any more."""
+        """Detach the slot from its session and workspace."""
         if slot.session is not None and self._sessions.get(slot.session) is slot:
             del self._sessions[slot.session]
         slot.session = slot.workspace = None
@@ -265,14 +269,15 @@ class Pool:
         self._serve()
 
     def _refuse(self, shape: Shape, error: Exception) -> None:
-        """A start failed: all that wait for it hear that there is no such image, one hears of anything else."""
+        """Report a failed start to waiting callers of the shape: to all if the image is missing, otherwise to the first
+        one."""
         asked = [turn for turn in self._queue if turn.shape == shape and not turn.granted.done()]
         for turn in asked if isinstance(error, ImageMissing) else asked[:1]:
             self._queue.remove(turn)
             turn.granted.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
-        """A backend raised what its contract does not name: every caller is told, none waits for ever."""
+        """Fail every caller, so that none waits for ever: a backend raised an error that its contract does not name."""
         self._defect = error
         self._turn_away(error)
 
@@ -286,19 +291,19 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A sandbox for one call."""
+    """A sandbox leased for one call."""
 
     sandbox: Sandbox
     held: bool
-    """It is this session's own: its files are there, and its interpreter if one was started."""
+    """True if the sandbox is this session's own, with its files, and its interpreter if one was started."""
     workspace: BlobRef | None
-    """What the files are, as last kept."""
+    """Workspace that the files correspond to, as last stored."""
     session: str | None
     kept: bool = False
 
     def keep(self, workspace: BlobRef | None) -> None:
-        """The session has the sandbox to itself after this call, with these files in it. Raises ValueError when no
-        session was named."""
+        """Retain the sandbox for the session after this call, with the files of `workspace` in it. Raises ValueError if
+        the lease has no session."""
         if self.session is None:
             raise ValueError("a lease without a session cannot be kept")
         self.workspace, self.kept = workspace, True

@@ -1,7 +1,6 @@
-"""Slots of a pool, callers that wait for one, and which slot should serve whom next. No clock, no I/O.
+"""Slots of a pool, the callers that wait for them, and the choice of which slot serves whom next. No clock, no I/O.
 
-A slot is a place for one sandbox, with a host user of its own under root, and what it is doing.
-"""
+A slot is a place for one sandbox, with a host user of its own under root, and a state."""
 
 from __future__ import annotations
 
@@ -16,49 +15,50 @@ from turnlog.schemas.types import BlobRef
 
 
 class SlotState(StrEnum):
-    """What a slot is doing."""
+    """State of a slot."""
 
     empty = "empty"
-    """Nothing is in it."""
+    """No sandbox."""
     starting = "starting"
-    """What was in it is closed and a sandbox of `shape` comes up."""
+    """The old sandbox is being closed and one of `shape` started."""
     ready = "ready"
-    """A sandbox as new waits."""
+    """A sandbox in its initial state waits for a call."""
     leased = "leased"
-    """A call has it."""
+    """A call uses the sandbox."""
     held = "held"
     """Idle, with the files of `session`."""
     resetting = "resetting"
-    """Its last call is over; what it left is removed."""
+    """The last call is over; its leftovers are being removed."""
     checking = "checking"
-    """Idle, and asked whether it still answers."""
+    """Idle, and being checked for whether it still answers."""
     failed = "failed"
-    """Empty, since the last start failed."""
+    """Empty, because the last start failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One of a pool's. Whoever sets `state` to starting, leased, resetting or checking has it until the next change."""
+    """A slot of a pool. Whoever sets `state` to starting, leased, resetting or checking owns the slot until the next
+    change."""
 
     number: int
     state: SlotState = SlotState.empty
     shape: Shape | None = None
-    """Of the sandbox that is in it or starts."""
+    """Shape of the sandbox that is in the slot or being started."""
     sandbox: Sandbox | None = None
     session: str | None = None
-    """Whose files are in it."""
+    """Session whose files are in the sandbox, by the worker's name for it."""
     workspace: BlobRef | None = None
-    """What the files of `session` are, as last kept."""
+    """Workspace that the files of `session` correspond to, as last stored."""
     uses: int = 0
-    """Leases of this sandbox."""
+    """Number of leases of this sandbox."""
     last_use: int = 0
-    """Grows with every use of any slot."""
+    """Counter that grows with every use of any slot; larger means more recent."""
     owner: Turn | None = None
-    """A caller of `session` that came while the slot was `checking`."""
+    """Caller of `session` that arrived while the slot was `checking`."""
     task: asyncio.Task[None] | None = None
-    """Starts, resets or checks it."""
+    """Asyncio task that starts, resets or checks the sandbox."""
     error: Exception | None = None
-    """Why it is `failed`."""
+    """Cause of the state `failed`."""
 
     @property
     def usable(self) -> Sandbox:
@@ -79,7 +79,7 @@ COMING = frozenset({SlotState.starting, SlotState.resetting, SlotState.checking}
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One caller: what it needs, and the promise of it."""
+    """A caller waiting for a sandbox: its requirements, and a future for the slot."""
 
     shape: Shape
     session: str | None
@@ -89,7 +89,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What to do for a turn: lease it the slot as it is, or (`start`) make the slot into its shape first."""
+    """Action for a caller: lease it the slot as it is, or, with `start`, make the slot into its shape first."""
 
     turn: Turn
     slot: Slot
@@ -97,8 +97,9 @@ class Move:
 
 
 def moves(queue: Iterable[Turn], slots: Iterable[Slot], may_start: Callable[[Shape], bool]) -> list[Move]:
-    """What can be done now, first come first served. Every turn counts on one slot, be it one that still comes, so
-    that no two sandboxes are started for one need. `may_start` is False while a shape backs off."""
+    """Return the actions that are possible now, first come, first served. Each caller reserves one slot, possibly one
+    that is still coming up, so that no two sandboxes are started for one need. `may_start` returns False while a shape
+    backs off."""
     free = [slot for slot in slots if slot.state is not SlotState.leased]
     free = [slot for slot in free if slot.state is not SlotState.checking or slot.session is None]
     found = []
@@ -116,8 +117,8 @@ def moves(queue: Iterable[Turn], slots: Iterable[Slot], may_start: Callable[[Sha
 
 
 def _rank(turn: Turn, slot: Slot, *, startable: bool) -> tuple[int, int] | None:
-    """How well the slot serves the turn, the smaller the better; None: not at all, now. A held slot comes last, the
-    one that was idle longest first; an interpreter last of all, since nothing but its sandbox keeps it."""
+    """Rank how well the slot serves the caller, smaller is better; None if it cannot now. Held slots come last, the
+    longest idle first; those with an interpreter last of all, because only their sandbox holds its state."""
     coming = slot.state in COMING
     if _fits(turn, slot):
         return (1, 0) if coming else (0, -slot.last_use)
@@ -131,7 +132,8 @@ def _rank(turn: Turn, slot: Slot, *, startable: bool) -> tuple[int, int] | None:
 
 
 def _fits(turn: Turn, slot: Slot) -> bool:
-    """It is, or comes up as, an empty sandbox of the shape; one that never ran anything if that was asked for."""
+    """Return whether the slot is, or is becoming, an empty sandbox of the shape; for `fresh` callers, one that never
+    ran anything."""
     if slot.shape != turn.shape:
         return False
     if slot.state is SlotState.starting:
@@ -147,8 +149,8 @@ IDLE = frozenset({SlotState.ready, SlotState.starting, SlotState.resetting})
 def guesses(
     slots: Sequence[Slot], demand: Mapping[Shape, int], *, most: int, may_start: Callable[[Shape], bool]
 ) -> list[tuple[Slot, Shape]]:
-    """Slots to start anew, and as what: the shape that lacks most gets an empty slot (as long as fewer than `most`
-    sandboxes are idle), else one whose shape has more than is asked for. Never a held one."""
+    """Choose slots to start anew, and their shapes. The shape with the largest deficit gets an empty slot (while fewer
+    than `most` sandboxes are idle), else a ready slot whose shape has a surplus. Held slots are never chosen."""
     have = Counter(slot.shape for slot in slots if slot.state in IDLE)
     empty = [slot for slot in slots if slot.state in OPEN]
     ready = sorted((slot for slot in slots if slot.state is SlotState.ready), key=lambda slot: slot.last_use)

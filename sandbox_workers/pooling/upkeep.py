@@ -1,8 +1,7 @@
-"""What is done to slots behind the callers' backs (start, reset, replace, check, close; each by a task of the pool) and
-what a pool counts: for Prometheus, labelled by backend, and for the table of `turnlog sandbox pool`.
+"""Background maintenance of slots (start, reset, replace, check, close) and the metrics of a pool.
 
-Between starts of a shape that fail there are pauses, doubling up to a limit.
-"""
+Each action is an asyncio task of the pool, not of a caller. Metrics go to Prometheus, labelled by backend, and to the
+table of `turnlog sandbox pool`. Failed starts of a shape are followed by pauses that double up to a limit."""
 
 from __future__ import annotations
 
@@ -36,17 +35,18 @@ FAILURES = Counter("turnlog_sandbox_pool_failures", "Starts that failed", ["back
 LEAKS = Counter("turnlog_sandbox_pool_leaks", "Leftovers found: by a reset, or by the sweep", ["backend"])
 SLOTS = Gauge("turnlog_sandbox_pool_slots", "Slots, by what they do", ["backend", "state"])
 REASONS = ("died", "unclean", "error", "max_uses", "shape")
-"""Why a sandbox is replaced: it was gone; its reset was not proved clean; its call ended in an exception; it was used
-enough; its slot was needed for another shape."""
+"""Reasons for replacing a sandbox: it was gone; its reset was not proved clean; its call ended in an exception; it
+reached `max_uses`; its slot was needed for another shape."""
 KEPT = 1000
-"""Waits from which the table's percentiles come."""
+"""Number of waits from which the table's percentiles are computed."""
 
 
 class PoolMetrics:
-    """What one pool counts."""
+    """Metrics of one pool."""
 
     def __init__(self, backend: str, slots: Callable[[SlotState], int], waiting: Callable[[], int]) -> None:
-        """`slots` counts those in a state, `waiting` the callers; asked whenever somebody looks."""
+        """Register the metrics. `slots` returns the number of slots in a state, `waiting` the number of callers; both
+        are called at each scrape."""
         self._renewal = {reason: RENEWALS.labels(backend, reason) for reason in REASONS}
         self._wait = WAIT.labels(backend)
         self._counters = {
@@ -61,28 +61,28 @@ class PoolMetrics:
         self._waits: deque[float] = deque(maxlen=KEPT)
 
     def leased(self, wait_s: float, *, hit: bool) -> None:
-        """A caller has its sandbox."""
+        """Count a lease that a caller waited `wait_s` seconds for."""
         self._add("hits" if hit else "misses", 1)
         self._wait.observe(wait_s)
         self._waits.append(wait_s)
 
     def renewed(self, reason: str) -> None:
-        """A sandbox is replaced, for one of REASONS. `unclean` is a leak that was caught."""
+        """Count a replaced sandbox, for one of REASONS. `unclean` is also counted as a leak, one that was caught."""
         self._renewal[reason].inc()
         self._renewals[reason] += 1
         if reason == "unclean":
             self.leaked(1)
 
     def leaked(self, count: int) -> None:
-        """So many leftovers were found."""
+        """Count leftovers."""
         self._add("leaks", count)
 
     def failed(self) -> None:
-        """A start failed."""
+        """Count a failed start."""
         self._add("failures", 1)
 
     def snapshot(self) -> dict[str, object]:
-        """For people."""
+        """Return the counts and wait percentiles, for people."""
         waits = sorted(self._waits)
         shares = {"p50": 0.5, "p99": 0.99}
         return {
@@ -103,7 +103,7 @@ def _at(ordered: list[float], share: float) -> float:
 log = logging.getLogger(__name__)
 
 HEALTHY_S = 5.0
-"""Time for a sandbox to say that it is well."""
+"""Seconds that a sandbox gets to answer a health check."""
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 FIRST_S = 0.25
@@ -111,7 +111,7 @@ LONGEST_S = 30.0
 
 
 class Upkeep:
-    """Owner of every slot in a state of slots.COMING, and of every sandbox that lives."""
+    """Owner of every slot in a state of slots.COMING, and of every live sandbox."""
 
     def __init__(
         self,
@@ -125,8 +125,9 @@ class Upkeep:
         broken: Callable[[BaseException], None],
         due: Callable[[], None],
     ) -> None:
-        """Calls back: `idle` when it is done with a slot, which is in that state then; `refuse` when a shape did not
-        start; `broken` when a backend raised what it must not; `due` when a failed shape may be tried again."""
+        """Create it with its callbacks: `idle` when it is done with a slot, which is in the given state then; `refuse`
+        when a shape did not start; `broken` when a backend raised an error that its contract does not name; `due` when
+        a failed shape may be tried again."""
         self._provider = provider
         self._metrics = metrics
         self._max_uses = max_uses
@@ -140,22 +141,22 @@ class Upkeep:
         self.backoff = Backoff(clock, due)
 
     def start(self, slot: Slot, shape: Shape) -> asyncio.Task[None] | None:
-        """Close what is in the slot and start a sandbox of the shape."""
+        """Close the sandbox in the slot and start one of the shape. Return None while closing."""
         if slot.sandbox is not None:
             self._metrics.renewed("shape")
         slot.shape = shape
         return self._begin(slot, SlotState.starting, lambda: self._renew(slot, shape))
 
     def reset(self, slot: Slot) -> None:
-        """Make the slot's sandbox empty for anyone; replace it when that is not proved or it was used enough."""
+        """Empty the slot's sandbox for anyone. Replace it if that is not proved, or if it reached `max_uses`."""
         self._begin(slot, SlotState.resetting, lambda: self._emptied(slot))
 
     def replace(self, slot: Slot, reason: str) -> None:
-        """Start another one like it in its place."""
+        """Replace the slot's sandbox by another of the same shape."""
         self._begin(slot, SlotState.resetting, lambda: self._replaced(slot, reason))
 
     def check(self, slot: Slot) -> asyncio.Task[None] | None:
-        """Ask an idle one whether it is well; replace it when it is not."""
+        """Check an idle sandbox and replace it if it does not answer. Return None while closing."""
         state = slot.state
         return self._begin(slot, SlotState.checking, lambda: self._checked(slot, state))
 
@@ -237,7 +238,7 @@ class Upkeep:
         self._idle(slot, SlotState.failed)
 
     async def _end(self, sandbox: Sandbox) -> None:
-        """Close it, for certain: a close that is cut off half way would leave what a second one passes over."""
+        """Close the sandbox, shielded from cancellation: a second close would skip what an interrupted one had left."""
         ending = asyncio.create_task(sandbox.close())
         self._live.discard(sandbox)
         self._endings.add(ending)
@@ -246,19 +247,19 @@ class Upkeep:
 
 
 class Clock(Protocol):
-    """Time that a test may hold in its hands."""
+    """A clock that tests can control."""
 
     def now(self) -> float:
-        """Seconds since whenever."""
+        """Return seconds since an arbitrary moment."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Until so much later."""
+        """Wait for that many seconds."""
         ...
 
 
 class LoopClock:
-    """The event loop's."""
+    """The clock of the event loop."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -274,7 +275,7 @@ class _Pause:
 
 
 class Backoff:
-    """Which shapes wait before they are started again. `due` is called when a pause is over."""
+    """Pauses before shapes are started again after failures. `due` is called when a pause is over."""
 
     def __init__(self, clock: Clock, due: Callable[[], None]) -> None:
         self._clock = clock
@@ -282,7 +283,7 @@ class Backoff:
         self._pauses: dict[Shape, _Pause] = {}
 
     def failed(self, shape: Shape) -> tuple[int, float]:
-        """A start failed: how many in a row by now, and the pause in seconds that begins."""
+        """Note a failed start. Return the number of failures in a row and the pause in seconds that begins."""
         before = self._pauses.get(shape)
         failures = 1 if before is None else before.failures + 1
         if before is not None:
@@ -292,17 +293,17 @@ class Backoff:
         return failures, pause_s
 
     def succeeded(self, shape: Shape) -> None:
-        """Forget its failures."""
+        """Forget the failures of the shape."""
         if (pause := self._pauses.pop(shape, None)) is not None:
             pause.timer.cancel()
 
     def over(self, shape: Shape) -> bool:
-        """No pause runs."""
+        """Return whether no pause runs for the shape."""
         pause = self._pauses.get(shape)
         return pause is None or pause.timer.done()
 
     async def close(self) -> None:
-        """End the timers."""
+        """Cancel the timers."""
         timers = [pause.timer for pause in self._pauses.values()]
         self._pauses.clear()
         for timer in timers:
