@@ -31,38 +31,42 @@ __all__ = ["MEDIA_TYPE", "Folder", "Manifest", "Piece", "SessionFiles", "Stored"
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""How long a store may be away before the worker ends: the session's files are nowhere but here meanwhile."""
+"""Seconds that the store may be unavailable before the worker ends. Meanwhile the session's files exist nowhere but
+here."""
 FIRST_PAUSE_S = 0.1
 T = TypeVar("T")
 
 
 class SessionFiles:
-    """Put into the sandbox that a session's next call got, stored again after the call."""
+    """Puts a session's files into the sandbox of its next call, and stores them after the call."""
 
     def __init__(self, workspaces: Workspaces, *, patience_s: float = PATIENCE_S) -> None:
         self._workspaces = workspaces
         self._patience_s = patience_s
 
     async def before(self, request: ToolCallRequested) -> BlobRef | None:
-        """What the session's files are when this call does not run: those that it names; of a durable session that
-        has not begun, none. None: nobody knows, or nobody asks. Raises StoreUnavailable."""
+        """Return the session's workspace if this call does not run: the one that the request names; for a durable
+        session that has not begun, the empty one. None if it is unknown, or if the session is not durable. Raises
+        StoreUnavailable."""
         if request.workspace is not None or not request.sandbox.durable_workspace or request.call_seq > 0:
             return request.workspace
         return await self._patiently(self._workspaces.empty)
 
     async def without(self, request: ToolCallRequested, *, lost: bool) -> BlobRef | None:
-        """What the session's files are when this call's are not kept: those from before it. The interpreter ended with
-        the call, whose answer says so: a later call starts a new one; `lost`: it was gone before, which stays noted.
-        Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
+        """Return the session's workspace if this call's files are not stored: the one from before it.
+
+        The interpreter ended with the call, whose answer reports it, so the workspace is marked as having none and a
+        later call starts a new one. With `lost` the interpreter was gone before the call, and the mark that there was
+        one stays. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
         before = await self.before(request)
         if before is None or lost:
             return before
         return await self._patiently(lambda: self._workspaces.without_interpreter(before))
 
     async def place(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, interpreter: bool) -> bool:
-        """Have the files that the request names, and no others, in the leased sandbox; True when a persistent
-        interpreter belonged to them that is gone. `interpreter`: the call needs it.
-        Raises WorkspaceLost, WorkspaceCorrupt, InterpreterLost, QuotaExceeded, SandboxDied, StoreUnavailable."""
+        """Put exactly the files that the request names into the leased sandbox. Return True if a persistent interpreter
+        belonged to them that is gone. `interpreter`: whether the call needs it. Raises WorkspaceLost, WorkspaceCorrupt,
+        InterpreterLost, QuotaExceeded, SandboxDied, StoreUnavailable."""
         wanted = request.workspace
         if wanted is None:
             if request.sandbox.durable_workspace and request.call_seq > 0:
@@ -82,8 +86,8 @@ class SessionFiles:
         return True
 
     async def keep(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, lost: bool) -> BlobRef | None:
-        """Store what the call has left. `lost`: an interpreter that was gone before stays noted.
-        Raises QuotaExceeded, FileRefused, SandboxDied, StoreUnavailable."""
+        """Store the files that the call left. `lost`: an interpreter was gone before the call, and its mark in the
+        workspace stays. Raises QuotaExceeded, FileRefused, SandboxDied, StoreUnavailable."""
         if not request.sandbox.durable_workspace:
             return request.workspace
         alive = lease.sandbox.interpreter or lost
@@ -92,7 +96,8 @@ class SessionFiles:
         )
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Again and again while the store is away."""
+        """Repeat `act` while the store is unavailable, for `patience_s` seconds at most. Raises StoreUnavailable after
+        that."""
         loop = asyncio.get_running_loop()
         gives_up, pause = loop.time() + self._patience_s, FIRST_PAUSE_S
         while True:
@@ -107,8 +112,8 @@ class SessionFiles:
 
 
 async def stored(folder: Path, blobs: Blobs) -> BlobRef:
-    """The workspace that holds what `folder` holds: for ToolCallRequested.workspace of a session's first call.
-    Raises FileRefused, StoreUnavailable."""
+    """Store the contents of `folder` as a workspace, for ToolCallRequested.workspace of a session's first call. Raises
+    FileRefused, StoreUnavailable."""
     return await Workspaces(blobs).snapshot(Folder(folder))
 
 

@@ -1,11 +1,10 @@
-"""Workspaces in the object store: a sandbox's files become a manifest and packs, and files again somewhere else.
+"""Workspaces in the object store: a sandbox's files become a manifest and packs, and can be restored elsewhere.
 
-Pieces are cut, hashed, and written only when they are nowhere yet; what has not changed since a tree was last looked at
-is not read again.
+Files are cut into pieces, hashed, and written only if they are not stored yet. Files that have not changed since a tree
+was last examined are not read again.
 
-Raises the errors of sandbox_workers.protocol: WorkspaceLost (not in the store), WorkspaceCorrupt (not what its hash
-says, or no workspace), QuotaExceeded (too large), FileRefused (no tree); and StoreUnavailable.
-"""
+Raises the errors of sandbox_workers.protocol: WorkspaceLost (not in the store), WorkspaceCorrupt (does not match its
+hash, or is no workspace), QuotaExceeded (too large), FileRefused (no tree); and StoreUnavailable."""
 
 from __future__ import annotations
 
@@ -47,16 +46,16 @@ T = TypeVar("T")
 
 BATCH_BYTES = 4 << 20
 BATCH_FILES = 1000
-"""What one request for contents asks a sandbox for; a longer file comes alone."""
+"""Limits of one request for contents to a sandbox; a longer file is requested alone."""
 FETCHES = 8
-"""Packs fetched at once."""
+"""Number of packs fetched at once."""
 FEW_ENTRIES = 500
-"""Looked through in the loop: it takes 10 ms."""
+"""Maximum number of entries processed in the event loop, which takes 10 ms; more are processed in a thread."""
 ENTRY_BYTES = 100
-"""Of a manifest, at least."""
+"""Minimum size of a manifest entry."""
 CACHED_ENTRIES = 200_000
 CACHED_MANIFESTS = 200
-"""Manifests kept in memory: so many, or fewer with so many entries together."""
+"""Limits of the manifests cached in memory: their number, and their entries together."""
 
 WRITTEN = Counter("turnlog_sandbox_workspace_written_bytes", "Bytes of workspaces put into the object store")
 REUSED = Counter(
@@ -65,25 +64,27 @@ REUSED = Counter(
 
 
 class Workspaces:
-    """Stores and restores; one per worker, so that sessions share pieces."""
+    """Stores and restores workspaces; one per worker, so that sessions share pieces."""
 
     def __init__(self, blobs: Blobs, *, pieces: int = 65_536, trees: int = 64) -> None:
-        """`pieces`: how many places of pieces are remembered; `trees`: of how many sandboxes the last look is."""
+        """Create it. `pieces` is the number of piece locations to remember, `trees` the number of sandboxes whose last
+        examination is remembered."""
         self._blobs = blobs
         self._known = Known(pieces)
         self._looks = Looks(trees)
         self._manifests: OrderedDict[BlobRef, Manifest] = OrderedDict()
         self._since: dict[BlobRef, float] = {}
-        """When each of them was put or read."""
+        """Time at which each cached manifest was put or read."""
         self._entries = 0
 
     async def snapshot(
         self, tree: Tree, since: BlobRef | None = None, *, most: int | None = None, interpreter: bool | None = None
     ) -> BlobRef:
-        """Store the files. `since`: the workspace that they come from; what it holds already is not written again,
-        and when nothing has changed it is the answer. `most`: bytes that they may have. `interpreter`: what the
-        manifest says of it, if not what the sandbox says.
-        Raises FileRefused, QuotaExceeded, SandboxDied, StoreUnavailable."""
+        """Store the files of `tree` and return their workspace.
+
+        `since` is the workspace that the files come from: what it contains is not written again, and it is returned if
+        nothing has changed. `most` is the maximum size in bytes. `interpreter` overrides the sandbox's own report in
+        the manifest. Raises FileRefused, QuotaExceeded, SandboxDied, StoreUnavailable."""
         entries = sorted(await tree.index(), key=lambda entry: entry.path)
         if said := await _aside(len(entries), flaw, entries):
             raise FileRefused(said)
@@ -109,13 +110,13 @@ class Workspaces:
         return manifest.ref
 
     async def empty(self) -> BlobRef:
-        """The workspace without files. Raises StoreUnavailable."""
+        """Return the workspace without files. Raises StoreUnavailable."""
         manifest = await self._put(Manifest(()), None)
         assert manifest.ref is not None
         return manifest.ref
 
     async def without_interpreter(self, ref: BlobRef) -> BlobRef:
-        """The same files, of a session whose interpreter has ended. Raises as `open`."""
+        """Return the workspace with the same files, marked as having no interpreter. Raises as `open` does."""
         manifest = await self.open(ref)
         if not manifest.interpreter:
             return ref
@@ -124,7 +125,7 @@ class Workspaces:
         return manifest.ref
 
     async def open(self, ref: BlobRef) -> Manifest:
-        """What is stored under `ref`. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
+        """Return the manifest stored under `ref`. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
         if ref in self._manifests:
             self._manifests.move_to_end(ref)
             return self._manifests[ref]
@@ -138,9 +139,9 @@ class Workspaces:
         return self._manifests.get(ref) or self._cache(ref, manifest)
 
     async def restore(self, tree: Tree, ref: BlobRef, *, disk_bytes: int) -> Manifest:
-        """Make `tree` hold exactly the files stored under `ref`. Nothing is fetched before sizes and paths are
-        known to be sound, nothing is written before every hash is.
-        Raises WorkspaceLost, WorkspaceCorrupt, QuotaExceeded, SandboxDied, StoreUnavailable."""
+        """Make `tree` contain exactly the files stored under `ref`. Nothing is fetched before sizes and paths are
+        checked; nothing is written before every hash is. Raises WorkspaceLost, WorkspaceCorrupt, QuotaExceeded,
+        SandboxDied, StoreUnavailable."""
         manifest = await self.open(ref)
         if manifest.size > disk_bytes:
             raise QuotaExceeded(f"workspace {ref.sha256} holds {manifest.size} bytes, {disk_bytes} are allowed")
@@ -184,7 +185,7 @@ class Workspaces:
     async def _stored(
         self, tree: Tree, entries: Iterable[FileEntry], kept: Mapping[str, Stored], packer: Packer
     ) -> Manifest:
-        """The tree's manifest, with every piece in the store."""
+        """Build the tree's manifest, with every piece in the store."""
         changed = [entry for entry in entries if entry.kind is FileKind.file and entry.path not in kept]
         read: dict[str, tuple[str, int, tuple[str, ...]]] = {}
         for batch in _batches(changed):
@@ -211,7 +212,7 @@ class Workspaces:
         return Manifest(tuple(files))
 
     async def _put(self, manifest: Manifest, before: Manifest | None) -> Manifest:
-        """Give the manifest its reference; the one before when they say the same."""
+        """Store the manifest and set its reference. Return `before` if both describe the same files."""
         if before is not None and not before.wasteful and before.says == manifest.says:
             return before
         content = await _aside(len(manifest.files), manifest.encode)
@@ -225,7 +226,7 @@ class Workspaces:
     # -- and back
 
     async def _contents(self, manifest: Manifest) -> dict[str, bytes]:
-        """path -> bytes, every hash checked."""
+        """Return the bytes of each file by path, every hash checked."""
         turns = asyncio.Semaphore(FETCHES)
 
         async def fetch(pack: BlobRef) -> bytes:
@@ -264,7 +265,7 @@ class Workspaces:
 
 
 async def _aside(entries: int, act: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Do what takes a while for so many entries: in a thread when they are many, so that the loop goes on."""
+    """Call `act`, in a thread if there are many entries, so that the event loop is not blocked."""
     if entries <= FEW_ENTRIES:
         return act(*arguments, **named)
     return await asyncio.to_thread(act, *arguments, **named)
@@ -297,9 +298,9 @@ def _sha256(content: bytes | memoryview) -> str:
 
 
 class Known:
-    """Pieces whose place this worker has seen or made itself, the latest `most` of them. A place is taken in only
-    when the bytes there were hashed here: nobody can pass other bytes off under a hash. It is forgotten after REUSED_S,
-    since `turnlog gc` may take a pack that nobody has named for so long."""
+    """Locations of pieces that this worker has seen or made itself; the latest `most` are retained. A location is added
+    only if its bytes were hashed here, so nobody can pass other bytes off under a hash. It is forgotten after REUSED_S,
+    since `turnlog gc` may remove a pack that nobody has named for so long."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -307,14 +308,14 @@ class Known:
         self._places: OrderedDict[str, tuple[Piece, float]] = OrderedDict()
 
     def add(self, piece: Piece) -> None:
-        """Remember where these bytes lie."""
+        """Remember the location of a piece."""
         self._places[piece.sha256] = piece, self._clock()
         self._places.move_to_end(piece.sha256)
         if len(self._places) > self._most:
             self._places.popitem(last=False)
 
     def find(self, sha256: str) -> Piece | None:
-        """Where these bytes lie, if it is known."""
+        """Return the location of the piece with this hash, or None if unknown."""
         if (found := self._places.get(sha256)) is None:
             return None
         piece, since = found
@@ -326,22 +327,23 @@ class Known:
 
 
 class Packer:
-    """Takes the contents of one snapshot's files and puts what is new, several files to a pack."""
+    """Collects the contents of one snapshot's files and puts what is new into packs of several files."""
 
     def __init__(self, blobs: Blobs, known: Known, before: dict[str, Piece]) -> None:
-        """`before`: pieces of the manifest that this snapshot follows, by hash."""
+        """Create a packer. `before` has the pieces of the previous manifest by hash."""
         self._blobs = blobs
         self._known = known
         self._before = before
         self._made: dict[str, Piece] = {}
-        """Pieces of packs that are written."""
+        """Pieces in packs that are written."""
         self._open: dict[str, tuple[int, int]] = {}
-        """Pieces of the open pack: offset, length."""
+        """Pieces of the open pack, as (offset, length)."""
         self._parts: list[bytes] = []
         self._size = 0
 
     async def add(self, content: bytes) -> tuple[str, ...]:
-        """Cut a file; the hashes of its pieces, to be found by `piece` after `flush`. Raises StoreUnavailable."""
+        """Cut a file into pieces. Return their hashes, to be looked up by `piece` after `flush`. Raises
+        StoreUnavailable."""
         view = memoryview(content)
         hashes = []
         for start in range(0, len(content), PIECE_BYTES):
@@ -359,7 +361,7 @@ class Packer:
         return tuple(hashes)
 
     async def flush(self) -> None:
-        """Put the open pack, if there is anything in it. Raises StoreUnavailable."""
+        """Write the open pack, if it is not empty. Raises StoreUnavailable."""
         if not self._parts:
             return
         pack = await self._blobs.put(b"".join(self._parts), media_type=PACK_TYPE)
@@ -370,14 +372,14 @@ class Packer:
         self._open, self._parts, self._size = {}, [], 0
 
     def piece(self, sha256: str) -> Piece:
-        """Where the bytes of that hash lie. Raises KeyError before they were added and flushed."""
+        """Return the location of the piece with this hash. Raises KeyError if it was not added and flushed."""
         found = self._place(sha256)
         if found is None:
             raise KeyError(sha256)
         return found
 
     def _place(self, sha256: str) -> Piece | None:
-        """Decided once per snapshot, so that what `add` has found is not forgotten before `piece` asks."""
+        """Look the piece up once per snapshot, so that what `add` has found is not forgotten before `piece` asks."""
         found = self._made.get(sha256) or self._before.get(sha256) or self._known.find(sha256)
         if found is not None:
             self._made[sha256] = found
@@ -389,7 +391,7 @@ def _as_pack(ref: BlobRef) -> BlobRef:
 
 
 class Tree(Protocol):
-    """Whose files are stored and restored: a Sandbox, or a folder of this machine."""
+    """A source and target of files: a Sandbox, or a folder of this machine."""
 
     @property
     def interpreter(self) -> bool: ...
@@ -403,25 +405,25 @@ class Tree(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a tree held when it was last looked at."""
+    """State of a tree when it was last examined."""
 
     tree: Tree
     manifest: Manifest
     entries: list[FileEntry]
     stamps: Mapping[str, str]
-    """Of files whose bytes are as the manifest says."""
+    """Stamps by path of files whose bytes match the manifest."""
 
 
 class Looks:
-    """The last look at each of the latest `most` trees. Stamps are believed of the very tree that had them, and only
-    as long as nobody has put other files into it behind our back, which the caller's `before` tells."""
+    """The last examination of each of the latest `most` trees. Stamps are trusted only for the very tree that had them,
+    and only while nobody has put other files into it behind our back, which the caller's `before` shows."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._looks: OrderedDict[int, Look] = OrderedDict()
 
     def note(self, tree: Tree, manifest: Manifest, entries: Iterable[FileEntry]) -> None:
-        """The tree holds the manifest's files, and so they are stamped."""
+        """Note that the tree holds the manifest's files, with the stamps of `entries`."""
         entries = sorted(entries, key=lambda entry: entry.path)
         sizes = {stored.entry.path: stored.entry.size for stored in manifest.files if stored.sha256}
         stamps = {entry.path: entry.stamp for entry in entries if sizes.get(entry.path) == entry.size}
@@ -431,19 +433,19 @@ class Looks:
             self._looks.popitem(last=False)
 
     def last(self, tree: Tree) -> Manifest | None:
-        """What it held."""
+        """Return the manifest of the last examination, or None."""
         look = self._looks.get(id(tree))
         return look.manifest if look is not None and look.tree is tree else None
 
     def same(self, tree: Tree, before: Manifest, entries: list[FileEntry]) -> bool:
-        """Nothing has changed since, by stamps alone."""
+        """Return whether nothing has changed since, judged by stamps alone."""
         if self.last(tree) is not before or before.wasteful:
             return False
         stamped = all(entry.stamp or entry.kind is not FileKind.file for entry in entries)
         return stamped and self._looks[id(tree)].entries == entries
 
     def kept(self, tree: Tree, before: Manifest | None, entries: Iterable[FileEntry]) -> dict[str, Stored]:
-        """Files that are as they were, by path."""
+        """Return unchanged files, by path."""
         if before is None or self.last(tree) is not before:
             return {}
         stamps = self._looks[id(tree)].stamps
