@@ -1,8 +1,7 @@
-"""Tools: what an agent may call in a sandbox. Built in: python, shell, python_session, files, env_step; packages offer
-more (turnlog.infra.tools).
+"""Tools that an agent may call in a sandbox.
 
-`prepared` says whether a call may run, before anything runs; `Prepared.run` runs it.
-"""
+Built in: python, shell, python_session, files, env_step; packages offer more (turnlog.infra.tools). `prepared` decides
+whether a call may run, before anything runs; `Prepared.run` runs it."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
-"""How much longer than wall_s a package's tool may take over all its commands together."""
+"""Seconds beyond wall_s that a package's tool may take over all its commands together."""
 RUN = {
     "python": (python, {Kind.python}, always),
     "shell": (shell, {Kind.shell}, within_limits),
@@ -84,8 +83,8 @@ class Prepared:
     async def run(
         self, sandbox: Sandbox, limits: SandboxLimits, env: Mapping[str, str], on_output: OnOutput | None = None
     ) -> Execution:
-        """How the call ended. What the workspace or the tool refuses is an answer that the model reads. Raises
-        SandboxError but for FileRefused."""
+        """Run the call and return how it ended. A refusal by the workspace or the tool is an answer that the model
+        reads. Raises any SandboxError except FileRefused."""
         call = Call(arguments=self.arguments, sandbox=sandbox, limits=limits, env=env, on_output=on_output)
         try:
             return _bounded(await (self.tool.run(call) if self.tool.name in OURS else self._foreign(call)), limits)
@@ -99,7 +98,7 @@ class Prepared:
             return _bounded(call.answer(f"{refusal}\n", status=ToolStatus.tool_error), limits)
 
     async def _foreign(self, call: Call) -> Execution:
-        """A package's tool, which may raise anything, return anything and never end."""
+        """Run a package's tool, which may raise anything, return anything and never end."""
         running = asyncio.ensure_future(self.tool.run(call))
         try:
             await asyncio.wait([running], timeout=call.limits.wall_s + self.grace_s)
@@ -124,7 +123,7 @@ class Prepared:
 
 @cache
 def tools() -> Mapping[str, Tool]:
-    """Every tool by name, the built-in ones first; looked up once. Raises ToolOfferError."""
+    """Return every tool by name, the built-in ones first; looked up once. Raises ToolOfferError."""
     found = {name: _built_in(name) for name in OURS}
     for name, point in offered().items():
         tool = loaded(point)
@@ -143,8 +142,8 @@ def prepared(
     argument_bytes: int = SandboxSettings().argument_bytes,
     among: Mapping[str, Tool] | None = None,
 ) -> Prepared | Refusal:
-    """A call that may run within `limits`, or why not. Nothing has run. `argument_bytes`: of [sandbox]; `among`: tools
-    in place of `tools()`."""
+    """Check a call. Return it ready to run within `limits`, or the refusal; nothing has run. `argument_bytes` is the
+    limit of [sandbox]; `among` has tools to use in place of `tools()`."""
     known = tools() if among is None else among
     tool = known.get(name)
     if tool is None:
@@ -171,7 +170,7 @@ def _built_in(name: str) -> Tool:
 
 
 def _bounded(execution: Execution, limits: SandboxLimits) -> Execution:
-    """No answer is longer than output_bytes."""
+    """Cut the output to output_bytes; an execution with longer output becomes a resource_limit."""
     if len(execution.output) <= limits.output_bytes:
         return execution
     cut = execution.output[: limits.output_bytes]

@@ -1,6 +1,7 @@
-"""The built-in tools: those that are one command (python, python_session, shell), a step of an environment that lives
-in the persistent interpreter, and those for text files of the workspace (read_file, write_file, edit_file).
-"""
+"""The built-in tools.
+
+Single commands (python, python_session, shell), a step of an environment that lives in the persistent interpreter
+(env_step), text files of the workspace (read_file, write_file, edit_file), and a program that is the whole agent."""
 
 from __future__ import annotations
 
@@ -34,17 +35,17 @@ del _sys
 
 
 async def python(call: Call) -> Execution:
-    """A fresh interpreter."""
+    """Run code in a fresh interpreter."""
     return await call.exec(Command(kind=Kind.python, source=call.arguments["code"]))
 
 
 async def python_session(call: Call) -> Execution:
-    """The sandbox's one persistent interpreter."""
+    """Run code in the sandbox's one persistent interpreter."""
     return await call.exec(Command(kind=Kind.session, source=call.arguments["code"]))
 
 
 async def shell(call: Call) -> Execution:
-    """bash -c, else sh -c."""
+    """Run a command by `bash -c`, or `sh -c` where there is no bash."""
     given = call.arguments
     wall_s = min(given.get("timeout_s", call.limits.wall_s), call.limits.wall_s)
     command = Command(
@@ -57,23 +58,25 @@ async def shell(call: Call) -> Execution:
 
 
 def within_limits(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
-    """A time-out of its own is no longer than the call's."""
+    """Refuse a time-out that is longer than the call's wall limit."""
     asked = arguments.get("timeout_s", 0)
     return f'"timeout_s" must be at most {limits.wall_s:g}, got {asked}' if asked > limits.wall_s else ""
 
 
 def kept_interpreter(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
-    """Where the sandbox is emptied after the call, an interpreter that keeps its variables would lie."""
+    """Refuse a sandbox that is emptied after the call: the interpreter would lose the variables that it promises to
+    retain."""
     return "" if spec.durable_workspace else "it needs a sandbox with durable_workspace, which this session has not"
 
 
 def in_workspace(path: str) -> str:
-    """Models write /workspace/x as often as x."""
+    """Make a path relative to the workspace: models write /workspace/x as often as x."""
     return path.removeprefix("/workspace/") if path != "/workspace" else ""
 
 
 async def env_step(call: Call) -> Execution:
-    """One JSON object of observation, reward, terminated, truncated, info."""
+    """Reset or step the environment. The answer is one JSON object of observation, reward, terminated, truncated,
+    info."""
     arguments = json.dumps(dict(call.arguments))
     source = CALL.format(name=NAME, driver=DRIVER, file=f"<{NAME}>", arguments=arguments)
     printed = bytearray()
@@ -92,7 +95,8 @@ async def env_step(call: Call) -> Execution:
 
 
 def needs(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
-    """An action or a reset, in a sandbox that keeps the environment."""
+    """Refuse a call that is neither a reset nor an action, mixes both, or has a sandbox that does not retain the
+    environment."""
     reset = arguments.get("reset", False)
     if reset and "action" in arguments:
         return '"reset" begins an episode and takes no "action"'
@@ -104,8 +108,9 @@ def needs(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits
 
 
 def _answer(line: bytes) -> str:
-    """What the driver said last. Code of the environment may have printed before it, past Python's own stdout, and the
-    agent's may have taken its place, so it is trusted in nothing. Raises ToolFailed: what the environment raised."""
+    """Parse the driver's last line. Code of the environment may have printed before it, past Python's own stdout, and
+    the agent's code may have replaced it, so nothing in it is trusted. Raises ToolFailed with the environment's
+    error."""
     try:
         said = json.loads(line)
         error = said.get("error")
@@ -123,11 +128,12 @@ SPOKEN_TO: Final = {
     "ANTHROPIC_BASE_URL": GATEWAY_INSIDE,
     "ANTHROPIC_AUTH_TOKEN": KEY_INSIDE,
 }
-"""What clients of the gateway's dialects read, for a program that is told nothing else."""
+"""Environment variables that clients of the gateway's API adapters read, for a program that has no other
+configuration."""
 
 
 async def agent(call: Call) -> Execution:
-    """A program that is the whole agent: its files, then itself."""
+    """Write the agent's files and run it; the program is the whole agent."""
     given = call.arguments
     for path, content in given["files"].items():
         await call.sandbox.write(in_workspace(path), content.encode())
@@ -137,25 +143,26 @@ async def agent(call: Call) -> Execution:
 
 
 def at_the_gateway(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
-    """It speaks with the gateway through the proxy, and what it leaves is judged."""
+    """Refuse a sandbox unsuitable for an agent: it needs the network, to reach the gateway through the proxy, and a
+    durable workspace, since its files are judged."""
     serves = spec.network == "allowlist" and spec.durable_workspace
     return "" if serves else "an agent needs a sandbox with the network allowlist and durable_workspace"
 
 
 LONGEST = 64 * 2**20
-"""Bytes of a file that is read, a part at a time, whatever the limit of the workspace."""
+"""Maximum size in bytes of a file to read, whatever the limit of the workspace; it is read in parts."""
 EDITED = 16 * 2**20
-"""Bytes of a file that is edited, since it is held in memory then."""
+"""Maximum size in bytes of a file to edit, since it is held in memory."""
 PART = 256 * 2**10
-"""Bytes of a file that are held at once, and looked at before the loop goes on."""
+"""Bytes of a file that are processed at once before the event loop continues."""
 NOTE = 300
-"""Bytes of an answer kept free for the note that more is to come."""
+"""Bytes of an answer reserved for the note that more is to come."""
 NAMED = 10
-"""Places of an ambiguous text that are named."""
+"""Maximum number of places of an ambiguous text that are listed."""
 
 
 async def read_file(call: Call) -> Execution:
-    """The lines asked for, as they are; a note at the end when they are not the whole file."""
+    """Return the requested lines verbatim, with a note at the end if they are not the whole file."""
     path, first = in_workspace(call.arguments["path"]), call.arguments.get("offset", 1)
     lines = Lines(first, call.arguments.get("lines"), call.limits.output_bytes - NOTE)
     text = codecs.getincrementaldecoder("utf-8")()
@@ -179,14 +186,14 @@ async def read_file(call: Call) -> Execution:
 
 
 async def write_file(call: Call) -> Execution:
-    """Replace the file, or make it."""
+    """Replace or create the file."""
     path, content = in_workspace(call.arguments["path"]), call.arguments["content"].encode()
     await call.sandbox.write(path, content, follow=True)
     return call.answer(f"wrote {len(content)} bytes to {path}\n")
 
 
 async def edit_file(call: Call) -> Execution:
-    """Replace one occurrence, or every one."""
+    """Replace one occurrence of a text, or every one."""
     path, every = in_workspace(call.arguments["path"]), call.arguments.get("all", False)
     old, new = (call.arguments[name].encode() for name in ("old", "new"))
     content = await call.sandbox.read(path, most=min(EDITED, max(call.limits.disk_bytes, 1)))
@@ -203,7 +210,7 @@ async def edit_file(call: Call) -> Execution:
 
 
 async def _parts(call: Call, path: str) -> AsyncIterator[bytes]:
-    """The file's bytes, PART at a time."""
+    """Yield the file's bytes, PART at a time."""
     most, offset = min(LONGEST, max(call.limits.disk_bytes, 1)), 0
     while part := await call.sandbox.read_part(path, offset=offset, size=PART, most=most):
         yield part
@@ -211,14 +218,14 @@ async def _parts(call: Call, path: str) -> AsyncIterator[bytes]:
 
 
 def _check_text(decoder: codecs.IncrementalDecoder, part: bytes) -> None:
-    """Raises UnicodeError for what is no text."""
+    """Raise UnicodeError if the part is not text."""
     decoder.decode(part)
     if b"\0" in part:
         raise UnicodeError("a NUL byte")
 
 
 async def _described(call: Call, path: str) -> str:
-    """A file that is no text."""
+    """Describe a file that is not text."""
     digest, size, begins = hashlib.sha256(), 0, b""
     async for part in _parts(call, path):
         digest.update(part)
@@ -227,8 +234,8 @@ async def _described(call: Call, path: str) -> str:
 
 
 def _found(path: str, content: bytes, old: bytes, new: bytes, *, every: bool) -> tuple[int, list[int]]:
-    """How often the old text occurs, and at which lines first. Raises ToolFailed when that is no legal edit,
-    UnicodeError."""
+    """Return how often the old text occurs, and the lines of its first occurrences. Raises ToolFailed if the edit is
+    not legal, UnicodeError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(content), PART):
         _check_text(decoder, content[start : start + PART])
@@ -249,7 +256,7 @@ def _found(path: str, content: bytes, old: bytes, new: bytes, *, every: bool) ->
 
 
 def _first_places(content: bytes, old: bytes) -> list[int]:
-    """Lines of the first NAMED occurrences, overlapping ones included: which of two was meant nobody knows."""
+    """Return the lines of the first NAMED occurrences. Overlapping ones are included, since either may be meant."""
     lines: list[int] = []
     place, line, counted = content.find(old), 1, 0
     while place >= 0 and len(lines) < NAMED:
@@ -261,7 +268,8 @@ def _first_places(content: bytes, old: bytes) -> list[int]:
 
 
 def _nearly(content: bytes, old: bytes) -> str:
-    """Where its first line stands but for white space around it; what follows differs then."""
+    """Tell where the first line of the old text occurs but for white space around it; then white space or what follows
+    differs."""
     if b"\r\n" in content and old.replace(b"\n", b"\r\n") in content:
         return '; it would with "\\r\\n" as line ends'
     begins = next((line.strip() for line in old.split(b"\n") if line.strip()), b"")
@@ -274,13 +282,14 @@ def _nearly(content: bytes, old: bytes) -> str:
 
 
 class Lines:
-    """Those from number `first` on, `most` of them at most, as many as fit `room` bytes with an end each."""
+    """Collects lines from number `first` on, at most `most` of them, and as many as fit `room` bytes with a line end
+    each."""
 
     def __init__(self, first: int, most: int | None, room: int) -> None:
         self.first = first
         self.taken: list[bytes] = []
         self.count = 0
-        """Of the whole text; what stands behind the last line's end is no line."""
+        """Number of lines in the whole text; what follows the last line end is not counted if it is empty."""
         self._most = most
         self._room = room
         self._over = False
@@ -289,11 +298,11 @@ class Lines:
 
     @property
     def ended(self) -> bool:
-        """The text ends with the end of a line."""
+        """True if the text ends with a line end."""
         return self.count > 0 and not self._open
 
     def feed(self, part: bytes) -> None:
-        """The text's next bytes, one at least."""
+        """Take the next bytes of the text, at least one."""
         ends = part.count(b"\n")
         skipped = self.first - 1 - self.count
         start = 0 if skipped <= 0 else len(part) if ends < skipped else _after(part, skipped)
@@ -308,7 +317,7 @@ class Lines:
         self._open = not part.endswith(b"\n")
 
     def finish(self) -> None:
-        """There are no more parts."""
+        """Finish the last line; no more parts follow."""
         if self._begun and not self._over:
             self._take()
         self.count += self._open
@@ -322,7 +331,7 @@ class Lines:
 
 
 def _after(part: bytes, ends: int) -> int:
-    """Where the text goes on behind so many ends of lines, which are there."""
+    """Return the position after `ends` line ends, which `part` must contain."""
     low, high = 0, len(part)
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,8 +1,8 @@
-"""What env_step runs in the sandbox's persistent interpreter: one environment with Gymnasium's API, reset and step.
+"""Driver that env_step runs in the sandbox's persistent interpreter: one environment with Gymnasium's reset and step.
 
 This text is sent into the sandbox and becomes the module `turnlog_environment` there, so it is standard library only
-and imports nothing of turnlog. API: https://gymnasium.farama.org/api/env/ (neither that package nor numpy is required).
-"""
+and imports nothing of turnlog. API: https://gymnasium.farama.org/api/env/ (neither that package nor numpy is
+required)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_REPR = 200
 
 
 class Refused(Exception):
-    """Said to the model as it is."""
+    """An error whose text the model reads verbatim."""
 
 
 class Stage:
@@ -29,10 +29,10 @@ class Stage:
         self.name = ""
         self.environment: Any = None
         self.over = ""
-        """Why no step can be taken; empty while an episode runs."""
+        """Reason why no step can be taken; empty while an episode runs."""
 
     def reset(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Begin an episode, in a new environment when another one is named."""
+        """Begin an episode, in a new environment if another one is named."""
         if not (name or self.name):
             raise Refused('no environment stands here yet: the first reset names one, "environment": "module:NAME"')
         if self.environment is None or (name and name != self.name):
@@ -50,7 +50,7 @@ class Stage:
         return {"observation": result[0], "reward": 0.0, "terminated": False, "truncated": False, "info": result[1]}
 
     def step(self, name: str, action: Any) -> dict[str, Any]:
-        """One action."""
+        """Take one action."""
         if self.environment is None:
             raise Refused(
                 "no environment stands here: reset first. (One that stood here went with its interpreter, which a call "
@@ -76,7 +76,7 @@ class Stage:
 
 
 def made(name: str) -> Any:
-    """The environment that a class or factory makes."""
+    """Create the environment by calling its class or factory."""
     module, _, attribute = name.partition(":")
     for folder in (os.environ.get("HOME", ""), os.getcwd()):  # the workspace, and wherever the interpreter went
         if folder and folder not in sys.path:
@@ -92,8 +92,8 @@ def made(name: str) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """JSON of what environments answer: numpy values, tuples, sets, bytes. A number that JSON lacks becomes its name,
-    as in the JSON mapping of protocol buffers; anything else its repr, cut."""
+    """Convert an environment's answer to JSON values: numpy values, tuples, sets, bytes. A number that JSON lacks
+    becomes its name, as in the JSON mapping of protocol buffers; anything else becomes its repr, cut."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -129,7 +129,7 @@ def answer(text: str, stage: Stage) -> None:
 
 
 def _below(error: BaseException) -> Any:
-    """The part of a traceback that is the environment's."""
+    """Return the part of a traceback that belongs to the environment."""
     place = error.__traceback__
     while place is not None and place.tb_frame.f_globals.get("__name__") == __name__:
         place = place.tb_next

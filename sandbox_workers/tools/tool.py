@@ -1,9 +1,9 @@
-"""What a tool is: arguments that a JSON schema allows, and a coroutine that does it in a sandbox.
+"""Interface of a tool: arguments that a JSON schema allows, and a coroutine that acts in a sandbox.
 
 A package offers its own as `name = "module:TOOL"` under the entry point group `turnlog.tools`.
 
 ToolEnd               raised by a tool to end its call
-├── ToolFailed        the tool says no: a tool_error whose text the model reads
+├── ToolFailed        the tool refuses or fails: a tool_error whose text the model reads
 └── CallEnded         a command of the call met a limit or was cancelled: that is how the call ended
 """
 
@@ -30,13 +30,14 @@ from turnlog.schemas.json_depth import deeper_than, more_than
 
 Validator: TypeAlias = Draft202012Validator
 LEVELS = 64
-"""Arrays and objects inside one another, at most."""
+"""Maximum nesting depth of arrays and objects."""
 VALUES = 50_000
-"""Numbers, strings, arrays and so on in a call's arguments, at most: each is an object of the worker, and looked at."""
+"""Maximum number of values (numbers, strings, arrays and so on) in a call's arguments: each becomes an object of the
+worker and is examined."""
 ERRORS = 50
-"""Errors looked at, to find the one that says most."""
+"""Maximum number of errors examined to find the most informative one."""
 SHOWN, TEXT = 60, 600
-"""Characters of one value, and of a whole refusal."""
+"""Maximum characters of one value, and of a whole refusal."""
 KINDS = {
     "string": "a string", "integer": "an integer", "number": "a number", "boolean": "true or false",
     "object": "an object", "array": "an array", "null": "null",
@@ -50,15 +51,15 @@ BOUNDS = {
 
 
 class ToolEnd(Exception):
-    """Base of the tree above."""
+    """Base class of the errors listed in the module docstring."""
 
 
 class ToolFailed(ToolEnd):
-    """Its message goes to the model."""
+    """The tool refuses or fails; the message goes to the model."""
 
 
 class CallEnded(ToolEnd):
-    """Carries the execution that ended the call."""
+    """A command met a limit or was cancelled; `execution` is how the call ended."""
 
     def __init__(self, execution: Execution) -> None:
         super().__init__(f"{execution.status}: {execution.reason}")
@@ -67,21 +68,21 @@ class CallEnded(ToolEnd):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call, as a tool gets it."""
+    """A call, as a tool receives it."""
 
     arguments: Mapping[str, Any]
-    """As the tool's schema allows them."""
+    """Arguments, validated against the tool's schema."""
     sandbox: Sandbox
     limits: SandboxLimits
     env: Mapping[str, str] = field(default_factory=dict)
-    """Of the recipe and of the egress proxy, added to every command's environment."""
+    """Variables of the request's SandboxSpec and of the egress proxy, added to every command's environment."""
     on_output: OnOutput | None = None
     began: float = field(default_factory=time.perf_counter)
 
     async def exec(
         self, command: Command, *, limits: SandboxLimits | None = None, on_output: OnOutput | None = None
     ) -> Execution:
-        """Run a command within the call's limits, or stricter ones; answers one that ended by itself (ok or
+        """Run a command within the call's limits, or stricter ones. Return its execution if it ended by itself (ok or
         tool_error). Raises CallEnded for any other end, FileRefused, SandboxDied."""
         command = dataclasses.replace(command, env={**self.env, **command.env})
         execution = await self.sandbox.exec(command, limits or self.limits, on_output=on_output or self.on_output)
@@ -90,46 +91,47 @@ class Call:
         return execution
 
     def answer(self, output: str | bytes, *, status: ToolStatus = ToolStatus.ok, reason: str = "") -> Execution:
-        """The end of a call that ran no program, or whose program's output is not the answer."""
+        """Build the execution of a call that ran no program, or whose program's output is not the answer."""
         content = output.encode(errors="replace") if isinstance(output, str) else output
         code = {ToolStatus.ok: 0, ToolStatus.tool_error: 1}.get(status)
         return Execution(status, reason, code, content, time.perf_counter() - self.began, 0.0)
 
 
 def always(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
-    """What the schema allows is legal."""
+    """Accept every call that the schema allows."""
     return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool. `run` may use `call.sandbox` as it likes; what it raises beyond ToolEnd, SandboxError ends the call as
-    infra_error `tool_broken`."""
+    """A tool. `run` may use `call.sandbox` as it likes. An exception other than ToolEnd or SandboxError ends the call
+    as infra_error `tool_broken`."""
 
     name: str
     version: str
-    """Recorded on SessionStarted; changes when the same call may answer otherwise."""
+    """Version recorded on SessionStarted; changes when the same call may answer otherwise."""
     about: str
     schema: Schema
-    """Of the arguments: JSON Schema draft 2020-12, type object, no references to elsewhere."""
+    """JSON Schema of the arguments: draft 2020-12, type object, no references to elsewhere."""
     run: Callable[[Call], Awaitable[Execution]]
     kinds: frozenset[Kind] = frozenset()
-    """Of the commands that it runs: a backend that does not serve one of them does not serve the tool."""
+    """Kinds of command that the tool runs; a backend that does not serve one of them does not serve the tool."""
     once: bool = False
-    """What it does outside its sandbox cannot be undone: a run that ended without an answer is not repeated."""
+    """True if effects outside the sandbox cannot be undone; then a run that ended without an answer is not repeated."""
     legal: Callable[[Mapping[str, Any], SandboxSpec, SandboxLimits], str] = always
-    """What the schema cannot say: the text of a refusal, else empty. Called before anything runs."""
+    """Check for what the schema cannot express, called before anything runs. Returns the text of a refusal, or an empty
+    string."""
     validator: Validator = field(init=False, repr=False, compare=False)
-    """Of `schema`, made once."""
+    """Validator of `schema`, created once."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a schema that is none."""
+        """Build the validator. Raises ValueError if `schema` is not a valid schema."""
         object.__setattr__(self, "validator", checked_schema(self.schema))
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a call is not run: reason for machines, text for the model."""
+    """Refusal to run a call: reason for machines, text for the model."""
 
     reason: str
     """tool | arguments | argument_bytes | backend | network | image | sandbox"""
@@ -137,12 +139,12 @@ class Refusal:
 
 
 class ArgumentsRefused(Exception):
-    """What is wrong with the arguments, and what is legal; for the model."""
+    """The arguments are not legal. The message states the error and what is legal, for the model."""
 
 
 def checked_schema(schema: Schema) -> Validator:
-    """The validator of a schema: made once per tool. Raises ValueError for what is no schema of an object, or refers to
-    something outside itself."""
+    """Return the validator of a schema. Raises ValueError if it is no schema of an object, or refers to something
+    outside itself."""
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
@@ -159,7 +161,7 @@ def checked_schema(schema: Schema) -> Validator:
 
 
 def parsed(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:
-    """The arguments. Raises ArgumentsRefused."""
+    """Parse and validate the arguments. Raises ArgumentsRefused."""
     takes = f"{tool} takes {usage(validator.schema)}"
     try:
         values = _loaded(raw)
@@ -176,7 +178,7 @@ def parsed(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:
 
 
 def usage(schema: Schema) -> str:
-    """A call's form in a line: {"path": "...", "lines": 1}, with what may be left out named behind it."""
+    """Describe a call's form in one line: {"path": "...", "lines": 1}, followed by the names of optional arguments."""
     properties: Mapping[str, Schema] = schema.get("properties", {})
     needed = [name for name in properties if name in schema.get("required", ())]
     spare = [name for name in properties if name not in needed]
@@ -185,7 +187,7 @@ def usage(schema: Schema) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in few words."""
+    """Describe a value in few words."""
     if isinstance(value, str):
         return json.dumps(value) if len(value) <= SHOWN else f"{json.dumps(value[:SHOWN])}... ({len(value)} characters)"
     if isinstance(value, list):
@@ -197,7 +199,7 @@ def shown(value: object) -> str:
 
 
 def _loaded(raw: bytes) -> Any:
-    """Raises ValueError, RecursionError, ArgumentsRefused."""
+    """Parse JSON. Raises ValueError, RecursionError, ArgumentsRefused."""
     if deeper_than(raw, LEVELS):
         raise RecursionError
     if more_than(raw, VALUES):
@@ -244,7 +246,7 @@ def _references(schema: object) -> set[str]:
 
 
 def _most_telling(errors: list[ValidationError]) -> str:
-    """Of several errors that of the shallowest place; a missing argument before a wrong one."""
+    """Describe the error at the shallowest place, preferring a missing argument to a wrong one."""
     return _said(min(errors, key=lambda error: (len(error.absolute_path), error.validator != "required")))
 
 
@@ -269,7 +271,7 @@ def _said(error: ValidationError) -> str:
 
 
 def _path(error: ValidationError | SchemaError) -> str:
-    """The argument, as one writes it: "points"[2].x"""
+    """Return the path of the argument as one writes it: "points"[2].x"""
     parts = list(error.absolute_path)
     if not parts:
         return "the arguments"
