@@ -1,20 +1,20 @@
-"""The weight loader: one per engine, so that every published version is acknowledged or refused by name.
+"""The weight loader. Each engine has one, so that every published version is acknowledged or refused by name.
 
-NoSuchEngine       nobody says which engine is this loader's
+NoSuchEngine       no setting identifies the engine of this loader
 EngineSwapFailed   the engine died or cannot be resumed: EngineGone is on the log, the process ends, the supervisor
                    restarts engine and loader
-Fenced             another loader of this engine has started: the process ends, and says nothing more of the engine
-NotInstalled       [loader] transport wants torch
+Fenced             another loader of this engine has started: the process ends, and reports nothing more of the engine
+NotInstalled       [loader] transport needs torch
 
-With [engine] colocate the engine and the trainer take turns on a device, as the log says (DeviceTurn): pause -> release
-its memory -> say so, and with the next version load that (loading/swap.py). What a loader had begun when it was killed,
-its successor's first look at the engine's label finds and mends; a label that no report on the log stands for counts
-for nothing, and the newest version is loaded: what has it is an engine of another run, or one whose loader was killed
-before it could say so.
+With [engine] colocate, engine and trainer alternate on a device, in the order that the log prescribes (DeviceTurn):
+pause -> release its memory -> report that, and with the next version load it (loading/swap.py). If a loader is killed
+halfway, its successor detects this from the engine's label and repairs it. A label that no report on the log confirms
+is ignored, and the newest version is loaded: the engine belongs to another run, or its loader was killed before it
+could report.
 
-An engine that is asked to go (EngineRequested) takes no new requests once EngineDraining is on the log. What runs ends,
-or is aborted after [engine] drain_s, and gateways submit it elsewhere. Then EngineGone is said, and the loader waits
-until the engine is asked for again, or is stopped itself.
+An engine that is requested to go (EngineRequested) takes no new requests once EngineDraining is on the log. Running
+requests finish, or are aborted after [engine] drain_s and submitted elsewhere by the gateways. Then the loader reports
+EngineGone and waits until the engine is requested again, or until it is stopped itself.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ log = logging.getLogger(__name__)
 
 MANIFESTS = Partition(BATCHES.name, 0)
 START_LOOK_S = 0.2
-"""Between two looks at an engine that starts."""
+"""Seconds between two checks of an engine that is starting."""
 PROBE_S = 1.0
 LONGEST_PROBE_S = 5.0
 DROPPED_PROBES = 3
-"""An engine that drops the connection of this many probes in a row is gone; one that refuses it is gone at once."""
+"""An engine that drops the connection of this many probes in a row is gone. One that refuses the connection is gone at
+once."""
 DRAIN_LOOK_S = 0.1
 IDLE_LOOKS = 2
-"""Looks in a row without a request: one may have been on its way when the engine was said to drain."""
+"""Number of consecutive checks without a request: one may have been on its way when the engine was reported as
+draining."""
 ABORTED_S = 5.0
-"""For what was aborted to be answered."""
+"""Seconds to wait for answers to aborted requests."""
 
 
 async def main(role: Role) -> None:
@@ -78,25 +80,25 @@ async def main(role: Role) -> None:
 
 
 class Loader:
-    """Keeps one engine on the newest weights for as long as it is wanted."""
+    """Keeps one engine on the newest weights while the engine is wanted."""
 
     _swap: Swap
 
     def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str, *, drains: bool = False) -> None:
-        """`drains`: the engine takes no more turns when the loader stops."""
+        """`drains`: whether the engine stops taking turns when the loader stops."""
         self._role, self._control, self._url = role, control, url
         self._standing = Standing(role, engine_id, url)
         self._dropped = 0
         self._heard = time.monotonic()
-        """When the engine answered last."""
+        """Monotonic time of the engine's last answer."""
         self._drains = drains
         self._turn = DeviceTurn()
-        """The engine's, always, without [engine] colocate."""
+        """Device lease; always the engine's without [engine] colocate."""
         self._gave_way = -2
-        """DeviceTurn.published when it was said last that the engine is released."""
+        """DeviceTurn.published at the last report that the engine is released."""
 
     async def run(self) -> None:
-        """See the module."""
+        """Run until the role stops, as the module describes."""
         self._swap = Swap(self._role, self._control, self._standing, self._beat)
         async with self._standing.owned():
             await self._run()
@@ -115,14 +117,14 @@ class Loader:
                 else:
                     await self._serve(requests, reader)
         if self._drains and not self._standing.own.leaving:
-            if self._role.settings.engine.colocate:  # nobody will say that it holds nothing
+            if self._role.settings.engine.colocate:  # no later report says that it holds no memory
                 await self._standing.say(EngineGone, state=GONE, cause="stopped with its loader")
             else:
                 await self._standing.say(EngineDraining, state=DRAINING)
             await self._standing.reached.leave()
 
     async def _serve(self, requests: Reader, reader: Reader) -> None:
-        """Until the role stops or the engine is asked to go."""
+        """Serve until the role stops or the engine is requested to go."""
         await self._wait_for_engine(requests, reader)
         if self._over:
             return
@@ -149,7 +151,7 @@ class Loader:
         return self._role.stopping.is_set() or self._standing.own.leaving
 
     async def _leave(self, requests: Reader) -> None:
-        """Let the engine drain, say that it is gone, and wait until it is asked for again or the role stops."""
+        """Drain the engine, report it as gone, and wait until it is requested again or the role stops."""
         if self._standing.own.state != GONE:
             await self._drain()
         if self._standing.own.state == GONE:
@@ -161,7 +163,7 @@ class Loader:
             await self._standing.hear(requests)
 
     async def _drain(self) -> None:
-        """Raises Fenced."""
+        """Wait for running requests, abort the rest, and report the engine as gone. Raises Fenced."""
         drain_s = self._role.settings.engine.drain_s
         cause = "drained"
         try:
@@ -171,14 +173,14 @@ class Loader:
             if usable:
                 await self._control.resume()
             idle = await self._idle(drain_s if usable else 0.0)
-            if self._role.stopping.is_set():  # its successor goes on
+            if self._role.stopping.is_set():  # its successor continues
                 return
             if not idle:
                 after = f"after {drain_s:g} s: [engine] drain_s" if usable else f"with weights {info.weight_version!r}"
                 cause = f"aborted what ran {after}"
                 await self._control.abort_all()
                 await self._idle(ABORTED_S)
-            if usable and self._role.settings.engine.colocate:  # whoever has left holds nothing
+            if usable and self._role.settings.engine.colocate:  # an engine that has left holds no memory
                 await self._release()
         except EngineError as error:
             cause = f"died before it had drained: {error}"
@@ -186,7 +188,7 @@ class Loader:
         await self._standing.say(EngineGone, state=GONE, cause=cause)
 
     async def _idle(self, within_s: float) -> bool:
-        """Whether nothing runs at the engine, waiting for that at most so long."""
+        """Wait at most `within_s` until nothing runs on the engine. Return whether that was reached."""
         looks, deadline = 0, time.monotonic() + within_s
         while looks < IDLE_LOOKS and time.monotonic() < deadline:
             self._beat()
@@ -205,14 +207,14 @@ class Loader:
         self._role.health.beat(within_s=settings.liveness.work_s + settings.loader.timeout_s)
 
     async def _wait_for_engine(self, requests: Reader, reader: Reader) -> None:
-        """Until it answers; what it is to be given is fetched meanwhile."""
+        """Wait until the engine answers, and fetch its first version meanwhile."""
         began, since, told = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds"), False
         while not self._over:
             self._beat()
             await self._standing.hear(requests, timeout_s=0.0)
             try:
                 info = await self._control.model_info()
-                if not (info.mixed or info.released):  # a loader that was killed in a swap leaves its engine paused
+                if not (info.mixed or info.released):  # a loader that was killed while loading leaves it paused
                     await self._control.resume()
             except EngineError as error:
                 self._role.health.unmet(
@@ -231,7 +233,7 @@ class Loader:
                 return
 
     async def _register(self, info: ModelInfo) -> None:
-        if info.mixed and self._role.settings.engine.colocate:  # nobody knows whether it has its memory
+        if info.mixed and self._role.settings.engine.colocate:  # unknown whether it has its memory
             async with self._standing.lives(f"took its memory back: it was left {info.weight_version!r}"):
                 await self._control.retake()
         self._heard, self._gave_way = time.monotonic(), -2
@@ -243,11 +245,11 @@ class Loader:
         self._swap.recall()
 
     async def _take_turn(self) -> None:
-        """What the log asks for next: the engine gives way, or loads what waits."""
+        """Do what the log asks for next: release the device, or load a waiting version."""
         if self._turn.trainers:
             await self._give_way()
             return
-        if self._standing.released and not self._swap.waiting:  # what it waited for was refused
+        if self._standing.released and not self._swap.waiting:  # the version that it waited for was refused
             self._swap.begin_again()
         if self._swap.waiting:
             await self._swap.newest()
@@ -255,7 +257,8 @@ class Loader:
             self._beat()
 
     async def _give_way(self) -> None:
-        """The device is the trainer's until the next version; said for each version that does not change that."""
+        """Leave the device to the trainer until the next version. Reported again for each version that does not end
+        that."""
         if not self._standing.released:
             await self._release()
         if self._gave_way != self._turn.published:
@@ -263,7 +266,7 @@ class Loader:
             self._gave_way = self._turn.published
 
     async def _release(self) -> None:
-        """Raises EngineSwapFailed, Fenced."""
+        """Release the engine's memory. Raises EngineSwapFailed, Fenced."""
         await self._standing.reached.check_owner()
         async with self._standing.lives("gave its memory back"):
             await self._control.pause()
@@ -277,7 +280,7 @@ class Loader:
             await self._take(reader, timeout_s=0.2)
 
     async def _take(self, reader: Reader, *, timeout_s: float) -> bool:
-        """Whether there was anything."""
+        """Read records. Return whether there were any."""
         records = await reader.poll(timeout_s=timeout_s)
         for record in records:
             event = await self._role.events.known(record)
@@ -290,8 +293,8 @@ class Loader:
         return bool(records)
 
     async def _probe(self) -> None:
-        """Is the engine there, with the weights that we gave it? One that restarted is registered and loaded anew; one
-        that was silent is registered."""
+        """Check that the engine answers and has the weights that were loaded. A restarted engine is registered and
+        loaded again; one that was silent is registered."""
         left = self._heard + self._bound_s - time.monotonic()
         patience_s = min(max(left, PROBE_S), LONGEST_PROBE_S)
         try:
@@ -319,11 +322,11 @@ class Loader:
 
     @property
     def _bound_s(self) -> float:
-        """Of silence."""
+        """Seconds of silence after which the engine is reported."""
         return self._role.settings.loader.gone_s if self._standing.silent else self._role.settings.loader.silent_s
 
     async def _unheard(self) -> None:
-        """First it takes no turns until it answers, then it is gone. Raises EngineSwapFailed."""
+        """Report the engine as silent, and the next time as gone. Raises EngineSwapFailed when it is gone."""
         error = EngineDead(f"{self._url} is silent: no answer to GET /model_info in {self._bound_s:g} s")
         if self._standing.silent:
             await self._standing.gone(error)

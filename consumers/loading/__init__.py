@@ -1,11 +1,10 @@
-"""What a weight loader is made of: which engine is its own (choice), what the log says of that (standing), and how
-weights come into it (swap). The loader itself is consumers/loader.py.
-"""
+"""Parts of the weight loader: the choice of its engine (choice), the engine's status on the log (standing), and weight
+updates (swap). The loader itself is consumers/loader.py."""
 
 
 class NoSuchEngine(Exception):
-    """The loader is not told which engine is its own. Remedy: TURNLOG_ENGINE_URL, or an index into [engine] urls."""
+    """No setting identifies the loader's engine. Remedy: TURNLOG_ENGINE_URL, or an index into [engine] urls."""
 
 
 class EngineSwapFailed(Exception):
-    """The engine is gone or left paused; the supervisor restarts both."""
+    """The engine has died or is still paused. The supervisor restarts both engine and loader."""

@@ -1,4 +1,4 @@
-"""Which engine is a loader's own, and how weights come into it: what settings and environment say."""
+"""Choice of a loader's engine, update mode and transport, from settings and environment."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from turnlog.settings import LoaderSettings, Settings
 
 @dataclass(frozen=True, slots=True)
 class NamedEngine:
-    """Whose weights a loader keeps."""
+    """The engine whose weights a loader manages."""
 
     id: str
     url: str
-    """Where the loader and every gateway reach it."""
+    """Address at which the loader and every gateway reach the engine."""
     alone: bool
-    """It stands beside its loader and goes when that goes; else somebody watches over it."""
+    """True if the engine runs beside its loader and stops together with it; False if another process supervises it."""
 
 
 def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
-    """The engine at TURNLOG_ENGINE_URL, named by TURNLOG_ENGINE_ID where somebody watches over it, else by
-    TURNLOG_INSTANCE or the host (a pod's name); or the one of [engine] urls that TURNLOG_ENGINE_INDEX (default 0) says.
-    Raises NoSuchEngine."""
+    """Return the loader's engine: the one at TURNLOG_ENGINE_URL, else the one of [engine] urls with the index
+    TURNLOG_ENGINE_INDEX (default 0).
+
+    The engine at TURNLOG_ENGINE_URL is named by TURNLOG_ENGINE_ID if a process supervises it, else by TURNLOG_INSTANCE
+    or the host name (in Kubernetes, the pod's name). Raises NoSuchEngine.
+    """
     url, index = env.get("TURNLOG_ENGINE_URL", "").rstrip("/"), env.get("TURNLOG_ENGINE_INDEX", "")
     if url and index:
         raise NoSuchEngine("TURNLOG_ENGINE_URL and TURNLOG_ENGINE_INDEX name two engines: set one of them")
@@ -49,7 +52,8 @@ def engine_of(settings: Settings, env: Mapping[str, str]) -> NamedEngine:
 
 
 def update_of(settings: Settings) -> str:
-    """retract | in_place | abort: [engine] update, and what that is by itself of the model in [model] path."""
+    """Return the update mode, retract | in_place | abort: the value of [engine] update, or what "auto" selects for the
+    model in [model] path."""
     if settings.engine.update != "auto":
         return settings.engine.update
     config = json.loads((Path(settings.model.path) / "config.json").read_bytes())
@@ -58,7 +62,7 @@ def update_of(settings: Settings) -> str:
 
 
 def transport_of(settings: LoaderSettings) -> Transport:
-    """What [loader] transport names. Raises NotInstalled."""
+    """Return the transport that [loader] transport names. Raises NotInstalled if it needs torch, which is missing."""
     if settings.transport == "disk":
         return Disk()
     if importlib.util.find_spec("torch") is None:

@@ -1,7 +1,8 @@
-"""What the log says of one engine: what was asked of it, and what its loader reports.
+"""Status of one engine on the log: what was requested of it, and what its loader reports.
 
-Every report is a transaction under the engine's own id, and the fence is asked before the engine is touched and before
-it is resumed: a loader that wakes up behind its successor neither puts old weights back nor acknowledges them.
+Every report is a transaction under the engine's own id. The fence is checked before the engine is changed and before it
+is resumed. So a loader that wakes up after its successor has started neither restores old weights nor acknowledges
+them.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
 
 
 class Standing:
-    """One engine's."""
+    """Status of one engine."""
 
     reached: Reached
-    """How far its weights are known to be loaded."""
+    """Committed position up to which the engine's weights are known to be loaded."""
     _transactor: Transactor
 
     def __init__(self, role: Role, engine_id: str, url: str) -> None:
         self._role, self.engine_id, self.url = role, engine_id, url
         self.version = -1
         self.base_version: int | None = None
-        """Of the engine's own weights, where `version` is an adapter."""
+        """Version of the engine's own weights if `version` is an adapter, else None."""
         self.newcomer = False
-        """It takes no requests before it has the newest weights that it can have."""
+        """True while the engine takes no requests because it does not have the newest possible weights yet."""
         self.silent = False
         self.released = False
-        """It has given its memory back ([engine] colocate)."""
+        """True if the engine has released its memory ([engine] colocate)."""
         self.given: set[int] = set()
-        """Versions that it was given, by what was said of it."""
+        """Versions that were loaded into this engine, according to its reports on the log."""
         self.answered: set[int] = set()
-        """Those, and versions that were refused or superseded."""
+        """`given`, and versions that were refused or superseded."""
         self._fleet = Fleet()
-        """Of this engine alone."""
+        """Fold of the records about this engine only."""
         self._said = 0
 
     @asynccontextmanager
     async def owned(self) -> AsyncIterator[None]:
-        """While the block runs, this loader's word counts; that of the one before it does not. Raises LogError."""
+        """Own the engine while the block runs: reports of earlier loaders are fenced off. Raises LogError."""
         names = {"run": self._role.settings.run.id, "engine": self.engine_id}
         async with self._role.log.transactor(TransactionalId.LOADER.format(**names)) as self._transactor:
             group = ConsumerGroup.LOADER.format(**names)
@@ -74,11 +75,11 @@ class Standing:
 
     @property
     def own(self) -> Engine:
-        """As the log knows it."""
+        """State of the engine according to the log."""
         return self._fleet.engines.get(self.engine_id, Engine(self.engine_id))
 
     async def hear(self, requests: Reader, *, timeout_s: float = 0.2) -> None:
-        """Fold what was asked and said of this engine."""
+        """Fold new requests for and reports of this engine."""
         for record in await requests.poll(timeout_s=timeout_s):
             event = await self._role.events.known(record) if record.key == self.engine_id.encode() else None
             if event is not None and event.run_id == self._role.settings.run.id:
@@ -97,23 +98,23 @@ class Standing:
 
     @property
     def whole(self) -> int:
-        """Version of the engine's own weights."""
+        """Version of the engine's own weights, without adapters."""
         return self.version if self.base_version is None else self.base_version
 
     def believed(self, info: ModelInfo) -> ModelInfo:
-        """What it says, without versions that it was never given by what the log says: they are of another run, or of a
-        loader that was killed before it could say so."""
+        """Drop versions from `info` that the log does not record as loaded here: they belong to another run, or their
+        loader died before reporting them."""
         known = info.version in self.given or info.version < 0
         return info if known else replace(info, weight_version=UNLABELLED, adapters=())
 
     def has(self, info: ModelInfo) -> bool:
-        """Whether that is what the engine was given; another engine has come in its place where it is not."""
+        """Return whether `info` matches what was loaded into the engine. If not, another engine has taken its place."""
         if info.released or self.released:
             return info.released == self.released
         return (info.version, info.base_version) == (self.version, self.base_version)
 
     async def registered(self, info: ModelInfo, *, waits: bool) -> None:
-        """It answers, with those weights; `waits`: there are newer ones for it."""
+        """Report that the engine answers with these weights. `waits`: whether newer ones are to be loaded."""
         self.silent = False
         SILENCE.set(0)
         self.version, self.base_version, self.released = info.version, info.base_version, info.released
@@ -122,23 +123,24 @@ class Standing:
         await self.say(EngineRegistered, model=self._role.settings.model.name, base_version=self.base_version)
 
     def serves(self, version: int) -> None:
-        """It has loaded that."""
+        """Note that the engine has loaded this version."""
         self.version, self.newcomer = version, False
         VERSION.set(version)
 
     async def unheard(self) -> None:
-        """It takes no turns until it answers."""
+        """Report the engine as silent: it takes no turns until it answers."""
         self.silent = True
         SILENCE.set(1)
         await self.say(EngineDraining, state=SILENT)
 
     async def gone(self, error: Exception) -> None:
-        """It has died."""
+        """Report that the engine has died."""
         await self.say(EngineGone, state=GONE, cause=str(error))
 
     @asynccontextmanager
     async def lives(self, did: str) -> AsyncIterator[None]:
-        """Raises EngineSwapFailed where the engine dies within."""
+        """Report the engine as gone and raise EngineSwapFailed if it dies within the block. `did` completes the
+        message."""
         try:
             yield
         except EngineDead as error:
@@ -146,10 +148,10 @@ class Standing:
             raise EngineSwapFailed(f"{self.url} died while it {did}: {error}") from error
 
     async def say(self, record: type[Event], **more: Any) -> None:
-        """One report in one transaction. Raises Fenced."""
+        """Write one report in one transaction. Raises Fenced."""
         self._said += 1
         report = record(
-            # Nothing but its place in time sets one report of an engine apart from the next.
+            # Reports of an engine may be equal but for their place in time, so the offset is part of the id.
             event_id=digest(
                 record.__name__, self._role.settings.run.id, self.engine_id, self._role.instance, self._said
             ),

@@ -1,16 +1,16 @@
-"""How weights come into an engine: the newest of the versions that wait for it, whole or as an adapter.
+"""Weight updates of an engine: loads the newest of the waiting versions, as full weights or as an adapter.
 
-Files are fetched and verified before the engine hears of them; then pause ([engine] update) -> load ([loader]
-transport) -> check the label -> resume, resumed whatever happens but the engine's death. When several wait, the
-newest that is good is loaded and the others are superseded. A refused version is not tried again: the old weights serve
-until the next one.
+Files are fetched and verified before the engine is touched. Then: pause ([engine] update) -> load ([loader] transport)
+-> check the label -> resume. The engine is resumed after every failure except its death. If several versions wait, the
+newest valid one is loaded and the others are superseded. A refused version is not tried again; the old weights serve
+until the next version.
 
-An adapter is loaded beside what serves, and pauses nothing: each request names the one that is to answer it. Those
-behind the last two are unloaded once their requests have ended. What it rests on is loaded first, as above, where the
-engine has other weights.
+An adapter is loaded beside the weights that serve, without a pause, because each request names the adapter that must
+answer it. Adapters older than the last two are unloaded once their requests have ended. If the engine has other base
+weights than the adapter needs, those are loaded first, as above.
 
-An engine that has given its memory back takes that of the weights -> loads -> takes that of the cache. When a version
-is refused it stays as it is: it has nothing to resume with.
+An engine that has released its memory takes back the memory of the weights -> loads -> takes back the memory of the
+cache. If a version is refused, it stays released, since it has nothing to resume with.
 
 BadWeights is in infra/tensors/versions.py.
 """
@@ -53,39 +53,41 @@ REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"]
 RETRY_S = 0.5
 RECENT = 8
 ADAPTERS = 2
-"""Which stay loaded: requests of the last but one end while the last one is served."""
+"""Number of adapters that stay loaded: requests of the previous one finish while the newest one serves."""
 PATIENCE_S = 5.0
-"""For requests of an adapter that is to be unloaded; then all that run are submitted again."""
+"""Seconds to wait for the requests of an adapter that is to be unloaded. After that, all running requests are aborted,
+and gateways submit them again."""
 
 
 class Swap:
-    """One engine's weights."""
+    """Updates the weights of one engine."""
 
     def __init__(self, role: Role, control: EngineControl, standing: Standing, beat: Callable[[], None]) -> None:
-        """Raises as `model_shapes`."""
+        """Raises what `model_shapes` raises."""
         self._role, self._control, self._standing, self._beat = role, control, standing, beat
         run = role.settings.run
         self._folders = WeightFolders(weight_folders(run.directory), role.blobs, beat=beat)
         self._note = ServedNote.of(run.directory, run.id, standing.engine_id)
         self._folder: Held | None = None
-        """That of the weights served, or of those that adapters rest on."""
+        """Folder of the weights that serve, or of the base weights of adapters."""
         self._adapters: dict[int, Held] = {}
-        """Folders of those that are loaded."""
+        """Folders of the loaded adapters."""
         self._expected = model_shapes(Path(role.settings.model.path))
         self._recent: dict[int, WeightVersionPublished] = {}
-        """The newest versions on the log, for an engine that comes back without weights, and what they rest on."""
+        """The newest versions on the log, and those that they build on. An engine that comes back without weights gets
+        one."""
         self.waiting: list[int] = []
-        """Versions that are to be tried, ascending."""
+        """Versions to try, in ascending order."""
         self._refused: set[int] = set()
         self._unanswered: set[int] = set()
-        """Versions of which the log says neither that they were loaded, nor refused, nor superseded."""
+        """Versions that the log reports neither as loaded, nor as refused, nor as superseded."""
         self._chain = WeightChain()
-        """Of what was published."""
+        """All published versions."""
         self._ahead = -1
-        """Version that was fetched before there was an engine."""
+        """Version that was fetched before the engine answered; -1 if none."""
 
     def remember(self, event: WeightVersionPublished) -> None:
-        """A version is on the log."""
+        """Add a version that was published on the log."""
         if event.version not in self._standing.answered:
             self._unanswered.add(event.version)
         self._chain.apply(event)
@@ -101,16 +103,16 @@ class Swap:
         self._recent = {version: one for version, one in self._recent.items() if version in needed}
 
     def begin_after(self, version: int) -> None:
-        """The engine has that one: those above it wait."""
+        """Let all newer versions wait, given that the engine has `version`."""
         known = {*self.waiting, *self._recent} - self._refused
         self.waiting = sorted(one for one in known if self._chain.is_news(one, version))
 
     def begin_again(self) -> None:
-        """The engine has lost what it had: the newest good version waits."""
+        """Let the newest version that was not refused wait, because the engine has lost its weights."""
         self.waiting = [version for version in sorted(self._recent) if version not in self._refused][-1:]
 
     async def fetch_ahead(self) -> None:
-        """Fetch and verify what the engine is to be given first, while it starts. Raises BlobError."""
+        """Fetch and verify the version to load first, while the engine is starting. Raises BlobError."""
         if not self.waiting or self.waiting[-1] == self._ahead:
             return
         event, began = self._recent[self.waiting[-1]], time.monotonic()
@@ -119,14 +121,14 @@ class Swap:
             check_fits(event, self._expected)
             chain = chain_of(event, self._recent)
             for part in (chain[:-1], chain[-1:]) if event.kind == "adapter" else (chain,):
-                (await self._fetched(part, Timer())).release()  # the newest of a machine stay without being held
+                (await self._fetched(part, Timer())).release()  # the newest folders stay without a hold
         except BadWeights as error:
             log.warning("version %d will be refused: %s", event.version, error)
         else:
             log.info("version %d is here before its engine, after %.2f s", event.version, time.monotonic() - began)
 
     async def newest(self) -> None:
-        """Load the newest of the waiting versions; refused, the next newest is tried in the next round."""
+        """Load the newest waiting version. If it is refused, the next call tries the next newest."""
         newest = self.waiting.pop()
         event = self._recent.get(newest)
         if event is None:  # every recent version was refused
@@ -145,7 +147,8 @@ class Swap:
             await self._unload()
 
     async def _load_instead(self, chain: Chain) -> dict[str, float]:
-        """The engine's own weights become those; the seconds that it took. Raises as `_load`, BadWeights, BlobError."""
+        """Replace the engine's own weights, and return the seconds of each phase. Raises what `_load` raises,
+        BadWeights, BlobError."""
         timer = Timer()
         held = await self._fetched(chain, timer)
         try:
@@ -158,21 +161,23 @@ class Swap:
         return timer.seconds
 
     def recall(self) -> None:
-        """Hold the folder of the weights that the engine is known to have, as if they had been loaded here."""
+        """Keep the folder of the weights that the engine is known to have, as if they had been loaded by this
+        process."""
         event = self._recent.get(self._standing.whole)
         held = None if event is None else self._folders.found(event)
         if event is not None and held is not None:
             self._keep(event, held)
 
     def _keep(self, event: WeightVersionPublished, held: Held) -> None:
-        """The engine has those weights: the folder stays, and its next start is from there."""
+        """Keep the folder, because the engine has these weights, and let the engine's next start use it."""
         if self._folder is not None:
             self._folder.release()
         self._folder = held
         self._note.write(event, held.path)
 
     async def _load_beside(self, chain: Chain) -> dict[str, float]:
-        """The adapter, with the weights that it rests on below it; the seconds that it took alone. Raises the same."""
+        """Load the adapter, after its base weights if necessary, and return the seconds of each phase for the adapter
+        alone. Raises the same errors."""
         base, event = chain
         if base.version != self._standing.whole:
             check_fits(base, self._expected)
@@ -191,7 +196,7 @@ class Swap:
         return timer.seconds
 
     async def _load_adapter(self, version: int, base: int, folder: Path, timer: Timer) -> None:
-        """load -> check. Raises EngineRefused, EngineDead, Fenced."""
+        """Load and check an adapter. Raises EngineRefused, EngineDead, Fenced."""
         await self._standing.reached.check_owner()
         for found in (await self._control.model_info()).adapters:
             if found == version or found not in self._standing.given:
@@ -207,7 +212,7 @@ class Swap:
             )
 
     async def _unload(self) -> None:
-        """Adapters that are behind, once the requests that name them have ended."""
+        """Unload old adapters once the requests that name them have ended."""
         if self._standing.base_version is None and not self._adapters:
             return
         async with self._standing.lives("unloaded an adapter"):
@@ -220,7 +225,8 @@ class Swap:
             self._adapters.pop(version).release()
 
     async def _fetched(self, chain: Chain, timer: Timer) -> Held:
-        """The folder; a store that does not answer is asked [loader] attempts times, then the process ends."""
+        """Fetch the folder. A store that does not answer is tried [loader] attempts times; then BlobError ends the
+        process."""
         for attempt in range(1, self._role.settings.loader.attempts + 1):
             try:
                 return await self._folders.held(chain, timer)
@@ -232,7 +238,7 @@ class Swap:
         raise AssertionError("unreachable")
 
     async def _load(self, event: WeightVersionPublished, folder: Path, timer: Timer) -> None:
-        """pause -> load -> check -> resume. Raises EngineRefused (old weights serve), EngineSwapFailed, Fenced."""
+        """Pause, load, check, resume. Raises EngineRefused (the old weights serve), EngineSwapFailed, Fenced."""
         control, timeout_s = self._control, self._role.settings.loader.timeout_s
         async with self._standing.lives(f"loaded version {event.version}"):
             await self._standing.reached.check_owner()
@@ -247,7 +253,7 @@ class Swap:
                     raise EngineRefused(
                         f"{self._standing.url} reports {info.weight_version!r} after loading {event.version}"
                     )
-            except EngineDead:  # it may answer all the same, and holds what no version is
+            except EngineDead:  # it may still answer, but its weights are those of no version
                 raise
             except BaseException:
                 if not self._standing.released:
