@@ -1,4 +1,4 @@
-"""The log with events instead of bytes: catalogue, codec and registry in one place."""
+"""The log with events instead of bytes: catalogue, codec and schema registry combined."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Appends and decodes events of the catalogue. `writer` names role and instance in a header; with `blobs`, payloads
-    that are too large for a record are put there first; without `appender` it only decodes and transacts."""
+    """Appends and decodes events of the catalogue.
+
+    `writer` names the role and its instance in a header. With `blobs`, payloads that are too large for a record are
+    stored there first. Without `appender`, the log can only decode and transact.
+    """
 
     def __init__(
         self,
@@ -50,18 +53,18 @@ class EventLog:
     async def open(
         cls, log: Log, registry: Registry, *, writer: str, blobs: Blobs | None = None
     ) -> AsyncIterator[EventLog]:
-        """Register every schema of the catalogue, start one producer. Raises SchemaIncompatible, LogUnavailable."""
+        """Register every schema of the catalogue and start one producer. Raises SchemaIncompatible, LogUnavailable."""
         codec = Codec(await schema_ids(registry))
         async with log.appender() as appender:
             yield cls(log, registry, codec, writer, blobs=blobs, appender=appender)
 
     async def append(self, event: Event) -> tuple[int, int]:
-        """Append to the event's topic and wait for acks=all; (partition, offset)."""
+        """Append to the event's topic, wait for acks=all and return (partition, offset)."""
         return await (await self.submit(event))
 
     async def submit(self, event: Event, *, output_tokens: int | None = None) -> Awaitable[tuple[int, int]]:
-        """Hand over (order is fixed here); await the result for the acknowledgement. Raises Oversized for an event that
-        is too large without its payloads, StoreUnavailable."""
+        """Hand the event over, which fixes its order, and return an awaitable for the acknowledgement. Raises Oversized
+        if the event is too large even without its payloads. Raises StoreUnavailable."""
         assert self._appender is not None
         if self._blobs is not None:
             event = await externalized(event, self._blobs)
@@ -70,11 +73,11 @@ class EventLog:
         return await self._appender.submit(topic.name, topic.key_of(event), self.codec.encode(event), headers=headers)
 
     async def transact(self, transactor: Transactor, events: Sequence[Event], *, partitions: int = 1) -> None:
-        """All of `events`, in order, in one transaction, or none. `partitions`: of every topic that they go to and that
-        has not just one.
+        """Append all of `events`, in order, in one transaction, or none. `partitions` is the partition count of those
+        topics among them that have more than one.
 
         Everything is encoded before the transaction begins. Raises Fenced, TransactionFailed, Oversized,
-        LogUnavailable: nothing is repaired in place, the caller's process ends.
+        LogUnavailable. A failed transaction is never repaired: the caller's process ends.
         """
         await asyncio.gather(*await self.begin(transactor, events, lambda key: partition_of(key, partitions)))
         await transactor.commit()
@@ -82,8 +85,9 @@ class EventLog:
     async def begin(
         self, transactor: Transactor, events: Sequence[Event], number: Callable[[bytes], int]
     ) -> list[Awaitable[tuple[int, int]]]:
-        """Begin a transaction and hand `events` over, in order: what to await before its commit, each (partition,
-        offset). `number`: of the partition for a key, in topics that have not just one. Raises as `transact`."""
+        """Begin a transaction and hand `events` over in order. Return the awaitables, each for (partition, offset),
+        that must complete before the commit. `number` maps a key to a partition in topics with more than one. Raises as
+        `transact`."""
         values = [self.codec.encode(event) for event in events]
         await transactor.begin()
         acks = []
@@ -95,7 +99,8 @@ class EventLog:
         return acks
 
     def headers(self, event: Event, *, output_tokens: int | None = None) -> Headers:
-        """Headers of an event's record: writer, record name, and a snapshot's output token count."""
+        """Return the headers of an event's record: writer, record name, and the number of output tokens of a
+        snapshot."""
         headers = [(WRITER_HEADER, self._writer), (RECORD_HEADER, type(event).__name__.encode())]
         if isinstance(event, TokenSnapshot):
             count = sampled_tokens(event) if output_tokens is None else output_tokens
@@ -103,8 +108,12 @@ class EventLog:
         return headers
 
     async def decode(self, record: Record) -> Event:
-        """The event of a record. Raises LaterKind, which is counted (pass it over), UndecodableRecord (park it), whose
-        kind OtherRegistry says that the record itself may be whole, or RegistryUnavailable (retry, then end)."""
+        """Return the event of a record.
+
+        Raises LaterKind, which is counted, for a record to be skipped. Raises UndecodableRecord for a record to be
+        dead-lettered; its subclass OtherRegistry means that the record itself may be intact. Raises
+        RegistryUnavailable: retry, then end.
+        """
         try:
             event = await self._decoded(record)
         except LaterKind as later:
@@ -120,15 +129,17 @@ class EventLog:
         return event
 
     def _held(self, value: bytes, broken: UndecodableRecord) -> str:
-        """What the registry has under the id of a value that is broken; empty of a value without an id."""
+        """Return the name of the schema that the registry has under the id of an undecodable value, or "" if the value
+        has no id."""
         try:
             return self.codec.frame(value)[0]
         except (UndecodableRecord, UnknownSchemaId):
             return f"what cannot be used ({broken})" if value[:1] == b"\0" and len(value) >= HEADER.size else ""
 
     async def known(self, record: Record) -> Event | None:
-        """The event of a record, for who does not own its topic; None for one of a kind that only a newer release
-        knows, and for one that is no event, which the topic's owner parks. Raises RegistryUnavailable."""
+        """Return the event of a record for readers that do not own its topic. Returns None for a kind that only a newer
+        release knows, and for a record that is not an event, which the owner of the topic dead-letters. Raises
+        RegistryUnavailable."""
         try:
             return await self.decode(record)
         except LaterKind:
@@ -157,23 +168,24 @@ class EventLog:
             return self.codec.decode(record.value)
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        """The schema of an id as registered. Raises KeyError when there is none, RegistryUnavailable."""
+        """Return the schema registered under an id. Raises KeyError if there is none. Raises RegistryUnavailable."""
         return await self._registry.schema(schema_id)
 
 
 async def schema_ids(registry: Registry) -> dict[str, int]:
-    """Of every record of the catalogue, registered if need be. Raises SchemaIncompatible, RegistryUnavailable."""
+    """Return the schema id of every record of the catalogue, and register missing schemas. Raises SchemaIncompatible,
+    RegistryUnavailable."""
     return {name: await registry.register(name, stored_schema(name)) for name in ALL}
 
 
 def is_configuration(record: Record) -> bool:
-    """Whether its writer says that it is the record which says what the run is."""
+    """Return True if the writer's header marks the record as RunConfigured, which defines the run."""
     return (RECORD_HEADER, RunConfigured.__name__.encode()) in record.headers
 
 
 def check_written(record: Record, found: str) -> None:
-    """Raises OtherRegistry where the writer's own header says another kind of record than the registry's id of it:
-    what a record is stands in it, and the number is of one registry alone."""
+    """Check that the record kind in the writer's header is the one that the registry has under the record's schema id.
+    Raises OtherRegistry if not: the header is part of the record, while ids are valid in one registry only."""
     named = next((value for name, value in record.headers if name == RECORD_HEADER), b"").decode(errors="replace")
     if named in ALL and found and named != found:
         number = HEADER.unpack_from(record.value)[1]
@@ -191,7 +203,7 @@ LATER = Counter("turnlog_later_records", "Records read of kinds that only a newe
 
 
 def passed_over(record: Record, later: LaterKind) -> None:
-    """Count a record of a newer release: whoever wrote it can wait until this release is gone."""
+    """Count a record of a newer release. It is skipped: it can wait until this release is gone."""
     LATER.labels(record.topic, later.name).inc()
 
 
@@ -201,10 +213,11 @@ def where(record: Record) -> str:
 
 
 def dead_letter(record: Record, cause: Exception, *, run_id: str, role: str) -> DeadLetter:
-    """The dead letter of a record, counted: its id is its place, so that it is parked once whoever finds it.
+    """Create and count the dead letter of a record. Its id is derived from the record's position, so that a record is
+    dead-lettered once, whoever finds it.
 
-    The cause is named by its type and said in its words. Bytes beyond the inline limit are cut: the record itself stays
-    where it stands.
+    The cause is given by its type and message. Bytes beyond the inline limit are cut; the record itself stays in its
+    topic.
     """
     PARKED.labels(role, type(cause).__name__).inc()
     cut = len(record.value) > INLINE_LIMIT_BYTES

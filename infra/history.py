@@ -1,6 +1,6 @@
-"""Reads of a whole topic, from its first record to the end that stood when the read began.
+"""Reads of a whole topic, from its first record to its end at the time when the read began.
 
-Every reader of the past goes through here, over `role.log`: topics or an archive, whichever the role was opened on.
+They work on `role.log`, which is either the topics or an archive, depending on how the role was opened.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from turnlog.schemas.events import Event
 from turnlog.schemas.topics import RUNS, Topic
 
 EVERY_RUN = "any"
-"""In place of run ids: events of every run."""
+"""Matches the events of every run where run ids are expected."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """What readers passed: where, under which schemas, and what they could not decode."""
+    """Account of a read: offsets, schemas, and records that could not be decoded."""
 
     read: dict[Partition, tuple[int, int]] = field(default_factory=dict)
     """Partition -> [start, end) of the offsets read."""
     schemas: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(record name, sha256 of its writer's schema) -> events decoded."""
     undecodable: Counter[str] = field(default_factory=Counter)
-    """Topic -> records that are no event."""
+    """Topic -> number of records that are not events."""
 
 
 def partitions(role: Role, topic: Topic) -> list[Partition]:
-    """Every partition of a topic of the catalogue."""
+    """Return every partition of a topic of the catalogue."""
     return [Partition(topic.name, number) for number in range(role.settings.kafka.count(topic.partitions))]
 
 
@@ -45,7 +45,7 @@ async def records(
     *,
     since: Mapping[Partition, int] | None = None,
 ) -> AsyncGenerator[Record, None]:
-    """Records of `wanted` below `ends` (and not before `since`), in offset order per partition."""
+    """Yield records of `wanted` below `ends` and not before `since`, in offset order per partition."""
     starts = await role.log.start_offsets(wanted)
     starts = {place: max(start, (since or {}).get(place, start)) for place, start in starts.items()}
     async with role.log.reader() as reader:
@@ -60,10 +60,12 @@ async def events_of(
     role: Role, place: Partition, end: int, names: Collection[str], *,
     runs: Collection[str] = (), reading: Reading | None = None,
 ) -> AsyncIterator[tuple[Record, Event]]:  # fmt: skip
-    """Events of one partition below `end` whose record is one of `names`; the others are passed over undecoded.
+    """Yield the events of one partition below `end` whose record name is in `names`. Other records are skipped
+    undecoded.
 
-    `runs`: ids of the runs wanted, or `EVERY_RUN`; none is the role's own. Undecodable records are counted in
-    `reading`: the role that owns the topic parked them."""
+    `runs`: ids of the runs wanted, or `EVERY_RUN`; by default the role's own. Undecodable records are counted in
+    `reading`; the role that owns the topic has dead-lettered them.
+    """
     reading = Reading() if reading is None else reading
     starts = await role.log.start_offsets([place])
     reading.read[place] = (starts[place], end)
@@ -86,8 +88,8 @@ async def events_of(
 async def events(
     role: Role, topic: Topic, *, since: Mapping[Partition, int] | None = None, names: Collection[str] = ()
 ) -> AsyncIterator[tuple[Record, Event]]:
-    """This run's events of a topic, not before the offsets `since`. Undecodable records are passed over: the role that
-    owns the topic parked them. `names`: of the records wanted, where the topic has others, which stay undecoded."""
+    """Yield this run's events of a topic, not before the offsets `since`. With `names`, only records of these names are
+    decoded. Undecodable records are skipped; the role that owns the topic has dead-lettered them."""
     wanted = partitions(role, topic)
     ends = await role.log.end_offsets(wanted)
     async for record in records(role, wanted, ends, since=since):
@@ -103,7 +105,7 @@ async def events(
 
 
 async def all_events(role: Role, topic: Topic) -> list[Event]:
-    """`events` as a list, without positions: for topics that are small by nature."""
+    """Return `events` as a list without positions, for topics that are always small."""
     return [event async for _, event in events(role, topic)]
 
 
@@ -118,8 +120,11 @@ async def _written(role: Role, record: Record) -> tuple[str, str]:
 
 
 async def _check_registry(role: Role, broken: UndecodableRecord) -> None:
-    """Whether the registry is the one that the run was written with: the record that says what the run is decides that,
-    for any other may have been written by anybody. Raises `broken` where that one cannot be read either."""
+    """Raise `broken` unless it can be blamed on the record alone.
+
+    If it suggests another registry, RunConfigured decides, because any other record may have been written by anybody.
+    If RunConfigured can be decoded, the registry is the right one. Raises `broken` if it cannot be decoded or found.
+    """
     if not isinstance(broken, OtherRegistry):
         return
     place = Partition(RUNS.name, 0)

@@ -1,25 +1,26 @@
-"""The log, as the rooms see it. `infra.kafka` is Apache Kafka, `tests.fakes.memory_log` the fake; both pass a contract.
+"""Interface of the log for all packages. `infra.kafka` implements it on Apache Kafka, `tests.fakes.memory_log` in
+memory; both pass one contract test.
 
 LogError
-├── LogUnavailable      the broker did not do it: retried by the caller, or the process ends uncommitted
-│   ├── LogUnreachable  it gave no answer, or one that says to try again
-│   │   ├── LoginRefused      it does not take who we say we are; waited for as an outage is: a secret may be rotated
+├── LogUnavailable      the broker did not do it: the caller retries, or the process ends without a commit
+│   ├── LogUnreachable  no answer, or an answer that says to try again
+│   │   ├── LoginRefused      the broker rejects our credentials; retried like an outage, because secrets may be rotated
 │   │   ├── TlsFailed         a certificate is missing, expired or not trusted, on either side
-│   │   └── TokenUnavailable  the token endpoint is away, or refuses a token
-│   ├── ClockRefused    the broker takes no record that is dated by this machine's clock
-│   ├── TransactionHanging  one that nobody will end is open: its markers are missing
-│   ├── LacksReplicas   it answers, and cannot keep what is appended on as many brokers as its topics ask for
+│   │   └── TokenUnavailable  the token endpoint does not answer, or refuses a token
+│   ├── ClockRefused    the broker rejects the timestamps of this machine's clock
+│   ├── TransactionHanging  an open transaction that nobody will end: its markers are missing
+│   ├── LacksReplicas   the broker answers, but has fewer replicas in sync than its topics require for appends
 │   ├── ProducerDied    the client stopped sending: this process must end
 │   └── NotAuthorized   an ACL is missing: `turnlog topics acls` prints those that each role needs
 │       └── TopicNotAuthorized, GroupNotAuthorized, TransactionalIdNotAuthorized, ClusterNotAuthorized
 ├── Fenced              another owner started with the same transactional id: this process must end
-├── TopicMissing        name it and say `turnlog topics apply`
-├── OffsetOutOfRange    the log no longer holds what was asked for
-├── Oversized           a record or commit metadata above the limit: refused before it is sent, never retried
-├── BrokenAssignment    a group assigned less than whole units: this process must end
-├── PartitionsChanged   a topic has not as many partitions as the settings say: nothing is written there
+├── TopicMissing        the topic does not exist; the message names it and `turnlog topics apply`
+├── OffsetOutOfRange    the log no longer contains the requested offset
+├── Oversized           a record or commit metadata above the limit: rejected before it is sent, never retried
+├── BrokenAssignment    a group assigned incomplete partition tasks: this process must end
+├── PartitionsChanged   the number of partitions of a topic differs from the settings: nothing is written there
 ├── OtherInputs         a group has commits of topics that its role does not read
-├── CommitsExpired      a unit's commits are gone, and so is input from before them
+├── CommitsExpired      the commits of a partition task are gone, and so is input from before them
 └── TransactionFailed   never repaired in place: close the transactor, end the process
 """
 
@@ -39,17 +40,17 @@ from turnlog.infra.roles import Explained, Unreachable
 log = logging.getLogger(__name__)
 Headers = Sequence[tuple[str, bytes]]
 REACHED_EVERY_S = 1.0
-"""Between two commits that nothing but lag is told from."""
+"""Minimum seconds between two commits that serve only to show the consumer lag."""
 FOR_EVER = (1 << 63) - 1
-"""No offset is behind it."""
+"""An offset that no record can reach."""
 
 
 class LogError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of the log; see the module docstring."""
 
 
 class LogUnavailable(LogError):
-    """The broker did not do what was asked."""
+    """The broker did not do what was requested."""
 
 
 class LogUnreachable(LogUnavailable, Unreachable):
@@ -65,43 +66,45 @@ class TlsFailed(LogUnreachable, Explained):
 
 
 class TokenUnavailable(LogUnreachable, Explained):
-    """No token to log in with. Remedy: [kafka] oauth_ settings."""
+    """No token for the login. Remedy: [kafka] oauth_ settings."""
 
 
 class NotAuthorized(LogUnavailable):
-    """The principal may not do it. Remedy: the ACL that is named."""
+    """The principal lacks a right. Remedy: the ACL that the message names."""
 
 
 class TopicNotAuthorized(NotAuthorized):
-    """Of a topic."""
+    """A right on a topic is missing."""
 
 
 class GroupNotAuthorized(NotAuthorized):
-    """Of a consumer group."""
+    """A right on a consumer group is missing."""
 
 
 class TransactionalIdNotAuthorized(NotAuthorized):
-    """Of a transactional id."""
+    """A right on a transactional id is missing."""
 
 
 class ClusterNotAuthorized(NotAuthorized):
-    """Of the cluster itself: making topics, or writing idempotently on an old broker."""
+    """A right on the cluster itself is missing: to create topics, or to write idempotently on an old broker."""
 
 
 class LacksReplicas(LogUnavailable, Explained):
-    """Fewer replicas are in sync, or answer, than `min.insync.replicas` says. Remedy: the brokers that are away."""
+    """Fewer replicas than `min.insync.replicas` are in sync and answer. Remedy: restart the missing brokers."""
 
 
 class ClockRefused(LogUnavailable, Explained):
-    """The date of a record is further from the broker's clock than its topic allows. Remedy: this machine's clock."""
+    """A record's timestamp differs from the broker's clock by more than its topic allows. Remedy: set this machine's
+    clock."""
 
 
 class TransactionHanging(LogUnavailable, Unreachable):
-    """A transaction is open for longer than any of ours may be. Remedy: end it by Kafka's own tool, as is said."""
+    """A transaction has been open for longer than any of turnlog's may be. Remedy: end it with Kafka's own tool, as the
+    message describes."""
 
 
 class ProducerDied(LogUnavailable):
-    """Nothing that is handed to the producer is sent any more."""
+    """The producer sends nothing any more."""
 
 
 class Fenced(LogError):
@@ -113,30 +116,30 @@ class TopicMissing(LogError):
 
 
 class OffsetOutOfRange(LogError):
-    """The asked offset lies outside the log."""
+    """The requested offset lies outside the log."""
 
 
 class Oversized(LogError):
-    """The broker would refuse it for its size."""
+    """The broker would reject it because of its size."""
 
 
 class BrokenAssignment(LogError):
-    """The group's assignment is not whole units. Remedy: `turnlog topics check`."""
+    """The group assigned incomplete partition tasks. Remedy: `turnlog topics check`."""
 
 
 class PartitionsChanged(LogError, Explained):
-    """Somebody gave a topic more partitions: keys of the run's records would go elsewhere, where nobody reads. Kafka
-    takes none away. Remedy: `turnlog run fork` under another [kafka] prefix."""
+    """A topic was given more partitions, so keys of the run's records would map to others than before, which nobody
+    reads. Kafka cannot remove partitions. Remedy: `turnlog run fork` under another [kafka] prefix."""
 
 
 class OtherInputs(LogError):
-    """Another release of the role reads other topics under the same group. Remedy: use that release; a release that
-    changes the inputs of a role gives it a new group (docs/upgrades.md)."""
+    """The group was used by another release, in which the role reads other topics. Remedy: use that release. A release
+    that changes the inputs of a role gives it a new group (docs/upgrades.md)."""
 
 
 class CommitsExpired(LogError):
-    """A unit began long ago, and nothing says how far it came. Remedy: restore its commits or its input; give brokers a
-    larger offsets.retention.minutes."""
+    """A partition task began long ago, and its progress is no longer known. Remedy: restore its commits or its input,
+    and set a larger offsets.retention.minutes on the brokers."""
 
 
 class TransactionFailed(LogError):
@@ -144,7 +147,7 @@ class TransactionFailed(LogError):
 
 
 class Partition(NamedTuple):
-    """One partition of a topic."""
+    """A partition of a topic."""
 
     topic: str
     number: int
@@ -152,7 +155,7 @@ class Partition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record where it stands."""
+    """A record and its position in the log."""
 
     topic: str
     partition: int
@@ -167,8 +170,8 @@ class Record:
 class Commit:
     """A group's committed offset in one partition, with its metadata string (at most 4,096 bytes).
 
-    The offset is where a restart begins. Metadata that is a JSON object may say how far the group is in fact: `high`,
-    the first record that was not taken, and `under_way`, how many below it were taken and are not over.
+    A restart begins at the offset. Metadata that is a JSON object may state the actual progress: `high` is the first
+    record that was not consumed, `under_way` the number of records below it that were consumed and are not finished.
     """
 
     offset: int
@@ -176,12 +179,12 @@ class Commit:
 
     @classmethod
     def low_water(cls, offset: int, *, high: int, under_way: int = 0, **more: int) -> Commit:
-        """A restart begins at `offset`; `more` is for that restart alone."""
+        """Return the commit for a restart at `offset`. `more` is further metadata for that restart alone."""
         return cls(offset, json.dumps({**more, "high": high, "under_way": under_way}, separators=(",", ":")))
 
     def keeping(self, last: Commit | None) -> Commit:
-        """This, and whatever else the metadata of the commit before it says: a newer release may have put it there, and
-        is to find it again."""
+        """Return this commit with those metadata keys of the previous commit that it lacks. A newer release may have
+        written them and must find them again."""
         more = _said(last)
         own = _said(self) if self.metadata else {"high": self.offset, "under_way": 0}
         if not more or not own or more.keys() <= own.keys():
@@ -189,7 +192,7 @@ class Commit:
         return Commit(self.offset, json.dumps({**more, **own}, separators=(",", ":")))
 
     def reached(self) -> tuple[int, int]:
-        """`high` and `under_way`; the offset itself and 0 of a group that does not say them."""
+        """`high` and `under_way` of the metadata, or (offset, 0) if it does not state them."""
         try:
             said = json.loads(self.metadata)
             return int(said["high"]), int(said.get("under_way", 0))
@@ -198,7 +201,7 @@ class Commit:
 
 
 def _said(commit: Commit | None) -> dict[str, object]:
-    """Metadata that is a JSON object; of any other, nothing."""
+    """Return the metadata if it is a JSON object, else an empty dict."""
     try:
         said = json.loads(commit.metadata) if commit is not None else None
     except ValueError:
@@ -208,7 +211,7 @@ def _said(commit: Commit | None) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """What a topic should be or is."""
+    """Desired or actual properties of a topic."""
 
     name: str
     partitions: int
@@ -217,33 +220,34 @@ class TopicSpec:
 
 
 class Appender(Protocol):
-    """A plain idempotent producer, acks=all. Keys are placed by murmur2, as Kafka's own clients do."""
+    """A plain idempotent producer with acks=all. Murmur2 maps keys to partitions, as in Kafka's own clients."""
 
     async def append(
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> tuple[int, int]:
-        """Append and wait for the acknowledgement; (partition, offset). Many may wait at once; order per partition
-        is the order of the calls. Raises LogUnavailable, TopicMissing."""
+        """Append, wait for the acknowledgement and return (partition, offset). Any number of calls may wait at once;
+        the order within a partition is that of the calls. Raises LogUnavailable, TopicMissing."""
         ...
 
     async def submit(
         self, topic: str, key: bytes, value: bytes, *, headers: Headers = (), partition: int | None = None
     ) -> Awaitable[tuple[int, int]]:
-        """Hand over for sending (fixes the order), return what to await for the acknowledgement."""
+        """Hand a record over for sending, which fixes its order, and return an awaitable for the acknowledgement."""
         ...
 
 
 class Transactor(Protocol):
-    """A transactional producer. Entering it fences the last owner of the id and aborts what that one left open."""
+    """A transactional producer. Entering it fences the last owner of the id and aborts the transaction that it left
+    open."""
 
     async def begin(self) -> None:
-        """Raises Fenced, TransactionFailed."""
+        """Begin a transaction. Raises Fenced, TransactionFailed."""
         ...
 
     async def send(
         self, topic: str, partition: int, key: bytes, value: bytes, *, headers: Headers = ()
     ) -> Awaitable[tuple[int, int]]:
-        """Hand over for sending; the awaitable gives (partition, offset)."""
+        """Hand a record over for sending. The awaitable returns (partition, offset)."""
         ...
 
     async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:
@@ -251,31 +255,33 @@ class Transactor(Protocol):
         ...
 
     async def commit(self) -> None:
-        """Everything or nothing becomes visible. Raises Fenced, TransactionFailed."""
+        """Commit the transaction: all of it becomes visible, or nothing. Raises Fenced, TransactionFailed."""
         ...
 
     async def abort(self) -> None:
-        """Drop the open transaction."""
+        """Abort the open transaction."""
         ...
 
 
 class Reader(Protocol):
-    """Reads assigned partitions in offset order, read_committed unless it was made otherwise."""
+    """Reads assigned partitions in offset order; read_committed unless opened with `committed=False`."""
 
     def assign(self, starts: Mapping[Partition, int]) -> None:
         """Read exactly these partitions from these offsets."""
         ...
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """Continue there."""
+        """Continue at `offset`."""
         ...
 
     def position(self, partition: Partition) -> int:
-        """Next offset to deliver. Advances past transaction markers and aborted records as they are passed over."""
+        """Return the next offset to deliver. It advances past transaction markers and aborted records as the reader
+        skips them."""
         ...
 
     async def poll(self, *, max_records: int = 500, timeout_s: float = 0.1) -> list[Record]:
-        """What is there, grouped by partition and in offset order; empty after `timeout_s`. Raises OffsetOutOfRange."""
+        """Return available records, grouped by partition and in offset order, or none after `timeout_s`. Raises
+        OffsetOutOfRange."""
         ...
 
 
@@ -283,12 +289,15 @@ Assigned = Callable[[frozenset[int]], Awaitable[None]]
 
 
 class GroupReader(Reader, Protocol):
-    """A member of a consumer group. Range assignment over identical partition counts: whole units (partition p of
-    every topic) move together; anything else ends the process. Offsets come from `Log.commits`, never from the group
-    protocol: after an assignment nothing is delivered until `seek` was called for each assigned partition."""
+    """A member of a consumer group.
+
+    The topics have the same number of partitions and are assigned by range, so that whole partition tasks (partition p
+    of every topic) move together; anything else ends the process. Offsets come from `Log.commits`, never from the group
+    protocol: after an assignment nothing is delivered until `seek` was called for each assigned partition.
+    """
 
     async def commit(self, commits: Mapping[Partition, Commit]) -> None:
-        """Plain commit with metadata, for roles without transactions."""
+        """Commit offsets with metadata outside a transaction, for roles without transactions."""
         ...
 
 
@@ -296,106 +305,111 @@ class Log(Protocol):
     """A connection to the log."""
 
     async def close(self) -> None:
-        """Release every client made from here."""
+        """Close every client created by this log."""
         ...
 
     async def cluster(self) -> str:
-        """The cluster's own id, which it keeps for life; those that earlier releases embedded share one."""
+        """Return the cluster's id, which never changes. Clusters that earlier releases embedded share one id."""
         ...
 
     async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
-        """Topics that exist, with their configuration only if that is asked for: it takes a right of its own."""
+        """Return the existing topics. Configurations are included only with `configs`, which takes a
+        right of its own."""
         ...
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
-        """Create and wait until each is usable."""
+        """Create topics and wait until each is usable."""
         ...
 
     async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
-        """Delete the records of each partition below its offset, for good. Only `turnlog archive prune` does."""
+        """Delete the records of each partition below its offset, for good. Only `turnlog archive prune` does this."""
         ...
 
     def appender(self) -> AbstractAsyncContextManager[Appender]:
-        """A plain producer."""
+        """Open a plain producer."""
         ...
 
     def transactor(self, transactional_id: str) -> AbstractAsyncContextManager[Transactor]:
-        """Entering fences. Leaving aborts an open transaction."""
+        """Open a transactional producer. Entering fences the last owner; leaving aborts an open transaction."""
         ...
 
     def reader(self, *, patient: bool = False, committed: bool = True) -> AbstractAsyncContextManager[Reader]:
-        """A reader without a group. `patient`: what is new may come up to half a second later, at a fraction of the
-        broker's work (for displays and reports). Not `committed`: records of open and of aborted transactions come,
-        too."""
+        """Open a reader without a group.
+
+        With `patient`, new records may arrive up to half a second later, for a fraction of the broker's work (for
+        displays and reports). Without `committed`, records of open and of aborted transactions are delivered as well.
+        """
         ...
 
     def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
         patient: bool = False,
     ) -> AbstractAsyncContextManager[GroupReader]:  # fmt: skip
-        """A member of `group`. The callbacks get the unit numbers that come or go and are awaited before delivery
-        goes on; what a callback raises comes out of the next poll(). `instance` makes the membership static;
-        `patient` is as for `reader`."""
+        """Open a member of `group`. The callbacks receive the numbers of the assigned or revoked partition tasks, and
+        are awaited before delivery continues. An exception of a callback is raised by the next poll(). `instance` makes
+        the membership static; `patient` is as for `reader`."""
         ...
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
-        """First offset still held."""
+        """Return the first retained offset of each partition."""
         ...
 
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
-        """Next offset after the last record (committed: after the last stable one)."""
+        """Return the offset after the last record (with `committed`: after the last stable record)."""
         ...
 
     async def offset_since(self, partition: Partition, since_ms: int) -> int:
-        """Offset of the first record that is no older than this, in ms since 1970; the end where every one is older."""
+        """Return the offset of the first record with a timestamp of `since_ms` (ms since 1970) or later; the end if
+        there is none."""
         ...
 
     async def groups(self) -> frozenset[str]:
-        """Groups that have committed anything, or have members."""
+        """Return the groups that have committed offsets or have members."""
         ...
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """The group's commits; partitions without one are absent. Waits for an open transaction that commits one, so
-        what is told is no older than any output of it that a reader can see."""
+        """Return the group's commits; partitions without one are absent. Waits for open transactions that commit one of
+        them, so that the result is no older than any output of such a transaction that a reader can see."""
         ...
 
     async def committed(self, group: str) -> frozenset[Partition]:
-        """Where the group has commits, of whatever topics. Waits for no transaction."""
+        """Return the partitions, of any topic, for which the group has commits. Does not wait for transactions."""
         ...
 
     async def members(self, group: str) -> tuple[str, ...]:
-        """Who is in a group now, each as people may look for it."""
+        """Return a readable name of each current member of a group."""
         ...
 
 
 class RemovableLog(Log, Protocol):
-    """What `turnlog run delete` needs of a log beside."""
+    """The further operations that `turnlog run delete` needs."""
 
     async def delete_topics(self, names: Sequence[str]) -> None:
-        """Delete topics with all that they hold, for good, and wait until they are gone; what is not there is passed
-        over."""
+        """Delete topics with all their records, for good, and wait until they are gone. Topics that do not exist are
+        skipped."""
         ...
 
     async def delete_groups(self, groups: Sequence[str]) -> None:
-        """Forget what groups without members have committed; what is not there is passed over."""
+        """Delete the commits of groups without members. Groups that do not exist are skipped."""
         ...
 
     async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
-        """Bytes of topics on the brokers' disks, all copies together; of those that it tells."""
+        """Return bytes of topics on the brokers' disks, all replicas together, as far as the brokers report them."""
         ...
 
     async def transactional_ids(self) -> frozenset[str]:
-        """Those that it remembers and this principal may see."""
+        """Return the transactional ids that the cluster remembers and this principal may see."""
         ...
 
 
 async def check_commits(
     client: Log, group: str, inputs: Sequence[Partition], missing: Collection[Partition], outputs: Sequence[Partition]
 ) -> None:
-    """Whether the group may begin at the start of `missing`, those of its `inputs` of which it has no commit.
+    """Check that the group may begin at the start of `missing`, the `inputs` for which it has no commit.
 
-    It may where it is new, and where nothing of its input is gone: what it wrote to `outputs` does not come out twice.
-    Raises OtherInputs; CommitsExpired where it has worked before and input is gone; LogUnavailable, TopicMissing.
+    It may if it is new, or if its input is complete, because what it has written to `outputs` is not written twice.
+    Raises OtherInputs. Raises CommitsExpired if the group has worked before and input is gone. Raises LogUnavailable,
+    TopicMissing.
     """
     held = await client.committed(group)
     topics = {place.topic for place in inputs}
@@ -418,18 +432,20 @@ async def check_commits(
 
 
 HANGING_S = 30.0
-"""Ours last 10 s at most (`transaction.timeout.ms`), and brokers look for those that are over every 10 s."""
+"""Seconds after which an open transaction counts as hanging. turnlog's last 10 s at most (`transaction.timeout.ms`),
+and brokers look for expired ones every 10 s."""
 LOOK_AGAIN_S = 0.05
-"""No end of a transaction can be awaited."""
+"""Seconds between two checks; the end of a transaction cannot be awaited."""
 
 
 async def own_ends(client: Log, places: Sequence[Partition], *, patience_s: float = HANGING_S) -> dict[Partition, int]:
-    """Ends of partitions that the caller alone writes, by transactions, to be asked for after the fence: all that the
-    owner before has committed lies below them.
+    """Return the ends of partitions that only the caller writes, and only by transactions. Call it after the fence: all
+    commits of the previous owner lie below these ends.
 
-    A coordinator skips the markers of partitions that have no leader when a transaction ends, and takes it for ended:
-    what it wrote there is hidden until somebody's later marker covers it, and an owner that cannot see it would write
-    it again. Raises TransactionHanging, TopicMissing, LogUnavailable."""
+    When a transaction ends, a coordinator skips the markers of partitions that have no leader and considers it ended.
+    Its records there stay hidden until a later marker covers them, and a new owner that cannot see them would write
+    them again. Raises TransactionHanging, TopicMissing, LogUnavailable.
+    """
     deadline = asyncio.get_running_loop().time() + patience_s
     while True:
         written = await client.end_offsets(places, committed=False)
@@ -445,7 +461,7 @@ async def own_ends(client: Log, places: Sequence[Partition], *, patience_s: floa
 
 
 def hanging(what: str) -> TransactionHanging:
-    """The error, with the remedy."""
+    """Return a TransactionHanging error that states the remedy."""
     return TransactionHanging(
         f"{what} by a transaction that is open for longer than any of ours may be: its markers are missing; find it by "
         "`kafka-transactions.sh find-hanging` and see docs/operations.md before you end it"
@@ -458,7 +474,7 @@ _WORD = 0xFFFFFFFF
 
 
 def murmur2(key: bytes) -> int:
-    """The unsigned 32-bit hash of `key`."""
+    """Return the unsigned 32-bit murmur2 hash of `key`."""
     value = _SEED ^ len(key)
     whole = len(key) & ~3
     for at in range(0, whole, 4):
@@ -473,16 +489,16 @@ def murmur2(key: bytes) -> int:
 
 @functools.lru_cache(maxsize=1 << 12)  # the records of a group come together, and all have its key
 def partition_of(key: bytes, partitions: int) -> int:
-    """The partition of `key` among `partitions`."""
+    """Return the partition of `key` among `partitions`."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 
 class Reached:
-    """How far a role without a group has come, committed under its fence for whoever asks for its lag. No restart of
-    the role begins there; what the transactor refuses says that another owner has started."""
+    """Progress of a role without a consumer group, committed under its fence so that its lag can be measured. A restart
+    does not begin there. An error of the transactor means that another owner has started."""
 
     def __init__(self, transactor: Transactor, group: str, commits: Mapping[Partition, Commit]) -> None:
-        """`commits`: what stands now, or nothing of which anybody should think that it was reached."""
+        """`commits`: the current commits; empty if none should count as progress."""
         self._transactor = transactor
         self._group = group
         self._said = dict(commits)
@@ -490,17 +506,17 @@ class Reached:
 
     @classmethod
     async def recalled(cls, log: Log, transactor: Transactor, group: str, places: Sequence[Partition]) -> Reached:
-        """With what the last owner of `transactor` said. Raises LogUnavailable, TopicMissing."""
+        """Create it with the commits of the last owner of `transactor`. Raises LogUnavailable, TopicMissing."""
         starts = {place: Commit(offset) for place, offset in (await log.start_offsets(places)).items()}
         return cls(transactor, group, starts | await log.commits(group, places))
 
     async def check_owner(self) -> None:
-        """Commit again what was said last. Raises Fenced, TransactionFailed, LogUnavailable."""
+        """Commit the last reported offsets again. Raises Fenced, TransactionFailed, LogUnavailable."""
         await self._commit()
 
     async def say(self, commits: Mapping[Partition, Commit], *, last: bool = False) -> None:
-        """Commit them, if they are news and the `last`, or the news before are a second old. To be called again and
-        again, between two transactions. Raises Fenced, TransactionFailed, LogUnavailable."""
+        """Commit `commits` if they are new, and either the `last` or at least REACHED_EVERY_S after the previous ones.
+        To be called repeatedly between two transactions. Raises Fenced, TransactionFailed, LogUnavailable."""
         now = asyncio.get_running_loop().time()
         commits = {place: commit.keeping(self._said.get(place)) for place, commit in commits.items()}
         if (last or now - self._said_at >= REACHED_EVERY_S) and not commits.items() <= self._said.items():
@@ -509,8 +525,7 @@ class Reached:
             await self._commit()
 
     async def leave(self) -> None:
-        """From now on nothing waits for the group, whatever comes, until it says again what it has reached. Raises as
-        say."""
+        """Report a lag of zero, whatever is appended, until the next `say`. Raises the errors of `say`."""
         left = {place: Commit.low_water(commit.offset, high=FOR_EVER) for place, commit in self._said.items()}
         await self.say(left, last=True)
 

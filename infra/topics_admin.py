@@ -1,4 +1,4 @@
-"""Topics of the catalogue on a cluster: what they should be, making them, checking them, and who may do what there.
+"""The catalogue's topics on a cluster: their desired properties, creating and checking them, and ACLs.
 
 TopicMismatch (LogError)   a topic exists with another partition count: keys would move, so nothing is changed
 """
@@ -22,7 +22,7 @@ from turnlog.schemas.topics import BY_NAME, CATALOGUE, CONTROL, Topic
 from turnlog.settings import Settings, SettingsError
 
 AT_LEAST = frozenset({"max.message.bytes", "min.insync.replicas"})
-"""Configuration that may be above what the catalogue asks for."""
+"""Configuration keys whose value may exceed the catalogue's."""
 WARNING = "warning:"
 DURABLE = ("min.insync.replicas", "unclean.leader.election.enable")
 CHECKED = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.bytes", "message.timestamp.type", *DURABLE)
@@ -30,42 +30,42 @@ CHECKED = ("cleanup.policy", "retention.ms", "retention.bytes", "max.message.byt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What a role or a verb does on the log."""
+    """Operations of a role or a verb on the log."""
 
     group: ConsumerGroup | None = None
-    """It commits offsets there."""
+    """Consumer group in which it commits offsets."""
     consumes: tuple[Topic, ...] = ()
-    """Of these."""
+    """Topics whose offsets it commits in `group`."""
     reads: tuple[Topic, ...] = ()
-    """These, too, from where it likes."""
+    """Further topics that it reads, from any offset."""
     measures: tuple[Topic, ...] = ()
-    """It asks where these end."""
+    """Topics whose end offsets it requests."""
     writes: tuple[Topic, ...] = ()
     deletes: tuple[Topic, ...] = ()
-    """Records of these, or they themselves, for good."""
+    """Topics from which it deletes records, or which it deletes, for good."""
     owner: TransactionalId | None = None
     asks: tuple[ConsumerGroup, ...] = ()
-    """Groups of others whose commits it reads."""
+    """Other groups whose commits it reads."""
     forgets: tuple[ConsumerGroup, ...] = ()
     """Groups that it deletes."""
     makes: tuple[Topic, ...] = ()
     examines: tuple[Topic, ...] = ()
-    """It compares their configuration with the catalogue's."""
+    """Topics whose configuration it compares with the catalogue."""
     follows: bool = True
-    """It reads `runs`, which says whose log it is."""
+    """True if it reads `runs`, which states to which run the log belongs."""
     appends: bool = True
-    """It has a producer for events, whatever it writes."""
+    """True if it has a producer for events, even if it writes to no topic."""
 
     @property
     def receives(self) -> tuple[Topic, ...]:
-        """Every topic whose records it takes."""
+        """All topics from which it reads records."""
         return tuple(dict.fromkeys((*((topics.RUNS,) if self.follows else ()), *self.consumes, *self.reads)))
 
 
 AGENTS = (topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS)
 PARKED = topics.DEAD_LETTERS
 REFUSABLE = tuple(topic for topic in CATALOGUE if topic not in (topics.RUNS, topics.TREES, PARKED))
-"""Who reads the others parks nothing of them."""
+"""Topics whose readers dead-letter records. Readers of the other topics never do."""
 UNINDEXED = (topics.GROUP_REQUESTS, topics.GROUP_SCORES, topics.ENGINE_REQUESTS, topics.RUN_HEALTH)
 INDEXED = tuple(topic for topic in CATALOGUE if topic not in UNINDEXED)
 PRUNED = tuple(topic for topic in CATALOGUE if topic not in CONTROL)
@@ -175,7 +175,7 @@ ACCESS: Mapping[str, Access] = {
     "delete": Access(reads=(topics.WEIGHTS,), writes=(topics.RUNS,), deletes=CATALOGUE, forgets=tuple(ConsumerGroup)),
     "doctor": Access(examines=CATALOGUE, follows=False, appends=False),
 }
-"""Roles, and as if they were roles what people do (VERBS)."""
+"""Role or verb -> its operations. Verbs are listed as if they were roles (VERBS)."""
 VERBS: Mapping[str, str] = {
     "archive": "archive, archive flush and status",
     "index": "index, index build",
@@ -196,12 +196,12 @@ VERBS: Mapping[str, str] = {
     "doctor": "doctor, topics check",
     "registry": "registry, the embedded one; yours has rights of its own",
 }
-"""What is run with whose rights; every other role is its own verb alone."""
+"""Key of ACCESS -> the commands that run with its rights. Every other role is just its own verb."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acl:
-    """One right of one role, as Kafka's `kafka-acls.sh` names it."""
+    """A right of one role, in the terms of Kafka's `kafka-acls.sh`."""
 
     role: str
     principal: str
@@ -214,17 +214,17 @@ class Acl:
 
 
 class TopicMismatch(LogError):
-    """A topic's partition count is not the one of the settings."""
+    """The partition count of a topic differs from the settings."""
 
 
 def durability(settings: Settings) -> dict[str, str]:
-    """An acknowledged record is on all replicas but one, and no replica that lacks it may lead: one broker may be away,
-    and whichever comes back, nothing is lost (Kafka's documentation, "Replication")."""
+    """Return the topic configuration under which losing one broker loses nothing. An acknowledged record is on all
+    replicas but one, and no replica that lacks it may become leader (Kafka's documentation, "Replication")."""
     return dict(zip(DURABLE, (str(max(1, settings.kafka.copies - 1)), "false"), strict=True))
 
 
 def specs(settings: Settings) -> list[TopicSpec]:
-    """The catalogue's topics with the partition counts and the replication of the settings."""
+    """Return the catalogue's topics with the partition counts and the replication of the settings."""
     return [
         TopicSpec(
             topic.name,
@@ -237,8 +237,8 @@ def specs(settings: Settings) -> list[TopicSpec]:
 
 
 async def apply(log: Log, settings: Settings) -> list[str]:
-    """Create what is missing; the names created. What exists is left as it is (`check` tells what differs).
-    Raises TopicMismatch before it creates anything, LogUnavailable."""
+    """Create missing topics and return their names. Existing topics are left unchanged (`check` reports differences).
+    Raises TopicMismatch before it creates anything. Raises LogUnavailable."""
     found = await log.topics()
     wanted = specs(settings)
     for spec in wanted:
@@ -251,13 +251,13 @@ async def apply(log: Log, settings: Settings) -> list[str]:
 
 
 async def check(log: Log, settings: Settings) -> list[str]:
-    """What differs from the catalogue, a sentence each; warnings (topics that we do not know below our own prefix)
+    """Return the differences from the catalogue, one sentence each. Warnings, for unknown topics under our own prefix,
     begin with "warning:". Raises LogUnavailable."""
     found = await log.topics(configs=True)
     wanted = specs(settings)
     problems = [problem for spec in wanted for problem in _problems(spec, found)]
     problems += _counts_apart(settings, found)
-    if settings.kafka.prefix:  # without one, other people's topics look like ours
+    if settings.kafka.prefix:  # without a prefix, other people's topics look like ours
         known = {spec.name for spec in wanted}
         problems += [
             f"{WARNING} {settings.kafka.prefix}{name} is no topic of the catalogue"
@@ -267,7 +267,8 @@ async def check(log: Log, settings: Settings) -> list[str]:
 
 
 def check_internal(found: Mapping[str, TopicSpec], settings: Settings) -> list[str]:
-    """What would lose offsets or transactions with a broker, a sentence each; `found` are Kafka's own topics."""
+    """Return, one sentence each, settings of Kafka's internal topics (`found`) that would lose offsets or transactions
+    along with a broker."""
     return [
         problem
         for name, there in sorted(found.items())
@@ -286,7 +287,7 @@ def _problems(spec: TopicSpec, found: Mapping[str, TopicSpec]) -> list[str]:
 
 
 def _weak(spec: TopicSpec, there: TopicSpec, keys: Sequence[str]) -> list[str]:
-    """Replicas and configuration that are less than asked for."""
+    """Return problems with replicas and configuration values that are below those of `spec`."""
     problems = []
     if there.replication < spec.replication:
         problems.append(
@@ -311,7 +312,8 @@ def _satisfies(key: str, there: str | None, wanted: str) -> bool:
 
 
 def _counts_apart(settings: Settings, found: Mapping[str, TopicSpec]) -> list[str]:
-    """Topics of one unit must share one partition count, whatever the settings say."""
+    """Return problems with topics that form partition tasks together and differ in their partition counts. These must
+    be equal, whatever the settings say."""
     problems = []
     for kind in ("groups", "rollouts"):
         counts = {
@@ -333,12 +335,13 @@ def _miscounted(spec: TopicSpec, there: TopicSpec) -> str:
 
 
 def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
-    """The least that the role can do its work with on this cluster, prefix and run; `principal`: else User:ROLE."""
+    """Return the minimum rights of the role on this cluster, prefix and run. `principal` defaults to User:ROLE."""
     access, prefix = ACCESS.get(role, Access()), settings.kafka.prefix
     filled = {"run": settings.run.id, "archive": archive_name(settings)}
 
     def on(resource: str, operation: str, name: str, **more: str) -> Acl:
-        """A name with a part that only its owner knows is a prefix."""
+        """Create a right on a name under the prefix. A name with a part that only its owner knows becomes a prefix
+        pattern."""
         said = prefix + name.partition("{engine}")[0].partition("{unit}")[0].format(**filled)
         pattern = "prefixed" if name.endswith(("{engine}", "{unit}")) else "literal"
         return Acl(role, principal or f"User:{role}", resource, said, more.get("pattern", pattern), operation)
@@ -347,14 +350,14 @@ def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
         return (on("topic", operation, topic.name) for topic in dict.fromkeys(wanted))
 
     def at_all(resource: str, operation: str, name: str) -> Acl:
-        """Of the cluster, whatever the prefix."""
+        """Create a right on the cluster as a whole, without the prefix."""
         return Acl(role, principal or f"User:{role}", resource, name, "literal", operation)
 
     if role == "registry":
         operations = ("Create", "Read", "Write")
         return [*(on("topic", operation, REGISTRY_TOPIC) for operation in operations),
                 on("transactional-id", "Write", TransactionalId.REGISTRY)]  # fmt: skip
-    seen = {*access.receives, *access.writes, *access.deletes}  # each of these rights brings Describe
+    seen = {*access.receives, *access.writes, *access.deletes}  # each of these rights implies Describe
     found = [
         *of_topics("Read", access.receives),
         *of_topics("Write", access.writes),
@@ -368,10 +371,10 @@ def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
         *(on("transactional-id", "Write", owner) for owner in (access.owner,) if owner is not None),
     ]
     if access.appends and not access.writes:
-        # Its events' producer asks for a producer id: whoever may write a topic gets one since Kafka 3.0 (KIP-679).
+        # Its producer of events requests a producer id. Since Kafka 3.0, write access to any topic suffices (KIP-679).
         found.append(at_all("cluster", "IdempotentWrite", CLUSTER))
     own = f"{ConsumerGroup.VIEWS}-"
-    if role == "delete":  # it asks who has a transactional id, and for sizes
+    if role == "delete":  # it asks who uses a transactional id, and for sizes
         found += [on("transactional-id", "Describe", one) for one in TransactionalId if one != TransactionalId.REGISTRY]
         found += [on("topic", "Delete", own, pattern="prefixed"), at_all("cluster", "Describe", CLUSTER)]
     if role == "views":  # Faust's changelogs
@@ -379,7 +382,7 @@ def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
     if role in ("configure", "doctor"):  # `topics check`
         both = ("Describe", "DescribeConfigs")
         found += [at_all("topic", operation, name) for name in INTERNAL for operation in both]
-    if role == "doctor":  # of the brokers
+    if role == "doctor":  # it examines the brokers' configuration
         found.append(at_all("cluster", "DescribeConfigs", CLUSTER))
     return found
 
@@ -390,7 +393,8 @@ ROLES = (*ACCESS, "registry")
 
 
 def acls_page(settings: Settings, principals: Sequence[str], form: str) -> list[str]:
-    """What `turnlog topics acls` prints; `principals`: ROLE=User:NAME each. Raises SettingsError."""
+    """Return the lines that `turnlog topics acls` prints. `principals`: one ROLE=User:NAME each. Raises
+    SettingsError."""
     named = dict(one.split("=", 1) for one in principals if "=" in one)
     strange = [one for one in principals if one.partition("=")[0] not in ROLES or ":" not in one.partition("=")[2]]
     if strange:
@@ -415,7 +419,7 @@ def _command(settings: Settings, acl: Acl) -> str:
 
 
 async def run(action: str, settings: Settings) -> int:
-    """`turnlog topics apply|check`: say what was done or found; status 1 when a check found a problem."""
+    """Run `turnlog topics apply|check`: print what was done or found. Returns DIFFERS if a check found a problem."""
     settings = resolved(settings)
     log = KafkaLog.of(settings.kafka)
     try:

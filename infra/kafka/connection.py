@@ -98,8 +98,8 @@ producer."""
 REQUEST_TIMEOUT_MS = 40_000
 """Time-out of one request in milliseconds. The broker's long polls and the append of a large batch take less."""
 ANSWER_TIMEOUT_S = 60.0
-"""Seconds after which an acknowledgement counts as lost (LogUnavailable). A broker restart after kill -9 takes up to 12
-s."""
+"""Seconds after which an acknowledgement counts as lost (LogUnavailable). A broker restart after kill -9 takes up to
+12 s."""
 UNSEEN = "run `turnlog topics apply`, or give this principal Describe on it (`turnlog topics acls`)"
 """Remedy for a missing topic. Kafka also hides topics that the principal may not see."""
 DENIED = "this principal has no such ACL on {}; `turnlog topics acls` prints those that each role needs"
@@ -112,8 +112,8 @@ DENIALS: dict[type[KafkaError], tuple[type[NotAuthorized], str]] = {
 CONNECT_S, QUICK_S = 5.0, 10.0
 """Seconds within which a live broker opens a connection, and answers a request for leaders or coordinators."""
 SILENT_S, GLANCE_S = 10.0, 0.5
-"""A broker that failed to connect in time gets only GLANCE_S per connection attempt for SILENT_S, because a client
-opens one connection at a time."""
+"""A broker that failed to connect in time gets only GLANCE_S per connection attempt for SILENT_S. Otherwise the clients
+of a process would wait CONNECT_S for it one after another."""
 RETRY_S = 0.05
 """Seconds between two checks of a coordinator that is loading, of offsets of an open transaction, or of a topic that is
 being created or deleted. Kafka offers no way to await any of these."""
