@@ -1,8 +1,9 @@
-"""Settings that say what a run's records mean: RunConfigured records them, and a run keeps them for life.
+"""Settings that decide what a run's records mean. RunConfigured records them, and they stay fixed for the life of the
+run.
 
-A key of these sections is recorded, hashed into what every derived record carries, and compared with it by value,
-unless it is marked OPERATIONAL. A key that comes with a later release is marked `Since`: a run that was recorded
-without it goes on as its release did, whatever the default has become.
+Each key of these sections is recorded, hashed into the settings hash of every derived record, and compared by value
+when the run starts again, unless it is marked OPERATIONAL. A key that a later release adds is marked `Since`: a run
+recorded without it keeps the behaviour of its release, whatever the default is now.
 """
 
 from __future__ import annotations
@@ -17,31 +18,35 @@ from turnlog.setting_types import Amount, Count, Offered, Seconds, Share
 
 Stragglers = Literal["close", "wait", "cut"]
 OPERATIONAL = "operational"
-"""Marks a key that no record's meaning depends on: neither recorded nor compared, it may change at a restart."""
+"""Marks a key that does not affect the meaning of any record: it is neither recorded nor compared, and may change at a
+restart."""
 
 
 OWN = "the role's own"
-"""Of a key that releases before had and did not record: each role went by its own settings."""
+"""Value of `Since.before` for a key that earlier releases had but did not record: each role used its own setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """Marks a key that not every release has recorded."""
+    """Marks a key that not every release records."""
 
     release: str
     """The first release that records it (turnlog.schemas.releases)."""
     before: Any = OWN
-    """The value that does what the releases before it did."""
+    """The value that reproduces the behaviour of earlier releases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldSettings:
-    """[fold] What trees, segments and advantages depend on: in RunConfigured, hashed into every derived record."""
+    """[fold] Settings that trees, segments and advantages depend on. RunConfigured records them, and every derived
+    record carries their hash."""
 
     policy: Annotated[str, Offered(EntryPointGroup.POLICIES, ("prefix", "slime", "last-turn"))] = "prefix"
-    """How turns become segments."""
+    """Trajectory rule: how the turns of a session are cut into segments (docs/folds.md)."""
     fork_threshold_tokens: Annotated[Amount, Since("v2", before=1024)] = 1024
-    """Of slime: a turn of fewer output tokens realigns a response that drifted before it; 0 always forks."""
+    """Token threshold of `policy = "slime"`, below which a drift from the recorded turns realigns them instead of
+    forking a new segment. A turn with fewer output tokens than this gives way to a rewrite of its message, or replaces
+    the part of the response before it that it contradicts. 0 always forks."""
     estimator: Annotated[
         str,
         Offered(
@@ -49,83 +54,93 @@ class FoldSettings:
             ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "step", "none"),
         ),
     ] = "grpo"
-    """How the rewards of a group become advantages."""
+    """Estimator that turns the rewards of a group into advantages (docs/folds.md)."""
     std_ddof: Annotated[int, Meta(ge=0, le=1)] = 1
-    """Of grpo's standard deviation: 1 sample, 0 population."""
+    """Delta degrees of freedom of the standard deviation in `grpo`: 1 for the sample, 0 for the population."""
     discount: Annotated[Share, Since("v2", before=1.0)] = 1.0
-    """Of step's rewards to go, per main turn."""
+    """Discount factor of `estimator = "step"`, per main turn of the reward to go."""
     min_valid: Amount = 0
-    """Valid rollouts below which a group is discarded; 0: what the estimator needs."""
+    """Minimum number of valid rollouts; a group with fewer is discarded. 0: the minimum of the estimator."""
     zero_variance: Literal["keep", "discard"] = "keep"
-    """keep: advantage 0; discard: the group is dropped (estimators that compare within the group only)."""
+    """Treatment of a group whose rewards are all equal, under estimators that compare rollouts within the group. keep:
+    train it with advantage 0. discard: drop the group."""
     group_filters: Annotated[
         tuple[str, ...],
         Offered(EntryPointGroup.GROUP_FILTERS, ("zero_variance", "all_failed", "all_solved", "mean_outside")),
         Since("v2", before=()),
     ] = ()
-    """Groups to discard, in order: zero_variance, all_failed:BEST, all_solved:LEAST, mean_outside:LOW:HIGH."""
+    """Filters that discard groups, applied in order: zero_variance, all_failed:BEST, all_solved:LEAST,
+    mean_outside:LOW:HIGH."""
     reward_transforms: Annotated[
         tuple[str, ...],
         Offered(EntryPointGroup.REWARD_TRANSFORMS, ("scale", "shift", "clip", "threshold")),
         Since("v2", before=()),
     ] = ()
-    """Done to each reward, in order: scale:FACTOR, shift:OFFSET, clip:LOW:HIGH, threshold:LEAST."""
+    """Transforms applied to each reward, in order: scale:FACTOR, shift:OFFSET, clip:LOW:HIGH, threshold:LEAST."""
     truncated: Literal["train", "mask_last_turn", "exclude"] = "train"
-    """What becomes of a session that hit a limit: all of it trains, all but its last turn, or none."""
+    """Training of a session that hit a limit. train: all of its turns. mask_last_turn: all but the last turn. exclude:
+    none."""
     train_sub_agents: bool = True
-    """Whether turns of sub-agents train; else they are masked."""
+    """Whether to train the turns of sub-agents; if false, they are masked."""
     train_side_calls: bool = False
-    """Whether turns of side calls (titles, summaries) train; else they are masked."""
+    """Whether to train the turns of side calls (titles, summaries); if false, they are masked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherSettings:
-    """[batcher] Draws and batches: in RunConfigured beside [fold], but for what a manifest says itself."""
+    """[batcher] How scored groups become rollout batches ("draws") and training batches. RunConfigured records these
+    settings beside [fold], except those that the batch manifest states itself."""
 
     prompts_per_draw: Count = 16
-    """Groups that are drawn together."""
+    """Number of groups in one draw, that is, in one rollout batch."""
     updates_per_draw: Count = 1
-    """Batches, and so optimizer steps, that a draw is cut into."""
+    """Number of batches, and so of optimizer steps, that a draw is cut into."""
     max_lag: Amount = 0
-    """Published versions between the oldest token of a trajectory and the weights that train it; 0 is strictly
-    on-policy."""
+    """Maximum lag in published weight versions between the oldest token of a trajectory and the weights that train it;
+    staler trajectories are not trained. 0 is strictly on-policy."""
     max_tokens: Count = 4096
-    """Longer samples lose their tail."""
+    """Maximum length of a sample in tokens; longer samples are cut at the end."""
     weighting: Literal["prompt", "trajectory", "token", "constant"] = "prompt"
-    """What has equal weight in a batch's loss; constant: each token 1 / constant_length."""
+    """Unit of equal weight in the loss of a batch: each prompt (group), each trajectory or each token. constant: each
+    token weighs 1 / constant_length, averaged over the trajectories."""
     constant_length: Count = 1024
-    """L of `constant`."""
+    """Divisor L of `weighting = "constant"`, in tokens."""
     version_mask: Literal["none", "latest_only", "max_lag"] = "none"
-    """Tokens that train: of all versions, of the newest of their row, or of those at most max_lag behind."""
+    """Restriction of the trained tokens by weight version. none: all train. latest_only: those of the newest version in
+    their row. max_lag: those at most `max_lag` versions old."""
     order: Annotated[Literal["oldest", "freshest"], OPERATIONAL] = "oldest"
-    """Which waiting groups are drawn first. Not recorded: a manifest names the groups that were drawn."""
+    """Order in which waiting groups are drawn. Not recorded, since each manifest lists the groups that were drawn."""
     ready_batches: Annotated[Count, OPERATIONAL] = 2
-    """Batches formed ahead of the last completed step, at most. Not recorded: a manifest names the version that it was
+    """Maximum number of batches that are formed ahead of the last completed step. Raise it to hide a slow batcher;
+    lower it to fix the composition of batches later. Not recorded, since each manifest names the version that it was
     formed at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssemblerSettings:
-    """[assembler] The transactional runner: in RunConfigured, which records of a group are too late for it."""
+    """[assembler] The role that folds turns into samples, one transaction at a time. RunConfigured records of it which
+    records of a group are too late."""
 
     max_records: Annotated[Count, OPERATIONAL] = 500
-    """Records folded per transaction at most."""
+    """Maximum number of records folded in one transaction."""
     poll_ms: Annotated[int, Meta(ge=1, le=60_000), OPERATIONAL] = 20
-    """Wait for records, at most."""
+    """Maximum wait of one poll for records, in milliseconds."""
     reaper_silence_s: Annotated[Seconds, OPERATIONAL] = 600.0
-    """A session silent for longer is expired."""
+    """Seconds without a record after which an unfinished session is expired."""
     group_deadline_s: Annotated[Seconds, OPERATIONAL] = 1800.0
-    """A group open for longer is closed with what it has; under `wait`, one silent for longer."""
+    """Seconds after which an open group is closed with the sessions that it has. They count from the opening of the
+    group; with `stragglers = "wait"`, from its last record."""
     stragglers: Annotated[Stragglers, OPERATIONAL] = "close"
-    """Of a group whose slowest rollouts hold it up. close: it is closed at its deadline; wait: never while one of them
-    says something; cut: also as soon as feeder.group_size of its rollouts can be trained on. What is open then stops.
-    """
+    """Treatment of a group that waits for its slowest rollouts. close: close it at its deadline. wait: close it only
+    after it has had no record for `group_deadline_s`. cut: also close it as soon as feeder.group_size of its rollouts
+    can be trained on. Sessions that are still open when their group closes are stopped."""
     commit_interval_s: Annotated[float, Meta(ge=0, le=3600), OPERATIONAL] = 1.0
-    """Scores and their samples are committed at once, trees and progress this often."""
+    """Seconds between commits of trees and progress. Group scores and their samples are committed at once."""
     horizon_records: Annotated[Amount, Since("v3")] = 20_000
-    """agent.sessions records of one partition between a group's admission and its first record, at most: a group that
-    shows up later is taken for one that was scored and forgotten. A restart reads back the samples of that span."""
+    """Maximum number of agent.sessions records in one partition between the admission of a group and its first record.
+    A group whose first record comes later is treated as already scored and forgotten. A restart reads back the samples
+    of that span."""
 
 
 FOLD_SECTIONS: dict[str, type] = {"fold": FoldSettings, "batcher": BatcherSettings, "assembler": AssemblerSettings}
-"""Sections with keys that decide derived records: of the fold, of draws, of what comes too late."""
+"""Sections with keys that decide derived records: the fold, the forming of batches, and which records are too late."""

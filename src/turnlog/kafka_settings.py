@@ -1,7 +1,7 @@
-"""Settings of the log: where it is, how it is spoken to, and who speaks.
+"""Settings of the Kafka connection: where the cluster is, the protocol, and who logs in.
 
-What contradicts each other is refused when the settings are read, by name. Whether a file or a token endpoint is there
-is found when a connection is made: it may come, or be swapped, while roles wait.
+Settings that contradict each other are rejected, by name, when they are read. Whether a file or a token endpoint exists
+is checked only when a connection is made: it may appear, or be replaced, while roles wait.
 """
 
 from __future__ import annotations
@@ -17,72 +17,76 @@ from turnlog.setting_types import Partitions, Port, SettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaSettings:
-    """[kafka] The log."""
+    """[kafka] The cluster that holds the topics of the run."""
 
     bootstrap: str = ""
-    """host:port[,host:port]; empty starts the embedded brokers."""
+    """Bootstrap servers of your cluster, host:port[,host:port]; empty starts embedded brokers."""
     brokers: Literal[1, 3] = 1
-    """How many are embedded. One serves a run on one machine; of three any may be lost with all that it holds."""
+    """Number of embedded brokers. One is enough for a run on one machine; with three, any one may be lost with all its
+    data."""
     prefix: str = ""
-    """Prepended to every topic, group and transactional id, so that several runs share one cluster."""
+    """Prefix of every topic, consumer group and transactional id, so that several runs can share one cluster."""
     groups: Partitions = 4
-    """Partitions of every topic keyed by group_id; never changes."""
+    """Number of partitions of each topic keyed by group_id. It never changes during a run."""
     rollouts: Partitions = 4
-    """Partitions of tasks, agent.tool-calls and agent.tool-results; never changes."""
+    """Number of partitions of tasks, agent.tool-calls and agent.tool-results. It never changes during a run."""
     replication: Annotated[int, Meta(ge=0, le=32767)] = 0
-    """Copies of every topic that `turnlog topics apply` makes, of which an acknowledged record is on all but one; 3
-    where the cluster has as many brokers. 0: as many as `brokers`, so 1 on a cluster of yours."""
+    """Replication factor of the topics that `turnlog topics apply` creates; an acknowledged record is on at least all
+    replicas but one. Use 3 where the cluster has at least three brokers. 0: as many as `brokers`, which is 1 on a
+    cluster of your own unless `brokers` is set."""
     port: Port = 0
-    """Of the embedded broker, of three the first one's, and the next two follow; 0 picks free ones."""
+    """Port of the embedded broker; with three brokers, of the first one, and the next two use the following ports. 0
+    picks free ports."""
     heap_mb: Annotated[int, Meta(ge=64, le=1_048_576)] = 256
-    """Java heap of each embedded broker."""
+    """Java heap of each embedded broker, in MiB."""
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    """Of the listener at bootstrap, as Kafka names it; SSL with a certificate of ours is mTLS."""
+    """Security protocol of the listener at `bootstrap`, by Kafka's names; SSL with a client certificate is mTLS."""
     ca_file: str = ""
-    """PEM certificates that vouch for the brokers' (and for the token endpoint's, beside the system's own); empty: the
-    system's own."""
+    """PEM file with the CA certificates that verify the brokers (and the token endpoint, in addition to the system's
+    CAs); empty trusts the system's CAs."""
     certificate_file: str = ""
-    """PEM certificate of this client with what it is signed by, for mTLS."""
+    """PEM file with the client certificate and its chain, for mTLS."""
     key_file: str = ""
-    """PEM private key of that certificate; empty: it is in certificate_file, too."""
+    """PEM file with the private key of the client certificate; empty means that certificate_file holds the key as well.
+    """
     key_password: str = field(default="", repr=False)
-    """Of an encrypted private key."""
+    """Password of an encrypted private key."""
     sasl_mechanism: Literal["", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = ""
-    """How a SASL_ listener learns who this is."""
+    """SASL mechanism for a SASL_ protocol; empty for the other protocols."""
     username: str = field(default="", repr=False)
-    """Who logs in by PLAIN or SCRAM."""
+    """User name for PLAIN or SCRAM."""
     password: str = field(default="", repr=False)
-    """Of username."""
+    """Password of `username`."""
     oauth_token_url: str = ""
-    """Token endpoint for OAUTHBEARER: tokens come by the client credentials grant (RFC 6749, 4.4), and are refreshed
-    before they expire."""
+    """Token endpoint for OAUTHBEARER. Tokens are requested with the client credentials grant (RFC 6749, 4.4) and
+    refreshed before they expire."""
     oauth_client_id: str = field(default="", repr=False)
-    """Who asks the token endpoint."""
+    """Client id for the token endpoint."""
     oauth_client_secret: str = field(default="", repr=False)
-    """Of oauth_client_id."""
+    """Client secret of `oauth_client_id`."""
     oauth_scope: str = ""
-    """Asked for there; empty asks for none."""
+    """Scope to request from the token endpoint; empty requests none."""
     oauth_token_file: str = ""
-    """A file with the token, which somebody else rotates, in place of a token endpoint."""
+    """File with the OAUTHBEARER token, rotated by another process, instead of a token endpoint."""
 
     @property
     def copies(self) -> int:
-        """Replicas of a topic."""
+        """Replication factor of a topic."""
         return self.replication or self.brokers
 
     def count(self, kind: str) -> int:
-        """Partitions of a topic, by its `partitions` in schemas.topics."""
+        """Return the number of partitions of a topic, given its `partitions` in schemas.topics."""
         return {"groups": self.groups, "rollouts": self.rollouts, "one": 1}[kind]
 
 
 Refuse = Callable[[str], None]
 Names = Callable[..., list[str]]
-"""Those among keys that are set, or are not."""
+"""Returns the full names of those of the given keys that are set, or that are not."""
 ENDPOINT = ("oauth_token_url", "oauth_client_id", "oauth_client_secret")
 
 
 def check_kafka(kafka: KafkaSettings, source: str) -> None:
-    """Raises SettingsError for what contradicts itself. `source`: where most of it was read."""
+    """Raise SettingsError if Kafka settings contradict each other. `source` is where most of them were read."""
 
     def refuse(why: str) -> None:
         raise SettingsError(f"{source}: {why}")

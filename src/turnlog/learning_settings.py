@@ -1,6 +1,6 @@
-"""What a step makes of its tokens: a part of [trainer], and which choices of it contradict each other.
+"""The part of [trainer] that chooses the loss, and the check for choices that contradict each other.
 
-The formulas are in docs/algorithms.md, the functions in turnlog.trainer.algorithms; here nothing imports torch.
+The formulas are in docs/algorithms.md, the functions in turnlog.trainer.algorithms. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -30,74 +30,84 @@ WANTS: Mapping[str, Wants] = {
     "ppo": {"fold.estimator": ("none",)},
     "opd": {"fold.estimator": ("none",)},
 }
-"""By built-in algorithm."""
+"""Required settings by built-in algorithm."""
 WIDEST_TRAJECTORY_CLIP = 0.05
-"""Of gspo, whose authors take 3e-4 and 4e-4."""
+"""Largest clip bound accepted for gspo, whose authors use 3e-4 and 4e-4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningSettings:
-    """[trainer] What a step makes of its tokens."""
+    """[trainer] The loss of a step."""
 
     algorithm: Annotated[str, Offered(EntryPointGroup.ALGORITHMS, tuple(WANTS), numbers=True)] = "grpo"
-    """The loss of a token, with its numbers, if it takes any: sapo:1:1.05 (docs/algorithms.md)."""
+    """The loss of a token, followed by its parameters if it takes any, as in sapo:1:1.05 (docs/algorithms.md)."""
     clip_low: Share = 0.2
-    """The ratio of probabilities counts down to 1 - clip_low."""
+    """Lower clip distance: probability ratios are clipped at 1 - clip_low."""
     clip_high: Bound = 0.2
-    """The ratio of probabilities counts up to 1 + clip_high."""
+    """Upper clip distance: probability ratios are clipped at 1 + clip_high."""
     dual_clip: Bound = 3.0
-    """Where the advantage is negative, the ratio counts up to this, which is above 1; 0: as far as it goes. sapo and
-    cispo bound it themselves, and take no notice."""
+    """Upper bound on the ratio of tokens with a negative advantage (dual-clip PPO); it must be above 1. 0 sets no
+    bound. sapo and cispo bound the ratio themselves and ignore this."""
     logprobs: Literal["recorded", "recomputed"] = "recorded"
-    """What ratios are taken against: log-probs of the engine, or of the weights before the draw's first update."""
+    """Old log-probs in the ratio. recorded: those of the engine that sampled. recomputed: those of the trainer's
+    weights before the first update of the draw; take these when kernels, precision or lag make the two disagree."""
     importance: Literal["none", "truncated", "masked"] = "none"
-    """Recomputed over recorded probabilities as a weight: kept within its bounds, or tokens beyond them are masked."""
+    """Importance weight of a token: the ratio of its recomputed to its recorded probability (needs `logprobs =
+    "recomputed"`). none: no weight. truncated: the ratio clamped to its bounds. masked: the ratio, with tokens outside
+    the bounds masked."""
     importance_level: Literal["token", "product", "geometric"] = "token"
-    """Of that weight: each token's own, or the trajectory's, as the product or the geometric mean of its tokens'."""
+    """Level of the importance weight: the ratio of each token, or of the whole trajectory as the product or the
+    geometric mean of its tokens' ratios."""
     importance_low: Bound = 0.0
-    """Lower bound of that weight."""
+    """Lower bound of the importance weight."""
     importance_high: Bound = 2.0
-    """Upper bound of that weight."""
+    """Upper bound of the importance weight."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """Estimator of the divergence from the reference."""
+    """Estimator of the KL divergence from the reference model; none computes no divergence."""
     kl_coefficient: Bound = 0.0
-    """Of that estimate; at 0 it is measured alone."""
+    """Coefficient of the KL divergence; at 0 it is only measured."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where it counts: token by token in the loss, or to go in the advantages."""
+    """Place of the KL divergence. loss: added to the loss of each token. reward: subtracted from the advantages, summed
+    from each token to the end of its segment."""
     reference: str = ""
-    """Hugging Face folder that the divergence is taken from; empty is the weights that training began with."""
+    """Hugging Face folder of the reference model; empty means the weights that training began with."""
     teacher: str = ""
-    """Hugging Face folder of a model with the policy's tokenizer, of any size: what it makes likelier than the policy
-    does has an advantage. Needed by opd, beside the advantages of any other algorithm; empty is none."""
+    """Hugging Face folder of a teacher for on-policy distillation, of any size, with the policy's tokenizer. A token
+    that the teacher finds likelier than the policy gets a positive advantage. opd requires it; with any other algorithm
+    its advantages are added to the others. Empty: no teacher."""
     teacher_coefficient: Bound = 1.0
-    """Of the teacher's log-prob less the policy's, in the advantage of a token; at 0 it is measured alone."""
+    """Factor of the teacher's log-prob minus the policy's in the advantage of a token; at 0 the difference is only
+    measured."""
     entropy_coefficient: Bound = 0.0
-    """Of the entropy, which is taken off the loss."""
+    """Coefficient of the entropy, which is subtracted from the loss."""
     auxiliary: Annotated[str, Offered(EntryPointGroup.AUXILIARY_LOSSES, ("none", "imitate"), numbers=True)] = "none"
-    """A loss beside that, with a divisor of its own, and its numbers, if it takes any: imitate:1 is the mean of -log p
-    over the trained tokens of trajectories that earned 1 or more."""
+    """An auxiliary loss with a divisor of its own, followed by its parameters if it takes any. imitate:1 is the mean of
+    -log p over the trained tokens of trajectories with a reward of at least 1."""
     auxiliary_coefficient: Bound = 0.1
-    """Of that loss."""
+    """Coefficient of the auxiliary loss."""
     discount: Share = 1.0
-    """ppo: of what is earned a trained token later."""
+    """Discount factor of ppo, per trained token."""
     gae_lambda: Share = 1.0
-    """ppo: 1 credits a token with all that its segment earns after it, 0 with what the critic says of the next one."""
+    """Lambda of ppo's generalised advantage estimation. 1 credits a token with everything that its segment earns after
+    it, 0 only with the critic's value of the next token."""
     whiten_advantages: bool = True
-    """ppo: to mean 0 and deviation 1 over the trained tokens of each batch."""
+    """Whether ppo normalises advantages to mean 0 and standard deviation 1 over the trained tokens of each batch."""
     truncated: Literal["terminal", "bootstrap"] = "terminal"
-    """ppo: behind the last trained token of a truncated trajectory nothing is earned, or what the critic says."""
+    """Value that ppo assumes behind the last trained token of a truncated trajectory. terminal: 0. bootstrap: the
+    critic's estimate there."""
     value_learning_rate: Rate = 1e-5
-    """ppo: of the critic."""
+    """Learning rate of ppo's critic."""
     value_clip: Bound = 0.2
-    """ppo: the critic's squared error counts for values so far from those before the draw; 0 does not clip."""
+    """Maximum distance of a value from the one before the draw in the clipped squared error of ppo's critic; 0 does not
+    clip."""
     value_updates: Count = 1
-    """ppo: of the critic, per batch."""
+    """Number of updates of ppo's critic per batch."""
     value_warmup_steps: Amount = 0
-    """ppo: first steps of a critic, which move it alone."""
+    """Number of first steps of a new ppo critic, in which only the critic is updated."""
 
 
 def check_learning(settings: object, learning: LearningSettings, source: str) -> None:
-    """Raises SettingsError for choices of `learning`, the [trainer] of `settings`, that contradict each other."""
+    """Raise SettingsError if choices in `learning`, the [trainer] section of `settings`, contradict each other."""
     name = learning.algorithm.partition(":")[0]
     check_wants(settings, name, WANTS.get(name, {}), source)
     if name == "dapo" and learning.clip_high <= learning.clip_low:
@@ -144,7 +154,7 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
 
 
 def check_wants(settings: object, algorithm: str, wants: Wants, source: str) -> None:
-    """Raises SettingsError where `settings` are not those that the algorithm is defined with."""
+    """Raise SettingsError if a value in `settings` is not one that the algorithm is defined with."""
     for key, legal in wants.items():
         section, _, name = key.partition(".")
         found = str(getattr(getattr(settings, section), name))

@@ -1,4 +1,4 @@
-"""Settings of tool execution: where calls run, within which bounds, and what of the network they may reach."""
+"""Settings of tool execution: where calls run, within which limits, and which network they may reach."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from turnlog.setting_types import Amount, Bytes, Count, Offered, Port, Seconds, 
 Interception = Literal["intercept", "tunnel", "refuse"]
 Local = Literal["bubblewrap", "subprocess"]
 LOCAL: tuple[str, ...] = get_args(Local)
-"""Backends of this machine, whose sandboxes see a root that it can hash. Either serves calls that ask for either: the
-operator decides which."""
+"""Backends of this machine, whose sandboxes see a root that can be hashed. Either backend serves calls that ask for
+either, so the operator decides which one runs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,98 +22,108 @@ class SandboxSettings:
     """[sandbox] Tool execution."""
 
     backend: Local = "bubblewrap"
-    """Of this machine; serves calls that ask for either."""
+    """Sandbox backend of this machine. It serves the calls that ask for bubblewrap or subprocess, whichever of the two
+    they name."""
     allow_unisolated: bool = False
-    """Where bubblewrap cannot start, run tools as plain processes that see this machine's files, processes and network;
-    else the worker ends with the reason."""
+    """Whether to run tools as plain processes, which see this machine's files, processes and network, if bubblewrap
+    cannot start. If false, the worker ends with the reason instead."""
     backends: Annotated[tuple[str, ...], Offered(EntryPointGroup.SANDBOX_BACKENDS, ("wasm", "docker", "e2b"))] = ()
-    """Served beside it, for calls that ask for them."""
+    """Further backends that this worker serves, for calls that ask for them."""
     slots: Annotated[int, Meta(ge=1, le=10_000)] = 4
-    """Calls that run at once in one worker."""
+    """Number of calls that one worker runs at once."""
     prewarm: Amount = 4
-    """Sandboxes kept ready for the calls that are next in the queue."""
+    """Number of sandboxes kept ready for the next calls in the queue."""
     max_uses: Count = 1000
-    """Calls after which a sandbox is replaced though its resets were clean."""
+    """Number of calls after which a sandbox is replaced, even if every reset was clean."""
     health_s: Seconds = 10.0
-    """Pause between looks at idle sandboxes; a dead one is replaced before a call meets it."""
+    """Seconds between checks of idle sandboxes; a dead one is replaced before a call reaches it."""
     max_attempts: Count = 3
-    """Runs of a call whose sandbox or worker goes away; then it ends as infra_error. From 3 on, what a call has done
-    itself is told from that."""
+    """Maximum number of runs of a call whose sandbox or worker goes away; after that it ends as infra_error. At least 3
+    are needed to attribute repeated deaths to the call itself."""
     cpu_s: Seconds = 10.0
-    """Processor time of one call, all its processes together."""
+    """CPU seconds of one call, over all of its processes."""
     wall_s: Seconds = 30.0
-    """From a call's start to its end."""
+    """Maximum duration of one call in seconds."""
     agent_s: Seconds = 3600.0
-    """In place of cpu_s and wall_s for a call that is a whole agent (docs/agents.md)."""
+    """Limit in seconds that replaces cpu_s and wall_s for a call that runs a whole agent (docs/agents.md)."""
     credential_key: Annotated[str, Signs(several=True)] = field(default="", repr=False)
-    """Shared by runners and sandbox workers: the first seals the tokens of sessions whose agent is a program; more,
-    with white space between them, open, too, while keys are rotated. Empty: that of the run's directory."""
+    """Keys shared by runners and sandbox workers, separated by white space. The first seals the session tokens of
+    agents that are programs; the others are accepted as well, for key rotation. Empty: the key in the run's directory.
+    """
     memory_bytes: Annotated[int, Meta(ge=2**20, le=2**63 - 1)] = 512 * 2**20
-    """Of one call."""
+    """Maximum memory of one call, in bytes."""
     pids: Annotated[int, Meta(ge=1, le=4_194_304)] = 64
-    """Processes and threads of one call at once."""
+    """Maximum number of processes and threads of one call at a time."""
     disk_bytes: Annotated[int, Meta(ge=4096, le=2**63 - 1)] = 64 * 2**20
-    """Of a workspace."""
+    """Maximum size of a workspace, in bytes."""
     output_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1)] = 64 * 2**10
-    """Of a call's answer; the rest is cut off."""
+    """Maximum output of a call in bytes; the rest is cut off."""
     argument_bytes: Bytes = 4 * 2**20
-    """A call with longer arguments is refused."""
+    """Maximum size of a call's arguments in bytes; a call with larger ones is rejected."""
     first_uid: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 200000
-    """Host uid of slot 0 when started by root; slot n runs as first_uid + n."""
+    """Host uid of slot 0 if the worker is started by root; slot n runs as first_uid + n."""
     cgroups: Literal["auto", "required", "off"] = "auto"
-    """auto: used where they can be written; required: the worker ends where they cannot."""
+    """auto: use cgroups if they are writable. required: end the worker if they are not. off: do not use them."""
     cpus: Annotated[float, Meta(gt=0, le=1024)] = 1.0
-    """Cores that one sandbox may use at once, where there are cgroups."""
+    """Number of cores that one sandbox may use at once; needs cgroups."""
     image_folder: str = ""
-    """Root file systems by name, for calls that ask bubblewrap for an image; empty: the host's /usr is all there is."""
+    """Folder of root file systems by image name, for calls that ask bubblewrap for an image, and of NAME.wasm modules.
+    Empty: only the host's /usr is available."""
     docker_image: str = "python:3.11-slim"
-    """For calls that name none; never pulled while a call waits: pull it on the worker's machine."""
+    """Docker image for calls that name none. It is never pulled while a call waits, so pull it on the worker's machine
+    beforehand."""
     docker_runtime: Literal["", "runc", "runsc", "kata"] = ""
-    """runsc is gVisor, kata microVMs; empty: the daemon's default."""
+    """Docker runtime: runsc is gVisor, kata runs microVMs; empty uses the daemon's default."""
     e2b_template: str = "base"
-    """For calls that name no image; the key is read from E2B_API_KEY alone."""
+    """E2B template for calls that name no image. The API key is read only from E2B_API_KEY."""
     wasm_fuel: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """Instructions per call, so that a call ends at the same one wherever it runs; 0: wall_s and cpu_s alone end it."""
+    """WebAssembly instructions per call, so that a call is cut off at the same instruction on every machine. 0: only
+    wall_s and cpu_s limit it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EgressSettings:
-    """[egress] What calls whose sandbox has network = "allowlist" may reach, through the worker's proxy."""
+    """[egress] Network access, through the worker's proxy, of calls whose sandbox has network = "allowlist"."""
 
     mode: Literal["live", "record", "replay"] = "live"
-    """live: every request goes out; record: and its answer is kept; replay: only kept answers, nothing goes out."""
+    """live: send every request out. record: send it out and store the answer. replay: answer from the recording only;
+    nothing goes out."""
     allow: tuple[str, ...] = ()
-    """Rules `METHODS SCHEME://HOST[:PORT]/PATH`, * as wildcard: "GET,HEAD https://pypi.example/simple/*"."""
+    """Allowed requests, as rules `METHODS SCHEME://HOST[:PORT]/PATH` with * as wildcard: "GET,HEAD
+    https://pypi.example/simple/*"."""
     tls: Interception = "intercept"
-    """Of https: intercept (rules and cache see the request; sandboxes trust a CA of the worker), tunnel (host rules
-    alone, live only), or refuse."""
+    """Treatment of https. intercept: rules and recordings see the request, and sandboxes trust a CA of the worker.
+    tunnel: only the host is checked (live mode only). refuse: reject it."""
     private_hosts: tuple[str, ...] = ()
-    """host:port of mirrors of yours that may have private addresses; all others must be public."""
+    """Mirrors of yours that may have private addresses, as host:port; all other hosts must be public."""
     upstream_ca: str = ""
-    """PEM file of authorities that sign your mirrors, trusted beside the machine's own."""
+    """PEM file of CAs that sign your mirrors, trusted in addition to the machine's own."""
     cache: str = "default"
-    """Which recording `record` writes and `replay` reads."""
+    """Name of the recording that `record` writes and `replay` reads."""
     timeout_s: Seconds = 20.0
-    """Of one request with its answer; of a tunnel, between two of its parts."""
+    """Seconds for one request with its answer; for a tunnel, seconds between two pieces of data."""
     request_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 2**20
-    """Longest body of a request."""
+    """Maximum body of a request, in bytes."""
     response_bytes: Bytes = 16 * 2**20
-    """Longest body of an answer."""
+    """Maximum body of an answer, in bytes."""
     requests: Amount = 100
-    """Of one call."""
+    """Maximum number of requests of one call."""
     proxy: str = ""
-    """http(s)://host:port of `turnlog egress`, which connects to origins in the workers' place; empty: each itself."""
+    """Address http(s)://host:port of `turnlog egress`, which connects to origins on behalf of the workers; empty: each
+    worker connects itself."""
     signing_key: Annotated[str, Signs(several=True)] = field(default="", repr=False)
-    """Shared by workers and `turnlog egress`: the first signs the tokens of calls; more, with white space between them,
-    are accepted, too, while keys are rotated."""
+    """Keys shared by workers and `turnlog egress`, separated by white space. The first signs the tokens of calls; the
+    others are accepted as well, for key rotation."""
     host: str = "127.0.0.1"
-    """Where `turnlog egress` listens for workers."""
+    """Address that `turnlog egress` listens on for workers."""
     port: Port = 3128
-    """There."""
+    """Port that `turnlog egress` listens on."""
     certificate_file: str = ""
-    """What `turnlog egress` shows to workers, PEM, with its chain; it then serves https alone. Read again when swapped.
-    Without it requests of sandboxes, https ones too, cross the network between the two as they are."""
+    """PEM file with the certificate of `turnlog egress` and its chain; if set, it serves only https. Read again when
+    the file changes. Without it, the requests of sandboxes travel from the worker to `turnlog egress` unencrypted,
+    including those that were made by https."""
     key_file: str = ""
-    """The certificate's private key, PEM, without a password; empty: certificate_file holds it, too."""
+    """PEM file with the certificate's private key, without a password; empty means that certificate_file holds the key
+    as well."""
     ca_file: str = ""
-    """Authorities that workers check an https `proxy` by, PEM; empty trusts those of this machine."""
+    """PEM file with the CAs by which workers verify an https `proxy`; empty trusts those of this machine."""

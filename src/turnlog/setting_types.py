@@ -1,8 +1,8 @@
-"""What a setting may be: bounds and choices stand in the field's own declaration and are checked by msgspec.
+"""Types of settings: bounds and choices stand in the declaration of each field and are checked by msgspec.
 
-The same declaration gives the words of an error and of docs/settings.md. msgspec imports in 10 ms (pydantic in 200),
-takes plain frozen dataclasses, and by its bounds refuses NaN and infinities too. What it cannot know is checked here:
-names that installed packages offer.
+The same declaration supplies the wording of errors and of docs/settings.md. msgspec imports in 10 ms (pydantic in 200),
+accepts plain frozen dataclasses, and its bounds reject NaN and infinities, too. Names that installed packages offer are
+unknown to msgspec and are checked here.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Partitions = Annotated[int, Meta(ge=1, le=100_000)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]
-"""Up to a year."""
+"""Seconds, up to a year."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
-"""Of a running mean: 1 would never learn."""
+"""Decay rate of a running mean; 1 would never learn."""
 Scale = Annotated[float, Meta(gt=0, le=1e6)]
 Rate = Annotated[float, Meta(gt=0, le=10)]
 
 
 LEAST_KEY = 16
-"""Characters of a key that signs or seals: a shorter one can be guessed, or is what a broken write has left."""
+"""Minimum characters of a key that signs or seals: a shorter one can be guessed, or was left by an interrupted write.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class Signs:
     """Marks a secret that signs or seals: `Annotated[str, Signs()]`."""
 
     several: bool = False
-    """Whether it holds keys with white space between them."""
+    """True if the secret holds several keys, separated by white space."""
 
     def fault(self, text: str) -> str:
-        """Why it is no such secret; empty when it is one. Never shows it."""
+        """Return why the text is no such secret, or "" if it is one. The message never shows the secret."""
         keys = text.split() if self.several else [text.strip()]
         if all(len(key) >= LEAST_KEY for key in keys):
             return ""
@@ -51,7 +52,8 @@ class Signs:
 
 
 class SettingsError(Exception):
-    """A setting that cannot be used: names the key, where it was read, what is legal, and what was found."""
+    """A setting that cannot be used. The message names the key, where it was read, the legal values and the value
+    found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +65,26 @@ class Offered:
     """The entry point group."""
     built_in: tuple[str, ...]
     numbers: bool = False
-    """Whether a single name takes numbers behind it, too."""
+    """True if a single name may be followed by numbers, too."""
 
     @property
     def said(self) -> str:
-        """What is legal."""
+        """The legal names, as text."""
         return f"{', '.join(self.built_in)} (or what a package offers under the entry point group {self.group})"
 
 
 def offered(hint: Any) -> Offered | None:
-    """The mark of a declaration, if it has one."""
+    """Return the Offered mark of a declaration, or None."""
     return next((note for note in notes(hint) if isinstance(note, Offered)), None)
 
 
 def notes(hint: Any) -> tuple[Any, ...]:
-    """What a declaration says beside its type."""
+    """Return the annotations of a declaration beside its type."""
     return tuple(hint.__metadata__) if get_origin(hint) is Annotated else ()
 
 
 def legal(hint: Any) -> str:
-    """What a declaration allows, for people."""
+    """Describe the legal values of a declaration for people."""
     plain = hint.__origin__ if get_origin(hint) is Annotated else hint
     if (own := offered(hint)) is not None:
         return f"names of {own.said}" if get_origin(plain) is tuple else f"one of {own.said}"
@@ -100,7 +102,7 @@ def legal(hint: Any) -> str:
 
 
 def parsed_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML file. Raises SettingsError, whose reader adds the file's name."""
+    """Parse TOML into its tables. Raises SettingsError without the file's name, which the caller adds."""
     try:
         return tomllib.loads(text)
     # Lists in lists exhaust the parser's stack; a number of 5,000 digits is a ValueError that is no TOMLDecodeError.
@@ -109,10 +111,10 @@ def parsed_toml(text: str) -> dict[str, Any]:
 
 
 def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = True, shown: bool = True) -> Any:
-    """`value` as its declaration takes it. `source`: the file or the TURNLOG_ variable that gave it.
+    """Convert `value` to its declared type. `source` is the file or the TURNLOG_ variable that it comes from.
 
-    `bounded` False: by its type alone, for what an earlier release has checked by its own bounds. Raises SettingsError;
-    `shown` False keeps a secret out of it.
+    `bounded=False` checks only the type, for a value that an earlier release checked against its own bounds. Raises
+    SettingsError; `shown=False` keeps a secret out of its message.
     """
     kind = hint if bounded else hint.__origin__ if get_origin(hint) is Annotated else hint
     try:
@@ -127,27 +129,28 @@ def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = Tr
 
 
 def secret_fault(hint: Any, text: str) -> str:
-    """Why a text is no secret for that declaration; empty when it is one."""
+    """Return why a text is no secret for that declaration, or "" if it is one."""
     if not text.strip():
         return "is blank: set the secret, or leave it out"
     return next((fault for note in notes(hint) if isinstance(note, Signs) and (fault := note.fault(text))), "")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """`, did you mean X?` with the name nearest to a misspelt one; empty where none is near."""
+    """Return `, did you mean X?` with the name nearest to a misspelt one, or "" if none is near."""
     from difflib import get_close_matches  # only a mistake needs it
 
     return next((f", did you mean {name}?" for name in get_close_matches(given, sorted(known), n=1)), "")
 
 
 def is_service_link(text: str) -> bool:
-    """Whether a value is Kubernetes' and not ours: of a Service `turnlog-gateway` every pod of its namespace is told
-    `TURNLOG_GATEWAY_PORT=tcp://10.0.0.1:8080` (the kubelet's service links, kept for Docker's links of old)."""
+    """Return True if a value comes from Kubernetes. For a Service `turnlog-gateway`, every pod of its namespace gets
+    `TURNLOG_GATEWAY_PORT=tcp://10.0.0.1:8080` (the kubelet's service links, a relic of Docker's links)."""
     return text.startswith(("tcp://", "udp://", "sctp://"))
 
 
 def from_text(hint: Any, text: str) -> Any:
-    """What the text of an environment variable stands for; the text itself where it stands for nothing of that type."""
+    """Convert the text of an environment variable to its declared type, or return the text itself if it has no such
+    value."""
     plain = hint.__origin__ if get_origin(hint) is Annotated else hint
     if get_origin(plain) is tuple:
         if not text.startswith("["):
@@ -188,12 +191,12 @@ def _refusal(key: str, hint: Any, value: Any, source: str, *, shown: bool) -> st
 
 
 def _seen(value: Any) -> str:
-    """Its repr, which Python refuses for integers of more than 4,300 digits."""
+    """Return the repr of a value; Python refuses it for integers of more than 4,300 digits."""
     return "a number too long to show" if isinstance(value, int) and value.bit_length() > 4096 else repr(value)
 
 
 def _range(hint: Any) -> str:
-    """` from 1 to 65535`; empty for a number without bounds, which no setting is."""
+    """Return ` from 1 to 65535`, or "" for a number without bounds (no setting is one)."""
     for bound in notes(hint):
         if isinstance(bound, Meta):
             low = f" above {_number(bound.gt)}" if bound.gt is not None else f" from {_number(bound.ge)}"
@@ -202,7 +205,7 @@ def _range(hint: Any) -> str:
 
 
 def _number(bound: Any) -> str:
-    """Powers of two as people write them."""
+    """Format a bound, with powers of two as people write them."""
     for power in (31, 63):
         if bound == 2**power - 1:
             return f"2^{power} - 1"

@@ -1,7 +1,8 @@
-"""Every setting of every role: one TOML file, then TURNLOG_SECTION_KEY from the environment.
+"""Every setting of every role, read from one TOML file and then from TURNLOG_SECTION_KEY in the environment.
 
-Frozen values, passed by argument; nothing is read at import. Each field declares what it takes (setting_types), so
-that unknown keys, wrong types and numbers out of range are errors that name the key, its source and what is legal.
+Settings are frozen values that are passed as arguments; nothing is read at import. Each field declares what it accepts
+(setting_types), so that an unknown key, a wrong type or a number out of range is an error that names the key, its
+source and the legal values.
 """
 
 from __future__ import annotations
@@ -52,80 +53,89 @@ from turnlog.setting_types import (
 from turnlog.setting_types import SettingsError as SettingsError
 
 SERVICE_LINK = re.compile(r"TURNLOG_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
-"""What Kubernetes tells every pod of a Service whose name begins with turnlog, beside what `is_service_link` knows."""
+"""Variables that Kubernetes sets in every pod of a namespace with a Service whose name begins with turnlog, in addition
+to those that `is_service_link` recognizes by value."""
 Silence = Annotated[float, Meta(ge=0, le=31_536_000)]
 """Seconds, up to a year."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessSettings:
-    """[liveness] Seconds of silence after which a process is hung: each above the longest legal pause. 0 never is. What
-    dies of it again and again has the run started again."""
+    """[liveness] Seconds of silence after which a process counts as hung and is killed. Each value must exceed the
+    longest legal pause; 0 disables the check. If restarts of a process do not help, the whole run is started again."""
 
     broker_s: Silence = 60.0
-    """The embedded broker gives no answer to ApiVersions."""
+    """Seconds for which the embedded broker may fail to answer ApiVersions."""
     registry_s: Silence = 60.0
-    """The embedded registry does not name its subjects."""
+    """Seconds for which the embedded registry may fail to answer an HTTP request."""
     store_s: Silence = 60.0
-    """The embedded store answers no request."""
+    """Seconds for which the embedded store may fail to answer an HTTP request."""
     engine_s: Silence = 120.0
-    """An engine generates nothing, a swap of weights (`loader.timeout_s`) aside; above the longest prefill."""
+    """Seconds for which an engine may generate nothing, weight updates (`loader.timeout_s`) excluded; must exceed the
+    longest prefill."""
     role_s: Silence = 60.0
-    """A role does not answer on its health port."""
+    """Seconds for which a role may fail to answer on its health port."""
     work_s: Silence = 180.0
-    """A role answers, and its loop does not come round; above the time-outs of log (60 s) and store."""
+    """Seconds that one iteration of a role's main loop may take while the role still answers; must exceed the time-outs
+    of log (60 s) and store."""
     step_s: Silence = 1800.0
-    """The same of the trainer: above its longest microbatch, export, upload, checkpoint or restore."""
+    """Replaces `work_s` for the trainer; must exceed its longest microbatch, export, upload, checkpoint or restore."""
     rank_s: Silence = 60.0
-    """A rank of the trainer other than 0 does not beat."""
+    """Seconds for which a trainer rank other than 0 may send no heartbeat."""
     join_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
-    """The ranks of the trainer have not met since they were started: above the import of torch on the slowest disk."""
+    """Seconds from the start of the trainer's ranks until all of them have connected; must exceed the import of torch
+    on the slowest disk."""
     deaths: Amount = 10
-    """In ten minutes: of a role or engine, until its restarts are said not to help although it became ready after each.
-    0: never."""
+    """Number of deaths of a role or engine within ten minutes after which restarts count as useless, even if it became
+    ready after each. 0: never."""
     run_restarts: Amount = 2
-    """In an hour: where restarts of a role that once worked do not help, the supervisor starts every role and engine
-    of the run again, from the log and the last checkpoint; then the role stays down. 0: it stays down at once."""
+    """Number of times per hour that the supervisor starts every role and engine of the run again, from the log and the
+    last checkpoint, when restarts do not help a role that once worked. After that the role stays down. 0: it stays down
+    at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """[run] Which run this is and where its files lie."""
+    """[run] The id of the run and the location of its files."""
 
     id: str = "local"
-    """Names the run on every record. With a directory alone it is the id of the run whose settings.toml lies there."""
+    """Run id, stored on every record. If only `directory` is set, the id is that of the run whose settings.toml is
+    there."""
     directory: str = "runs/local"
-    """Logs, endpoints.json, report.json and, for embedded servers, their data. With an id alone it is runs/ID."""
+    """Folder of the logs, endpoints.json, report.json and, for embedded servers, their data. If only `id` is set, it is
+    runs/ID."""
     longest_pause_s: Seconds = 604_800.0
-    """For how long the run may stand still with every role down; `turnlog doctor` asks whether the brokers keep the
-    positions of groups for as long."""
+    """Seconds for which the run may stand still with every role down. `turnlog doctor` checks that the brokers retain
+    the offsets of consumer groups for as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistrySettings:
-    """[registry] Schemas, over the Confluent REST API."""
+    """[registry] The schema registry, with the Confluent REST API."""
 
     url: str = ""
-    """Empty starts the embedded registry."""
+    """URL of your registry; empty starts the embedded one."""
     ca_file: str = ""
-    """Authorities of an https url, PEM, read again when it is swapped; empty trusts those of this machine."""
+    """PEM file with the CAs that verify an https `url`, read again when the file changes; empty trusts those of this
+    machine."""
     username: str = ""
-    """Who logs in there (HTTP basic authentication); empty is nobody."""
+    """User name for HTTP basic authentication; empty sends none."""
     password: str = field(default="", repr=False)
-    """Of username."""
+    """Password of `username`."""
     token: str = field(default="", repr=False)
-    """Sent as a bearer token, in place of username and password."""
+    """Bearer token, sent instead of username and password."""
     subject_prefix: str = ""
-    """Before each subject, where several teams share a registry; never changes."""
+    """Prefix of each subject, for a registry that several teams share. It must never change."""
     auto_register: bool = True
-    """Roles register schemas that the registry lacks. false: they only look them up, and wait for `turnlog run
-    configure`, which registers them."""
+    """true: roles register the schemas that the registry lacks. false: they only look schemas up, and wait for `turnlog
+    run configure` to register them."""
     host: str = "127.0.0.1"
     """Address that the embedded registry listens on."""
     port: Port = 0
-    """Of the embedded registry; 0 picks a free one."""
+    """Port of the embedded registry; 0 picks a free one."""
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**21)] = 2**20
-    """Of one request to the embedded registry; a longer one is refused (413) while it comes."""
+    """Maximum body of a request to the embedded registry, in bytes; a larger one is rejected with 413 while it is
+    received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,85 +143,93 @@ class StoreSettings:
     """[store] The S3 object store."""
 
     endpoint: str = ""
-    """http(s)://host:port; empty starts the embedded server on disk."""
+    """Address of your store, http(s)://host:port; empty starts the embedded server on disk."""
     ca_file: str = ""
-    """Authorities of an https endpoint, PEM, read again when it is swapped; empty trusts those of this machine."""
+    """PEM file with the CAs that verify an https `endpoint`, read again when the file changes; empty trusts those of
+    this machine."""
     bucket: str = "turnlog"
-    """Made when it is missing, if make_bucket says so."""
+    """Bucket for everything that turnlog stores; created if it is missing and `make_bucket` is true."""
     make_bucket: bool = True
-    """Roles make a bucket that is missing. false: they wait for `turnlog run configure`, which makes it."""
+    """true: roles create a missing bucket. false: they wait for `turnlog run configure` to create it."""
     address_style: Literal["path", "virtual"] = "path"
-    """path: endpoint/bucket/key; virtual: bucket.endpoint/key, as AWS wants it."""
+    """path: endpoint/bucket/key. virtual: bucket.endpoint/key, as AWS requires."""
     credentials: Literal["keys", "role"] = "keys"
-    """keys: access_key and secret_key. role: of the machine or the pod, renewed by themselves: a web identity
-    (AWS_WEB_IDENTITY_TOKEN_FILE and AWS_ROLE_ARN), a container's or an instance's role."""
+    """keys: use access_key and secret_key. role: use the role of the machine or pod, renewed automatically: a web
+    identity (AWS_WEB_IDENTITY_TOKEN_FILE and AWS_ROLE_ARN), a container role or an instance role."""
     access_key: str = field(default="turnlog", repr=False)
-    """Who signs requests."""
+    """Access key id that requests are signed with."""
     secret_key: str = field(default="", repr=False)
-    """What requests are signed with; empty is the embedded server's own, made in the run's directory, mode 0600."""
+    """Secret key that requests are signed with; empty uses the embedded server's own, created in the run's directory
+    with mode 0600."""
     session_token: str = field(default="", repr=False)
-    """Of temporary keys."""
+    """Session token of temporary keys."""
     region: str = "us-east-1"
-    """As signatures name it."""
+    """Region that request signatures name."""
     port: Port = 0
-    """Of the embedded server; 0 picks a free one."""
+    """Port of the embedded server; 0 picks a free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """[engine] SGLang."""
+    """[engine] The SGLang engines that sample from the policy."""
 
     urls: tuple[str, ...] = ()
-    """Engines that run already; empty starts embedded ones."""
+    """URLs of engines that already run; empty starts embedded ones."""
     ca_file: str = ""
-    """Authorities of https urls, PEM, read again when it is swapped; empty trusts those of this machine."""
+    """PEM file with the CAs that verify https `urls`, read again when the file changes; empty trusts those of this
+    machine."""
     count: Count = 1
-    """How many embedded engines."""
+    """Number of embedded engines."""
     launcher: Literal["local", "ray"] = "local"
-    """Who starts embedded engines. local: the supervisor, on its machine; ray: each with its loader in an actor on a
-    node of a Ray cluster, at that node's address."""
+    """Launcher of embedded engines. local: the supervisor, on its machine. ray: each engine runs in an actor, together
+    with its loader, on a node of a Ray cluster, at that node's address."""
     ray_address: str = "auto"
-    """Of that cluster; auto: what RAY_ADDRESS says, or the one that this machine is a node of."""
+    """Address of the Ray cluster. auto: RAY_ADDRESS if it is set, else the cluster that this machine is a node of."""
     ray_cpus: Count = 1
-    """Of a node, for an engine and its loader."""
+    """CPUs of a Ray node reserved for an engine and its loader."""
     ray_gpus: Count = 1
-    """Of a node, for an engine with device cuda; as many as its tensor parallelism in extra_args takes."""
+    """GPUs of a Ray node reserved for an engine with device cuda; must match the tensor parallelism in extra_args."""
     host: str = "127.0.0.1"
-    """Address that `turnlog engine` and embedded engines listen on; whoever reaches it can load other weights."""
+    """Address that `turnlog engine` and embedded engines listen on. Whoever can reach it can load other weights."""
     port: Port = 0
-    """Of `turnlog engine`; 0 picks a free one, which its log names."""
+    """Port of `turnlog engine`; 0 picks a free one and logs it."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where embedded engines run."""
+    """Device of embedded engines."""
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
-    """--dtype of embedded engines; auto: as the model folder says."""
+    """--dtype of embedded engines; auto takes the type from the model folder."""
     context: Count = 512
-    """Tokens that the model can attend to; prompt + output stay below."""
+    """Context length of embedded engines in tokens; prompt and output together stay below it."""
     max_total_tokens: Count = 16384
-    """Tokens in the key-value cache of an embedded engine."""
+    """Size of an embedded engine's key-value cache, in tokens."""
     extra_args: tuple[str, ...] = ()
-    """Appended to the launch command of embedded engines."""
+    """Arguments appended to the launch command of embedded engines."""
     start_timeout_s: Seconds = 300.0
-    """From an engine's start to its first answer."""
+    """Maximum seconds from the start of an engine to its first answer."""
     request_timeout_s: Seconds = 120.0
-    """Of one generation; then another engine is asked."""
+    """Maximum seconds of one generation; after that another engine is tried."""
     drain_s: Seconds = 60.0
-    """For what runs at an engine that is asked to go; then it is aborted, and submitted again to another one."""
+    """Seconds that the running requests of a leaving engine have to finish; after that they are aborted and resubmitted
+    to another engine."""
     autoscale_min: Count = 1
-    """Embedded engines at least, while autoscale_max is set."""
+    """Minimum number of embedded engines while autoscale_max is set."""
     autoscale_max: Amount = 0
-    """Embedded engines at most; the supervisor asks for more and fewer by what runs and waits there. 0: nobody does."""
+    """Maximum number of embedded engines; the supervisor adds and removes engines by the number of running and waiting
+    requests. 0 disables autoscaling."""
     autoscale_requests: Count = 16
-    """Requests per engine, running and waiting, above which there are too few engines."""
+    """Running and waiting requests per engine above which an engine is added."""
     autoscale_after_s: Seconds = 15.0
-    """For which that must last; four times as long for one engine too many."""
+    """Seconds for which that must last before an engine is added; it takes four times as long to remove one that is not
+    needed."""
     update: Literal["auto", "retract", "in_place", "abort"] = "auto"
-    """How running requests meet new weights. retract: their cache is computed again. in_place: they go on with the
-    cache of the old ones, which their spans say (kv_version), and no later request shares it. abort: they are submitted
-    again, so that the routed experts of each token are of the weights that sampled it. auto: abort of a mixture of
-    experts, unless gateway.routed_experts is off, else retract."""
+    """Treatment of running requests at a weight update. retract: they continue, and their cache is recomputed.
+    in_place: they continue with the cache of the old weights, which their spans record (kv_version), and no later
+    request shares that cache. abort: they are submitted again, so that the routed experts of each token belong to the
+    weights that sampled it. auto: abort for a mixture of experts, unless gateway.routed_experts is off; else retract.
+    """
     colocate: bool = False
-    """Engines and trainer have the same devices, in turns: from a formed batch until the weights that it makes, engines
-    give the memory of weights and cache back. With batcher.max_lag 0 and trainer.publish_every 1."""
+    """Whether engines and trainer take turns on the same devices: from the forming of a batch until the publication of
+    the weights that it produces, engines release the memory of weights and cache. Requires batcher.max_lag = 0 and
+    trainer.publish_every = 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,45 +237,54 @@ class ModelSettings:
     """[model] The policy."""
 
     path: str = ""
-    """Hugging Face folder: config, weights, tokenizer, chat template; empty makes the recipe's tiny one."""
+    """Hugging Face folder with config, weights, tokenizer and chat template; empty creates the tiny model of the
+    environment (`feeder.recipe`)."""
     name: str = "turnlog-policy"
-    """What agents call it (`model` of a request)."""
+    """Name that agents put into the `model` field of a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """[gateway] Sessions, and the APIs that agents speak."""
+    """[gateway] Sessions, and the APIs for agents."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Port = 0
     """Port to listen on; 0 picks a free one."""
     url: str = ""
-    """Where agents reach it, or any of its replicas; empty is http://host:port."""
+    """URL at which agents reach the gateway, or any of its replicas; empty means http://host:port."""
     own_url: str = ""
-    """Where runners and other gateways reach this replica alone: http://POD_IP:port. With it, requests of a session go
-    to the replica that opened it, and another takes over only when that is gone. Empty: there is one, at url."""
+    """URL at which runners and other gateways reach this replica alone, such as http://POD_IP:port. If set, requests of
+    a session go to the replica that opened it, and another one takes over only when that replica is gone. Empty: there
+    is only one gateway, at `url`."""
     certificate_file: str = ""
-    """What the gateway shows to clients, PEM, with its chain; it then serves https alone. Read again when swapped."""
+    """PEM file with the gateway's certificate and its chain; if set, it serves only https. Read again when the file
+    changes."""
     key_file: str = ""
-    """The certificate's private key, PEM, without a password; empty: certificate_file holds it, too."""
+    """PEM file with the certificate's private key, without a password; empty means that certificate_file holds the key
+    as well."""
     ca_file: str = ""
-    """Authorities that runners and other gateways check an https url by, PEM; empty trusts those of this machine."""
+    """PEM file with the CAs by which runners and other gateways verify an https `url`; empty trusts those of this
+    machine."""
     signing_key: Annotated[str, Signs()] = field(default="", repr=False)
-    """Signs session tokens; empty makes one in the run's directory, mode 0600."""
+    """Key that signs session tokens; empty creates one in the run's directory, with mode 0600."""
     accepted_signing_keys: Annotated[str, Signs(several=True)] = field(default="", repr=False)
-    """Keys that sign nothing and whose tokens are accepted all the same, with white space between them: the next or
-    the previous one, while keys are rotated."""
+    """Keys whose session tokens are also accepted, separated by white space: the next or the previous key during a key
+    rotation."""
     keep_alive_s: Seconds = 10.0
-    """Silence of a stream after which a comment is sent, so that no proxy closes it."""
+    """Seconds without output after which a stream sends a comment, so that no proxy closes the connection."""
     side_engines: tuple[str, ...] = ()
-    """PATTERN=URL each: a request whose `model` fits the pattern (`*haiku*`; the first counts) is answered by the
-    SGLang engine there, which has the policy's tokenizer, and never trains. Every other name is the policy."""
+    """Auxiliary models, PATTERN=URL each: a request whose `model` matches the pattern (such as `*haiku*`; the first
+    match wins) is answered by the SGLang engine at that URL, which must have the policy's tokenizer, and is never
+    trained. Every other model name means the policy."""
     constraints: Literal["refuse", "ignore"] = "refuse"
-    """Requests that would constrain what is sampled (a required or named tool_choice, a JSON response_format), where
-    recorded log-probs are the policy's own: refuse them by name, or ignore that field and count it."""
+    """Treatment of a field that would constrain sampling (a required or named tool_choice, a JSON response_format),
+    since recorded log-probs are those of the unconstrained policy. refuse: reject the request and name the field.
+    ignore: drop the field and count it."""
     history: Literal["sampled", "template"] = "sampled"
-    """sampled: a base's ids stay; template: strip as the chat template does."""
+    """Prompt of a turn that continues an earlier one. sampled: the token ids of earlier turns stay as they were
+    sampled. template: the messages as the chat template renders them, which may strip parts (such as earlier
+    reasoning)."""
     tool_calls: Literal[
         "auto",
         "none",
@@ -293,7 +320,8 @@ class GatewaySettings:
         "granite",
         "command_r",
     ] = "auto"
-    """How the model writes tool calls: auto, as its chat template shows it; none: all stays text."""
+    """Format in which the model writes tool calls. auto: detected from its chat template. none: all output stays text.
+    """
     reasoning: Literal[
         "auto",
         "none",
@@ -309,270 +337,288 @@ class GatewaySettings:
         "minimax",
         "hunyuan",
     ] = "auto"
-    """Between which marks the model reasons (think: <think> and </think>): auto, those of which the closing one stands
-    in its chat template; none: what it reasons stays text."""
+    """Marks around the model's reasoning (think: <think> and </think>). auto: those whose closing mark occurs in its
+    chat template. none: reasoning stays part of the text."""
     harness: str = "auto"
-    """Whose marks tell agents of a session apart: auto (by User-Agent, else the session's agent name) | none |
-    claude_code | codex | opencode | qwen_code | an entry point of turnlog.harness_profiles."""
+    """Profile that tells the agents of a session apart: auto (by User-Agent, else by the session's agent name), none,
+    claude_code, codex, opencode, qwen_code or an entry point of turnlog.harness_profiles."""
     routed_experts: Literal["auto", "on", "off"] = "auto"
-    """Ask engines for routed experts (R3): auto, for a mixture of experts whose engine returns them, where
-    engine.update is auto or abort; on, or refuse the turn; off."""
+    """Whether to request routed experts (R3) from engines. auto: for a mixture of experts whose engine returns them, if
+    engine.update is auto or abort. on: always, and fail the turn without them. off: never."""
     session_s: Seconds = 7 * 24 * 3600.0
-    """How long a session's token opens it, from its start on."""
+    """Seconds from the start of a session for which its token is valid."""
     session_turns: Count = 256
-    """Turns of one session at a time; whoever asks for more is told to come again (429)."""
+    """Maximum number of concurrent turns of one session; further requests are answered with 429."""
     session_turns_per_minute: Amount = 0
-    """Turns that one session may begin in a minute, the same way; 0: any number."""
+    """Maximum number of turns that one session may begin per minute; further requests are answered with 429. 0: no
+    limit."""
     request_s: Seconds = 60.0
-    """Within which the head of a request must be there, and then its body (408)."""
+    """Seconds within which the head of a request must arrive, and then its body; otherwise 408."""
     max_body_bytes: Bytes = 32 * 2**20
-    """Of one request, images in it included; a longer one is refused (413) while it comes."""
+    """Maximum body of a request in bytes, images included; a larger one is rejected with 413 while it is received."""
     max_image_pixels: Count = 32 * 2**20
-    """Of one image, by what its head says: it is refused before anything decodes it."""
+    """Maximum pixels of one image, read from its header; a larger one is rejected before it is decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeederSettings:
-    """[feeder] Which tasks are drawn, and when."""
+    """[feeder] Which tasks are sampled, when, and within which limits."""
 
     recipe: str = "calc"
-    """Dataset, prompt, tools and verifier: an entry point of turnlog.recipes."""
+    """Environment: task source, prompt, tools and verifier, by its entry point in turnlog.recipes."""
     dataset: str = ""
-    """A JSON-lines file, one task a line; empty lets the recipe write one."""
+    """JSON-lines file with one task per line; empty lets the environment write one."""
     mix: tuple[str, ...] = ()
-    """Several recipes in place of `recipe` and `dataset`: RECIPE:WEIGHT or RECIPE:WEIGHT:FILE each. Fresh tasks come
-    from them by their weights; `recipe` still says how a tiny model begins."""
+    """Several environments instead of `recipe` and `dataset`, as RECIPE:WEIGHT or RECIPE:WEIGHT:FILE each. Fresh tasks
+    are taken from them in proportion to their weights; `recipe` still decides how a tiny model begins."""
     group_size: Count = 16
-    """Rollouts of one task; at least what the estimator needs."""
+    """Number of rollouts of one task; at least what the estimator needs."""
     oversample: Amount = 0
-    """Rollouts that are asked for beyond group_size. The group is closed once group_size can be trained on, and the
-    rest is cut (assembler.stragglers = "cut")."""
+    """Number of extra rollouts requested beyond group_size. The group is closed once group_size of its rollouts can be
+    trained on, and the remaining rollouts are cut (requires assembler.stragglers = "cut")."""
     pass_rate_low: Share = 0.0
-    """A task is passed over for a while when a smaller share of its last group had a reward of at least 1."""
+    """Skip a task for `pass_rate_epochs` epochs if a smaller share of its last group had a reward of at least 1."""
     pass_rate_high: Share = 1.0
-    """Or a larger one."""
+    """Skip a task for `pass_rate_epochs` epochs if a larger share of its last group had a reward of at least 1."""
     pass_rate_epochs: Count = 2
-    """For how many epochs it is passed over then."""
+    """Number of epochs for which a task outside the pass-rate band is skipped."""
     discarded_repeats: Amount = 1
-    """How often a task is drawn again in the same epoch because its group was discarded (by a group filter, or for too
-    few valid rollouts): behind the fresh tasks of that epoch."""
+    """Maximum number of times that a task is requested again in the same epoch because its group was discarded (by a
+    group filter, or for too few valid rollouts). Repeats come after the fresh tasks of that epoch."""
     draws: Count = 30
-    """Draws to train before the run ends."""
+    """Number of draws (rollout batches) to train before the run ends."""
     seed: Seed = 0
-    """Of the order of tasks."""
+    """Seed of the order of tasks."""
     temperature: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    """Of sampling; greedy decoding has no log-probs to train on."""
+    """Sampling temperature; greedy decoding is not allowed, since it has no log-probs to train on."""
     max_new_tokens: Count = 24
-    """Output tokens of one turn."""
+    """Maximum output tokens of one turn."""
     max_turns: Count = 4
-    """Of one session; then it is truncated."""
+    """Maximum turns of one session; after that it is truncated."""
     max_context_tokens: Count = 512
-    """Prompt and output of one turn; at most engine.context."""
+    """Maximum tokens of prompt and output of one turn; at most engine.context."""
     deadline_s: Seconds = 120.0
-    """Of one session's own work, after which it is truncated. Waits for engines, sandboxes and gateways are no work."""
+    """Seconds of a session's own work, after which it is truncated. Waiting for engines, sandboxes and gateways does
+    not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """[eval] Tasks that measure and never train, asked for by the feeder; `turnlog eval` reads what came of them."""
+    """[eval] Evaluation: tasks that the feeder requests, and that are measured and never trained; `turnlog eval`
+    reports the results."""
 
     every: Amount = 0
-    """Draws between two rounds; the first one is before the first draw. 0 asks for none."""
+    """Draws between two evaluation rounds, the first of which precedes the first draw. 0 disables evaluation."""
     recipe: str = ""
-    """Of the tasks; empty for feeder.recipe."""
+    """Environment of the tasks; empty means feeder.recipe."""
     dataset: str = ""
-    """A JSON-lines file, all of whose rows are a round; empty lets the recipe write `tasks` of its own."""
+    """JSON-lines file, all of whose rows form a round; empty lets the environment write `tasks` rows."""
     tasks: Count = 32
-    """Rows that the recipe writes, by another seed than feeder.seed."""
+    """Number of rows that the environment writes, with another seed than feeder.seed."""
     samples: Count = 4
-    """Rollouts of each task: pass@k is known for k up to it. They are sampled as [feeder] says."""
+    """Rollouts of each task, sampled with the settings of [feeder]; pass@k is available for k up to this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
-    """[runner] White-box agents."""
+    """[runner] Agents that turnlog runs itself (white-box agents)."""
 
     concurrency: Count = 64
-    """Sessions at once in one process."""
+    """Maximum number of concurrent sessions in one process."""
     max_attempts: Count = 3
-    """Sessions per rollout before the failure is final; one that ended for want of a server does not count."""
+    """Maximum number of sessions per rollout before its failure is final; a session that ended because a server was
+    unavailable does not count."""
     tool_deadline_s: Seconds = 60.0
-    """From a tool call to its answer; then the session is tried again."""
+    """Maximum seconds from a tool call to its answer; after that the rollout is tried again in another session."""
     gateway_patience_s: Seconds = 60.0
-    """A gateway that gives no answer for longer is an infrastructure failure."""
+    """Seconds without an answer from the gateway after which the attempt is an infrastructure failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings(LearningSettings):
-    """[trainer] Megatron."""
+    """[trainer] The Megatron trainer: loss, optimizer, layout, checkpoints and publication of weights."""
 
     initial_weights: str = ""
-    """Hugging Face folder whose weights become version 0; empty is model.path (or, for a recipe's tiny model, the
-    result of its warm start)."""
+    """Hugging Face folder whose weights become version 0; empty means model.path or, for the tiny model of an
+    environment, the result of its warm start."""
     tensor_parallel: Count = 1
-    """Ranks that share each layer."""
+    """Number of ranks that share each layer."""
     pipeline_parallel: Count = 1
-    """Ranks that share the layers."""
+    """Number of ranks that divide the layers among them."""
     context_parallel: Count = 1
-    """Ranks that share the tokens of each row."""
+    """Number of ranks that share the tokens of each row."""
     expert_parallel: Count = 1
-    """Ranks that share the experts of a mixture; they are those that share a layer or differ in their rows."""
+    """Number of ranks that share the experts of a mixture. They are taken from all ranks of a pipeline stage, whatever
+    else those share."""
     sequence_parallel: bool = False
-    """Tensor-parallel ranks also share the tokens between their matrices; those of a mixture of experts must, and share
-    the experts, too."""
+    """Whether tensor-parallel ranks also share the tokens between their matrices. A mixture of experts with tensor
+    parallelism needs it, and its ranks then share the experts, too."""
     recompute: Literal["none", "full"] = "none"
-    """full: keep the inputs of each layer alone and compute it again for the gradient."""
+    """full: keep only the inputs of each layer and recompute the rest in the backward pass, which saves memory. none:
+    keep all activations."""
     lora_rank: Amount = 0
-    """Train low-rank adapters of this rank in attention and dense layers, and nothing else; 0: every weight."""
+    """Rank of low-rank adapters in attention and dense layers, which are then all that is trained; 0 trains every
+    weight."""
     lora_alpha: Scale = 32.0
-    """What adapters add is multiplied by lora_alpha / lora_rank."""
+    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     publish: Literal["merged", "adapter"] = "merged"
-    """merged: whole models, with what adapters add. adapter: the adapters alone, behind the weights that they rest on;
-    engines serve each under a name of its own, and have --enable-lora."""
+    """merged: publish whole models with the adapters merged in. adapter: publish only the adapters, after the weights
+    that they rest on; engines serve each under a name of its own and need --enable-lora."""
     router_replay: Literal["auto", "only", "off"] = "auto"
-    """auto: rows of a mixture train on the experts that engines recorded, and those without as its routers choose;
-    only: those without are masked, as `unrouted`; off: its routers choose."""
+    """Experts of rows of a mixture. auto: those that engines recorded; rows without recorded experts train on the
+    choice of the trainer's routers. only: rows without recorded experts are masked, as `unrouted`. off: always the
+    choice of the trainer's routers."""
     world_size: Count = 1
-    """Ranks in all: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of expert_parallel x
-    pipeline_parallel. Each takes the device of its number on its machine."""
+    """Total number of ranks: a multiple of tensor_parallel x pipeline_parallel x context_parallel, and of
+    expert_parallel x pipeline_parallel. Each rank uses the device with its local number on its machine."""
     launcher: Literal["local", "ray"] = "local"
-    """Who starts the ranks. local: the trainer, on its machine, of which it is rank 0 (or torchrun, on several); ray:
-    the trainer, as actors on the nodes of a Ray cluster, of which it is none."""
+    """Launcher of the ranks. local: the trainer, on its own machine, where it is rank 0 (or torchrun, on several
+    machines). ray: the trainer, as actors on the nodes of a Ray cluster; the trainer is then no rank itself."""
     ray_address: str = "auto"
-    """Of that cluster; auto: what RAY_ADDRESS says, or the one that this machine is a node of."""
+    """Address of the Ray cluster. auto: RAY_ADDRESS if it is set, else the cluster that this machine is a node of."""
     ray_placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
-    """Of its ranks on nodes, as Ray's placement groups know it: on few or many, STRICT on one or on one each."""
+    """Strategy of Ray's placement group for the ranks: PACK on few nodes, SPREAD over many; STRICT_PACK on a single
+    node, STRICT_SPREAD on one node each."""
     threads: Count = 2
     """Torch threads per rank on CPU."""
     microbatch_tokens: Count = 8192
-    """Tokens, padding included, that a rank holds at once; a longer row is a microbatch of its own."""
+    """Maximum tokens of a microbatch on one rank, padding included; a longer row forms a microbatch of its own. Lower
+    it if memory runs out."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Rows of a microbatch lie behind one another, so that no padding is computed; auto: where that is faster than
-    padding them to the longest."""
+    """Whether to concatenate the rows of a microbatch, so that no padding is computed. auto: if that is faster than
+    padding them to the longest row."""
     learning_rate: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Of the first step after the warm-up; 0: 1e-6, or 8e-4 where model.path is empty, for a recipe's tiny model."""
+    """Learning rate of the first step after the warm-up. 0: 1e-6, or 8e-4 if model.path is empty, for the tiny model of
+    an environment."""
     learning_rate_schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate falls after the warm-up, over feeder.draws x batcher.updates_per_draw steps: under any but constant
-    a run that goes on with another number of them needs allow_changes."""
+    """Decay of the learning rate after the warm-up, over feeder.draws x batcher.updates_per_draw steps. Unless it is
+    constant, a run that continues with another number of steps needs allow_changes."""
     warmup_steps: Amount = 0
-    """Optimizer steps over which the rate rises linearly."""
+    """Optimizer steps over which the learning rate rises linearly."""
     min_learning_rate_ratio: Share = 0.1
-    """The share of the rate that a linear or cosine schedule ends at."""
+    """Share of the learning rate at which a linear or cosine schedule ends."""
     beta1: Decay = 0.9
-    """Of Adam's mean of gradients."""
+    """Adam's decay rate of the mean of gradients."""
     beta2: Decay = 0.95
-    """Of Adam's mean of their squares."""
+    """Adam's decay rate of the mean of squared gradients."""
     weight_decay: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """Of AdamW, decoupled; norms and biases have none."""
+    """Decoupled weight decay of AdamW; norms and biases are not decayed."""
     clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
-    """Largest global norm of a gradient; 0 does not clip."""
+    """Maximum global norm of a gradient; 0 does not clip."""
     token_files_every: Amount = 0
-    """Steps, of which the first leaves a file of its trained tokens' log-probs, entropies, ratios and advantages beside
-    its batch file; 0: none does."""
+    """Steps between token files: log-probs, entropies, ratios and advantages of the trained tokens, stored beside the
+    batch file. The first step always writes one. 0 writes none."""
     max_skipped: Amount = 3
-    """Steps in a row without a finite gradient, after which the trainer ends; 0: it never does."""
+    """Consecutive steps without a finite gradient after which the trainer ends with an error; 0: it never does."""
     publish_every: Count = 1
-    """Draws between published weights."""
+    """Number of draws between two published weight versions."""
     delta_chain: Amount = 0
-    """Most versions in a row that are published as what changed since the one before; then one is whole. 0: all are.
-    The last export stays on the trainer's disk for it, and every loader of the run must know deltas."""
+    """Maximum number of consecutive versions published as differences from the version before; the next one is whole. 0
+    publishes every version whole. It needs the last export on the trainer's disk, and every loader of the run must
+    support deltas."""
     checkpoint_every: Count = 10
-    """Optimizer steps between checkpoints, which are written while the next steps go on, one at a time; one more at
-    the start, at the end, and when the trainer is asked to stop."""
+    """Optimizer steps between checkpoints. Checkpoints are written in the background, one at a time; additional ones
+    are written at the start, at the end and when the trainer is asked to stop."""
     checkpoints: Literal["folder", "s3"] = "folder"
-    """folder: checkpoints/ of run.directory, which several machines must share. s3: the run's folder in [store]; each
-    machine keeps what its ranks need of the last two in checkpoints/s3/ of its own run.directory."""
+    """Location of checkpoints. folder: in checkpoints/ of run.directory, which several machines must share. s3: in the
+    run's folder in [store]; each machine caches what its ranks need of the last two in checkpoints/s3/ of its own
+    run.directory."""
     checkpoints_kept: Count = 3
-    """The newest ones stay there; with eval.every also that of the best version, and those being evaluated."""
+    """Number of newest checkpoints to keep. If eval.every is set, those of the best version and of unfinished
+    evaluations are kept as well."""
     checkpoints_reshardable: bool = False
-    """Each data-parallel rank gathers the optimizer of its shard, so that checkpoints load on any layout; else nothing
-    is gathered, and they load on any number of data-parallel ranks."""
+    """true: each data-parallel rank gathers the optimizer state of its shard, so that checkpoints load on any layout.
+    false: nothing is gathered, and checkpoints load only if nothing but the number of data-parallel ranks differs."""
     allow_changes: bool = False
-    """Go on from a checkpoint that was trained with other settings of learning than these; else the trainer shows them
-    and ends."""
+    """Whether to continue from a checkpoint that was trained with other learning settings. If false, the trainer lists
+    the differences and ends."""
     seed: Amount = 1234
-    """Of Megatron's generators."""
+    """Seed of Megatron's random number generators."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of parameters. auto: bfloat16 on CUDA; float32 on a CPU, and for a recipe's tiny model."""
+    """Data type of parameters. auto: bfloat16 on CUDA; float32 on a CPU, and for the tiny model of an environment."""
     warm_start_steps: Amount = 400
-    """Supervised steps on the recipe's demonstrations, for its tiny model."""
+    """Supervised steps on the environment's demonstrations, for its tiny model."""
     warm_start_rate: Rate = 3e-3
-    """Learning rate of those steps."""
+    """Learning rate of the warm start."""
     warm_start_seed: Amount = 0
-    """Of the tiny model's random weights and the order of demonstrations."""
+    """Seed of the tiny model's random weights and of the order of demonstrations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSettings:
-    """[loader] Weight loaders."""
+    """[loader] The roles that load published weights into engines, one per engine."""
 
     attempts: Count = 3
-    """To fetch the files of a version; then the process ends."""
+    """Number of attempts to fetch the files of a version; after that the process ends."""
     timeout_s: Seconds = 60.0
-    """Of an engine, to load a version."""
+    """Maximum seconds for an engine to load a version."""
     transport: Literal["disk", "tensor", "distributed"] = "disk"
-    """How verified files come into an engine. disk: it reads them itself, under the same path. tensor: through shared
-    memory of the machine that both are on. distributed: by broadcast, from any machine. The last two need torch."""
+    """Transport of verified files to an engine. disk: the engine reads them itself, under the same path. tensor:
+    through shared memory of the machine that runs both. distributed: by broadcast, from any machine. The last two need
+    torch."""
     group_backend: Literal["gloo", "nccl"] = "gloo"
-    """Of the broadcast; nccl is for engines on CUDA, and the loader then needs a device of its own."""
+    """Backend of the broadcast. nccl is for engines on CUDA, and the loader then needs a device of its own."""
     silent_s: Seconds = 4.0
-    """Without an answer of an engine; then it is given no new turns until it answers again."""
+    """Seconds without an answer after which an engine is given no new turns until it answers again."""
     gone_s: Seconds = 30.0
-    """Without an answer; then it is gone, and its loader ends. Above what an engine that is only starved needs."""
+    """Seconds without an answer after which an engine is gone and its loader ends; must exceed the longest pause of an
+    engine that is merely starved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveSettings:
-    """[archive] Copies of the topics in the object store. A range is closed by what comes first."""
+    """[archive] Copies of the topics in the object store. A range of offsets is closed, and uploaded as a file, by
+    whichever limit is reached first."""
 
     enabled: bool = False
-    """`turnlog up` runs an archiver."""
+    """Whether `turnlog up` runs an archiver."""
     name: str = ""
-    """Its folder below archive/ in the bucket; empty is the run's id."""
+    """Name of the archive's folder below archive/ in the bucket; empty means the run id."""
     max_bytes: Bytes = 32 * 2**20
-    """Of keys and values in one file."""
+    """Maximum bytes of keys and values in one file."""
     max_records: Count = 100_000
-    """Of one file."""
+    """Maximum number of records in one file."""
     max_age_s: Seconds = 600.0
-    """A range is closed so long after its first record was read."""
+    """Seconds after the reading of its first record at which a range is closed."""
     buffer_bytes: Bytes = 256 * 2**20
-    """Of all open ranges together; above it the largest is closed."""
+    """Maximum bytes of all open ranges together; above it the largest one is closed."""
     codec: Literal["deflate", "null"] = "deflate"
     """Compression of the files' blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewsSettings:
-    """[views] The Faust live views."""
+    """[views] The live views, a Faust application."""
 
     enabled: bool = True
-    """`turnlog up` runs them."""
+    """Whether `turnlog up` runs them."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Port = 0
-    """To serve on; 0 picks a free one."""
+    """Port to listen on; 0 picks a free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagSettings:
-    """[lag] `turnlog lag`: how far each role is behind the log, for autoscaling."""
+    """[lag] `turnlog lag`, which exports each role's number of unread records, for autoscaling."""
 
     host: str = "127.0.0.1"
     """Address to serve /metrics, /healthz and /readyz on."""
     port: Port = 0
-    """There; 0 is where TURNLOG_HEALTH_HOST and TURNLOG_HEALTH_PORT say, else a free one, which its log names."""
+    """Port to serve them on. 0: the address in TURNLOG_HEALTH_HOST and TURNLOG_HEALTH_PORT if it is set, else a free
+    port, which is logged."""
     every_s: Seconds = 5.0
-    """Between two looks at the broker."""
+    """Seconds between two queries to the brokers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSettings:
-    """[index] The log as tables of one SQLite file, for `turnlog query` and pages (docs/index.md)."""
+    """[index] The log as tables of one SQLite file, for `turnlog query` and the dashboard (docs/index.md)."""
 
     enabled: bool = False
-    """`turnlog up` runs an indexer."""
+    """Whether `turnlog up` runs an indexer."""
     path: str = ""
-    """Of the file; empty is index.sqlite in the run's directory."""
+    """Path of the SQLite file; empty means index.sqlite in the run's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -580,27 +626,29 @@ class TraceSettings:
     """[trace] Spans for an OpenTelemetry collector (docs/outlets.md)."""
 
     url: str = ""
-    """Of its OTLP/HTTP endpoint, up to /v1/traces, as http://localhost:4318."""
+    """URL of the collector's OTLP/HTTP endpoint without /v1/traces, such as http://localhost:4318."""
     ca_file: str = ""
-    """Authorities of an https url, PEM; empty trusts those of this machine."""
+    """PEM file with the CAs that verify an https `url`; empty trusts those of this machine."""
     token: str = field(default="", repr=False)
-    """Sent as a bearer token."""
+    """Bearer token for the collector."""
     ratio: Share = 1.0
-    """Of traces that are kept; chosen by trace id, so that all who ask for it keep the same ones."""
+    """Share of traces to export. They are chosen by trace id, so that all exporters with the same ratio choose the same
+    traces."""
     timeout_s: Seconds = 10.0
-    """For a request, tries again included; then the process ends, and its successor hands the spans over."""
+    """Maximum seconds for a request, retries included; after that the process ends, and its successor exports the
+    spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertsSettings:
-    """[alerts] Tells people of alarms (docs/outlets.md). `turnlog up` does where urls is set."""
+    """[alerts] Notifications about alerts (docs/outlets.md). `turnlog up` sends them if `urls` is set."""
 
     urls: str = field(default="", repr=False)
-    """Where to, with white space between them, as apprise writes addresses: mailto://, slack://, json://host."""
+    """Recipients as apprise URLs, separated by white space: mailto://, slack://, json://host."""
     every_s: Seconds = 15.0
-    """Between two looks."""
+    """Seconds between two checks."""
     again_s: Seconds = 14_400.0
-    """An alarm that goes on is told again."""
+    """Seconds after which an alert that still fires is sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -608,31 +656,32 @@ class DashboardSettings:
     """[dashboard] The run in the browser (docs/dashboard.md)."""
 
     enabled: bool = True
-    """`turnlog up` serves it, and runs the indexer that it reads of."""
+    """Whether `turnlog up` serves the dashboard and runs the indexer that it reads from."""
     host: str = "127.0.0.1"
-    """Address to listen on; beyond the loopback every page demands a login."""
+    """Address to listen on; on any but a loopback address every page requires a login."""
     port: Port = 0
-    """There; 0 picks a free one."""
+    """Port to listen on; 0 picks a free one."""
     login: Literal["beyond_loopback", "always"] = "beyond_loopback"
-    """Whether reading on the loopback needs a login, too: other users of the machine reach it."""
+    """When a login is required. always: also on the loopback address, which other users of the machine can reach."""
     hosts: tuple[str, ...] = ()
-    """Names that browsers may call it by, beside localhost and addresses in numbers: of a proxy before it, say."""
+    """Host names that browsers may use for it, in addition to localhost and IP addresses; for example that of a proxy
+    in front of it."""
     key: Annotated[str, Signs()] = field(default="", repr=False)
-    """Signs login links and logins; empty makes one in the run's directory, mode 0600."""
+    """Key that signs login links and login cookies; empty creates one in the run's directory, with mode 0600."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings:
-    """[status] `turnlog status` where no supervisor of `turnlog up` runs the roles."""
+    """[status] `turnlog status` for roles that no supervisor of `turnlog up` runs."""
 
     health: tuple[str, ...] = ()
-    """Addresses of roles' health endpoints, http://host:port, to ask whether each is ready; --health wins. The
-    dashboard asks those of sandbox workers for their pools."""
+    """Addresses of the roles' health endpoints, http://host:port, which are asked for readiness; --health overrides
+    them. The dashboard reads the pools of sandbox workers from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything. A role reads its own section and the clients' sections."""
+    """All settings. A role reads its own section and those of the clients that it uses."""
 
     run: RunSettings = RunSettings()
     kafka: KafkaSettings = field(default_factory=KafkaSettings)
@@ -663,12 +712,12 @@ class Settings:
 
 
 def load(path: Path | None, env: Mapping[str, str]) -> Settings:
-    """Read a TOML file (None: defaults alone), then the environment. Raises SettingsError."""
+    """Read a TOML file (None: only the defaults), then the environment. Raises SettingsError."""
     return from_tables(tables_of(path), env, source=str(path or "defaults"))
 
 
 def tables_of(path: Path | None) -> dict[str, Any]:
-    """A TOML file as it stands; empty for None. Raises SettingsError."""
+    """Return the tables of a TOML file, or an empty dict for None. Raises SettingsError."""
     if path is None:
         return {}
     try:
@@ -683,12 +732,12 @@ def tables_of(path: Path | None) -> dict[str, Any]:
 
 
 def from_tables(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
-    """Settings from parsed tables and the environment; the environment wins. Raises SettingsError."""
+    """Build settings from parsed tables and the environment, which takes precedence. Raises SettingsError."""
     return changed(Settings(), tables, env, source=source)
 
 
 def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
-    """`settings` with what tables and the environment say in place of its values. Raises SettingsError."""
+    """Return `settings` with the values of the tables and the environment in place of its own. Raises SettingsError."""
     sections = {section.name: getattr(settings, section.name) for section in dataclasses.fields(Settings)}
     for name in tables:
         if name not in sections:
@@ -723,7 +772,8 @@ def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str
 
 
 def _check_colocation(settings: Settings, source: str) -> None:
-    """Raises SettingsError for a shared device of which engine or trainer would not let go."""
+    """Raise SettingsError if engines and trainer are to share devices and another setting would keep one of them from
+    releasing them."""
     if not settings.engine.colocate:
         return
     needed = {
@@ -758,7 +808,7 @@ def _check_colocation(settings: Settings, source: str) -> None:
 
 
 def _check_http(settings: Settings, source: str) -> None:
-    """Raises SettingsError for ways to log in, or certificates, that contradict each other."""
+    """Raise SettingsError for credentials or certificates that contradict each other."""
     registry, store, gateway = settings.registry, settings.store, settings.gateway
     both = "{}: {} and {} are both set: unset one of them"
     if registry.token and registry.username:
@@ -784,7 +834,7 @@ def _check_http(settings: Settings, source: str) -> None:
 
 
 def declarations(section: type) -> dict[str, Any]:
-    """What each key of a section takes: key -> type with its bounds and marks."""
+    """Return the declared type of each key of a section, with its bounds and marks."""
     return get_type_hints(section, include_extras=True)
 
 
@@ -816,7 +866,8 @@ def _in_another_section(key: str) -> str:
 
 
 def variables() -> dict[str, str]:
-    """Every TURNLOG_ variable that is a setting -> the setting that it is of; of a secret also the one with _FILE."""
+    """Return a map from each TURNLOG_ variable that is a setting to that setting's key; a secret has a second variable
+    that ends in _FILE."""
     found: dict[str, str] = {}
     for section, kind in get_type_hints(Settings).items():
         for one in dataclasses.fields(kind):
@@ -826,7 +877,7 @@ def variables() -> dict[str, str]:
 
 
 def _check_variables(env: Mapping[str, str]) -> None:
-    """Raises SettingsError for a TURNLOG_ variable that nothing reads."""
+    """Raise SettingsError for a TURNLOG_ variable that nothing reads."""
     ours = {name for name in env if name.startswith("TURNLOG_")} - VARIABLES
     if not ours:
         return
@@ -844,19 +895,19 @@ def _check_variables(env: Mapping[str, str]) -> None:
 
 
 def _secret(variable: str, env: Mapping[str, str], hint: Any) -> FileSecret:
-    """Raises SettingsError, SecretUnusable."""
+    """Read a secret from the file that the _FILE variable names. Raises SettingsError, SecretUnusable."""
     if variable in env:
         raise SettingsError(f"{variable} and {variable}_FILE are both set: unset one of them")
     return FileSecret.read(f"{variable}_FILE", Path(env[f"{variable}_FILE"]), partial(secret_fault, hint))
 
 
 def recorded_keys(section: type) -> list[str]:
-    """The keys of a section of FOLD_SECTIONS that RunConfigured records."""
+    """Return the keys of a section of FOLD_SECTIONS that RunConfigured records."""
     return [key for key, hint in declarations(section).items() if OPERATIONAL not in notes(hint)]
 
 
 def fold_settings_json(settings: Settings) -> bytes:
-    """Canonical JSON of what derived records depend on: the body of RunConfigured."""
+    """Return the canonical JSON of the settings that derived records depend on, which is the body of RunConfigured."""
     sections = {
         name: {key: getattr(getattr(settings, name), key) for key in recorded_keys(kind)}
         for name, kind in FOLD_SECTIONS.items()
@@ -865,5 +916,5 @@ def fold_settings_json(settings: Settings) -> bytes:
 
 
 def settings_sha256(settings_json: bytes) -> str:
-    """Hex sha256 of the canonical JSON."""
+    """Return the hex sha256 of the canonical JSON."""
     return hashlib.sha256(settings_json).hexdigest()
