@@ -1,16 +1,18 @@
-"""The index: a run's log as tables of one SQLite file, for questions in SQL and for a page. It is a consumer like any
-other: the loop does not know of it, and it can be deleted and built again from the topics or from the archive.
+"""The index: the log of a run as tables of one SQLite file, for SQL queries and for the dashboard.
+
+It is a consumer like any other: the training loop does not depend on it, and it can be deleted and rebuilt from the
+topics or from the archive.
 
 IndexFailure
-├── NoIndex         nothing was indexed at that path
-├── LaterIndex      a newer turnlog wrote it: its tables may mean something else
-├── OtherIndex      it is of another run
-├── BusyIndex       another process writes it
-├── IndexBehind     the topics no longer hold what it has not read yet
-├── DamagedIndex    SQLite finds it broken
-├── IndexFull       its disk takes no more: it goes on where it stopped
+├── NoIndex         there is no index at that path
+├── LaterIndex      a newer turnlog wrote it: its tables may have another meaning
+├── OtherIndex      it belongs to another run
+├── BusyIndex       another process is writing it
+├── IndexBehind     the topics no longer hold records that it has not read yet
+├── DamagedIndex    SQLite finds it corrupt
+├── IndexFull       its disk is full: indexing resumes where it stopped once there is room
 ├── RecordGone      a record that a row names is neither on its topic nor in the archive
-└── BadQuestion     what was asked for cannot be read, or asks for more than it may
+└── BadQuestion     the query cannot be read, or exceeds what it may do or use
 """
 
 from __future__ import annotations
@@ -26,47 +28,47 @@ class IndexFailure(Exception):
 
 
 class NoIndex(IndexFailure):
-    """Remedy: `turnlog index build`, or the role `turnlog index`."""
+    """Remedy: run `turnlog index build`, or the role `turnlog index`."""
 
 
 class LaterIndex(IndexFailure):
-    """Remedy: the turnlog that wrote it, or another [index] path for this one."""
+    """Remedy: use the turnlog that wrote it, or another [index] path for this one."""
 
 
 class OtherIndex(IndexFailure):
-    """Remedy: an [index] path of its own for each run."""
+    """Remedy: give each run its own [index] path."""
 
 
 class BusyIndex(IndexFailure):
-    """Remedy: stop the other indexer; who asks needs none of their own."""
+    """Remedy: stop the other indexer. Reading needs no indexer of its own."""
 
 
 class IndexBehind(IndexFailure):
-    """Remedy: `turnlog index build --from archive`, then go on from the topics."""
+    """Remedy: run `turnlog index build --from archive`, then continue from the topics."""
 
 
 class DamagedIndex(IndexFailure):
-    """Remedy: delete the file, and build it again."""
+    """Remedy: delete the file and build it again."""
 
 
 class IndexFull(IndexFailure):
-    """Remedy: room on the disk that it names. Nothing that was written is lost, and nothing has to be built again."""
+    """Remedy: make room on the disk that the message names. Nothing written is lost, and nothing has to be rebuilt."""
 
 
 class RecordGone(IndexFailure):
-    """Remedy: restore the archive; what the index itself holds can still be asked for."""
+    """Remedy: restore the archive. What the index itself holds can still be queried."""
 
 
 class BadQuestion(IndexFailure):
-    """Remedy: what the message says."""
+    """Remedy: see the message."""
 
 
 WITHOUT_ROOM = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY})
-"""What SQLite says, beside SQLITE_FULL, when it cannot make or extend the files beside an index."""
+"""Error codes, beside SQLITE_FULL, that SQLite reports when it cannot create or extend the files beside an index."""
 
 
 def failure(path: Path, error: sqlite3.DatabaseError, remedy: str = "delete it and build it again") -> IndexFailure:
-    """What an error of SQLite means for the index at `path`; `remedy`: of a damaged file."""
+    """Convert an SQLite error into the error for the index at `path`. `remedy` is the one for a damaged file."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     full = lacks_room(path.parent) if code in WITHOUT_ROOM else ""
     if code == sqlite3.SQLITE_FULL:

@@ -1,7 +1,7 @@
-"""A run beside another one, or beside a refold of its own records: curves, settings, and the samples that differ.
+"""Comparison of a run with another run, or with a refold of its own records: curves, settings, and samples that differ.
 
-Samples are the same data where their ids are equal: those of a refold (`turnlog replay --out`), and of another index of
-the same records. Another run's are its own; its curves and settings are compared all the same.
+Samples with equal ids are the same data: those of a refold (`turnlog replay --out`), or of another index of the same
+records. The samples of another run have other ids; its curves and settings can still be compared.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FILE = "index.sqlite"
 VIEW = "rl"
 COLUMNS = ("sample_id", "advantage", "reward", "trained", "mask")
 CHUNK = 500
-"""Samples that are sought at once."""
+"""Number of samples that are looked up in one query."""
 MOST = 100
-"""Samples that are shown: those that differ most."""
+"""Maximum number of samples to list, those that differ most first."""
 CONFIGURED = "SELECT settings, fold_version FROM runs WHERE kind = 'RunConfigured' ORDER BY place LIMIT 1"
 SOUGHT = f"""SELECT {", ".join(COLUMNS)}, session_id, segment_index, (SELECT min(b.batch_index) FROM batch_rows b
     WHERE b.sample_id = s.sample_id) AS batch_index FROM samples s WHERE sample_id IN ({{}})"""
@@ -39,14 +39,14 @@ SOUGHT = f"""SELECT {", ".join(COLUMNS)}, session_id, segment_index, (SELECT min
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """What a run is compared with: an index, or a dataset of the view `rl`."""
+    """The other side of a comparison: an index, or a dataset of the view `rl`."""
 
     path: Path
-    """The file, or the dataset's folder."""
+    """Path of the index file or of the dataset's folder."""
 
     @classmethod
     def at(cls, path: Path) -> Other:
-        """A run's folder, its index or a dataset. Raises NoIndex, NotADataset."""
+        """Find what a path names: a run's folder, its index, or a dataset. Raises NoIndex, NotADataset."""
         if path.is_file():
             return cls(path)
         if (path / FILE).is_file():
@@ -63,15 +63,15 @@ class Other:
         return self.path.is_file()
 
     def series(self) -> Sequence[Row]:
-        """Its steps in order; none of a refold, which nobody trained on. Raises IndexFailure."""
+        """Return its steps in order; an empty list for a refold, because nobody trained on it. Raises IndexFailure."""
         if not self.is_run:
             return []
         with Index.open(self.path) as index:
             return index.series()[0]
 
     def settings(self, own: Mapping[str, str]) -> Mapping[str, str]:
-        """As `settings_of`; a refold has those of the run (`own`) but for what was changed. Raises IndexFailure,
-        NotADataset."""
+        """Return its settings, as `settings_of` does. A refold has the settings of the run (`own`) with its changes.
+        Raises IndexFailure, NotADataset."""
         if self.is_run:
             with Index.open(self.path) as index:
                 return settings_of(index)
@@ -82,7 +82,8 @@ class Other:
         return {**own, **texts} | ({"fold_version": version} if version else {})
 
     def samples(self) -> Iterator[Sequence[Row]]:
-        """Its samples by the CHUNK, in no order, with COLUMNS. Raises IndexFailure, NotADataset."""
+        """Yield its samples with COLUMNS, up to CHUNK at a time, in no particular order. Raises IndexFailure,
+        NotADataset."""
         if not self.is_run:
             wanted = ["sample_id", "advantage", "reward", "trained_tokens", "spans"]
             try:
@@ -104,28 +105,28 @@ class Other:
 
 
 def _refolded(row: Row) -> Row:
-    """A row of a dataset as the index has it."""
+    """Convert a dataset row to the form of the index."""
     spans = ((span["start"], span["length"], span["trained"]) for span in row["spans"])
     return {**row, "trained": row["trained_tokens"], "mask": mask_of(spans)}
 
 
 @dataclass(slots=True)
 class Differences:
-    """Of the samples of a run (the first of each pair) and of another (the second)."""
+    """Differences between the samples of a run (first of each pair) and those of the other side (second)."""
 
     both: int = 0
     only: list[int] = field(default_factory=lambda: [0, 0])
-    """Samples that the other has not."""
+    """Number of samples that only this run has, and that only the other side has."""
     advantage: int = 0
-    """Samples of both whose advantages differ."""
+    """Samples on both sides whose advantages differ."""
     reward: int = 0
     mask: int = 0
-    """Samples of both of which other tokens train, or other numbers of them."""
+    """Samples on both sides that train other tokens, or another number of tokens."""
     rows: Sequence[tuple[Row, Row]] = ()
-    """Those that differ most: by advantage, then by trained tokens."""
+    """Samples that differ most: by advantage, then by reward, then by trained tokens."""
     batches: dict[int, list[float]] = field(default_factory=dict)
-    """Of each batch of the run, sums over samples of both: of them, |advantage| here and there, tokens here and
-    there."""
+    """Batch index of the run -> sums over the samples on both sides: their number, |advantage| here and there, trained
+    tokens here and there."""
 
     @property
     def same(self) -> bool:
@@ -133,7 +134,7 @@ class Differences:
 
 
 def differences(index: Index, other: Other) -> Differences:
-    """Looks at every sample of both. Raises IndexFailure, NotADataset."""
+    """Compare every sample of both sides. Raises IndexFailure, NotADataset."""
     found = Differences()
     with index.snapshot():
         most = heapq.nlargest(MOST, _pairs(index, other, found), key=lambda pair: _apart(*pair))
@@ -145,7 +146,7 @@ def differences(index: Index, other: Other) -> Differences:
 
 
 def _pairs(index: Index, other: Other, found: Differences) -> Iterator[tuple[Row, Row]]:
-    """Samples of both that differ; counts all of them on the way."""
+    """Yield samples on both sides that differ, and count all samples."""
     for theirs in other.samples():
         marks = ",".join("?" * len(theirs))
         known = {row["sample_id"]: row for row in index.rows(SOUGHT.format(marks), *(r["sample_id"] for r in theirs))}
@@ -174,7 +175,7 @@ def _sum(batches: dict[int, list[float]], this: Row, that: Row) -> None:
 
 
 def _close(one: float, other: float) -> bool:
-    """But for what single precision leaves out."""
+    """Return whether two numbers are equal within single precision."""
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 
@@ -184,7 +185,7 @@ def _apart(this: Row, that: Row) -> tuple[float, float, int]:
 
 
 def settings_of(index: Index) -> Mapping[str, str]:
-    """What a run recorded of the settings that its records depend on: section.key -> value as JSON."""
+    """Return the recorded settings that the records of a run depend on: section.key -> value as JSON."""
     row = index.row(CONFIGURED)
     if row is None:
         return {}
@@ -192,7 +193,7 @@ def settings_of(index: Index) -> Mapping[str, str]:
 
 
 def flat(value: Any, path: str = "") -> dict[str, str]:
-    """The leaves of nested objects by their dotted path, as JSON."""
+    """Flatten nested objects: dotted path -> leaf as JSON."""
     if not isinstance(value, dict):
         return {path: json.dumps(value, ensure_ascii=False)}
     parts: Iterable[dict[str, str]] = (flat(each, f"{path}.{name}" if path else name) for name, each in value.items())
@@ -200,7 +201,8 @@ def flat(value: Any, path: str = "") -> dict[str, str]:
 
 
 def _typed(value: str, own: str | None) -> str:
-    """A change is text, however the run recorded its value: 0.9 is a number where a number stood."""
+    """Give a changed value the type of the recorded one. Changes are text, so "0.9" becomes a number if a number was
+    recorded."""
     text: str = json.loads(value)
     if own is not None and not own.startswith('"'):
         with contextlib.suppress(json.JSONDecodeError):
@@ -209,6 +211,6 @@ def _typed(value: str, own: str | None) -> str:
 
 
 def changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:
-    """(setting, here, there) of those that differ; None where it is not recorded."""
+    """Return (setting, here, there) for settings that differ; None for a side that did not record it."""
     names = sorted({*ours, *theirs})
     return [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]

@@ -1,6 +1,7 @@
-"""`turnlog tail`, `turnlog why` and `turnlog session show --tree`: the log and what it decided, as people read it.
+"""`turnlog tail`, `turnlog why` and `turnlog session show --tree`: human-readable views of the log and its decisions.
 
-What agents and tools wrote is shown as text: no escape of theirs reaches the terminal (infra/roles/terminal.py).
+Text by agents and tools is shown as plain text: none of its escape sequences reach the terminal
+(infra/roles/terminal.py).
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ from turnlog.schemas.types import BlobRef, TurnId
 from turnlog.settings import Settings
 
 SAID = 100
-"""Characters of what an event says."""
+"""Maximum length of one printed value in characters."""
 LEFT_OUT = frozenset({"event_id", "run_id", "group_id", "session_id", "floor"})
 COLOURS = {"": "green", "unused": "yellow", "length_cut": "magenta", "version_mask": "magenta", "stale": "magenta"}
-"""Of tokens by reason; any other is red."""
+"""Colour of a token by mask reason, "" for trained ones; any other reason is red."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which events; empty lets everything pass. Ids by their beginning."""
+    """Filter for events. Empty fields let everything pass; ids match by prefix."""
 
     session: str = ""
     group: str = ""
     kinds: frozenset[str] = frozenset()
 
     def passes(self, event: Event) -> bool:
-        """Whether it is one of them."""
+        """Return whether an event passes the filter."""
         return (
             (not self.kinds or type(event).__name__ in self.kinds)
             and str(getattr(event, "session_id", "")).startswith(self.session)
@@ -55,12 +56,12 @@ class Wanted:
         )
 
     def topics(self) -> list[str]:
-        """Those that hold such events."""
+        """Return the topics that can hold such events."""
         return [name for name, topic in BY_NAME.items() if not self.kinds or self.kinds & set(topic.records)]
 
 
 def line(record: Record, event: Event) -> str:
-    """An event in one line: when, where, what, of whom, and what it says."""
+    """Format an event as one line: time, position, type, group and session, and its fields."""
     at = time.strftime("%H:%M:%S", time.gmtime(record.timestamp_ms / 1000))
     of = " ".join(str(getattr(event, name))[:12] for name in ("group_id", "session_id") if getattr(event, name, None))
     said = " ".join(f"{name}={_short(value)}" for name, value in _facts(event))
@@ -96,7 +97,7 @@ def _cut(text: str) -> str:
 
 
 def as_json(record: Record, event: Event) -> dict[str, Any]:
-    """An event with where it stands."""
+    """Return an event and its position as a JSON object."""
     return {
         "topic": record.topic, "partition": record.partition, "offset": record.offset, "time_ms": record.timestamp_ms,
         "kind": type(event).__name__, "event": {field.name: _plain(getattr(event, field.name))
@@ -122,7 +123,7 @@ def _plain(value: object) -> Any:
 async def tail(
     role: Role, wanted: Wanted, *, since_start: bool, until_end: bool
 ) -> AsyncIterator[tuple[Record, Event]]:
-    """Events of the topics that hold what is wanted, from their ends or their starts on, partitions side by side."""
+    """Yield wanted events, starting from the ends or the starts of their topics. Partitions are read side by side."""
     known = await role.log.topics()
     places = [Partition(name, n) for name in wanted.topics() if name in known for n in range(known[name].partitions)]
     ends = await role.log.end_offsets(places)
@@ -141,7 +142,7 @@ async def tail(
 
 
 def tail_command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print events until it is stopped; the exit status. Raises BadQuestion, LogError."""
+    """Print events until stopped, and return the exit status. Raises BadQuestion, LogError."""
     if unknown := set(arguments.kind) - set(ALL):
         raise BadQuestion(f"--kind {', '.join(sorted(unknown))}: docs/events.md lists the kinds")
     wanted = Wanted(session=arguments.session, group=arguments.group, kinds=frozenset(arguments.kind))
@@ -164,7 +165,8 @@ TOKEN = re.compile(r"(.+):(\d+):(\d+)")
 
 
 def resolved(index: Index, text: str) -> tuple[str, str]:
-    """("session" or "group", id) that begins with `text`. Raises BadQuestion for none and for several."""
+    """Return ("session" or "group", id) for the one id that begins with `text`. Raises BadQuestion if there is none or
+    several."""
     found: list[tuple[str, str]] = []
     for kind, table in (("session", "sessions"), ("group", "groups")):
         rows = index.rows(
@@ -183,7 +185,8 @@ def resolved(index: Index, text: str) -> tuple[str, str]:
 
 
 def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print the chain of records that decided; the exit status. Raises IndexFailure, LogError."""
+    """Print the chain of records that decided about the subject, and return the exit status. Raises IndexFailure,
+    LogError."""
     token = TOKEN.fullmatch(arguments.about)
     with Index.open(path_of(settings)) as index, index.snapshot():
         kind, name = resolved(index, token[1] if token else arguments.about)
@@ -252,7 +255,7 @@ def _of_member(sessions: Mapping[str, Any], name: str | None) -> str:
 
 
 def _token_head(turns: list[fate.TurnTokens], number: int, token: int) -> str:
-    """Raises BadQuestion."""
+    """Describe one token and what became of it. Raises BadQuestion if the token does not exist."""
     if number >= len(turns) or token >= len(turns[number].ids):
         sizes = ", ".join(str(len(turn.ids)) for turn in turns)
         raise BadQuestion(f"token {number}:{token} is none of its turns' outputs, which have {sizes} tokens")
@@ -278,7 +281,7 @@ def _tell_chain(head: str, links: list[fate.Link], arguments: argparse.Namespace
 
 
 def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print a session's tree of turns and, where asked for, its tokens. Raises IndexFailure, LogError."""
+    """Print a session's turn tree and, if requested, its tokens. Raises IndexFailure, LogError."""
     with Index.open(path_of(settings)) as index, index.snapshot():
         kind, name = resolved(index, arguments.id)
         if kind != "session":
@@ -297,7 +300,7 @@ def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def drawn(view: SessionView, turns: list[fate.TurnTokens] | None = None) -> Tree:
-    """The tree of turns, each below the one that it continues, with what it said, called and trained."""
+    """Build the turn tree: each turn below the one that it continues, with its text, tool calls and tokens."""
     tokens = {turn.turn: turn for turn in turns or ()}
     root = Tree(Text(_session_head(view), style="bold"))
     nodes: dict[tuple[str, int], Tree] = {}

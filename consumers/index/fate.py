@@ -1,8 +1,8 @@
-"""What became of each token of a session, and the chain of records that decided it.
+"""The disposition of each token of a session, and the chain of records that decided it.
 
-The index names the records; ids and log-probs are read from them, from topics or, where those were pruned, from the
-archive. Masks are those of the fold and of the draw, computed again by their own code (processors/core), so that the
-tokens of a session, counted by reason, are its books.
+The index names the records. Ids and log-probs are read from them: from topics or, if those were pruned, from the
+archive. Masks are computed again by the code of the fold and the batcher (processors/core), so that the tokens of a
+session, counted by reason, equal its token accounting.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from turnlog.schemas.types import float32s, int32s
 
 POLL_RECORDS = 100
 NEAR = 200
-"""Offsets that are read over rather than sought behind."""
+"""Maximum gap in offsets that is read over; larger gaps are skipped by a seek."""
 TRAINED = ""
-"""In place of a reason."""
+"""Stands in place of a mask reason for tokens that were trained."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnTokens:
-    """One turn's tokens; arrays are of its output."""
+    """Tokens of one turn. Arrays have one entry per output token unless stated otherwise."""
 
     turn: TurnKey
-    """(epoch, index)"""
+    """(epoch, index) of the turn."""
     place: int
-    """Of its snapshot."""
+    """Place of its snapshot."""
     context: int
-    """Tokens of its prompt that its storage parent holds already."""
+    """Number of prompt tokens that its storage parent already holds."""
     delta: NDArray[np.int32]
-    """Prompt tokens behind those."""
+    """Prompt tokens after those of the storage parent."""
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     reasons: tuple[str, ...]
-    """Why each is masked; "" of one that was trained."""
+    """Mask reason of each token; "" if it was trained."""
     segment: int | None
-    """Index of the segment that trains it."""
+    """Index of the segment that trains the turn."""
     sample_id: str | None
     positions: tuple[int, ...]
-    """Of each token in its sample's row; empty where no sample holds them."""
+    """Position of each token in the row of its sample; empty if no sample holds them."""
     advantage: float | None
     batch: int | None
     step: int | None
@@ -73,7 +73,7 @@ class TurnTokens:
     logprob_kind: str
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the tokens as a JSON object."""
         return {
             "turn": list(self.turn), "at": where_of(self.place), "context": self.context, "delta": self.delta.tolist(),
             "ids": self.ids.tolist(), "logprobs": [float(f"{each:.6g}") for each in self.logprobs],
@@ -84,7 +84,7 @@ class TurnTokens:
 
 
 async def events_at(role: Role, places: Iterable[int]) -> dict[int, Event]:
-    """The events of records by place, payloads fetched. Raises RecordGone, BlobMissing, LogError, ArchiveError."""
+    """Return the events at places, with payloads fetched. Raises RecordGone, BlobMissing, LogError, ArchiveError."""
     wanted: dict[Partition, list[int]] = {}
     for place in sorted(set(places)):
         partition, offset = standing(place)
@@ -130,7 +130,7 @@ def _named(wanted: Mapping[Partition, list[int]]) -> str:
 
 
 class _Told:
-    """One session's records, and what they came to."""
+    """Records of one session and its group, folded."""
 
     def __init__(self, view: SessionView, rules: FoldRules, draw_rules: DrawRules) -> None:
         self.view = view
@@ -143,7 +143,7 @@ class _Told:
         self.spine = Spine(rules.version)
 
     def take(self, place: int, event: Event) -> None:
-        """A record, those of a topic in order of offset; what the fold refuses is kept as refused."""
+        """Fold a record. Records of one topic must come in offset order; those that the fold rejects stay rejected."""
         with contextlib.suppress(FoldError):
             match event:
                 case TokenSnapshot():
@@ -159,11 +159,11 @@ class _Told:
                     self.spine.fold(standing(place)[1], event)
 
     def session(self) -> Session | None:
-        """As the spine has it."""
+        """Return the state of the session in the session control stream."""
         return self.spine.sessions.get(self.view.row.session_id)
 
     def tree(self) -> SessionTree | None:
-        """None of a session whose tree is not on the log."""
+        """Assemble the session's tree. Return None if its tree is not on the log."""
         session = self.session()
         if self.view.tree is None or session is None or not session.settled:
             return None
@@ -171,7 +171,7 @@ class _Told:
 
 
 async def tokens(role: Role, index: Index, view: SessionView) -> list[TurnTokens]:
-    """Every turn of a session that has a snapshot, in order of the log. Raises RecordGone, NothingToReplay and what
+    """Return every turn of a session that has a snapshot, in log order. Raises RecordGone, NothingToReplay, and what
     `events_at` raises."""
     run = await recorded_run(role)
     told = _Told(view, run.rules(), run.draw_rules())
@@ -190,7 +190,7 @@ STANDING = "SELECT place, time_ms, value FROM session_events_records"
 
 
 def _end(index: Index, told: _Told) -> int:
-    """Place of the last snapshot that a tree of the session's group needs."""
+    """Return the place of the last snapshot that a tree of the session's group needs."""
     group = told.view.row.group_id
     assembled = {row["session_id"] for row in index.rows("SELECT session_id FROM trees WHERE group_id = ?", group)}
     needed = {
@@ -232,7 +232,8 @@ def _tokens(told: _Told, end: int) -> Iterator[TurnTokens]:
 def _of_turn(
     told: _Told, tree: SessionTree | None, named: Mapping[TurnKey, int], key: TurnKey, place: int, end: int
 ) -> str | None:
-    """Why no token of a turn trains; None where its sample and its batch decide. In the order of the books."""
+    """Return why no token of a turn trains, or None if its sample and its batch decide. The checks are in the order of
+    the token accounting."""
     score, view = told.view.score, told.view
     if score is None:
         return MaskReason.unused.value
@@ -258,7 +259,7 @@ def _of_turn(
 
 @dataclass(frozen=True, slots=True)
 class _Became:
-    """A turn's output in a training row, and what draw and step made of it."""
+    """Output of a turn within a training row, and what the batch and the step made of it."""
 
     reasons: tuple[str, ...]
     segment: int | None = None
@@ -269,7 +270,7 @@ class _Became:
 
 
 def _drawn(told: _Told) -> Iterator[tuple[TurnKey, _Became]]:
-    """Turns of samples. A sample has its spans in order of its tokens, and a turn's beside each other."""
+    """Yield the turns of samples. The spans of a sample are in token order, and those of one turn are adjacent."""
     rows = {row["sample_id"]: row for row in told.view.batch_rows}
     drops = {row["sample_id"]: row for row in told.view.drops}
     for place, sample in told.samples:
@@ -299,7 +300,7 @@ def _of_token(position: int, lasting: NDArray[np.uint8], last: str) -> str:
 
 
 def _last_word(row: Row | None, drop: Row | None) -> str:
-    """What becomes of the tokens that length cut and version mask leave."""
+    """Return the disposition of tokens that survive length cut and version mask."""
     if drop is not None:
         return str(drop["reason"])
     if row is None or row["step"] is None:
@@ -310,7 +311,8 @@ def _last_word(row: Row | None, drop: Row | None) -> str:
 
 
 def _trimmed(told: _Told, place: int, sample: SegmentSample, drawn: Row | None) -> NDArray[np.uint8] | None:
-    """Of each token of the row whether cut and mask leave it; None of a sample that no draw took."""
+    """Return a mask over the tokens of the row, nonzero if they survive length cut and version mask. Return None for a
+    sample that no rollout batch took."""
     if drawn is None or drawn["trainer_version"] is None:
         return None
     held = recorded_version(drawn["trainer_version"], orjson.loads(drawn["lags"]))
@@ -320,16 +322,16 @@ def _trimmed(told: _Told, place: int, sample: SegmentSample, drawn: Row | None) 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One record of a chain, and what it decided."""
+    """A record of a chain, and what it decided."""
 
     at: str
-    """topic[partition]@offset"""
+    """topic[partition]@offset of the record."""
     kind: str
     says: str
 
 
 def of_session(view: SessionView) -> list[Link]:
-    """The records that decided about a session, in the order in which they decide."""
+    """Return the records that decided about a session, in the order in which they decide."""
     row, found = view.row, [Link(where_of(each["place"]), each["kind"], _spine(view, each)) for each in view.events]
     found += [
         Link(where_of(each["place"]), "DeadLetter", f"{each['cause']}: {each['message']}") for each in view.letters
@@ -393,5 +395,5 @@ def _counted(masked: str) -> str:
 
 
 def tally(turns: Iterable[TurnTokens]) -> Counter[str]:
-    """Tokens by reason; "" are those that were trained."""
+    """Count tokens by mask reason; "" counts those that were trained."""
     return Counter(reason for turn in turns for reason in turn.reasons)

@@ -1,9 +1,11 @@
-"""`turnlog index`: the one writer of an index. Rows of some records and how far it has read commit together, so that a
-killed indexer goes on where its file ends: nothing is in it twice, nothing is left out.
+"""`turnlog index`: the only writer of an index.
 
-What a session or group came to is folded by `Spine`, as the assembler and replay fold it, from the rows of
-agent.sessions; sums over several topics are made again from the rows whenever one of them changes. So the tables are a
-function of the records, whatever their order across partitions, and an index of the archive is the same.
+Rows and the offsets up to which records were read are committed together, so a killed indexer resumes where its file
+ends: nothing is in it twice, nothing is missing.
+
+`Spine` folds what became of sessions and groups from the rows of agent.sessions, as it does in the assembler and in
+replay. Sums over several topics are computed again from the rows whenever one of them changes. So the tables are a
+function of the records, in whatever order partitions are read, and an index of the archive is the same.
 """
 
 from __future__ import annotations
@@ -60,22 +62,23 @@ READ_S, WRITE_S = (STAGE_S.labels("index", stage) for stage in ("read", "write")
 INDEXED = Counter("turnlog_indexed_records", "Records that are in the index")
 POLL_RECORDS = 2000
 HELD_GROUPS = 128
-"""Folds of groups in memory; of others the rows are folded again when one of their records comes."""
+"""Maximum number of group folds cached in memory. Other groups are folded again from their rows when a record
+arrives."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """One group's fold, and what of its records the fold does not keep."""
+    """The fold of one group, and facts of its records that the fold does not store."""
 
     group_id: str
     spine: Spine
     started: dict[str, int] = field(default_factory=dict)
-    """Session -> time of the start that counts."""
+    """Session -> time of its effective start."""
     finished: dict[str, int] = field(default_factory=dict)
     judged: dict[str, RewardAssigned | RewardFailed] = field(default_factory=dict)
 
     def fold(self, offset: int, time_ms: int, event: Event) -> None:
-        """What the assembler parks is folded as refused."""
+        """Fold a record. A record that the assembler would dead-letter counts as rejected."""
         with contextlib.suppress(FoldError):
             self.spine.fold(offset, event)
         session = self.spine.sessions.get(getattr(event, "session_id", ""))
@@ -91,23 +94,23 @@ class _Group:
 
 
 class IndexWriter:
-    """The file of one index. Not thread-safe."""
+    """Writer of one index file. Not thread-safe."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, codec: Codec, version: FoldVersion) -> None:
-        """Made by `opened_writer`."""
+        """Use `opened_writer` instead."""
         self._path, self.sql = path, connection
         self._codec = codec
         self._version = version
         self._groups: dict[str, _Group] = {}
 
     def positions(self) -> dict[Partition, int]:
-        """Of each partition the first record that is not in the index."""
+        """Return the first offset of each partition that is not in the index."""
         found = self.sql.execute("SELECT topic, partition, position FROM positions")
         return {Partition(topic, number): position for topic, number, position in found}
 
     def apply(self, rows: Rows, events: Sequence[tuple[Record, Event]], positions: Mapping[Partition, int]) -> None:
-        """Add rows, made of `events` and more, in one transaction with how far that is. Raises DamagedIndex,
-        IndexFull."""
+        """Add rows and the offsets reached, in one transaction. `events` are the records that the rows are made of.
+        Raises DamagedIndex, IndexFull."""
         try:
             self.sql.execute("BEGIN IMMEDIATE")
             self._insert(rows)
@@ -132,7 +135,7 @@ class IndexWriter:
             self.sql.execute("ROLLBACK")
 
     def about(self, **values: object) -> None:
-        """Say what the file is."""
+        """Store facts about the file in table `about`."""
         self.sql.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [(k, str(v)) for k, v in values.items()])
 
     def _insert(self, rows: Rows) -> None:
@@ -148,7 +151,7 @@ class IndexWriter:
             rows.sessions.update(of_batch.fetchall())
 
     def _draw(self, place: int, event: SampleBatchFormed | BatchSkipped) -> None:
-        """Rows of a manifest that counts."""
+        """Insert the rows of a manifest, if it is the effective one."""
         (counts,) = self.sql.execute("SELECT counts FROM batches_records WHERE place = ?", (place,)).fetchone()
         if not counts:
             return
@@ -171,7 +174,7 @@ class IndexWriter:
         )
 
     def _choose_step(self, batch: int) -> None:
-        """Which step of a batch counts."""
+        """Mark the effective step of a batch."""
         found = self.sql.execute(
             "SELECT place, batch_index, incarnation FROM steps_records WHERE batch_index = ? ORDER BY place", (batch,)
         )
@@ -179,7 +182,7 @@ class IndexWriter:
         self.sql.execute("UPDATE steps_records SET counts = (place = ?) WHERE batch_index = ?", (chosen.place, batch))
 
     def _fold(self, events: Sequence[tuple[Record, Event]], rows: Rows) -> None:
-        """Fold records of agent.sessions, whose rows are inserted, and write what their groups came to."""
+        """Fold records of agent.sessions whose rows are inserted already, and write the state of their groups."""
         touched: dict[str, _Group] = {}
         for record, event in events:
             group = touched.get(event.group_id)
@@ -198,14 +201,14 @@ class IndexWriter:
     def _fold_one(self, group: _Group, record: Record, event: Event, rows: Rows) -> None:
         try:
             group.fold(record.offset, record.timestamp_ms, event)
-        except DEFECTS as defect:  # a unit would stop here until an operator skips the record; a display goes on
+        except DEFECTS as defect:  # the assembler would stop here until an operator skips the record
             values = (record.topic, record.partition, record.offset, record.timestamp_ms)
             self.sql.execute(
                 "INSERT OR REPLACE INTO unread VALUES (?, ?, ?, ?, ?, ?)", (*values, type(defect).__name__, str(defect))
             )
 
     def _group(self, group_id: str, before: int) -> _Group:
-        """Its fold up to a place: as it is held, or of its rows."""
+        """Return the fold of a group up to a place, from the cache or from its rows."""
         group = self._groups.pop(group_id, None)
         if group is None:
             group = _Group(group_id, Spine(self._version))
@@ -215,13 +218,13 @@ class IndexWriter:
                 (group_id, before),
             )
             for place, time_ms, value in found.fetchall():
-                with contextlib.suppress(*DEFECTS):  # named in `unread` when it came
+                with contextlib.suppress(*DEFECTS):  # listed in `unread` when it arrived
                     group.fold(standing(place)[1], time_ms, self._codec.decode(value))
         self._groups[group_id] = group
         return group
 
     def _refresh(self, rows: Rows) -> None:
-        """The sums of every session and group that a record was about."""
+        """Compute the sums again for every session and group that a record refers to."""
         sql = self.sql
         sql.executemany(MENTION_SESSION, [(session, group) for session, group in rows.sessions.items()])
         sql.executemany(MENTION_GROUP, [(group,) for group in {*rows.sessions.values(), *rows.groups}])
@@ -273,7 +276,7 @@ def _group_row(group: _Group) -> Values:
 
 
 def _put(table: schema.Table, width: int) -> str:
-    """Insert the first `width` columns, or write them over the row that is there."""
+    """Return an SQL statement that inserts the first `width` columns, or overwrites them in an existing row."""
     names = [each.name for each in table.columns[:width]]
     changed = ", ".join(f"{name} = excluded.{name}" for name in names[1:])
     return (
@@ -338,7 +341,7 @@ REFRESH_GROUP = """UPDATE groups SET
 
 @contextlib.contextmanager
 def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterator[IndexWriter]:
-    """The index at `path`, made if need be.
+    """Open the index at `path` for writing, and create it if needed.
 
     Raises BusyIndex, LaterIndex, OtherIndex, DamagedIndex, IndexFull, UnknownFoldVersion.
     """
@@ -351,11 +354,11 @@ def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterat
 
 
 def _connection(path: Path, run_id: str) -> sqlite3.Connection:
-    """Of a file with the tables of this release; that of an earlier one is made anew."""
+    """Connect to a file with the tables of this release. The index of an earlier release is deleted and built anew."""
     try:
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         if _found_version(connection, path) not in (0, SCHEMA_VERSION):
-            _check_run(connection, path, run_id)  # another run's, or no index at all, is nobody's here to delete
+            _check_run(connection, path, run_id)  # never delete another run's index, or a file that is no index
             log.warning("%s has the tables of an earlier release: it is built again", path)
             connection.close()
             for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
@@ -365,7 +368,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
             connection.execute(f"PRAGMA {pragma}")
         if _found_version(connection, path) == 0:
             if connection.execute("SELECT name FROM sqlite_master").fetchone():
-                _check_run(connection, path, run_id)  # refuses: an index has its version with its tables
+                _check_run(connection, path, run_id)  # raises: a file with tables but no version is no index
             connection.execute("BEGIN IMMEDIATE")
             for statement in schema.statements():
                 connection.execute(statement)
@@ -379,7 +382,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
 
 
 def _check_run(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    """Raises OtherIndex."""
+    """Check that the file is an index of this run. Raises OtherIndex."""
     try:
         found = connection.execute("SELECT value FROM about WHERE name = 'run_id'").fetchone()
     except sqlite3.OperationalError:
@@ -391,7 +394,7 @@ def _check_run(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
 
 
 def _found_version(connection: sqlite3.Connection, path: Path) -> int:
-    """Raises LaterIndex."""
+    """Return the schema version of the file. Raises LaterIndex."""
     (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found > SCHEMA_VERSION:
         raise LaterIndex(f"{path} has schema version {found}, this turnlog knows up to {SCHEMA_VERSION}")
@@ -399,7 +402,7 @@ def _found_version(connection: sqlite3.Connection, path: Path) -> int:
 
 
 class Indexer:
-    """Reads topics, or an archive, into a file."""
+    """Reader of topics, or of an archive, into an index file."""
 
     def __init__(self, role: Role, writer: IndexWriter, reader: Reader, *, poll_records: int = POLL_RECORDS) -> None:
         self._role = role
@@ -410,7 +413,7 @@ class Indexer:
         self._ends: dict[Partition, int] = {}
 
     async def open(self) -> None:
-        """Stand behind what is indexed. Raises IndexBehind, OtherIndex."""
+        """Position the reader after the records that are indexed. Raises IndexBehind, OtherIndex."""
         known = await self._role.log.topics()
         places = [
             Partition(t.name, n) for t in schema.NUMBERED if t.name in known for n in range(known[t.name].partitions)
@@ -418,7 +421,7 @@ class Indexer:
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
         indexed = self.writer.positions()
         self._at = {place: indexed.get(place, 0) for place in places}
-        if isinstance(self._role.log, ArchiveLog):  # one that ends before the index does is no other log
+        if isinstance(self._role.log, ArchiveLog):  # an archive may end before the index does
             self._at = {place: at for place, at in self._at.items() if at < ends[place]}
         for place, at in self._at.items():
             if at < starts[place]:
@@ -434,7 +437,7 @@ class Indexer:
         self._reader.assign(self._at)
 
     async def turn(self) -> int:
-        """One poll into the file; the number of records. Raises DamagedIndex, IndexFull, LogError,
+        """Write one poll of records into the file, and return their number. Raises DamagedIndex, IndexFull, LogError,
         RegistryUnavailable."""
         records = await self._reader.poll(max_records=self._poll_records, timeout_s=0.5)
         rows, events = Rows(), list[tuple[Record, Event]]()
@@ -468,7 +471,7 @@ class Indexer:
             return await self._role.events.decode(record)
 
     async def catch_up(self) -> int:
-        """Read to the ends that stood when it was opened; the number of records."""
+        """Read up to the end offsets at the time of `open`, and return the number of records."""
         read = 0
         while any(self._at[place] < end for place, end in self._ends.items()):
             self._role.health.beat()
@@ -478,7 +481,7 @@ class Indexer:
 
 @contextlib.asynccontextmanager
 async def indexing(role: Role, path: Path, version: str, *, poll_records: int = POLL_RECORDS) -> AsyncIterator[Indexer]:
-    """An indexer of a role's log into a file. Raises as `opened_writer` and `Indexer.open`."""
+    """Open an indexer that reads a role's log into a file. Raises what `opened_writer` and `Indexer.open` raise."""
     with opened_writer(path, role.settings.run.id, version, role.events.codec) as writer:
         async with role.log.reader(patient=True) as reader:
             indexer = Indexer(role, writer, reader, poll_records=poll_records)
@@ -487,7 +490,8 @@ async def indexing(role: Role, path: Path, version: str, *, poll_records: int = 
 
 
 async def main(role: Role) -> None:
-    """Index until the role stops. Raises IndexFailure, LogError, RegistryUnavailable: the process ends, uncommitted."""
+    """Index until the role stops. Raises IndexFailure, LogError, RegistryUnavailable; the process then ends without a
+    commit."""
     run = await configured(role)
     if run is None:
         return
@@ -499,14 +503,15 @@ async def main(role: Role) -> None:
 
 
 async def build(role: Role, path: Path) -> int:
-    """Read what is there, to its present end; the number of records. Raises as `main`, NothingToReplay."""
+    """Read up to the present end of the log, and return the number of records. Raises NothingToReplay, and what `main`
+    raises."""
     run = await recorded_run(role)
     async with indexing(role, path, run.fold_version) as indexer:
         return await indexer.catch_up()
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """One action; the exit status."""
+    """Run one action of `turnlog index`, and return the exit status."""
     if arguments.action == "run":
         return serve("index", main, settings)
     return run_verb(_build(settings, archive=arguments.source == ARCHIVE))
@@ -517,7 +522,7 @@ async def _build(settings: Settings, *, archive: bool) -> int:
         path, began = path_of(role.settings), time.perf_counter()
         try:
             records = await build(role, path)
-        except BusyIndex:  # its writer takes in everything that is on the log
+        except BusyIndex:  # its writer reads everything on the log
             say(f"{path} is kept up to date by another process, `turnlog up` or `turnlog index`: nothing to do")
             return ExitStatus.DONE
     say(f"{records:,} records in {time.perf_counter() - began:.1f} s: {path}")

@@ -1,7 +1,7 @@
-"""Notes and tags that people give to a run and to its sessions.
+"""Notes and tags that people attach to a run and to its sessions.
 
-They stand in a SQLite file beside the index, and not in it: an index can be deleted and built again from the log, and
-nobody could build these again.
+They are stored in an SQLite file beside the index, not in it: an index can be deleted and rebuilt from the log, but
+notes cannot be recovered from anywhere.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import orjson
 from turnlog.consumers.index import BadQuestion, failure
 
 RUN: Final = ""
-"""The subject of what is said about the run itself; every other subject is a session id."""
+"""Subject of the run itself; every other subject is a session id."""
 MOST_CHARACTERS: Final = 10_000
-"""The longest note."""
+"""Maximum length of a note in characters."""
 MOST_TAGS: Final = 20
-"""The most tags of one subject."""
+"""Maximum number of tags of one subject."""
 TAG_CHARACTERS: Final = 64
-"""The longest tag."""
+"""Maximum length of a tag in characters."""
 WAITS_S: Final = 5.0
-"""How long a write waits for another process's."""
+"""Seconds that an access waits for another process's write."""
 TABLES: Final = """
 CREATE TABLE IF NOT EXISTS notes (subject TEXT PRIMARY KEY, text TEXT NOT NULL, written_ms INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS tags (subject TEXT, tag TEXT, PRIMARY KEY (tag, subject)) WITHOUT ROWID;
@@ -36,22 +36,22 @@ CREATE INDEX IF NOT EXISTS tags_by_subject ON tags (subject);
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What was said last about one subject."""
+    """Current note and tags of one subject."""
 
     text: str = ""
     tags: tuple[str, ...] = ()
-    """Sorted."""
+    """Tags in sorted order."""
     written_ms: int = 0
 
 
 class Notes:
-    """Notes and tags of the run whose index is, or will be, at `index`."""
+    """Notes and tags of the run whose index is at `index`, or will be."""
 
     def __init__(self, index: Path) -> None:
         self._path = index.with_name("notes.sqlite")
 
     def about(self, subjects: Collection[str]) -> Mapping[str, Note]:
-        """The notes of those subjects that have one. Raises DamagedIndex, IndexFull."""
+        """Return the notes of those subjects that have one. Raises DamagedIndex, IndexFull."""
         wanted = orjson.dumps(list(subjects)).decode()
         with self._opened() as sql:
             found = sql.execute(
@@ -63,18 +63,18 @@ class Notes:
         return {subject: Note(text, tuple(orjson.loads(tags)), at) for subject, text, at, tags in found}
 
     def tagged(self, tag: str) -> Sequence[str]:
-        """The ids of the sessions that have the tag. Raises DamagedIndex, IndexFull."""
+        """Return the ids of the sessions with a tag. Raises DamagedIndex, IndexFull."""
         with self._opened() as sql:
             return [name for (name,) in sql.execute("SELECT subject FROM tags WHERE tag = ? AND subject > ''", (tag,))]
 
     def tags(self) -> Sequence[str]:
-        """Every tag that a session has, sorted. Raises DamagedIndex, IndexFull."""
+        """Return every tag of any session, sorted. Raises DamagedIndex, IndexFull."""
         with self._opened() as sql:
             return [tag for (tag,) in sql.execute("SELECT DISTINCT tag FROM tags WHERE subject > '' ORDER BY tag")]
 
     def write(self, subject: str, text: str, tags: Collection[str], *, at_ms: int) -> None:
-        """Replace what was said about a subject; without text and tags nothing is left of it. Durable once it returns.
-        Raises BadQuestion for what is too long, DamagedIndex, IndexFull."""
+        """Replace the note and tags of a subject, or delete them if both are empty. The write is durable on return.
+        Raises BadQuestion if something is too long or too many, DamagedIndex, IndexFull."""
         text, tags = text.strip(), {tag.strip() for tag in tags} - {""}
         if len(text) > MOST_CHARACTERS:
             raise BadQuestion(f"the note has {len(text)} characters: shorten it to {MOST_CHARACTERS}")
@@ -92,7 +92,8 @@ class Notes:
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[sqlite3.Connection]:
-        """One transaction, committed at the end of the block. Without `make`, a file that is not there stays so."""
+        """Open a transaction that is committed at the end of the block. Unless `make` is set, a missing file is not
+        created."""
         place = self._path if make or self._path.exists() else ":memory:"
         try:
             with contextlib.closing(sqlite3.connect(place, timeout=WAITS_S)) as sql, sql:

@@ -1,8 +1,8 @@
-"""`turnlog query "select ..."`: one question in SQL, answered by a process of its own.
+"""`turnlog query "select ..."`: one SQL query, answered by a separate process.
 
-That process opens the index for reading, may call what SQLite computes and nothing that opens a file, loads code or
-changes a row (an authorizer says so to SQLite, statement by statement), and has so much time and memory and no more.
-The answer says as of when it is. Ids of columns and tables: docs/index-schema.md.
+That process opens the index read-only. An SQLite authorizer checks every statement: it may call SQLite's functions,
+except those that open a file or load code, and may not change a row. Its time and memory are limited. The answer says
+as of when it is. Tables and columns are listed in docs/index-schema.md.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from turnlog.settings import Settings
 READS: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
 NOT_CALLED: Final = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
 VALUE_BYTES: Final = 16 * 2**20
-"""Of one value that a question computes."""
+"""Maximum size of one value that a query computes, in bytes."""
 RESULT_BYTES: Final = 256 * 2**20
 STEPS: Final = 10_000
-"""Of SQLite's machine between two looks at the clock."""
+"""SQLite virtual machine instructions between two checks of the clock."""
 GRACE_S: Final = 5.0
-"""For a process whose time is over to say so."""
+"""Seconds that a process past its time limit gets to report so, before it is killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one question may take."""
+    """Limits of one query."""
 
     rows: int = 10_000
     timeout_s: float = 30.0
@@ -49,26 +49,26 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Rows and where they came from."""
+    """Rows of an answer and where they come from."""
 
     sql: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
     more: bool
-    """There were more rows than asked for."""
+    """True if there are more rows than the limit."""
     as_of: dict[str, Any]
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the answer as a JSON object."""
         return {"sql": self.sql, "as_of": self.as_of, "columns": self.columns, "rows": self.rows, "more": self.more}
 
 
 def ask(path: Path, sql: str, bounds: Bounds = Bounds()) -> Answer:
-    """Raises BadQuestion, NoIndex, LaterIndex, DamagedIndex."""
+    """Run a query in a process of its own. Raises BadQuestion, NoIndex, LaterIndex, DamagedIndex."""
     question = {"path": str(path), "sql": sql, "rows": bounds.rows, "s": bounds.timeout_s, "mb": bounds.memory_mb}
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__],  # no module of the folder that it is asked in
+            [sys.executable, "-P", "-m", __name__],  # -P: import nothing from the current folder
             input=orjson.dumps(question), capture_output=True, timeout=bounds.timeout_s + GRACE_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -91,14 +91,14 @@ def _too_long(bounds: Bounds) -> BadQuestion:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
-    """In the process of its own. Raises IndexFailure."""
+    """Answer a query; runs in the separate process. Raises IndexFailure."""
     bounds = Bounds(rows=question["rows"], timeout_s=question["s"], memory_mb=question["mb"])
     with contextlib.closing(reader.connected(Path(question["path"]))) as connection:
         _bound(connection, bounds)
         index = reader.Index(Path(question["path"]), connection)
         connection.execute("BEGIN")
         as_of = index.as_of().body()
-        for table in ("json_each('[]')", "json_tree('[]')", "search"):  # made here: to make one takes more rights
+        for table in ("json_each('[]')", "json_tree('[]')", "search"):  # creating them needs more rights
             connection.execute(f"SELECT 1 FROM {table}").fetchall()
         connection.set_authorizer(_authorized)
         columns, rows, more = _rows(connection, question["sql"], bounds)
@@ -106,7 +106,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound(connection: sqlite3.Connection, bounds: Bounds) -> None:
-    """Time, memory, and no temporary file."""
+    """Limit time and memory, and forbid files, temporary ones included."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     connection.execute(f"PRAGMA hard_heap_limit = {bounds.memory_mb * 2**20}")
     connection.execute("PRAGMA temp_store = MEMORY")
@@ -120,7 +120,7 @@ def _bound(connection: sqlite3.Connection, bounds: Bounds) -> None:
 
 
 def _authorized(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """To read tables and call functions, and what FTS5 asks of itself."""
+    """Allow reading tables and calling functions, and the pragma that FTS5 runs internally."""
     called = action == sqlite3.SQLITE_FUNCTION and second not in NOT_CALLED
     own = action == sqlite3.SQLITE_PRAGMA and first == "data_version"
     return sqlite3.SQLITE_OK if action in READS or called or own else sqlite3.SQLITE_DENY
@@ -155,12 +155,12 @@ def _rows(connection: sqlite3.Connection, sql: str, bounds: Bounds) -> tuple[lis
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; bytes in hexadecimal."""
+    """Convert a value to JSON; bytes become hexadecimal."""
     return value.hex() if isinstance(value, bytes) else value
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Ask, and print or write the answer; the exit status. Raises IndexFailure."""
+    """Run `turnlog query`: print or write the answer, and return the exit status. Raises IndexFailure."""
     bounds = Bounds(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
     answer = ask(reader.path_of(settings), sys.stdin.read() if arguments.sql == "-" else arguments.sql, bounds)
     if arguments.out is not None:
@@ -185,8 +185,8 @@ def _table(answer: Answer) -> Table:
 
 
 def write_parquet(answer: Answer, path: Path) -> None:
-    """The answer as a file, with what was asked and as of when in its metadata. Raises BadQuestion."""
-    import pyarrow as pa  # half a second that a table does not need
+    """Write the answer to a Parquet file, with the SQL and the as-of state in its metadata. Raises BadQuestion."""
+    import pyarrow as pa  # takes half a second, which printing a table does not need
     import pyarrow.parquet as pq
 
     try:

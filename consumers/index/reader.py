@@ -1,10 +1,10 @@
-"""The index as typed answers: what a page or a command asks again and again, each within one snapshot of the file.
+"""Typed queries of the index, each answered from one snapshot of the file; pages and commands use them.
 
     with Index.open(path) as index:
         page = index.sessions(SessionFilter(recipe="calc"), sort="reward", limit=50)
         page.as_of.positions, page.rows[0].session_id
 
-Any number of processes read while one writes. Not thread-safe: an Index per thread.
+Any number of processes may read while one writes. Not thread-safe: use one Index per thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turnlog.processors.core.fold.settlement import PASS
 from turnlog.settings import Settings
 
 CALL_SORTS: Final = ("duration_s", "queue_s")
-"""What answered calls are sorted by; each has an index."""
+"""Columns by which answered tool calls can be sorted; each has an index."""
 MOST_ROWS: Final = 1000
 WHOLE: Final = re.compile("-?[0-9]{1,19}")
 Row = Mapping[str, Any]
@@ -39,31 +39,32 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """How far the index was when it answered."""
+    """State of the index when it answered: how far it had read."""
 
     run_id: str
     written_ms: int
-    """When it was last written, ms since 1970."""
+    """Time of the last write in milliseconds since 1970."""
     positions: Mapping[Partition, int]
-    """Of each partition the first record that it does not hold."""
+    """First offset of each partition that the index does not hold."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the same as a JSON object."""
         places = {f"{place.topic}[{place.number}]": position for place, position in sorted(self.positions.items())}
         return {"run": self.run_id, "written_ms": self.written_ms, "positions": places}
 
 
 STEPS: Final = 200_000
-"""Of SQLite's machine between two looks at the clock, for which a thread waits on others of Python."""
+"""SQLite virtual machine instructions between two checks of the clock. Each check makes the thread wait for other
+Python threads."""
 INTERRUPTED: Final = "interrupted"
-"""What SQLite says then."""
+"""Message of SQLite when the time limit interrupts a query."""
 UNREADABLE_WORDS: Final = ("fts5", "unterminated string", "no such column", "unknown special query")
-"""In what SQLite says of a text that FTS5 cannot read."""
+"""Phrases in SQLite's message about a search text that FTS5 cannot parse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRow:
-    """One session, as table `sessions` says it."""
+    """A session as a row of table `sessions`."""
 
     session_id: str
     group_id: str
@@ -103,46 +104,46 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
-    """Some sessions in order."""
+    """A page of sessions, in order."""
 
     rows: Sequence[SessionRow]
     after: str | None
-    """What the next page comes after; None at the end."""
+    """Cursor of the next page; None at the end."""
     as_of: AsOf
     newest: bool = False
-    """More records say the words than were looked at: these are sessions of the newest."""
+    """True if too many records contain the words: then only sessions of the newest such records are found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """A histogram."""
+    """A histogram of rewards."""
 
     bins: Sequence[Row]
-    """least, most, and sessions, of each that has some."""
+    """Rows with least, most and sessions, for each bin that is not empty."""
     as_of: AsOf
     sample: bool
-    """Of some of the sessions that pass."""
+    """True if only some of the sessions that pass were counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """One session with all that the index holds of it; each row says where its record stands."""
+    """A session with all that the index holds of it. Each row names the position of its record."""
 
     row: SessionRow
     events: Sequence[Row]
-    """Of agent.sessions, in order; `value` left out."""
+    """Events of agent.sessions in order, without `value`."""
     turns: Sequence[Row]
-    """In order of the log."""
+    """Turns in log order."""
     snapshots: Sequence[Row]
     calls: Sequence[Row]
-    """By call_seq; see tool_calls."""
+    """Rows of view tool_calls, by call_seq."""
     tree: Row | None
     samples: Sequence[Row]
     batch_rows: Sequence[Row]
-    """With the step that counts, where there is one."""
+    """Rows of batches, with the effective step if there is one."""
     drops: Sequence[Row]
     score: Row | None
-    """Of its group."""
+    """Score of its group."""
     letters: Sequence[Row]
     """Dead letters of its group."""
     as_of: AsOf
@@ -150,7 +151,7 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One group."""
+    """A group with its score, sessions and events."""
 
     row: Row
     score: Row | None
@@ -162,7 +163,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class BatchView:
-    """One batch, or a draw that left nothing."""
+    """A batch, or a rollout batch that left no batch, with its rows and its step."""
 
     row: Row
     rows: Sequence[Row]
@@ -172,13 +173,13 @@ class BatchView:
 
 
 def path_of(settings: Settings) -> Path:
-    """Where the run's index lies."""
+    """Return the path of the run's index."""
     return Path(settings.index.path or Path(settings.run.directory) / "index.sqlite")
 
 
 def unread(settings: Settings, places: Sequence[Partition]) -> dict[Partition, int]:
-    """Of each partition that is indexed the first record that the run's indexer has not read; nothing where the run has
-    no indexer, or this machine no file of it. Raises DamagedIndex."""
+    """Return the first offset of each indexed partition that the run's indexer has not read. Return {} if the run has
+    no indexer, or this machine has no index file of it. Raises DamagedIndex."""
     if settings.index.enabled or settings.dashboard.enabled:
         with contextlib.suppress(NoIndex, LaterIndex), Index.open(path_of(settings)) as index:
             read, topics = index.as_of().positions, {topic.name for topic in NUMBERED}
@@ -187,18 +188,18 @@ def unread(settings: Settings, places: Sequence[Partition]) -> dict[Partition, i
 
 
 class Index:
-    """An index that is read."""
+    """An index that is open for reading."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, effort: Effort = USUAL) -> None:
-        """Made by `open`."""
+        """Use `open` instead."""
         self._path, self._sql = path, connection
         self._effort = effort
 
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path, *, within_s: float | None = None, effort: Effort = USUAL) -> Iterator[Self]:
-        """`within_s`: what is asked from now on is answered by then. Raises NoIndex, LaterIndex, DamagedIndex,
-        IndexFull, and BadQuestion where it is not."""
+        """Open an index for reading. Queries must be answered within `within_s` seconds from now. Raises NoIndex,
+        LaterIndex, DamagedIndex, IndexFull, and BadQuestion if a query takes longer."""
         with contextlib.closing(connected(path)) as connection:
             connection.row_factory = sqlite3.Row
             if within_s is not None:
@@ -213,7 +214,8 @@ class Index:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[AsOf]:
-        """What is asked inside is of one moment. Raises DamagedIndex, BadQuestion for words that FTS5 cannot read."""
+        """Answer all queries within the block from the same moment. Raises DamagedIndex, and BadQuestion for a search
+        text that FTS5 cannot parse."""
         if self._sql.in_transaction:
             yield self.as_of()
             return
@@ -230,26 +232,26 @@ class Index:
             self._sql.execute("ROLLBACK")
 
     def as_of(self) -> AsOf:
-        """How far the index is."""
+        """Return how far the index has read."""
         about = dict(self._sql.execute("SELECT name, value FROM about").fetchall())
         found = self._sql.execute("SELECT topic, partition, position FROM positions")
         positions = {Partition(topic, number): position for topic, number, position in found}
         return AsOf(about["run_id"], int(about.get("written_ms", 0)), positions)
 
     def rows(self, sql: str, *values: object) -> list[Row]:
-        """Rows of a statement of this release's own."""
+        """Run one of turnlog's own SQL statements, and return its rows."""
         return [dict(row) for row in self._sql.execute(sql, values)]
 
     def row(self, sql: str, *values: object) -> Row | None:
-        """The first row, if there is one."""
+        """Return the first row, or None."""
         return next(iter(self.rows(sql, *values)), None)
 
     def sessions(
         self, wanted: SessionFilter = ALL, *, sort: str = "started_ms", descending: bool = True,
         after: str | None = None, limit: int = 50,
     ) -> SessionPage:  # fmt: skip
-        """A page of the sessions that pass, those without a value of `sort` last. `after`: of the page before.
-        Raises BadQuestion."""
+        """Return a page of the sessions that pass; those without a value of `sort` come last. `after` is the cursor of
+        the page before. Raises BadQuestion."""
         if sort not in SORTS:
             raise BadQuestion(f"sort {sort!r} is none of {', '.join(SORTS)}")
         limit = max(1, min(limit, MOST_ROWS))
@@ -265,7 +267,7 @@ class Index:
         return SessionPage(rows, following, as_of, newest)
 
     def session(self, session_id: str) -> SessionView | None:
-        """One session; None where the index does not know it."""
+        """Return a session, or None if the index does not contain it."""
         with self.snapshot() as as_of:
             row = self.row("SELECT * FROM sessions WHERE session_id = ?", session_id)
             if row is None:
@@ -292,7 +294,7 @@ class Index:
             )
 
     def group(self, group_id: str) -> GroupView | None:
-        """One group; None where the index does not know it."""
+        """Return a group, or None if the index does not contain it."""
         with self.snapshot() as as_of:
             row = self.row("SELECT * FROM groups WHERE group_id = ?", group_id)
             if row is None:
@@ -308,7 +310,7 @@ class Index:
             )
 
     def batch(self, batch_index: int) -> BatchView | None:
-        """One batch; None where the index does not know it."""
+        """Return a batch, or None if the index does not contain it."""
         with self.snapshot() as as_of:
             row = self.row("SELECT * FROM batches WHERE batch_index = ?", batch_index)
             if row is None:
@@ -322,36 +324,36 @@ class Index:
             )
 
     def series(self) -> tuple[Sequence[Row], AsOf]:
-        """Steps in order, each with its batch: what curves over steps are made of."""
+        """Return the steps in order, each with its batch, for curves over steps."""
         with self.snapshot() as as_of:
             return self.rows(SERIES), as_of
 
     def engines(self) -> tuple[Sequence[Row], AsOf]:
-        """What engines said last."""
+        """Return the last event of each engine."""
         with self.snapshot() as as_of:
             newest = "SELECT max(place) FROM engine_events GROUP BY engine_id"
             return self.rows(f"SELECT * FROM engine_events WHERE place IN ({newest}) ORDER BY engine_id"), as_of
 
     def versions(self) -> tuple[Sequence[Row], AsOf]:
-        """Published weights, each with the engines that loaded and refused it."""
+        """Return the published weight versions, each with the engines that loaded and rejected it."""
         with self.snapshot() as as_of:
             return self.rows(VERSIONS), as_of
 
     def rewards(self, wanted: SessionFilter = ALL, *, bins: int = 20) -> Rewards:
-        """A histogram of the rewards of sessions that pass. Raises BadQuestion."""
+        """Return a histogram of the rewards of sessions that pass. Raises BadQuestion."""
         with self.snapshot() as as_of:
             found, sample = Search(self._sql, wanted, as_of.positions, self._effort).histogram(bins)
         return Rewards(found, as_of, sample)
 
     def total(self, wanted: SessionFilter) -> tuple[int, bool]:
-        """How many sessions pass, and whether those are all: counting ends at `Effort.sorted`, and words that many
-        records say are looked for in the newest ones. Raises BadQuestion."""
+        """Return the number of sessions that pass, and whether it is complete. Counting stops at `Effort.sorted`, and
+        words that too many records contain are searched for only in the newest ones. Raises BadQuestion."""
         with self.snapshot() as as_of:
             return Search(self._sql, wanted, as_of.positions, self._effort).total()
 
     def recipes(self) -> tuple[Sequence[Row], AsOf]:
-        """What the settled sessions of each recipe came to (docs/drawing.md): their number, and means of reward,
-        pass_rate, output_tokens, turns and, over rows of batches, lag. A mean of nothing is None."""
+        """Return figures for the settled sessions of each recipe (docs/drawing.md): their number, and the means of
+        reward, pass_rate, output_tokens, turns and, over rows of batches, lag. A mean over nothing is None."""
         with self.snapshot() as as_of:
             return self.rows(RECIPES, OFF_CHAIN, PASS), as_of
 
@@ -359,8 +361,8 @@ class Index:
         self, *, status: str = "", reason: str | None = None, sort: str = "duration_s", after: str | None = None,
         limit: int = 50,
     ) -> tuple[Sequence[Row], str | None, AsOf]:  # fmt: skip
-        """Answered calls, those with the most of `sort` first, without their outputs; what the next page comes after.
-        `reason` None: any. Raises BadQuestion."""
+        """Return answered tool calls without their outputs, highest `sort` first, and the cursor of the next page.
+        `reason` None lets any reason pass. Raises BadQuestion."""
         if sort not in CALL_SORTS:
             raise BadQuestion(f"sort {sort!r} is none of {', '.join(CALL_SORTS)}")
         value, name, _ = _cursor(after, sort, True)
@@ -379,7 +381,7 @@ class Index:
         return rows, last, as_of
 
     def dead_letters(self, *, after: int = -1, limit: int = 50) -> tuple[Sequence[Row], AsOf]:
-        """In order of place, those behind the place `after`."""
+        """Return dead letters after the place `after`, in order of place."""
         with self.snapshot() as as_of:
             return self.rows("SELECT * FROM dead_letters WHERE place > ? ORDER BY place LIMIT ?", after, limit), as_of
 
@@ -419,7 +421,7 @@ VERSIONS = """SELECT v.*,
 
 
 def connected(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write. Raises NoIndex, LaterIndex, DamagedIndex."""
+    """Open a read-only connection. Raises NoIndex, LaterIndex, DamagedIndex."""
     if not path.exists():
         raise NoIndex(f"{path} is not there: `turnlog index build` makes it, `turnlog index` keeps it up to date")
     try:
@@ -439,14 +441,14 @@ def connected(path: Path) -> sqlite3.Connection:
 
 
 def whole(name: str, text: str) -> int:
-    """A number that SQLite can hold, of what `name` was asked to be. Raises BadQuestion."""
+    """Parse parameter `name` as an integer of 64 bits. Raises BadQuestion."""
     if not WHOLE.fullmatch(text) or not -(2**63) <= (found := int(text)) < 2**63:
         raise BadQuestion(f"{name}: {text[:40]!r} is no whole number of 64 bits")
     return found
 
 
 def where_of(place: int) -> str:
-    """topic[partition]@offset"""
+    """Format a place as topic[partition]@offset."""
     (topic, number), offset = standing(place)
     return f"{topic}[{number}]@{offset}"
 
@@ -460,7 +462,8 @@ def _after(sort: str, descending: bool, value: object, name: str) -> str:
 
 
 def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | None, bool]:
-    """Value and id of the last row, and whether only rows without a value are left. Raises BadQuestion."""
+    """Parse a cursor: value and id of the last row, and whether only rows without a value remain. Raises
+    BadQuestion."""
     if after is None:
         return None, None, False
     try:

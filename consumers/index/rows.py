@@ -1,4 +1,7 @@
-"""Records to rows: a function per kind of record, of the record alone. What rests on several is made in indexer.py."""
+"""Conversion of records to rows: one function per record type, of the record alone.
+
+Anything that depends on several records is computed in indexer.py.
+"""
 
 from __future__ import annotations
 
@@ -41,30 +44,30 @@ from turnlog.schemas.json_depth import deeper_than
 from turnlog.schemas.types import BlobRef, Payload, TurnId
 
 KEPT_BYTES: Final = 256 * 1024
-"""Of one payload in a row; a larger one stays at the record's place."""
+"""Maximum size of a payload that is copied into a row, in bytes. Larger ones are read from the record."""
 SEARCHED_CHARACTERS: Final = 65_536
-"""Of one record, from its beginning."""
+"""Maximum number of characters of one record that can be searched, from its beginning."""
 Values = tuple[Any, ...]
 
 
 @dataclass(slots=True)
 class Rows:
-    """What some records add, in the order in which they came."""
+    """Rows that a sequence of records adds, in their order."""
 
     inserts: defaultdict[Table, list[Values]] = field(default_factory=lambda: defaultdict(list))
     words: list[tuple[int, str]] = field(default_factory=list)
-    """(place, text) for the search."""
+    """(place, text) for the full-text search."""
     manifests: list[tuple[int, SampleBatchFormed | BatchSkipped]] = field(default_factory=list)
     unread: list[Values] = field(default_factory=list)
     sessions: dict[str, str] = field(default_factory=dict)
-    """Sessions whose sums change, to their groups."""
+    """Session -> group, for sessions whose sums change."""
     groups: set[str] = field(default_factory=set)
-    """Groups whose every session changes."""
+    """Groups of which every session changes."""
     steps: set[int] = field(default_factory=set)
-    """Batches that were stepped on."""
+    """Indexes of batches that a step trained on."""
 
     def take(self, record: Record, event: Event) -> None:
-        """Add a record. One of a kind that has no table adds nothing."""
+        """Add a record. Record types without a table add nothing."""
         rows_of = ROWS.get(type(event))
         if record.topic == topics.SESSIONS.name:
             rows_of = _session_event
@@ -95,7 +98,7 @@ class Rows:
                 self._search(place, [_text(event.output)])
 
     def pass_over(self, record: Record, cause: Exception) -> None:
-        """A record that no table takes."""
+        """Note a record that cannot be read, or stands where it does not belong."""
         self.unread.append(
             (record.topic, record.partition, record.offset, record.timestamp_ms, type(cause).__name__, str(cause))
         )
@@ -107,7 +110,8 @@ class Rows:
 
 
 def spoken(payload: Payload) -> Iterator[str]:
-    """Every text of a message or a list of them; nothing of one that is stored elsewhere or is no JSON."""
+    """Yield every text in a message or a list of messages; nothing for a payload that is stored elsewhere or is not
+    JSON."""
     if isinstance(payload, BlobRef) or deeper_than(payload):
         return
     try:
@@ -130,18 +134,18 @@ def _strings(value: object) -> Iterator[str]:
 
 
 WORDLESS = frozenset({"role", "type", "id", "call_id", "tool_call_id", "tool_use_id", "signature", "cache_control"})
-"""Keys of messages whose text nobody said."""
+"""Keys of messages whose values are no spoken text."""
 
 
 def inline(payload: Payload | None) -> str | None:
-    """A JSON payload as text, where it is small and on the record."""
+    """Return a JSON payload as text, or None if it is large or stored elsewhere."""
     if payload is None or isinstance(payload, BlobRef) or len(payload) > KEPT_BYTES:
         return None
     return _text(payload)
 
 
 def as_json(value: object) -> str:
-    """Compact, keys sorted; numbers that JSON has not are null."""
+    """Encode as compact JSON with sorted keys. Numbers that JSON cannot express become null."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
 
@@ -242,8 +246,8 @@ def _tree(_: Record, event: TurnTreeAssembled) -> Found:
 
 
 def mask_of(spans: Iterable[tuple[int, int, bool]]) -> str:
-    """Names which tokens of a sample train, from (start, length, trained) of its spans in order: 16 hex digits,
-    however often the weights changed between them."""
+    """Return a name of the set of trained tokens: 16 hex digits, from (start, length, trained) of the spans in order.
+    It does not depend on where weight versions changed between them."""
     runs: list[tuple[int, int]] = []
     for start, length, trained in spans:
         if trained and runs and runs[-1][1] == start:

@@ -1,7 +1,7 @@
-"""The tables of the index, as code, SQL and a page (docs/index-schema.md): one declaration each.
+"""Tables of the index, each declared once for code, SQL and its page (docs/index-schema.md).
 
-A record is one row, under its place: topic, partition and offset in one integer, which is the key. Where a record may
-come again, the rows that count are a view, and all of them a table of records behind it.
+Each record is one row. Its key is its *place*: topic, partition and offset in one integer. If a record may be repeated,
+a view shows the effective rows, and a table behind it holds all of them.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from turnlog.schemas import topics
 from turnlog.schemas.topics import Topic
 
 SCHEMA_VERSION = 5
-"""Stands in the file (PRAGMA user_version). Any change of a table is a new one, and an index is built again."""
+"""Schema version in the file (PRAGMA user_version). Any change of a table needs a new version, and indexes are then
+rebuilt."""
 
 NUMBERED = (
     topics.RUNS, topics.TASKS, topics.SESSIONS, topics.TURNS, topics.SNAPSHOTS, topics.TOOL_CALLS, topics.TOOL_RESULTS,
     topics.TREES, topics.SAMPLES, topics.SCORES, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES,
     topics.DEAD_LETTERS,
 )  # fmt: skip
-"""Topics that are indexed: a topic's index here is part of its places. group-requests and group-scores repeat what
-tasks and segment-samples say."""
+"""Topics that are indexed. The position of a topic in this tuple is part of its places. group-requests and group-scores
+are left out: they repeat tasks and segment-samples."""
 NUMBER = {topic.name: number for number, topic in enumerate(NUMBERED)}
 TOPIC_BITS, PARTITION_BITS, OFFSET_BITS = 58, 14, 44
 
 
 def place_of(topic: str, partition: int, offset: int) -> int:
-    """One integer for where a record stands; in order of offset within a partition."""
+    """Return the place of a record: one integer, which grows with the offset within a partition."""
     return NUMBER[topic] << TOPIC_BITS | partition << OFFSET_BITS | offset
 
 
 def standing(place: int) -> tuple[Partition, int]:
-    """The inverse of `place_of`: partition and offset."""
+    """Return the partition and offset of a place; the inverse of `place_of`."""
     number = place >> OFFSET_BITS & (1 << PARTITION_BITS) - 1
     return Partition(NUMBERED[place >> TOPIC_BITS].name, number), place & (1 << OFFSET_BITS) - 1
 
 
 def place_sql(place: str) -> str:
-    """topic, partition and offset of a place, as columns."""
+    """Return SQL for topic, partition and offset of a place, as columns."""
     names = " ".join(f"WHEN {number} THEN '{topic.name}'" for number, topic in enumerate(NUMBERED))
     return (
         f"CASE {place} >> {TOPIC_BITS} {names} END AS topic, "
@@ -50,7 +51,7 @@ def place_sql(place: str) -> str:
 
 
 class Column(NamedTuple):
-    """One column: its SQL type, and what it says."""
+    """A column with its SQL type and its description."""
 
     name: str
     kind: str
@@ -58,33 +59,34 @@ class Column(NamedTuple):
 
 
 def _columns(text: str) -> tuple[Column, ...]:
-    """A line each: name, type, what it says."""
+    """Parse lines of name, type and description."""
     lines = (line.split(maxsplit=2) for line in text.strip().splitlines())
     return tuple(Column(name, kind, says) for name, kind, says in lines)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of records of one topic, or one that is made from such tables (`topic` is None)."""
+    """A table of the records of one topic, or a table derived from such tables (`topic` is None)."""
 
     name: str
-    """Of the view that shows it; of made tables their own."""
+    """Name of the SQL view over this table; derived tables use their own name."""
     says: str
     columns: tuple[Column, ...]
     topic: Topic | None = None
     once: tuple[str, ...] = ()
-    """Columns that name what a record is about: the first record of it counts. Empty: every record counts."""
+    """Columns that identify the subject of a record: its first record is the effective one. If empty, every record
+    is."""
     indexes: tuple[tuple[str, ...], ...] = ()
     key: str = ""
-    """Primary key of a made table."""
+    """Primary key of a derived table."""
 
     @property
     def stored(self) -> str:
-        """Of the SQL table."""
+        """Name of the SQL table."""
         return f"{self.name}_records" if self.topic else self.name
 
     def statements(self) -> Iterator[str]:
-        """That create it."""
+        """Yield the SQL statements that create the table."""
         own = ", ".join(f'"{each.name}" {each.kind}' for each in self.columns)
         if self.topic is None:
             yield f"CREATE TABLE {self.stored} ({own}, PRIMARY KEY ({self.key})) WITHOUT ROWID"
@@ -102,7 +104,7 @@ class Table:
             yield f"CREATE INDEX {self.stored}_{number} ON {self.stored} ({', '.join(over)})"
 
     def insert(self) -> str:
-        """Takes place, event_id, time_ms and the columns."""
+        """Return the SQL statement that inserts a row. Its parameters are place, event_id, time_ms and the columns."""
         width = len(self.columns) + 3
         marks = ", ".join(f"?{number}" for number in range(1, width + 1))
         if self.topic is None:
@@ -570,16 +572,16 @@ TOOL_CALLS = """CREATE VIEW tool_calls AS SELECT
     LEFT JOIN tool_results_records a ON a.call_id = r.call_id AND a.counts
     LEFT JOIN tool_cancels_records c ON c.call_id = r.call_id AND c.counts WHERE r.counts"""
 SEARCH = "CREATE VIRTUAL TABLE search USING fts5(text, content='', tokenize='unicode61 remove_diacritics 2')"
-"""Words of messages and of outputs of tools, by place; the text itself stands in the row of that place."""
+"""Full-text index over messages and tool outputs, by place. The text itself is in the row at that place."""
 
 
 def statements() -> Sequence[str]:
-    """That make an empty index."""
+    """Return the SQL statements that create an empty index."""
     return [*(each for table in (*RECORDED, *MADE) for each in table.statements()), TOOL_CALLS, SEARCH]
 
 
 def page() -> str:
-    """docs/index-schema.md."""
+    """Return the text of docs/index-schema.md."""
     parts = [PREAMBLE.format(version=SCHEMA_VERSION)]
     for table in (SESSIONS, GROUPS, *RECORDED, BATCH_ROWS, DROPS, DRAWN, UNREAD, POSITIONS, ABOUT):
         topic = f" Topic `{table.topic.name}`." if table.topic else ""

@@ -1,12 +1,14 @@
-"""Which sessions pass a filter, a page at a time. What that takes is bounded by Effort and by the size of one table,
-whatever is asked for:
+"""Search for sessions that pass a filter, one page at a time.
 
-1. Of the order of the page a stretch is walked: what many sessions pass is found there.
-2. What the narrowest filter lets pass is sorted, if that is little.
-3. All sessions are looked at in the order in which they lie in the file, ten times faster each than by an index.
+The cost is bounded by Effort and by the size of one table, whatever the filter:
 
-Words that few records say are such a filter. Of words that many say, sessions are asked one by one in 1 and 2; where
-that fills no page, those that the newest records name do, and the answer says so.
+1. A stretch of the page's order is walked, which suffices for filters that many sessions pass.
+2. The sessions that pass the narrowest filter are sorted, if they are few.
+3. All sessions are scanned in file order, which is ten times faster per session than by an index.
+
+Words that few records contain are such a narrow filter. For words that many records contain, steps 1 and 2 check
+sessions one by one. If that does not fill the page, it shows the sessions of the newest such records, and the answer
+says so.
 """
 
 from __future__ import annotations
@@ -27,23 +29,23 @@ from turnlog.infra.log import Partition
 from turnlog.schemas import topics
 
 SORTS: Final = ("started_ms", "finished_ms", "reward", "output_tokens", "turns", "calls")
-"""What sessions are sorted by; each has an index."""
+"""Columns by which sessions can be sorted; each has an index."""
 SHARED: Final = ("recipe", "task_id", "outcome", "fate", "batch_index")
-"""What sessions share, each with an index that goes on in the order of started_ms."""
+"""Columns that many sessions share values of. Each has an index that continues in the order of started_ms."""
 SPEAKING: Final = (topics.TURNS.name, topics.TOOL_RESULTS.name)
-"""Whose records are searched for words."""
+"""Topics whose records are searched for words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What one question may take."""
+    """Limits on the work of one search."""
 
     walked: int = 2_000
-    """Sessions of an order."""
+    """Maximum number of sessions to walk along an order."""
     sorted: int = 10_000
-    """Sessions that a filter lets pass, or records that say the words."""
+    """Maximum number of sessions that pass a filter, or of records that contain the words, to sort."""
     asked: int = 500
-    """Sessions that are asked one by one for words."""
+    """Maximum number of sessions to check one by one for words."""
 
 
 USUAL: Final = Effort()
@@ -51,7 +53,7 @@ USUAL: Final = Effort()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFilter:
-    """Which sessions; None lets everything pass."""
+    """Filter for sessions. None lets everything pass."""
 
     recipe: str | None = None
     task_id: str | None = None
@@ -63,15 +65,15 @@ class SessionFilter:
     min_reward: float | None = None
     max_reward: float | None = None
     min_version: int | None = None
-    """Of the oldest weights that sampled for it."""
+    """Minimum of the oldest weight version that sampled for the session."""
     max_version: int | None = None
-    """Of the newest."""
+    """Maximum of the newest weight version that sampled for the session."""
     failed_calls: bool = False
-    """Only those with a tool call that did not end ok."""
+    """True to let only sessions pass that have a tool call that did not end ok."""
     sessions: tuple[str, ...] | None = None
-    """Only these ids."""
+    """Ids of the only sessions that may pass."""
     text: str | None = None
-    """Words that stand in one turn or one tool's output: FTS5's language."""
+    """Words within one turn or one tool output, in the query syntax of FTS5."""
 
 
 ALL: Final = SessionFilter()
@@ -80,7 +82,8 @@ Found = dict[str, Any]
 
 
 class Clause(NamedTuple):
-    """A condition on sessions `s`. What it is about is sought in its index, or looked at in the rows: a `+` for {0}."""
+    """A condition on sessions `s`. In `sql`, {0} is empty to search the index of the column, or `+` to only check the
+    rows."""
 
     column: str
     sql: str
@@ -95,20 +98,20 @@ class Stretch(NamedTuple):
     values: tuple[Any, ...]
     order: str
     key: str = ""
-    """What the index goes by."""
+    """Columns of the index, as an SQL row value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How sessions are sorted, those without a value of `sort` last, and behind which one a page begins."""
+    """Order of sessions, those without a value of `sort` last, and the row after which a page begins."""
 
     sort: str
     descending: bool = True
     after: tuple[Any, str] | None = None
-    """Its value, which may be None, and its id."""
+    """Value, which may be None, and id of the last row of the previous page."""
 
     def stretches(self) -> Iterator[Stretch]:
-        """Those with a value and those without."""
+        """Yield the part with values and the part without."""
         way, beyond, value = *self._ways(), self.after[0] if self.after else None
         if self.after is None or value is not None:
             key = f"(s.{self.sort}, s.session_id)"
@@ -120,7 +123,7 @@ class Order:
         yield Stretch(f"s.{self.sort} IS NULL{behind}", name, f"s.session_id {way}", "(s.session_id)")
 
     def whole(self) -> Stretch:
-        """Both, by no index."""
+        """Return both parts as one, without use of an index."""
         way, beyond = self._ways()
         order = f"s.{self.sort} IS NULL, s.{self.sort} {way}, s.session_id {way}"
         if self.after is None:
@@ -131,7 +134,7 @@ class Order:
         return Stretch(behind, self.after, order)
 
     def upto(self, stretch: Stretch, end: Sequence[Any]) -> str:
-        """The condition that nothing of it is behind a row."""
+        """Return the condition that a row of the stretch is not beyond the row `end`."""
         within = ">=" if self.descending else "<="
         return f"{stretch.key} {within} ({', '.join('?' * len(end))})" if end else "1"
 
@@ -140,19 +143,19 @@ class Order:
 
 
 class Search:
-    """One filter over the sessions of a snapshot."""
+    """A filter over the sessions of one snapshot."""
 
     def __init__(
         self, sql: sqlite3.Connection, wanted: SessionFilter, places: Iterable[Partition], effort: Effort
     ) -> None:
-        """`places`: whose records the index holds."""
+        """`places` are the partitions that the index holds."""
         self._sql, self._effort, self._text = sql, effort, wanted.text
         self._places = sorted(place for place in places if place.topic in SPEAKING)
         self._clauses = list(_clauses(wanted))
         self._passed = {each: self._count(each) for each in self._clauses if each.indexed}
-        """How many sessions pass, as far as they are counted."""
+        """Number of sessions that pass each condition, counted up to `Effort.sorted` + 1."""
         self._often = False
-        """More records say the words than are sorted."""
+        """True if more records contain the words than `Effort.sorted`."""
         if wanted.text is not None:
             hits = self._values(f"{HITS} LIMIT ?", wanted.text, effort.sorted + 1)
             self._often = len(hits) > effort.sorted
@@ -164,7 +167,7 @@ class Search:
         self._much = min(self._passed.values(), default=little + 1) > little
 
     def page(self, order: Order, limit: int) -> tuple[list[Found], bool]:
-        """Its first rows; whether words were looked for in the newest records alone."""
+        """Return the first rows, and whether words were searched for in the newest records only."""
         found, rest = self._walked(self._begun(order), limit) if self._much else ([], order)
         if rest is None:
             return found, False
@@ -176,7 +179,7 @@ class Search:
         return found, newest
 
     def total(self) -> tuple[int, bool]:
-        """How many sessions pass, counted up to what is sorted; whether those are all."""
+        """Return the number of sessions that pass, counted up to `Effort.sorted`, and whether it is complete."""
         where, values, newest = self._surely()
         (found,) = self._values(
             f"SELECT count(*) FROM (SELECT 1 FROM sessions s WHERE {where} LIMIT ?)", *values, self._effort.sorted + 1
@@ -184,8 +187,8 @@ class Search:
         return min(found, self._effort.sorted), found <= self._effort.sorted and not newest
 
     def histogram(self, bins: int) -> tuple[list[Found], bool]:
-        """Of rewards: least, most and sessions of each bin that has some; whether it is of a sample of those that
-        pass: ids are digests, and sessions lie in their order."""
+        """Return least, most and number of sessions for each reward bin that is not empty, and whether they are a
+        sample. Sessions are stored in the order of their ids, which are digests, so the first ones are random."""
         if self._clauses or self._text is not None:
             where, values, newest = self._surely()
             found = self._values(
@@ -203,7 +206,7 @@ class Search:
         ], sample
 
     def _all_rewards(self, bins: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Counts and edges, by the index alone."""
+        """Return the counts and bin edges of all rewards, from the index on rewards alone."""
         least, most = (self._values(f"SELECT {end}(reward) FROM sessions")[0] for end in ("min", "max"))
         if least is None:
             return np.histogram([], bins)
@@ -213,15 +216,16 @@ class Search:
         return np.array([self._values(within, *each)[0] for each in pairwise(ends)]), edges
 
     def _surely(self) -> tuple[str, Sequence[Any], bool]:
-        """The condition that finds all that pass, by the narrowest filter or by none; whether of the newest records
-        that say the words."""
+        """Return the condition and values that find every session that passes, and whether only the newest records that
+        contain the words are covered. Uses the narrowest filter, or none."""
         if not self._much:
             return *self._where(self._narrowest(), self._says()), False
         said = self._said_newly() if self._often else None
         return *self._where(said, [said] if said else []), self._often
 
     def _begun(self, order: Order) -> Order:
-        """Weights come one after another: before the first session that began with those of a range, none passes."""
+        """Skip the beginning of an order by start time, up to the first session in the range of weight versions.
+        Versions follow each other in time, so no earlier session passes."""
         versions = self._narrowest({"version_min"})
         if versions is None or order.sort != "started_ms" or (order.after and order.after[0] is None):
             return order
@@ -231,7 +235,7 @@ class Search:
         return replace(order, after=(edge, "")) if begin else order
 
     def _walked(self, order: Order, limit: int) -> tuple[list[Found], Order | None]:
-        """What is found on the way, and, where that fills no page, what is left of the order."""
+        """Return the rows found while walking and, if they do not fill the page, the rest of the order."""
         along = self._narrowest(SHARED if order.sort == "started_ms" else {order.sort})
         found = list[Found]()
         where, values = self._where(along, self._says())
@@ -248,7 +252,8 @@ class Search:
         return found, None
 
     def _end(self, stretch: Stretch, along: Clause | None, steps: int) -> tuple[Any, ...]:
-        """What the index goes by, so many steps from its beginning; nothing of a shorter one."""
+        """Return the index columns of the row `steps` after the beginning of a stretch; () if the stretch is
+        shorter."""
         where, values = ("1", ()) if along is None else (along.sql.format(""), along.values)
         found = self._rows(
             f"SELECT {stretch.key[1:-1]} FROM sessions s WHERE {where} AND {stretch.sql} ORDER BY {stretch.order} "
@@ -257,7 +262,7 @@ class Search:
         return tuple(found[0].values()) if found else ()
 
     def _narrowest(self, columns: Collection[str] | None = None) -> Clause | None:
-        """Of the filters on these, or of all."""
+        """Return the narrowest indexed filter on these columns, or on any."""
         fitting = [each for each in self._passed if columns is None or each.column in columns]
         return min(fitting, key=self._passed.__getitem__, default=None)
 
@@ -267,11 +272,12 @@ class Search:
         return " AND ".join(sql) or "1", [value for each in every for value in each.values]
 
     def _says(self) -> list[Clause]:
-        """What asks a session for words that many records say."""
+        """Return the condition that checks each session for words that many records contain."""
         return [Clause("", SAYS, (self._text, self._text), indexed=False)] if self._often else []
 
     def _said_newly(self) -> Clause:
-        """Of the newest records that say the words, as many of each partition."""
+        """Return the condition for sessions of the newest records that contain the words, with an equal share per
+        partition."""
         share, hits = self._effort.sorted // max(1, len(self._places)), list[int]()
         for topic, number in self._places:
             ends = (place_of(topic, number, offset) for offset in (0, 2**OFFSET_BITS - 1))
@@ -281,7 +287,7 @@ class Search:
         return _said_at(hits)
 
     def _count(self, clause: Clause) -> int:
-        """How many pass, and one more than are sorted where it is more."""
+        """Count the sessions that pass, up to `Effort.sorted` + 1."""
         sql = f"SELECT count(*) FROM (SELECT 1 FROM sessions s WHERE {clause.sql.format('')} LIMIT ?)"
         (found,) = self._values(sql, *clause.values, self._effort.sorted + 1)
         return int(found)
@@ -290,14 +296,14 @@ class Search:
         return [dict(row) for row in self._sql.execute(sql, values)]
 
     def _values(self, sql: str, *values: object) -> list[Any]:
-        """Of one column."""
+        """Return the values of a query with one column."""
         cursor = self._sql.cursor()
         cursor.row_factory = None
         return [value for (value,) in cursor.execute(sql, values)]
 
 
 def _clauses(wanted: SessionFilter) -> Iterator[Clause]:
-    """All but words."""
+    """Yield the conditions of a filter, except words."""
     for name in (*SHARED, "group_id", "purpose"):
         if (value := getattr(wanted, name)) is not None:
             yield Clause(name, f"{{0}}s.{name} = ?", (value,), indexed=name != "purpose")
@@ -319,7 +325,7 @@ def _clauses(wanted: SessionFilter) -> Iterator[Clause]:
 
 
 def _said_at(places: Sequence[int]) -> Clause:
-    """Sessions of records."""
+    """Return the condition for the sessions of records at these places."""
     return Clause("session_id", f"{{0}}s.session_id IN ({SAID})", (orjson.dumps(places).decode(),) * 2)
 
 
