@@ -1,22 +1,22 @@
-"""Immutable objects named by their sha256. `infra.s3` is the real store; MemoryBlobs passes the same contract.
-Payloads that are too large for an event are put here, and fetched where they are needed.
+"""Immutable objects named by their sha256. `infra.s3` is the real store; MemoryBlobs passes the same contract test.
+Payloads that are too large for an event are stored here and fetched where they are needed.
 
-  owned/CLUSTER/prefix=P/run=R/blobs/aa/SHA256     a blob that a role of the run has put; RunConfigured names the folder
-  owned/.../run=R/checkpoints/STEP/FILE            of a checkpoint, which its MANIFEST.json makes whole
-  owners/CLUSTER/prefix=P/run=R.json               an Owner: whose folder that is
-  blobs/aa/SHA256                                  of runs that an earlier release began, and of tools
-  trash/NAME                                       what `turnlog gc` found unreachable, for a grace
+  owned/CLUSTER/prefix=P/run=R/blobs/aa/SHA256     a blob written by a role of the run; RunConfigured names the folder
+  owned/.../run=R/checkpoints/STEP/FILE            a file of a checkpoint, which its MANIFEST.json finalizes
+  owners/CLUSTER/prefix=P/run=R.json               an Owner: states whose folder that is
+  blobs/aa/SHA256                                  blobs of tools, and of runs that an earlier release began
+  trash/NAME                                       objects that `turnlog gc` found unreachable, for a grace period
 
 BlobError
-├── BlobMissing       nothing under that hash (yet): retried, then a typed end where it is needed
+├── BlobMissing       no object under that hash (yet): retried, then a typed end where it is needed
 ├── BlobCorrupt       the bytes do not hash to their name
-├── NoRoom            the file that a blob was to be fetched into cannot be written
-├── FileUnreadable    the file that was to be put cannot be read
-├── ImageUnreadable   the bytes are no image of IMAGE_FORMATS
+├── NoRoom            the file into which a blob is fetched cannot be written
+├── FileUnreadable    the file that is to be stored cannot be read
+├── ImageUnreadable   the bytes are not an image in one of IMAGE_FORMATS
 └── StoreUnavailable      credentials, quota
     ├── StoreUnreachable  transport or TLS
-    │   └── StoreBusy     it answers that it cannot now: throttled, full, failing, clocks apart, a token expired
-    └── BucketMissing     [store] make_bucket is false and nobody has made it yet: waited for
+    │   └── StoreBusy     a temporary refusal: throttled, full, failing, clocks differ, a token expired
+    └── BucketMissing     [store] make_bucket is false and nobody has made the bucket yet: waited for
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ log = logging.getLogger(__name__)
 OWNED, OWNERS, TRASH = "owned/", "owners/", "trash/"
 BINARY = "application/octet-stream"
 REUSED_S = 3600.0
-"""Seconds after its last put for which a writer may name a blob without putting it again: what lies for longer without
-a record that names it is garbage to `turnlog gc`."""
+"""Seconds after its last put for which a writer may reference a blob without storing it again. `turnlog gc` collects
+older blobs that no record references."""
 
 
 class BlobError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of the store; see the module docstring."""
 
 
 class BlobMissing(BlobError):
@@ -76,19 +76,19 @@ class BlobCorrupt(BlobError):
 
 
 class NoRoom(BlobError):
-    """Of this machine's disk, not of the store."""
+    """A file cannot be written to this machine's disk; the store is not the cause."""
 
 
 class FileUnreadable(BlobError):
-    """Of this machine's disk, not of the store."""
+    """A file on this machine's disk cannot be read; the store is not the cause."""
 
 
 class ImageUnreadable(BlobError):
-    """Says what Pillow said."""
+    """An image cannot be decoded; the message is Pillow's."""
 
 
 class StoreUnavailable(BlobError):
-    """The store did not answer, or refused us; names [store] settings to check."""
+    """The store did not answer, or refused the request; the message names [store] settings to check."""
 
 
 class StoreUnreachable(StoreUnavailable, Unreachable):
@@ -96,43 +96,43 @@ class StoreUnreachable(StoreUnavailable, Unreachable):
 
 
 class StoreBusy(StoreUnreachable, Explained):
-    """The store answers, and what it says passes; says what it is."""
+    """The store refuses for a temporary reason, which the message states."""
 
 
 class BucketMissing(StoreUnavailable, Explained):
-    """Nobody has made it. Remedy: `turnlog run configure`, which does."""
+    """The bucket does not exist. Remedy: `turnlog run configure`, which creates it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Owner:
-    """The one log whose roles put blobs into a folder."""
+    """The log whose roles write blobs into a folder."""
 
     cluster: str
-    """Kafka's own id of it."""
+    """Kafka's cluster id."""
     prefix: str
     """[kafka] prefix."""
     run: str
 
     @property
     def folder(self) -> str:
-        """The run is part of it: clusters that earlier releases embedded share an id, and topics of a prefix may be
-        made anew."""
+        """The folder of its blobs. The run is part of the name, because clusters that earlier releases embedded share
+        an id, and topics of a prefix may be created anew."""
         return (
             f"{OWNED}{quote(self.cluster, safe='')}/prefix={quote(self.prefix, safe='')}/run={quote(self.run, safe='')}"
         )
 
     @property
     def name(self) -> str:
-        """Of the object that says so."""
+        """Name of the object that records the owner."""
         return f"{OWNERS}{self.folder.removeprefix(OWNED)}.json"
 
     def json(self) -> bytes:
-        """What stands there."""
+        """Return the content of that object."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
 
     @classmethod
     def parsed(cls, name: str, content: bytes) -> Owner:
-        """Raises BlobCorrupt for what `json` did not write."""
+        """Parse such an object. Raises BlobCorrupt if `json` did not write it under this name."""
         try:
             found = cls(**{key: str(value) for key, value in json.loads(content).items()})
         except (ValueError, TypeError, AttributeError) as error:
@@ -144,101 +144,103 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object as the store lists it."""
+    """An object in a listing of the store."""
 
     name: str
     size: int
     """Bytes."""
     modified: float
-    """When it was last put, by the store's clock: seconds since 1970."""
+    """Time of its last put by the store's clock, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Objects, and what the store's clock said before they were listed: seconds since 1970."""
+    """Objects, and the time of the store's clock before they were listed, in seconds since 1970."""
 
     now: float
     objects: tuple[Listed, ...]
 
 
 def key(sha256: str, folder: str = "") -> str:
-    """The object's key: the first two hex digits spread objects over folders. `folder`: of its owner, if it has one."""
+    """Return the key of a blob in the owner's `folder`, if it has one. The first two hex digits spread objects
+    over folders."""
     return f"{folder}{'/' if folder else ''}blobs/{sha256[:2]}/{sha256}"
 
 
 KEY = re.compile(rf"({TRASH})?(?:({OWNED}[^/]+/prefix=[^/]*/run=[^/]*)/)?blobs/[0-9a-f]{{2}}/([0-9a-f]{{64}})")
-"""What `key` makes, also in the trash: (trash, folder, sha256)."""
+"""Matches the results of `key`, also in the trash: (trash, folder, sha256)."""
 
 
 CHECKPOINTS, MANIFEST = "checkpoints", "MANIFEST.json"
 CHECKPOINT = re.compile(rf"(({OWNED}[^/]+/prefix=[^/]*/run=[^/]*)/{CHECKPOINTS}/step-[^/]+)/[^/]+")
-"""A file of a checkpoint: (name of the checkpoint, folder of its owner)."""
+"""Matches a file of a checkpoint: (name of the checkpoint, folder of its owner)."""
 
 
 class Blobs(Protocol):
-    """Put always writes (so that a re-used blob becomes young); get always verifies length and hash, and looks
-    wherever a blob may lie."""
+    """A store of blobs. Put always writes, so that a reused blob becomes young again. Get always verifies length and
+    hash, and searches every folder in which a blob may be."""
 
     folder: str
-    """Where `put` writes: of the run's owner, as soon as the role knows it (`runs.claimed`); empty: `blobs/`."""
+    """Folder into which `put` writes: that of the run's owner as soon as the role knows it (`runs.claimed`); empty
+    means `blobs/`."""
 
     async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
         """Store `content`; its key is derived from its sha256. Raises StoreUnavailable."""
         ...
 
     async def get(self, ref: BlobRef) -> bytes:
-        """The verified bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
+        """Return the verified bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
         ...
 
     async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
-        """`put` of what a file holds, a piece at a time. `sha256`: of it, where the writer has hashed it on its way.
+        """Like `put`, for the contents of a file, in pieces. `sha256`: its hash, if the writer has already computed it.
         Raises FileUnreadable, StoreUnavailable."""
         ...
 
     async def get_file(self, ref: BlobRef, path: Path) -> None:
-        """`get` into a new file, a piece at a time. What does not verify is removed again. Raises BlobMissing,
+        """Like `get`, into a new file, in pieces. The file is removed if it does not verify. Raises BlobMissing,
         BlobCorrupt, NoRoom, StoreUnavailable."""
         ...
 
     async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
-        """Store `content` under a name of the writer's choice (the archive: files that people look for by name), in
-        one piece or not at all; what stood there is replaced. Raises StoreUnavailable."""
+        """Store `content` under a name of the writer's choice (the archive: files that people look for by name). The
+        write is atomic and replaces an existing object. Raises StoreUnavailable."""
         ...
 
     async def get_named(self, name: str) -> bytes:
-        """The bytes under a name, unverified: whoever names objects keeps their hashes. Raises BlobMissing,
+        """Return the bytes under a name, unverified: whoever chooses names also stores the hashes. Raises BlobMissing,
         StoreUnavailable."""
         ...
 
     async def put_named_file(self, name: str, path: Path) -> BlobRef:
-        """`put_named` of what a file holds, a piece at a time, hashed on its way: what `get_named_file` takes. Raises
-        StoreUnavailable."""
+        """Like `put_named`, for the contents of a file, in pieces and hashed while they are sent. Return the reference
+        for `get_named_file`. Raises StoreUnavailable."""
         ...
 
     async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
-        """What is under a name into a new file, a piece at a time. What does not verify is removed again. Raises
+        """Fetch the object under a name into a new file, in pieces. The file is removed if it does not verify. Raises
         BlobMissing, BlobCorrupt, NoRoom, StoreUnavailable."""
         ...
 
     async def names(self, prefix: str) -> list[str]:
-        """Names that begin with `prefix`, sorted; empty when there is none. Raises StoreUnavailable."""
+        """Return the names that begin with `prefix`, sorted. Raises StoreUnavailable."""
         ...
 
     async def listed(self, prefix: str) -> Listing:
-        """Objects whose names begin with `prefix`, with their ages. Raises StoreUnavailable."""
+        """Return the objects whose names begin with `prefix`, with their ages. Raises StoreUnavailable."""
         ...
 
     async def copy(self, name: str, to: str) -> None:
-        """Put what is under `name` under another name, too, where it is as young as if it was put. Raises BlobMissing,
+        """Copy the object under `name` to another name. The copy is as young as a new object. Raises BlobMissing,
         StoreUnavailable."""
         ...
 
     async def remove(self, name: str) -> None:
-        """Delete what is under a name; nothing is there: nothing happens. Raises StoreUnavailable."""
+        """Delete the object under a name, if there is one. Raises StoreUnavailable."""
         ...
 
     async def close(self) -> None:
-        """Release connections."""
+        """Release all connections."""
         ...
 
 
@@ -252,7 +254,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A file that is being put: what it cannot give is not the store's silence."""
+    """A file that is being uploaded. Its read errors are raised as FileUnreadable, so that they are not taken for an
+    outage of the store."""
 
     path: Path
     file: BufferedReader
@@ -265,7 +268,7 @@ class Reading:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[tuple[Reading, int]]:
-    """A file and how many bytes it has. Raises FileUnreadable."""
+    """Open a file and yield it with its size in bytes. Raises FileUnreadable."""
     with _readable(path):
         file = path.open("rb")
     with file:
@@ -275,12 +278,12 @@ def _reading(path: Path) -> Iterator[tuple[Reading, int]]:
 
 
 class Folders(ABC):
-    """Where a blob is put, and where it is looked for: the same over every store. Calls block."""
+    """Rules for where blobs are written and searched, common to all stores. All calls block."""
 
     def __init__(self) -> None:
         self.folder = ""
         self._last = ""
-        """The folder in which a blob was found last: what is read together mostly lies together."""
+        """Folder in which a blob was last found. Blobs that are read together mostly lie together."""
 
     @abstractmethod
     def _read(self, name: str) -> bytes: ...
@@ -290,7 +293,7 @@ class Folders(ABC):
 
     @abstractmethod
     def _pieces(self, name: str) -> AbstractContextManager[Iterable[bytes]]:
-        """What `_read` gives, a piece at a time."""
+        """Like `_read`, in pieces."""
 
     @abstractmethod
     def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None: ...
@@ -325,7 +328,8 @@ class Folders(ABC):
             _check(name, self._saved(name, file), ref)
 
     def _saved(self, name: str, file: BinaryIO) -> tuple[int, str]:
-        """(bytes, sha256) of what lies there, which is in the file then."""
+        """Write the object under `name` to `file` and return (bytes, sha256) of it. Raises NoRoom if the file
+        cannot be written."""
         running = hashlib.sha256()
         with self._pieces(name) as pieces:
             file.seek(0)
@@ -357,7 +361,8 @@ class Folders(ABC):
         return content
 
     def _found(self, ref: BlobRef, take: Callable[[str], tuple[int, str]]) -> None:
-        """`take` what is there first; it says (bytes, sha256) of what it took."""
+        """Call `take` for the first place that has the blob. `take` returns (bytes, sha256) of what it read. Raises
+        BlobMissing, BlobCorrupt."""
         missing: BlobMissing | None = None
         for folder, name in self._places(ref.sha256):
             try:
@@ -375,8 +380,8 @@ class Folders(ABC):
         raise missing
 
     def _places(self, sha256: str) -> Iterator[tuple[str, str]]:
-        """(folder, name) of every place where a blob may lie, the likely ones first: none of those needs a listing. A
-        recording, an archive, a fork may name what another owner has put."""
+        """Yield (folder, name) of every place where a blob may be. The likely ones come first, because they need no
+        listing. A recording, an archive or a fork may reference blobs of another owner."""
         likely = dict.fromkeys((self._last, self.folder, ""))
         yield from _both(sha256, likely)
         owners = (name.removeprefix(OWNERS).removesuffix(".json") for name in self._names(OWNERS))
@@ -384,7 +389,7 @@ class Folders(ABC):
 
 
 def _check(name: str, taken: tuple[int, str], ref: BlobRef) -> None:
-    """`taken`: (bytes, sha256) of what lies there. Raises BlobCorrupt."""
+    """Compare `taken`, the (bytes, sha256) of an object, with `ref`. Raises BlobCorrupt if they differ."""
     if taken != (ref.size, ref.sha256):
         raise BlobCorrupt(
             f"{name}: {taken[0]} bytes do not hash to {ref.sha256} (expected {ref.size}); restore the object "
@@ -394,8 +399,8 @@ def _check(name: str, taken: tuple[int, str], ref: BlobRef) -> None:
 
 @contextmanager
 def _appearing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which goes again when the block fails."""
-    with path.open("xb", buffering=0) as file:  # what does not fit is known at its own write
+    """Create a new file, and remove it again if the block fails."""
+    with path.open("xb", buffering=0) as file:  # unbuffered: a full disk fails the write that it affects
         try:
             yield cast(BinaryIO, file)
         except BaseException:
@@ -404,13 +409,13 @@ def _appearing(path: Path) -> Iterator[BinaryIO]:
 
 
 class Readable(Protocol):
-    """What an upload reads from."""
+    """Source of an upload."""
 
     def read(self, size: int = -1, /) -> bytes: ...
 
 
 class _Hashing:
-    """A file whose bytes are hashed as they are read, once, from its beginning."""
+    """A file whose bytes are hashed while they are read, once, from its beginning."""
 
     def __init__(self, file: Readable) -> None:
         self._file, self.sha256 = file, hashlib.sha256()
@@ -427,8 +432,8 @@ def _both(sha256: str, folders: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 class MemoryBlobs(Folders):
-    """See Blobs. `objects` maps the sha256 of what lies below `blobs/`, `named` all other names to bytes, for tests
-    that damage them."""
+    """See Blobs. `objects` maps the sha256 of blobs below `blobs/` to bytes, `named` all other names, for tests that
+    corrupt them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,10 +441,10 @@ class MemoryBlobs(Folders):
         self.named: dict[str, bytes] = {}
         self.clock: Callable[[], float] = time.time
         self.times: dict[str, float] = {}
-        """Name -> when it was last put."""
+        """Name -> time of its last put."""
         self.point: Callable[[], None] = _nothing
-        """Called before and after each put of a named object, copy, removal and listing: a place where a process may
-        die (`MemoryLog.point`)."""
+        """Called before and after each put of a named object, copy, removal and listing: a point at which a test may
+        let the process die (`MemoryLog.point`)."""
 
     async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
         return self._put(content, media_type)
@@ -493,10 +498,10 @@ class MemoryBlobs(Folders):
         self.point()
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no connections."""
 
     def _held(self, name: str) -> tuple[dict[str, bytes], str]:
-        """Where a name stands."""
+        """Return the dictionary that stores a name, and the key in it."""
         sha256 = name.rpartition("/")[2]
         return (self.objects, sha256) if name == key(sha256) else (self.named, name)
 
@@ -531,12 +536,12 @@ def _nothing() -> None: ...
 
 @functools.cache
 def payload_fields(record: type) -> tuple[str, ...]:
-    """Fields of a record that hold bytes or a reference to them."""
+    """Return the fields of a record type that hold bytes or a reference to them."""
     return tuple(name for name, kind in field_types(record).items() if _is_payload(kind))
 
 
 async def inlined(event: Event, blobs: Blobs) -> Event:
-    """The event with every payload as bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
+    """Return the event with every payload as bytes. Raises BlobMissing, BlobCorrupt, StoreUnavailable."""
     fetched: dict[str, Any] = {}
     for name in payload_fields(event.__class__):
         value = getattr(event, name)
@@ -546,7 +551,8 @@ async def inlined(event: Event, blobs: Blobs) -> Event:
 
 
 async def externalized(event: Event, blobs: Blobs, *, limit: int = INLINE_LIMIT_BYTES) -> Event:
-    """The event with payloads above `limit` bytes in the store: blob first, then the event that names it."""
+    """Return the event with payloads above `limit` bytes moved to the store. Blobs are stored before the event that
+    references them is written. Raises StoreUnavailable."""
     stored: dict[str, Any] = {}
     for name in payload_fields(event.__class__):
         value = getattr(event, name)
@@ -563,10 +569,10 @@ def _is_payload(kind: Any) -> bool:
 
 
 async def expert_rows(sample: SegmentSample, blobs: Blobs) -> NDArray[np.int32]:
-    """Expert ids by position, int32 [tokens - 1, layers, top_k]; row i was chosen where token i + 1 was predicted. Each
-    blob is fetched once.
+    """Return expert ids by position, int32 [tokens - 1, layers, top_k]. Row i was chosen when token i + 1 was
+    predicted. Each blob is fetched once.
 
-    Raises NoExperts, BrokenExperts, ExpertsDoNotCover (processors.core.experts); BlobMissing, BlobCorrupt,
+    Raises NoExperts, BrokenExperts, ExpertsDoNotCover (processors.core.experts). Raises BlobMissing, BlobCorrupt,
     StoreUnavailable.
     """
     refs = list(dict.fromkeys(piece.rows for piece in sample.experts))
@@ -575,12 +581,13 @@ async def expert_rows(sample: SegmentSample, blobs: Blobs) -> NDArray[np.int32]:
 
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow knows many more, and starts other programs for some."""
+"""Image formats that are decoded. Pillow knows many more, and starts other programs for some."""
 
 
 def opened_image(content: bytes, *, whole: bool = False) -> PIL.Image.Image:
-    """Its head is read, and its pixels when they are asked for, or at once (`whole`). Raises ImageUnreadable."""
-    import PIL.Image  # with the engine's extra: a gateway of text needs no image library
+    """Open an image. Its header is read now, its pixels when they are needed or, with `whole`, at once. Raises
+    ImageUnreadable."""
+    import PIL.Image  # installed with the engine's extra: a gateway of text needs no image library
 
     try:
         with warnings.catch_warnings(action="ignore", category=PIL.Image.DecompressionBombWarning):
@@ -589,7 +596,7 @@ def opened_image(content: bytes, *, whole: bool = False) -> PIL.Image.Image:
             image.load()
     except PIL.Image.DecompressionBombError as error:
         raise ImageUnreadable(f"an image of {len(content)} bytes is too large: {error}") from None
-    except Exception as error:  # it falls over foreign bytes in ways of its own
+    except Exception as error:  # Pillow raises many kinds of errors for malformed bytes
         raise ImageUnreadable(
             f"an image of {len(content)} bytes cannot be read ({error}); {', '.join(IMAGE_FORMATS)} are served"
         ) from None

@@ -1,15 +1,15 @@
 """Client of SGLang's native /generate: token ids in; token ids, log-probs and weight versions out.
 
 EngineError
-├── EngineDead      refused, dropped or silent connection, a 5xx, or an answer that asks to come again: another is asked
+├── EngineDead      a refused, dropped or silent connection, a 5xx, or "try again": another engine is tried
 │   ├── EngineUnreachable   nobody listens at its address
-│   └── EngineSlow          it keeps the connection, and did not answer in time
-├── EngineRefused   the engine answered 4xx, or what it answered cannot be used; asking again changes nothing
+│   └── EngineSlow          the connection is open, but no answer came in time
+├── EngineRefused   the engine answered 4xx, or its answer cannot be used; trying again changes nothing
 └── EngineAborted   a request was aborted again and again by weight updates
 
-aiohttp and not httpx: a call costs a quarter of the processor time, and its pool does not slow down with its size.
-Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). The fake of
-the tests passes the same tests/contract/test_engine_contract.py.
+aiohttp is used and not httpx, because a call costs a quarter of the CPU time and its pool does not slow down with its
+size. Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). The tests' fake
+passes the same tests/contract/test_engine_contract.py.
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ from turnlog.infra.roles.tls import trusting
 from turnlog.processors.core.turns import Ids
 
 KEEP_ALIVE_S = 3.0
-"""Below uvicorn's 5 s, so that an idle connection is dropped by us and never by the engine in mid-request."""
+"""Seconds after which the client drops an idle connection. Below uvicorn's 5 s, so that the engine never drops it while
+a request is being sent."""
 CONNECT_S = 5.0
 JSON = {"content-type": "application/json"}
 
 
 class EngineError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of an engine; see the module docstring."""
 
 
 class EngineDead(EngineError, Unreachable):
-    """No answer can be had: SGLang drops the connection when its scheduler dies, it never answers 5xx then."""
+    """The engine gives no answer. If SGLang's scheduler dies, the connection drops; it never answers 5xx then."""
 
 
 class EngineUnreachable(EngineDead):
-    """The connection could not be made: the process is gone, or its host is."""
+    """The connection could not be made: the process or its host is gone."""
 
 
 class EngineSlow(EngineDead):
-    """It keeps the connection and has not answered within the time that the request has."""
+    """The connection is open, but the answer did not come within the request's time-out."""
 
 
 class EngineRefused(EngineError):
-    """The engine will not do this, whoever asks."""
+    """The engine rejects the request, whoever sends it."""
 
 
 class EngineAborted(EngineError):
-    """Resubmitted as often as is sensible. Remedy: publish weights less often."""
+    """The request was resubmitted as often as is sensible. Remedy: publish weights less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineImage:
-    """An image, and where its placeholder ids stand in input_ids."""
+    """An image, and the position of its placeholder ids in input_ids."""
 
     url: str
     """data: URL"""
@@ -72,72 +73,73 @@ class EngineImage:
 
 
 class Grammar(NamedTuple):
-    """What an output is held to: log-probs are then not the policy's."""
+    """Constraint on an output. The log-probs are then not the policy's."""
 
     kind: Literal["json_schema", "structural_tag"]
     text: str
-    """JSON, as SGLang's sampling parameter of that name takes it."""
+    """JSON, as SGLang's sampling parameter of that name expects it."""
 
 
 class Adapter(NamedTuple):
-    """Which of the engine's low-rank adapters answers."""
+    """The low-rank adapter of the engine that answers."""
 
     name: str
-    """Its version, in decimal digits."""
+    """The adapter's version, in decimal digits."""
     base: str
-    """The label that the engine's own weights must have."""
+    """Label that the engine's own weights must have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """One request. Neutral sampling (top_p 1, top_k -1, min_p 0, no penalties) is fixed: the log-probs depend on it."""
+    """A generation request. Neutral sampling (top_p 1, top_k -1, min_p 0, no penalties) is fixed, because the log-probs
+    depend on it."""
 
     rid: str
-    """Unique; SGLang aborts by prefix, so all rids have one length."""
+    """Unique id. SGLang aborts by prefix, so all rids must have one length."""
     input_ids: Ids | Sequence[int]
     temperature: float
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    """Texts at which it ends; the tokens that hold one are given."""
+    """Texts that end the output; the tokens that contain one are included."""
     grammar: Grammar | None = None
-    """Only output that fits it is sampled."""
+    """Grammar that the output must match, or None."""
     experts_from: int | None = None
-    """Ask for the routed experts from this position on; None for none."""
+    """Position from which on routed experts are requested, or None for none."""
     images: tuple[EngineImage, ...] = ()
-    """Of the whole prompt, in order."""
+    """Images of the whole prompt, in order."""
     cache_key: str = ""
-    """Only requests of one key, and of one adapter, share cached prompts; empty: all."""
+    """Requests share cached prompts only within one key and one adapter. Empty: shared with all that have none."""
     adapter: Adapter | None = None
-    """Output is labelled with its name."""
+    """Adapter that answers, or None. Output is labelled with its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Output tokens as they come. A request gives one or more; the last has `finish`."""
+    """The next output tokens. A request yields one or more pieces; the last one has `finish`."""
 
     ids: list[int]
     logprobs: list[float]
-    """Natural log, one per id, of log_softmax(logits / temperature)."""
+    """Natural logarithm of softmax(logits / temperature), one value per id."""
     finish: str | None = None
     """stop | length | abort; None before the end."""
     versions: tuple[tuple[str, int], ...] = ()
-    """(label, tokens) of all output so far, in order, as far as the engine says."""
+    """(label, tokens) of all output so far, in order, as far as the engine reports it."""
     cached_tokens: int = 0
     experts: bytes | None = None
-    """With the last piece, where asked for and given: little-endian int32 ids, layers x top_k per position, of
-    positions experts_from to prompt + output - 2."""
+    """Routed experts, in the last piece if they were requested and returned: little-endian int32 ids, layers x top_k
+    per position, for positions experts_from to prompt + output - 2."""
 
 
 class Engine(Protocol):
-    """One engine."""
+    """An engine that generates."""
 
     def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
         """Yield pieces; without `stream` exactly one. Raises EngineDead, EngineRefused."""
         ...
 
     async def abort(self, rid: str) -> None:
-        """End the request: its pieces finish with `abort`. Raises EngineDead."""
+        """Abort the request: its pieces end with finish `abort`. Raises EngineDead."""
         ...
 
     async def alive(self, *, timeout_s: float) -> None:
@@ -150,10 +152,10 @@ class Engine(Protocol):
 
 
 class SGLang:
-    """The real engine behind `url`. One connection pool for all requests."""
+    """The SGLang server at `url`. All requests share one connection pool."""
 
     def __init__(self, url: str, *, ca_file: str = "") -> None:
-        """Raises TlsFileUnusable."""
+        """Connections are opened by the first request. Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
         self._trusted = trusting(url, ca_file, "engine")
         self._session: aiohttp.ClientSession | None = None
@@ -179,7 +181,7 @@ class SGLang:
             raise EngineRefused(f"{self.url}: an answer that is not SGLang's: {error!r}") from error
 
     async def abort(self, rid: str) -> None:
-        """See Engine. SGLang answers 200 whether it knew the rid or not."""
+        """See Engine. SGLang answers 200 even if it does not know the rid."""
         await self._asked("POST", "/abort_request", orjson.dumps({"rid": rid}), CONNECT_S)
 
     async def alive(self, *, timeout_s: float) -> None:
@@ -200,7 +202,7 @@ class SGLang:
             await self._session.close()
 
     def _http(self) -> aiohttp.ClientSession:
-        """Made in the loop that uses it."""
+        """Return the client session, which is created in the event loop that uses it."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._trusted or True)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
@@ -230,11 +232,12 @@ class SGLang:
 
 
 NO_ADAPTER = "LoRA adapter"
-"""What SGLang says of a name that it does not know."""
+"""Part of SGLang's error message for an unknown adapter name."""
 
 
 def _refusal(text: str, request: Generate) -> EngineError:
-    """An engine that lacks the adapter has restarted: it will have it once its weight loader comes."""
+    """Return the error for a refusal. An engine that lacks the adapter has restarted and will have it again once its
+    weight loader has loaded it, so that is EngineDead and not EngineRefused."""
     return EngineDead(text) if request.adapter is not None and NO_ADAPTER in text else EngineRefused(text)
 
 
@@ -273,7 +276,7 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
 
 
 async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The data of each server-sent event (WHATWG HTML, section 9.2; one data line per event, as SGLang writes)."""
+    """Yield the data of each server-sent event (WHATWG HTML, section 9.2). SGLang writes one data line per event."""
     rest = b""
     async for chunk in chunks:
         *events, rest = (rest + chunk).split(b"\n\n")
@@ -283,7 +286,8 @@ async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def _collapsed(request: Generate) -> list[int]:
-    """One placeholder per image: SGLang repeats each as often as the model's own processor says."""
+    """Return the input ids with one placeholder per image: SGLang repeats each one as the model's own processor
+    requires."""
     given, end = list(map(int, request.input_ids)), 0
     ids: list[int] = []
     for image in request.images:
@@ -293,8 +297,9 @@ def _collapsed(request: Generate) -> list[int]:
 
 
 def _check_prompt(request: Generate, answer: dict[str, Any]) -> None:
-    """With images some of SGLang's processors write the prompt to text and tokenise it again, or count an image's
-    tokens in another way. Raises EngineRefused where the engine sampled on other ids than it was given."""
+    """Check that the engine sampled on the ids that it was sent. For prompts with images, some of SGLang's
+    processors decode the prompt and tokenize it again, or count an image's tokens differently. Raises EngineRefused
+    if the ids differ."""
     if not request.images:
         return
     given = list(map(int, request.input_ids))
@@ -310,8 +315,8 @@ def _check_prompt(request: Generate, answer: dict[str, Any]) -> None:
 
 
 class _Pieces:
-    """Turns SGLang's answers into pieces, whether they repeat all output so far (the default) or bring only what is
-    new (--incremental-streaming-output)."""
+    """Converts SGLang's answers to pieces. Answers may repeat all output so far (the default) or contain only new
+    output (--incremental-streaming-output)."""
 
     def __init__(self, request: Generate) -> None:
         self._request = request
@@ -342,8 +347,9 @@ class _Pieces:
         )
 
     def _versions(self, meta: dict[str, Any], count: int) -> tuple[tuple[str, int], ...]:
-        """SGLang gives spans with the last piece; until then each brings the label of the weights at its time. Of an
-        adapter it says nothing but the label of what that rests on."""
+        """Return (label, tokens) spans of all output so far. SGLang reports spans with the last piece; earlier pieces
+        only have the current label of the weights. For an adapter it reports nothing but the label of the base weights.
+        Raises EngineDead if these are not the adapter's base."""
         adapter = self._request.adapter
         if adapter is not None:
             labels = {str(span["version"]) for span in meta.get("weight_versions") or ()}
@@ -370,117 +376,124 @@ def _experts(meta: dict[str, Any]) -> bytes | None:
 
 
 QUICK_S = 10.0
-"""For everything but the load itself."""
+"""Time-out in seconds of all control requests but loads."""
 MEMORY_S = 60.0
-"""To give memory back, or to take it."""
+"""Time-out in seconds to release memory or to take it back."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What an engine says of its model."""
+    """An engine's description of its model."""
 
     weight_version: str
-    """The label of the last update; UNLABELLED before the first."""
+    """Label of the last update; UNLABELLED before the first."""
     model_path: str
     adapters: tuple[int, ...] = ()
-    """Those that are loaded beside it, by their versions."""
+    """Versions of the adapters that are loaded beside the model."""
 
     @property
     def label(self) -> int:
-        """As a weight version; -1 when it is none."""
+        """The label as a weight version, or -1 if it is not one."""
         return int(self.weight_version) if self.weight_version.isdecimal() else -1
 
     @property
     def version(self) -> int:
-        """What it can serve: its newest adapter, else its own weights. Adapters rest on older weights than they are."""
+        """Version that it can serve: its newest adapter, else its own weights. Adapters rest on weights older than
+        themselves."""
         return max(self.adapters, default=-1) if self.base_version is not None else self.label
 
     @property
     def base_version(self) -> int | None:
-        """Of its own weights, where it serves an adapter."""
+        """Version of its own weights if it serves an adapter, else None."""
         return self.label if 0 <= self.label < max(self.adapters, default=-1) else None
 
     @property
     def mixed(self) -> bool:
-        """Whoever loaded or released it last did not come to an end: it must not serve."""
+        """True if its last load or release did not complete; it must not serve then."""
         return self.weight_version.startswith(LOADING) or self.weight_version == RELEASING
 
     @property
     def released(self) -> bool:
-        """It holds neither weights nor cache."""
+        """True if it has neither weights nor cache in memory."""
         return self.weight_version == RELEASED
 
 
 UNLABELLED = "default"
 LOADING = "loading-"
-"""Begins the label of an engine that may hold tensors of two versions."""
+"""Prefix of the label of an engine that may have tensors of two versions."""
 RELEASING, RELEASED = "releasing", "released"
-"""Labels of an engine that gives its memory back, and of one that has."""
+"""Labels of an engine that is releasing its memory, and of one that has done so."""
 CACHE, WEIGHTS = "kv_cache", "weights"
-"""SGLang's names of what is given back."""
+"""SGLang's names for the memory that is released."""
 
 
 class EngineControl(Protocol):
-    """Weights of one engine."""
+    """Control of one engine's weights."""
 
     async def model_info(self) -> ModelInfo:
-        """Answers while paused, too. Raises EngineDead, EngineRefused."""
+        """Return what the engine reports of its model; it answers even while paused. Raises EngineDead,
+        EngineRefused."""
         ...
 
     async def pause(self) -> None:
-        """Stop running requests, as [engine] update says; new ones wait without an answer until `resume`."""
+        """Stop running requests as [engine] update specifies. New requests wait without an answer until `resume`."""
         ...
 
     async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
-        """Load the folder's weights and label them; a `released` engine takes its memory back for it. Raises
-        EngineRefused with the old weights in place, EngineDead, also for an engine that answers and was left with
-        tensors of two versions, or of none."""
+        """Load the folder's weights and label them. A `released` engine takes its memory back first.
+
+        Raises EngineRefused if the old weights are still in place. Raises EngineDead if the engine does not answer, or
+        if it answers but was left with tensors of two versions, or with none.
+        """
         ...
 
     async def release(self) -> None:
-        """Of a paused engine: give the memory of weights and cache back; what they held is lost. Raises EngineDead."""
+        """Release the memory of the weights and the cache of a paused engine; their contents are lost. Raises
+        EngineDead."""
         ...
 
     async def retake(self) -> None:
-        """Take both back, with nothing of use in them. An engine that has them dies of it. Raises EngineDead."""
+        """Allocate the memory of both again, with undefined contents. An engine that was not released dies. Raises
+        EngineDead."""
         ...
 
     async def load_adapter(self, folder: Path, version: int, *, timeout_s: float) -> None:
-        """Load the folder's adapter beside what is served. Raises EngineRefused, EngineDead."""
+        """Load the folder's adapter beside the served model. Raises EngineRefused, EngineDead."""
         ...
 
     async def unload_adapter(self, version: int, *, patience_s: float) -> None:
-        """Forget it once the requests that name it have ended; those that have not within `patience_s` are aborted,
-        with all others. Raises EngineRefused, EngineDead."""
+        """Unload the adapter once the requests that use it have ended. If some have not within `patience_s`, all
+        requests are aborted. Raises EngineRefused, EngineDead."""
         ...
 
     async def resume(self) -> None:
-        """Serve; harmless when not paused."""
+        """Serve again. Harmless if the engine is not paused."""
         ...
 
     async def under_way(self) -> int:
-        """Requests that run or wait there. Raises EngineDead, EngineRefused."""
+        """Return the number of running and waiting requests. Raises EngineDead, EngineRefused."""
         ...
 
     async def abort_all(self) -> None:
-        """End every request: each answers what it has with `abort`. Raises EngineDead, EngineRefused."""
+        """Abort every request: each answers with its output so far and finish `abort`. Raises EngineDead,
+        EngineRefused."""
         ...
 
     async def close(self) -> None:
-        """Release connections."""
+        """Release all connections."""
         ...
 
 
 class Transport(Protocol):
-    """How the tensors of a verified folder come into a paused engine: [loader] transport."""
+    """Way to transfer the tensors of a verified folder into a paused engine ([loader] transport)."""
 
     async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
-        """See EngineControl. `flush`: drop what is cached."""
+        """See EngineControl. `flush`: drop the cache."""
         ...
 
 
 class Disk:
-    """The engine reads the folder, which it sees under the same path."""
+    """The engine reads the folder, which it must see under the same path."""
 
     async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": flush}
@@ -490,7 +503,7 @@ class Disk:
 
 
 class SGLangControl:
-    """The real one."""
+    """Control of an SGLang server."""
 
     def __init__(
         self,
@@ -501,8 +514,8 @@ class SGLangControl:
         transport: Transport | None = None,
         adapters: bool = False,
     ) -> None:
-        """`update`: see [engine]; `transport`: of Disk where there is none; `adapters`: ask for them. Raises
-        TlsFileUnusable."""
+        """`update`: see [engine]. `transport`: defaults to Disk. `adapters`: whether to request the loaded adapters.
+        Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
         self._update, self._transport, self._adapters = update, transport or Disk(), adapters
         trusted = trusting(url, ca_file, "engine")
@@ -514,7 +527,7 @@ class SGLangControl:
         return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")), tuple(names))
 
     async def _named(self) -> list[int]:
-        """Adapters, which SGLang lists as models that have a parent."""
+        """Return the versions of the loaded adapters, which SGLang lists as models with a parent."""
         models = (await self.call("GET", "/v1/models", None, QUICK_S)).get("data", ())
         return sorted(int(one["id"]) for one in models if one.get("parent") and one["id"].isdecimal())
 
@@ -523,14 +536,14 @@ class SGLangControl:
 
     async def load(self, folder: Path, version: int, *, timeout_s: float, released: bool = False) -> None:
         if not released:
-            flush = self._update != "in_place"  # what runs holds the cache: 0.5.21 dies of a flush then
+            flush = self._update != "in_place"  # running requests use the cache then: SGLang 0.5.21 dies of a flush
             await self._transport.load(self, folder, str(version), flush=flush, timeout_s=timeout_s)
             return
         loading = f"{LOADING}{version}"
         await self.label(loading)
         await self._memory("resume", WEIGHTS)
         try:
-            await self._transport.load(self, folder, loading, flush=False, timeout_s=timeout_s)  # it was on release
+            await self._transport.load(self, folder, loading, flush=False, timeout_s=timeout_s)  # flushed on release
         except EngineRefused as error:
             raise EngineDead(f"{self.url} has its memory back and no weights: {error}") from error
         await self._memory("resume", CACHE)
@@ -545,7 +558,8 @@ class SGLangControl:
         await self._memory("resume", WEIGHTS, CACHE)
 
     async def label(self, text: str, *, timeout_s: float = QUICK_S) -> None:
-        """What model_info says from here on, and the spans of requests. Raises EngineDead, EngineRefused."""
+        """Set the label that model_info and the spans of requests report from now on. Raises EngineDead,
+        EngineRefused."""
         body = {"new_version": text, "abort_all_requests": False}
         await self.call("POST", "/update_weight_version", body, timeout_s)
 
@@ -582,7 +596,7 @@ class SGLangControl:
         await self._http.aclose()
 
     async def call(self, method: str, path: str, body: object, timeout_s: float) -> dict[str, Any]:
-        """What it answers. Raises EngineRefused, EngineDead."""
+        """Send a control request and return the answer. Raises EngineRefused, EngineDead."""
         try:
             answer = await self._http.request(method, path, json=body, timeout=timeout_s)
             if answer.status_code < httpx.codes.BAD_REQUEST:

@@ -23,7 +23,7 @@ EVERY_RUN = "any"
 
 @dataclass(slots=True)
 class Reading:
-    """Account of a read: offsets, schemas, and records that could not be decoded."""
+    """Statistics of a read: offsets, schemas, and records that could not be decoded."""
 
     read: dict[Partition, tuple[int, int]] = field(default_factory=dict)
     """Partition -> [start, end) of the offsets read."""

@@ -1,7 +1,7 @@
-"""Blobs in any S3 store, over minio-py (synchronous, so calls run in a bounded thread pool).
+"""Blobs in any S3 store, through minio-py (synchronous, so calls run in a bounded thread pool).
 
-A blob's key is its hash, so that a repeated put is harmless and nothing rests on conditional puts.
-aiobotocore was weighed: it pins botocore and brings ten packages for four calls.
+A blob's key is its hash, so that a repeated put is harmless and no conditional puts are needed. aiobotocore was
+considered: it pins botocore and brings ten packages for four calls.
 """
 
 from __future__ import annotations
@@ -51,48 +51,52 @@ from turnlog.settings import StoreSettings
 THREADS = 8
 RETRIES = 4
 BACKOFF_S = 0.1
-"""Waits between retries: 0, 0.2, 0.4, 0.8 s."""
+"""Base of the waits between retries: 0, 0.2, 0.4, 0.8 s for connections, 0.1, 0.2, 0.4, 0.8 s for answers."""
 PART_BYTES, PIECE_BYTES = 8 << 20, 1 << 20
-"""Of a file: put at once, read at once."""
+"""Bytes of a file per part of an upload, and per read of a download."""
 MOST_PARTS = 10_000
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 60.0
 OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:? ?")
-"""What urllib3 says of a connection: another text each time, and of no use to anybody."""
+"""Matches urllib3's description of a connection object, which differs each time and helps nobody."""
 SETTINGS = "check [store] endpoint, access_key, secret_key and bucket"
 LONGEST_PAUSE_S = 10.0
-"""Of what Retry-After may ask for: the caller's own patience is not longer than a few of these."""
+"""Upper limit for Retry-After in seconds. The patience of callers is only a few times this."""
 SKEW_S = 900.0
-"""By how much the clocks of both sides may differ before S3 takes no signature."""
+"""Maximum clock difference in seconds between both sides; beyond it S3 accepts no signature."""
 AGAIN = frozenset({
     "BandwidthLimitExceeded", "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError",
     "OperationAborted", "PriorRequestNotComplete", "RequestLimitExceeded", "RequestTimeout", "ServiceUnavailable",
     "SlowDown", "SlowDownRead", "SlowDownWrite", "TemporaryRedirect", "Throttling", "ThrottlingException",
     "TooManyRequests", "XAmzContentSHA256Mismatch",
 })  # fmt: skip
-"""Codes of S3 after which the same request may succeed, whatever their status."""
+"""S3 error codes after which the same request may succeed, whatever the status."""
 LATER = frozenset({
     "ExpiredToken", "ExpiredTokenException", "InvalidPart", "InvalidPartOrder", "NoSuchUpload", "RequestExpired",
     "RequestTimeTooSkewed", "TokenRefreshRequired", "XMinioStorageFull",
 })  # fmt: skip
-"""Codes after which another request may: clocks are set, tokens and disks renewed, parts put again."""
+"""S3 error codes after which a later request may succeed: once clocks are set, tokens or disks renewed, parts
+sent again."""
 WRONG_REGION = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"})
 FOR_SOMEBODY_ELSE = frozenset({"BucketAlreadyExists", "BucketAlreadyOwnedByYou", "BucketNotEmpty"})
-"""Codes of a 409 that stays."""
+"""Codes of a 409 that is permanent."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class S3Blobs(Folders):
-    """See Blobs. The bucket is made at the first call when it is missing."""
+    """See Blobs. The first call creates the bucket if it is missing."""
 
     def __init__(
         self, settings: StoreSettings, *, threads: int = THREADS, patient: bool = True, backoff_s: float = BACKOFF_S
     ) -> None:
-        """Connects at the first call; not `patient`, it asks once and waits for seconds. `backoff_s`: before the second
-        try, twice that before the third. Raises StoreUnavailable for an
-        endpoint that is no address, TlsFileUnusable."""
+        """Connections are opened by the first call.
+
+        Without `patient`, requests are sent once and time out after seconds. `backoff_s` is the wait before the second
+        attempt; it doubles with each further one. Raises StoreUnavailable if the endpoint is not an address. Raises
+        TlsFileUnusable.
+        """
         super().__init__()
         self._settings = settings
         self._http = _http(settings, threads, patient, backoff_s)
@@ -129,12 +133,12 @@ class S3Blobs(Folders):
         return await self._run(lambda: self._names(prefix))
 
     async def date(self) -> str | None:
-        """The store's clock, as HTTP writes it (RFC 9110, 6.6.1); None where its answers have none."""
+        """Return the time of the store's clock as an HTTP date (RFC 9110, 6.6.1), or None if its answers have none."""
         return await self._run(self._date)
 
     async def ahead_s(self) -> float:
-        """By how many seconds this machine's clock is ahead of the store's; 0 where its answers say no time. Raises
-        StoreUnreachable."""
+        """Return the seconds by which this machine's clock is ahead of the store's; 0 if its answers have no date.
+        Raises StoreUnreachable."""
         return await self._run_plainly(lambda: _ahead_s(self._date()))
 
     async def listed(self, prefix: str) -> Listing:
@@ -147,12 +151,12 @@ class S3Blobs(Folders):
         await self._run(lambda: self._client.remove_object(self._settings.bucket, name))
 
     async def close(self) -> None:
-        """See Blobs; waits for calls under way."""
+        """See Blobs. Waits for pending calls."""
         await asyncio.to_thread(self._pool.shutdown)
         self._http.clear()
 
     async def _run_plainly(self, call: Callable[[], T]) -> T:
-        """Without a look at the bucket first."""
+        """Run `call` in the thread pool without checking the bucket first."""
 
         def asked() -> T:
             try:
@@ -166,7 +170,8 @@ class S3Blobs(Folders):
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._translated, call)
 
     def _translated(self, call: Callable[[], T]) -> T:
-        """Run `call` with the bucket there. Refused is what the store said, HTTPError the transport."""
+        """Run `call` after making sure that the bucket exists. Answers of the store raise Refused, the transport
+        HTTPError; both are converted to StoreUnavailable or a subclass."""
         try:
             self._ensure_bucket()
             return call()
@@ -190,7 +195,7 @@ class S3Blobs(Folders):
                 try:
                     self._client.make_bucket(bucket, self._settings.region)
                 except MinioException:
-                    if not self._client.bucket_exists(bucket):  # else another process made it just now
+                    if not self._client.bucket_exists(bucket):  # otherwise another process has just created it
                         raise
             self._bucket_there = True
 
@@ -201,7 +206,7 @@ class S3Blobs(Folders):
         self._acknowledged(name, done.etag)
 
     def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None:
-        """In parts, of which minio-py holds six while it sends three. S3 takes 10,000 of them."""
+        """Upload in parts. minio-py buffers six parts while it sends three. S3 accepts at most 10,000 parts."""
         part = max(PART_BYTES, -(-size // MOST_PARTS))
         bucket, source = self._settings.bucket, cast(BinaryIO, file)
         done = self._client.put_object(bucket, name, source, size, content_type=media_type, part_size=part)
@@ -210,7 +215,8 @@ class S3Blobs(Folders):
             self._check_held(name, size)
 
     def _check_held(self, name: str, size: int) -> None:
-        """An upload in parts is whole when its object is there, whatever the answer to its end was."""
+        """Check that the object of a multipart upload exists with its full size. Only that proves success; the answer
+        to the last request does not. Raises StoreBusy."""
         try:
             found = self._client.stat_object(self._settings.bucket, name).size
         except MinioException as error:
@@ -222,7 +228,8 @@ class S3Blobs(Folders):
             raise StoreBusy(f"{self._settings.endpoint} took {size} bytes of {name} in parts and holds {held} of it")
 
     def _acknowledged(self, name: str, etag: str | None) -> None:
-        """Every store answers a put with the ETag of what it keeps; a proxy's page has none."""
+        """Check that a put was answered with an ETag. Every store sends the ETag of the stored object, but the page of
+        a proxy has none. Raises StoreBusy."""
         if not etag:
             raise StoreBusy(
                 f"{self._settings.endpoint} answered a put of {name} without an ETag: something before the store did, "
@@ -237,7 +244,7 @@ class S3Blobs(Folders):
         return self._http.anything("HEAD", self._settings.endpoint).headers.get("date")
 
     def _now(self) -> float:
-        """By the store's clock, in whole seconds and never ahead of it: any answer says it, a refusal too."""
+        """Return the store's time in whole seconds, never ahead of its clock. Any answer has a date, even a refusal."""
         said = self._date()
         if said is None:
             raise StoreUnavailable(f"{self._settings.endpoint}: its answers have no Date, so ages cannot be told")
@@ -250,8 +257,8 @@ class S3Blobs(Folders):
         return Listing(now, tuple(Listed(name, size, at.timestamp()) for name, size, at in ages if at is not None))
 
     def _copy(self, name: str, to: str) -> None:
-        """With a time of its own, of the store's clock: rclone, alone among stores, would keep that of what is copied,
-        and takes another by this convention."""
+        """Copy with the store's current time as modification time. rclone, unlike all other stores, would preserve the
+        time of the source; it honours this metadata convention instead."""
         metadata: dict[str, str | list[str] | tuple[str]] = {"mtime": f"{self._now():.0f}"}
         source = CopySource(self._settings.bucket, name)
         try:
@@ -262,8 +269,8 @@ class S3Blobs(Folders):
             raise
 
     def _read(self, name: str) -> bytes:
-        """Ask again when an answer breaks off, which urllib3 does not: other writers may replace the object while it is
-        sent, and several may do so one after the other."""
+        """Read an object, and retry if an answer breaks off, which urllib3 does not do. Other writers may replace the
+        object while it is sent, and several may do so in a row."""
         for pause_s in self._http.pauses_s:
             try:
                 return self._whole(name)
@@ -291,7 +298,7 @@ class S3Blobs(Folders):
 
 
 class _Present(Provider):
-    """The keys as they are now: asked for each request, since files may change."""
+    """Current keys, read for each request because their files may change."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
@@ -303,13 +310,13 @@ class _Present(Provider):
 
 
 class _OfRole(Provider):
-    """Keys of this machine's or pod's role. minio-py renews them before they expire, and raises a bare ValueError where
-    whoever gives them fails."""
+    """Keys of this machine's or pod's role. minio-py renews them before they expire, and raises a bare ValueError if
+    their source fails."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
         identity = "AWS_WEB_IDENTITY_TOKEN_FILE" in os.environ
-        # A store with a token service of its own says where that is as for any AWS client.
+        # The endpoint of a store's own token service is configured as for any AWS client.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_STS") if identity else None
         self._given = IamAwsProvider(region=settings.region, custom_endpoint=endpoint)
 
@@ -324,8 +331,8 @@ class _OfRole(Provider):
 
 
 class Refused(MinioException):
-    """An answer of the store that did not do what was asked, whatever its status says: S3 may begin an answer of 200
-    before it knows the outcome, and end it with an error."""
+    """An answer of the store that did not do what was requested, whatever its status: S3 may begin an answer with 200
+    before the outcome is known, and end it with an error."""
 
     def __init__(self, status: int, code: str, said: str, headers: Mapping[str, str], region: str) -> None:
         super().__init__(f"{status} {code} {said}".strip())
@@ -334,7 +341,7 @@ class Refused(MinioException):
 
     @property
     def again(self) -> bool:
-        """Whether the same request may succeed in a moment."""
+        """True if the same request may succeed in a moment."""
         status = self.status
         if self.code in LATER | FOR_SOMEBODY_ELSE | WRONG_REGION or status == HTTPStatus.NOT_IMPLEMENTED:
             return False
@@ -348,22 +355,23 @@ class Refused(MinioException):
 
     @property
     def is_absent(self) -> bool:
-        """Whether the store itself says that no such object is there; a proxy's 404 says nothing of objects."""
+        """True if the store itself reports that the object does not exist. A 404 from a proxy says nothing
+        about objects."""
         return self.status == HTTPStatus.NOT_FOUND and self.code not in ("", "NoSuchBucket", "NoSuchUpload")
 
     @property
     def pause_s(self) -> float | None:
-        """What Retry-After asks for, at most LONGEST_PAUSE_S."""
+        """Wait that Retry-After requests, at most LONGEST_PAUSE_S; None if there is none."""
         said = self.headers.get("retry-after", "")
         return min(float(said), LONGEST_PAUSE_S) if said.isdigit() else None
 
     @property
     def is_skewed(self) -> bool:
-        """Whether the clocks are why."""
+        """True if a clock difference is the cause."""
         return self.code == "RequestTimeTooSkewed" or abs(self.skew_s) > SKEW_S
 
     def typed(self, settings: StoreSettings) -> StoreUnavailable:
-        """The error of our tree, which says what it is and what to do."""
+        """Convert to the errors of `infra.blobs`, with cause and remedy in the message."""
         phrase = HTTPStatus(self.status).phrase if self.status in HTTPStatus._value2member_map_ else ""
         answered = f"{settings.endpoint} answered {self.status} {phrase}".rstrip() + f" ({self.code})" * bool(self.code)
         if self.is_skewed:
@@ -388,18 +396,18 @@ class Refused(MinioException):
 
 
 class _Http(urllib3.PoolManager):
-    """What minio-py asks the store through. Answers that may pass are asked for again; any other that does not do what
-    was asked raises Refused."""
+    """HTTP client for minio-py. It retries answers that may be temporary, and raises Refused for any other that did not
+    do what was requested."""
 
     def __init__(self, tries: int, backoff_s: float, **pool: Any) -> None:
         super().__init__(**pool)
         self.pauses_s = [backoff_s * 2**attempt for attempt in range(tries - 1)]
-        """How long to wait between tries, in seconds."""
+        """Seconds to wait between attempts."""
 
     def urlopen(  # type: ignore[override]
         self, method: str, url: str, redirect: bool = True, **how: Any
     ) -> urllib3.BaseHTTPResponse:
-        """See PoolManager. Follows 307 alone, which S3 sends while a bucket is new. Raises Refused."""
+        """See PoolManager. Follows only 307, which S3 sends while a bucket is new. Raises Refused."""
         for pause_s in (*self.pauses_s, None):
             answer = super().urlopen(method, url, redirect=False, **how)
             where = answer.headers.get("location")
@@ -415,12 +423,13 @@ class _Http(urllib3.PoolManager):
         raise AssertionError("the last turn returns or raises")
 
     def anything(self, method: str, url: str) -> urllib3.BaseHTTPResponse:
-        """Whatever the first answer is."""
+        """Return the first answer, whatever it is."""
         return super().urlopen(method, url, redirect=False, retries=False)
 
 
 def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -> Refused | None:
-    """What an answer refuses. Not `is_whole`: its body is an object, and is read by whoever asked."""
+    """Return the refusal in an answer, or None. With `is_whole` false, the body of a successful answer is an object,
+    which the caller reads."""
     done = answer.status in (HTTPStatus.OK, HTTPStatus.NO_CONTENT, HTTPStatus.PARTIAL_CONTENT)
     if done and not is_whole:
         return None
@@ -433,7 +442,7 @@ def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -
     told = {_tag(child): child.text or "" for child in root} if root is not None and _tag(root) == "Error" else {}
     code = told.get("Code", "")
     if method == "HEAD" and answer.status == HTTPStatus.NOT_FOUND:
-        return None  # minio-py knows what that means of a bucket, and of an object
+        return None  # minio-py knows what that means for a bucket, and for an object
     region = answer.headers.get("x-amz-bucket-region") or told.get("Region", "")
     said = told.get("Message", "") if told else "no answer of S3" * bool(body)
     return Refused(answer.status, code, said, answer.headers, region)
@@ -451,7 +460,7 @@ def _tag(element: ElementTree.Element) -> str:
 
 
 def _ahead_s(date: str | None) -> float:
-    """By how many seconds this machine's clock is ahead of an answer's; 0 where it does not say."""
+    """Return the seconds by which this machine's clock is ahead of an answer's date; 0 if it has none."""
     try:
         return time.time() - parsedate_to_datetime(date).timestamp() if date else 0.0
     except ValueError:
@@ -459,7 +468,7 @@ def _ahead_s(date: str | None) -> float:
 
 
 class _Client(Minio):
-    """minio-py, which would let an upload that it cannot end hide why it failed."""
+    """minio-py's client. If an upload fails and cannot be aborted either, the error of the upload is raised."""
 
     def _abort_multipart_upload(self, bucket_name: str, object_name: str, upload_id: str) -> None:
         try:
@@ -469,7 +478,7 @@ class _Client(Minio):
 
 
 def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> Minio:
-    """Of minio-py, as the settings say. Raises StoreUnavailable."""
+    """Create a minio-py client from the settings. Raises StoreUnavailable."""
     address = urlsplit(settings.endpoint)
     if address.scheme not in ("http", "https") or not address.netloc:
         raise StoreUnavailable(f"[store] endpoint must be http(s)://host:port, got {settings.endpoint!r}")
@@ -493,7 +502,7 @@ def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> 
 
 
 def _http(settings: StoreSettings, threads: int, patient: bool, backoff_s: float) -> _Http:
-    retries = urllib3.Retry(  # of connections; `_Http` looks at answers
+    retries = urllib3.Retry(  # retries of connections; `_Http` retries answers
         total=RETRIES if patient else 0,
         backoff_factor=backoff_s,
         allowed_methods=None,  # every call is idempotent
@@ -514,7 +523,7 @@ def _missing(name: str, settings: StoreSettings) -> BlobError:
 
 
 def _status(error: Exception) -> int:
-    """HTTP status of an answer; 0: there was none."""
+    """Return the HTTP status of an answer, or 0 if there was none."""
     return int(error.response.status) if isinstance(error, S3Error) else 0
 
 
@@ -523,7 +532,7 @@ def _is_absent(error: MinioException) -> bool:
 
 
 def _what(error: Exception) -> str:
-    """One line about an error, without the request that a signature could be read from."""
+    """Describe an error in one line, without the request, from which a signature could be read."""
     if status := _status(error):
         return f"answered {status} {HTTPStatus(status).phrase}"
     return type(error).__name__ if isinstance(error, MinioException) else OBJECT.sub("", f"{error}")
