@@ -1,10 +1,10 @@
-"""A run in programs that are already there: TensorBoard, Weights & Biases, OpenTelemetry; mail and chat by apprise.
+"""Exporters of a run to existing programs: TensorBoard, Weights & Biases, OpenTelemetry; e-mail and chat by apprise.
 
 OutletError
 ├── BadOutlet       a --to, or an address of [alerts] urls, that names none of them
 ├── NoLibrary       the extra is not installed
-├── BusyOutlet      another process writes there
-└── OtherHistory    what stands there is of another log
+├── BusyOutlet      another process writes to the same folder
+└── OtherHistory    the existing files belong to another log
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class OutletError(Exception):
 
 
 class BadOutlet(OutletError):
-    """Remedy: KIND=DIR, as `turnlog track --help` shows; an address as apprise writes it."""
+    """Remedy: write KIND=DIR, as `turnlog track --help` shows; write an address in apprise's format."""
 
 
 class NoLibrary(OutletError):
-    """Remedy: install turnlog with the extra that is named."""
+    """Remedy: install turnlog with the named extra."""
 
 
 class BusyOutlet(OutletError):
@@ -39,7 +39,7 @@ class OtherHistory(OutletError):
 
 
 def library(name: str, extra: str) -> Any:
-    """A module of an extra. Raises NoLibrary."""
+    """Import a module of an extra. Raises NoLibrary."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -48,8 +48,8 @@ def library(name: str, extra: str) -> Any:
 
 @contextlib.contextmanager
 def one_writer(path: Path) -> Iterator[str]:
-    """Hold a folder's lock; what its last holder left in the file. Whoever holds it may write there. Raises
-    BusyOutlet."""
+    """Hold a folder's lock, which gives the right to write there. Yields what its last holder left in the lock file.
+    Raises BusyOutlet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = BusyOutlet(f"{path.parent} is being written by another process, which holds {path.name}")
     with held(path, busy) as lock:

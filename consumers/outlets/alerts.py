@@ -1,8 +1,9 @@
-"""`turnlog alerts`: tells people what the dashboard would show them, by whatever apprise knows how to reach.
+"""`turnlog alerts`: send the alerts that the dashboard shows, by any service that apprise supports.
 
-An alarm is told once while it goes on, and again after [alerts] again_s; what is over may come back, and is told then.
-How far each address was told is kept in the run's directory, so that a restart tells nothing twice. Addresses hold
-passwords and tokens: they are named by their place in the setting, and apprise and its HTTP client log nothing.
+While an alert lasts it is sent once, and again every [alerts] again_s. An alert that has ended may recur and is then
+sent anew. The state of each address is stored in the run's directory, so that a restart sends nothing twice. Addresses
+contain passwords and tokens. Therefore messages identify them by their position in the setting, and the loggers of
+apprise and of its HTTP client are silenced.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ PLACE = Partition(RUN_HEALTH.name, 0)
 
 @dataclass(slots=True)
 class Told:
-    """What one address was told, and when: name of the alarm -> Unix time."""
+    """Alerts that were sent to one address: name of the alert -> Unix time."""
 
     again_s: float
     at: dict[str, float] = field(default_factory=dict)
 
     def news(self, alarms: Iterable[Alarm], now: float) -> list[Alarm]:
-        """Those to be told now; what is over is forgotten."""
+        """Return the alerts to send now, and forget those that have ended."""
         there = {alarm.name: alarm for alarm in alarms}
         self.at = {name: at for name, at in self.at.items() if name in there}
         return [alarm for name, alarm in there.items() if now - self.at.get(name, float("-inf")) >= self.again_s]
@@ -61,20 +62,21 @@ DONE = {
     "run_restarted": "the run was started again",
     "retried": "it is tried again and again, and the run trains without it",
 }
-"""Remedy of RoleFailed -> what came of it."""
+"""Remedy of RoleFailed -> text that describes its result."""
 
 
 class Watch:
-    """Every alarm of a run, look by look."""
+    """All alerts of a run, collected anew at each look."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._markers, self._standing = Markers(), Standing()
         self._failures: dict[str, tuple[float, Alarm]] = {}
-        """Role -> Unix time and alarm of its last failure: news for again_s, so that it is told once."""
+        """Role -> Unix time and alert of its last failure. It counts as current for again_s, so that it is sent
+        once."""
 
     async def look(self, failures: Reader) -> list[Alarm]:
-        """`failures`: a reader of run-health. Raises LogUnavailable."""
+        """Return the present alerts. `failures` is a reader of run-health. Raises LogUnavailable."""
         for record in await failures.poll(timeout_s=0.2):
             event = await self._role.events.known(record)
             if isinstance(event, RoleFailed) and event.run_id == self._role.settings.run.id:
@@ -93,7 +95,7 @@ class Watch:
         return [*failed, *stands, *await asyncio.to_thread(self._indexed)]
 
     def _indexed(self) -> list[Alarm]:
-        """None where no index is kept: `turnlog index` makes one."""
+        """Return the alerts that the index shows; none if there is no index (`turnlog index` creates one)."""
         with contextlib.suppress(IndexFailure), Index.open(path_of(self._role.settings)) as index, index.snapshot():
             (steps, _), (versions, _), (engines, _) = index.series(), index.versions(), index.engines()
             return list(alarms(index, steps, versions, engines))
@@ -102,17 +104,17 @@ class Watch:
 
 @dataclass(slots=True)
 class Target:
-    """One address."""
+    """An address, and what was sent to it."""
 
     place: str
-    """In the setting, as messages name it."""
+    """Position in the setting, which identifies the address in messages."""
     key: str
-    """As the file names it: a hash."""
+    """Hash that identifies the address in the file."""
     notifier: Any
     told: Told
 
     def tell(self, run_id: str, found: Sequence[Alarm], now: float) -> None:
-        """Hand over what is new; what the address does not take is tried again at the next look."""
+        """Send new alerts. One that the address does not accept is tried again at the next look."""
         for alarm in self.told.news(found, now):
             title, (section, fault) = f"turnlog run {run_id}", alarm.line
             body = f"{alarm.said}\n\ndocs/operations.md: {section}, {fault}"
@@ -125,9 +127,9 @@ class Target:
 
 
 def targets(settings: Settings) -> list[Target]:
-    """One for each of [alerts] urls. Raises NoLibrary, BadOutlet."""
+    """Return a target for each address of [alerts] urls. Raises NoLibrary, BadOutlet."""
     apprise = library("apprise", "alerts")
-    for name in ("apprise", "urllib3"):  # they name addresses, tokens in their paths included
+    for name in ("apprise", "urllib3"):  # they log addresses with the tokens in them
         logging.getLogger(name).setLevel(logging.CRITICAL)
     kept, found = _read(settings), []
     for number, url in enumerate(present(settings.alerts.urls).split(), start=1):
@@ -142,7 +144,7 @@ def targets(settings: Settings) -> list[Target]:
 
 
 async def tell(role: Role, found: Sequence[Target]) -> None:
-    """Look and tell until the role stops. Raises LogUnavailable, OSError."""
+    """Look for alerts and send them until the role stops. Raises LogUnavailable, OSError."""
     watch = Watch(role)
     async with role.log.reader(patient=True) as failures:
         failures.assign(await role.log.start_offsets([PLACE]))
@@ -161,7 +163,7 @@ async def tell(role: Role, found: Sequence[Target]) -> None:
 
 
 def command(settings: Settings, _: argparse.Namespace) -> int:
-    """Follow the run until it is stopped; the exit status. Raises NoLibrary, BadOutlet."""
+    """Follow the run until the command is stopped, and return the exit status. Raises NoLibrary, BadOutlet."""
     found = targets(settings)
 
     async def main(role: Role) -> None:
@@ -171,7 +173,7 @@ def command(settings: Settings, _: argparse.Namespace) -> int:
 
 
 def _read(settings: Settings) -> Mapping[str, dict[str, float]]:
-    """Address -> alarm -> Unix time."""
+    """Read the file: key of the address -> name of the alert -> Unix time."""
     try:
         kept: dict[str, dict[str, float]] = json.loads((Path(settings.run.directory) / FILE).read_text())
     except FileNotFoundError:
@@ -180,7 +182,7 @@ def _read(settings: Settings) -> Mapping[str, dict[str, float]]:
 
 
 def _write(settings: Settings, found: Sequence[Target]) -> None:
-    """Replace the file in one step."""
+    """Replace the file atomically."""
     folder = Path(settings.run.directory)
     private_folder(folder)
     part = folder / f"{FILE}.part"

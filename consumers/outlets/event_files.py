@@ -1,7 +1,7 @@
-"""TensorBoard's event files. A step is one record with a checksum, so it stands in a file whole or not at all; its
-offset is one of its values. Steps that are taken back are purged by TensorBoard itself, as its own writers ask for
-(SessionLog START, "purge_step"). Source: tensorboard, event_processing/event_accumulator.py.
-"""
+"""TensorBoard's event files. A step is one record with a checksum, so a file contains it completely or not at all; the
+step's offset on the log is one of its values. TensorBoard itself purges steps that are taken back, at the same marker
+that its own writers use (SessionLog START, "purge_step"). Source: tensorboard,
+event_processing/event_accumulator.py."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from turnlog.consumers.outlets.history import OFFSET, History, Point
 
 EXTRA = "trackers"
 VERSION = "brain.Event:2"
-"""From which on readers obey a SessionLog."""
+"""First file version for which readers honour a SessionLog."""
 NAMED = "events.out.tfevents."
 
 
 class EventFiles:
-    """A folder of them, for one run; each process begins a file of its own behind the others'."""
+    """Event files of one run in a folder. Each process writes a new file that sorts after the existing ones."""
 
     def __init__(self, folder: Path) -> None:
-        """Made by `event_files`."""
+        """Use `event_files` instead, which takes the lock."""
         self._folder = folder
         self._pb = library("tensorboard.compat.proto.event_pb2", EXTRA)
         self._summary = library("tensorboard.compat.proto.summary_pb2", EXTRA)
@@ -50,7 +50,7 @@ class EventFiles:
             self._writer.flush()
 
     def close(self) -> None:
-        """Flush, and let go of the file."""
+        """Flush and close the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -63,7 +63,7 @@ class EventFiles:
         self._writer.write(event.SerializeToString())
 
     def _next(self) -> Path:
-        """Readers take files in order of their names."""
+        """Return the name of a new file. It sorts last, because readers take files in the order of their names."""
         last = max((int(path.name.removeprefix(NAMED).partition(".")[0]) for path in self._files()), default=0)
         return self._folder / f"{NAMED}{max(int(time.time()), last + 1):010d}.turnlog"
 
@@ -76,7 +76,8 @@ class EventFiles:
         return self._summary.Summary(value=[*values, self._summary.Summary.Value(tag=OFFSET, tensor=exact)])
 
     def _offsets(self) -> Iterator[int]:
-        """Of every whole record; what a killed process left torn at a file's end is passed over."""
+        """Yield the offset of every complete record. A torn record at the end of a file, left by a killed process, is
+        skipped."""
         loader = library("tensorboard.backend.event_processing.event_file_loader", EXTRA)
         for path in self._files():
             for raw in loader.RawEventFileLoader(str(path)).Load():
@@ -86,6 +87,7 @@ class EventFiles:
 
 @contextlib.contextmanager
 def event_files(folder: Path, run_id: str) -> Iterator[EventFiles]:
-    """Those of a run, below `folder`, which is TensorBoard's --logdir. Raises BusyOutlet, NoLibrary, OSError."""
+    """Open the event files of a run below `folder`, which is TensorBoard's --logdir. Raises BusyOutlet, NoLibrary,
+    OSError."""
     with one_writer(folder / run_id / "turnlog.lock"), contextlib.closing(EventFiles(folder / run_id)) as files:
         yield files

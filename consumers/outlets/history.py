@@ -1,4 +1,5 @@
-"""The optimizer steps that count, as a curve: what each adds to it, and where one takes others back."""
+"""The effective optimizer steps of a run as a curve: what each step adds to it, and which steps a later one takes
+back."""
 
 from __future__ import annotations
 
@@ -15,22 +16,23 @@ PLAIN = (
     "lag_excess", "tokens", "trained_tokens", "skipped", "logprob_gap_max", "logprob_gap_mean", "entropy",
     "clip_fraction", "old_cache_tokens", "old_cache_gap_max", "old_cache_gap_mean",
 )  # fmt: skip
-"""Fields of StepCompleted that are a number."""
+"""Numeric fields of StepCompleted."""
 OFFSET = "log/offset"
-"""Of the step on train-steps: a tracker's position is the highest that stands in it."""
+"""Name of the value that holds the step's offset on train-steps. A tracker's position is the highest one in its
+files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step where it stands on the log."""
+    """A step with its position on the log."""
 
     offset: int
     time_s: float
-    """When it was written, Unix time."""
+    """Unix time at which the step was written."""
     step: StepCompleted
 
     def scalars(self) -> dict[str, float]:
-        """Everything that the step says in numbers, by name: train/loss, seconds/step, metrics/kl."""
+        """Return all numbers of the step by name, such as train/loss, seconds/step, metrics/kl."""
         step = self.step
         plain = {f"train/{name}": getattr(step, name) for name in PLAIN}
         maps: dict[str, Mapping[str, float]] = {"masked": step.masked, "seconds": step.seconds, "metrics": step.metrics}
@@ -40,16 +42,16 @@ class Point:
 
 @dataclass(slots=True)
 class History:
-    """What counts of the records up to one place."""
+    """The effective steps of the records up to some position."""
 
     points: list[Point] = field(default_factory=list)
-    """By batch."""
+    """Ordered by batch."""
     life: int = 0
-    """How often steps were taken back."""
+    """Number of times that steps were taken back."""
 
     def take(self, point: Point) -> bool:
-        """Whether the step counts. One of a later incarnation takes back the step of its batch and all behind it: they
-        are done again, since its weights never had them."""
+        """Add a step, and return whether it is effective. A step of a later trainer generation takes back the step of
+        its batch and all later ones: they are done again, since its weights do not include them."""
         batch = point.step.batch_index
         at = bisect_left(self.points, batch, key=lambda each: each.step.batch_index)
         behind = self.points[at:]
@@ -62,16 +64,16 @@ class History:
 
 
 class Tracker(Protocol):
-    """A program's files, which say themselves how far they are: no position is kept beside them, so that none can
-    disagree with them."""
+    """The files of an external program. The position is read from the files themselves and stored nowhere else, so the
+    two cannot disagree."""
 
     there: int
-    """The highest offset that stands in them; -1 in none."""
+    """Highest offset in the files; -1 if there is none."""
 
     def take(self, history: History) -> None:
-        """Write the last point of a history, unless it is there. Raises OSError."""
+        """Write the last point of a history unless the files contain it already. Raises OSError."""
         ...
 
     def flush(self) -> None:
-        """Let readers of the files see what was written."""
+        """Make everything that was written visible to readers of the files."""
         ...

@@ -1,12 +1,12 @@
-"""Weights & Biases, offline: folders that `wandb sync` uploads, when somebody wants to. Nothing here talks to a server.
+"""Weights & Biases, offline: folders that the user can upload with `wandb sync`. Nothing here connects to a server.
 
-wandb writes by a process of its own, which ends with ours and forgets what it has not flushed. So how far a run has
-come is read from its files: LevelDB's log format (its doc/log_format.md) behind 7 bytes of header, with CRC-32 in place
-of masked CRC-32C, and a protobuf `Record` in each record (wandb/proto/wandb_internal.proto). What was not flushed is
-logged again, into another folder of the same run: wandb syncs a run's folders in order.
+wandb writes in a process of its own, which ends with ours and loses what it has not flushed. Therefore the position of
+a run is read from its files. Their format is LevelDB's log format (its doc/log_format.md) after a header of 7 bytes,
+with CRC-32 instead of masked CRC-32C, and a protobuf `Record` in each record (wandb/proto/wandb_internal.proto). What
+was not flushed is logged again, into another folder of the same run: wandb syncs the folders of a run in order.
 
-wandb takes no step back. Where steps are taken back, a run of its own begins with the steps that it continues, and
-the folders of the one before go to replaced/, where `wandb sync` does not look.
+wandb cannot take a step back. If steps are taken back, a new wandb run begins with the steps that it continues, and the
+folders of the previous one move to replaced/, where `wandb sync` does not look.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ RECORD = struct.Struct("<LHB")
 BLOCK = 1 << 15
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 ENDING_S = 30.0
-"""For a killed tracker's wandb-core to end."""
+"""Seconds to wait for the wandb-core of a killed tracker to end."""
 FLUSH_S = 1.0
 
 
 class OfflineRuns:
-    """A run's folders below one folder, and the wandb run that is being written."""
+    """The wandb folders of a run, and the wandb run that is being written."""
 
     def __init__(self, folder: Path, run_id: str, project: str) -> None:
-        """Made by `offline_runs`."""
+        """Use `offline_runs` instead, which takes the lock."""
         os.environ["WANDB_ERROR_REPORTING"] = "false"
         os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")
         self._wandb = library("wandb", EXTRA)
@@ -63,10 +63,10 @@ class OfflineRuns:
                 self.there = point.offset
 
     def flush(self) -> None:
-        """wandb flushes by itself, once a second."""
+        """Do nothing: wandb flushes by itself, once a second."""
 
     def close(self) -> None:
-        """Let wandb write what it holds, and its process end."""
+        """Wait until wandb has written everything and its process has ended."""
         self._finish()
         self._wandb.teardown()
 
@@ -102,7 +102,7 @@ class OfflineRuns:
         self.there = self._highest()
 
     def _folders(self, parent: Path) -> list[Path]:
-        """Of the present life."""
+        """Return the folders of the current wandb run."""
         return sorted(path.parent for path in parent.glob(f"offline-run-*/run-{self._name}.wandb"))
 
     def _highest(self) -> int:
@@ -110,7 +110,7 @@ class OfflineRuns:
         return max((offset for each in found for offset in self._offsets(each)), default=-1)
 
     def _let_go_empty(self) -> None:
-        """Folders of this run in which a killed process left no step."""
+        """Remove folders of this run in which a killed process left no step."""
         for path in self._folder.glob("wandb/offline-run-*/run-*.wandb"):
             name = path.stem.removeprefix("run-").removeprefix(self._run_id)
             ours = name == "" or (name[0] == "-" and name[1:].isdecimal())
@@ -128,7 +128,7 @@ class OfflineRuns:
 
 
 def whole_records(data: bytes) -> Iterator[bytes]:
-    """Of a .wandb file, in order, up to where a killed process left one torn."""
+    """Yield the complete records of a .wandb file in order, up to a torn one that a killed process may have left."""
     at, parts = len(IDENT), b""
     if data[:at] != IDENT:
         return
@@ -152,7 +152,7 @@ CRC = {kind: zlib.crc32(bytes([kind])) for kind in (FULL, FIRST, MIDDLE, LAST)}
 
 @contextlib.contextmanager
 def offline_runs(folder: Path, run_id: str, *, project: str = "turnlog") -> Iterator[OfflineRuns]:
-    """Those of a run below `folder`/wandb. Raises BusyOutlet, NoLibrary, OSError."""
+    """Open the wandb folders of a run below `folder`/wandb. Raises BusyOutlet, NoLibrary, OSError."""
     lock = folder / f"{run_id}.lock"
     with one_writer(lock) as last:
         _ended(last)
@@ -163,7 +163,8 @@ def offline_runs(folder: Path, run_id: str, *, project: str = "turnlog") -> Iter
 
 
 def _ended(pid: str) -> None:
-    """Wait for the wandb-core of a tracker that was killed, lest it writes what is logged again."""
+    """Wait until the wandb-core of a killed tracker has ended, so that it cannot write the steps that are about to be
+    logged again. Raises BusyOutlet."""
 
     def of_it(process: psutil.Process) -> bool:
         line = process.info["cmdline"] or [""]

@@ -1,8 +1,9 @@
-"""What a run did as spans: sessions with their turns, engine calls, tool calls and sandboxes; steps; weights.
+"""The spans of a run: sessions with their turns, engine requests, tool calls and sandboxes; optimizer steps; weight
+versions.
 
-Ids are digests of event ids, and times those of records, so that every process and every replay makes the same spans. A
-session's trace is the digest of its session_id; names and attributes follow OpenTelemetry's semantic conventions for
-generative AI where these have one. Nothing that an agent or a tool said is in a span.
+Ids are digests of event ids, and times are those of records, so that every process and every replay produces the same
+spans. The trace id of a session is the digest of its session_id. Names and attributes follow OpenTelemetry's semantic
+conventions for generative AI, where these define any. Spans contain nothing that an agent or a tool wrote.
 """
 
 from __future__ import annotations
@@ -37,36 +38,37 @@ WELL = (Outcome.completed, Outcome.truncated)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One span; times in nanoseconds since 1970."""
+    """A span; times are nanoseconds since 1970."""
 
     trace_id: str
     """32 hex digits."""
     span_id: str
     """16 hex digits."""
     parent_id: str = ""
-    """Empty of a root."""
+    """Empty for a root span."""
     name: str
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Value] = field(default_factory=dict)
     error: str = ""
-    """Why it is one, in words; empty of what went well."""
+    """Description of the error; empty if there was none."""
     links: Sequence[tuple[str, str]] = ()
-    """(trace id, span id) of spans of others that it belongs to."""
+    """(trace id, span id) of related spans of other programs."""
 
 
 def trace_of(*about: str | int) -> str:
-    """Of a session ("session", id), a step or a weight version."""
+    """Return the trace id of a session ("session", id), a step or a weight version."""
     return digest("trace", *about)
 
 
 def span_of(event_id: str, part: str = "") -> str:
-    """Of the span that an event tells, or of a part of it."""
+    """Return the id of the span of an event, or of a part of it."""
     return digest("span", event_id, part)[:16]
 
 
 def sampled(trace_id: str, ratio: float) -> bool:
-    """By the trace id's lower 64 bits, as OpenTelemetry's TraceIdRatioBased: all who ask keep the same traces."""
+    """Return whether a trace is sampled. The lower 64 bits of its id decide, as in OpenTelemetry's TraceIdRatioBased,
+    so that every program keeps the same traces."""
     return int(trace_id[16:], 16) < round(ratio * 2**64)
 
 
@@ -84,28 +86,28 @@ class _Answered:
 
 @dataclass(slots=True)
 class _Session:
-    """What has been read of a session that is not over."""
+    """Records read of a session whose spans have not been emitted."""
 
     round: int
-    """That read its first record."""
+    """Round that read the session's first record."""
     since: dict[Partition, int] = field(default_factory=dict)
-    """Its first record in each partition."""
+    """Offset of the session's first record in each partition."""
     started: tuple[int, SessionStarted] | None = None
     epoch: str = ""
     finished: tuple[int, SessionFinished, int] | None = None
-    """When, what, and the round that read it."""
+    """(time, event, round that read it)."""
     turns: dict[TurnId, list[Span]] = field(default_factory=dict)
     caller: dict[str, TurnId] = field(default_factory=dict)
-    """Tool call -> the turn whose answer asks for it."""
+    """Tool call -> the turn whose answer requests it."""
     asked: dict[str, _Asked] = field(default_factory=dict)
     answered: dict[str, _Answered] = field(default_factory=dict)
 
     def named(self) -> list[TurnId]:
-        """The turns that its end names."""
+        """Return the turns that the session's SessionFinished names."""
         return [] if self.finished is None else [*self.finished[1].turns, *self.finished[1].undelivered]
 
     def is_whole(self) -> bool:
-        """Whether each of them has been read."""
+        """Return whether all of these turns have been read."""
         return all(turn in self.turns for turn in self.named())
 
 
@@ -113,19 +115,19 @@ REMEMBERED = 1 << 16
 
 
 class Traces:
-    """Folds records into spans, by rounds. A round reads every partition to the end that stood when it began; so what
-    was written before a record has been read when the round after the one that read it is over."""
+    """Folds records into spans, in rounds. A round reads every partition to the end that it had when the round began.
+    Therefore, if round N read a record, everything that was written before it has been read by the end of round N+1."""
 
     def __init__(self, ratio: float) -> None:
-        """`ratio`: of traces that are kept."""
+        """`ratio`: share of traces that are kept."""
         self._ratio = ratio
         self._round = 0
         self._sessions: dict[str, _Session] = {}
         self._told: dict[str, None] = {}
-        """Sessions that are over, REMEMBERED at most: a record that comes again opens none of them."""
+        """Sessions whose spans were emitted, at most REMEMBERED. A repeated record does not open one of them again."""
 
     def take(self, place: Partition, offset: int, at_ms: int, event: Event) -> list[Span]:
-        """One record, payloads inline; the spans that it tells alone."""
+        """Fold one record, whose payloads must be inline. Return the spans that need no other record."""
         if isinstance(event, StepCompleted | WeightVersionPublished | EngineWeightsLoaded | EngineWeightsRefused):
             return [span for span in _of_the_loop(at_ms, event) if sampled(span.trace_id, self._ratio)]
         if event.session_id not in self._told and sampled(trace_of("session", event.session_id), self._ratio):
@@ -135,10 +137,11 @@ class Traces:
         return []
 
     def settle(self) -> list[Span]:
-        """End the round: the spans of each session that is over, in the order in which they began. One that names a
-        turn which is not on the log is not over.
+        """End the round. Return the spans of each finished session, in the order of the sessions' first records.
 
-        A session whose start is not on what was read began before that, and is over, too: it was told then."""
+        A session is not emitted while a turn that its end names is missing from the log. A session whose start is not
+        among the records read began before them; it is dropped, because its spans were emitted earlier.
+        """
         found: list[Span] = []
         for name, session in list(self._sessions.items()):
             if session.started is None and session.round < self._round:
@@ -153,12 +156,12 @@ class Traces:
         return found
 
     def low_water(self, place: Partition, position: int) -> int:
-        """Where a restart begins, so that it reads all of each session that is not over."""
+        """Return the offset at which a restart must begin in order to read all records of every open session."""
         return min((session.since.get(place, position) for session in self._sessions.values()), default=position)
 
     @property
     def open(self) -> int:
-        """Sessions that are not over."""
+        """Number of sessions whose spans have not been emitted."""
         return len(self._sessions)
 
     def _fold(self, session: _Session, at_ms: int, event: Event) -> None:
@@ -179,7 +182,8 @@ class Traces:
 
 
 def _of_the_loop(at_ms: int, event: Event) -> Iterator[Span]:
-    """Steps, and a trace for each weight version: who published it, and who swapped it in."""
+    """Yield the spans of steps and of weight versions. Each version is a trace: its publication and its load into each
+    engine."""
     match event:
         case StepCompleted():
             yield _span(
@@ -206,7 +210,8 @@ def _of_the_loop(at_ms: int, event: Event) -> Iterator[Span]:
 def _swap(
     at_ms: int, event: EngineWeightsLoaded | EngineWeightsRefused, version: int, seconds: float, error: str
 ) -> Span:
-    """Below the publication, whose record is named by the version."""
+    """Return the span of a weight update in an engine. Its parent is the publication, whose event id is derived from
+    the version."""
     return _span(
         trace_of("weights", event.run_id, version), span_of(event.event_id),
         span_of(digest("WeightVersionPublished", event.run_id, version)), "swap weights", at_ms, seconds,
@@ -215,7 +220,7 @@ def _swap(
 
 
 def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[Span]:
-    """The turn, as the gateway saw it, and in it the engine's part."""
+    """Yield the span of the turn as the gateway saw it, and within it that of the engine."""
     trace, own = trace_of("session", event.session_id), span_of(event.event_id)
     parent = span_of(digest("SessionStarted", event.session_id))
     said = "" if not event.aborted else f"aborted: {event.finish_reason.value}"
@@ -236,13 +241,14 @@ def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[Span]:
 
 
 def _calls(event: TurnCompleted) -> list[str]:
-    """Tool calls that the turn asks for."""
+    """Return the ids of the tool calls that the turn requests."""
     assert isinstance(event.response, bytes)
     return [call["id"] for call in orjson.loads(event.response).get("tool_calls") or ()]
 
 
 def _tree(session: _Session) -> Iterator[Span]:
-    """A session that is over: the turns that it names, and the calls that were answered before its end."""
+    """Yield the spans of a finished session: the turns that its end names, and the tool calls that were answered before
+    its end."""
     assert session.started is not None
     assert session.finished is not None
     (began_ms, started), (at_ms, finished, _) = session.started, session.finished
@@ -265,7 +271,8 @@ def _tree(session: _Session) -> Iterator[Span]:
 
 
 def _of_a_call(asked: _Asked, answer: _Answered, parent: str) -> Iterator[Span]:
-    """The call, from its request to its answer, and in it the sandbox that ran it."""
+    """Yield the span of the tool call, from its request to its result, and within it that of the sandbox that ran
+    it."""
     request, result = asked.event, answer.event
     trace, own = trace_of("session", request.session_id), span_of(request.event_id)
     said = "" if result.status is ToolStatus.ok else f"{result.status.value} {result.reason}".strip()
@@ -288,7 +295,7 @@ def _span(
     trace_id: str, span_id: str, parent_id: str, name: str, end_ms: int, seconds: float,
     attributes: Mapping[str, Value], error: str = "", links: Sequence[tuple[str, str]] = (),
 ) -> Span:  # fmt: skip
-    """One that ends at a record."""
+    """Return a span that ends at the time of a record."""
     end = end_ms * 1_000_000
     return Span(
         trace_id=trace_id, span_id=span_id, parent_id=parent_id, name=name, start_ns=end - round(seconds * 1e9),

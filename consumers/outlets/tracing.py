@@ -1,8 +1,8 @@
-"""`turnlog trace`: spans of a run (spans.py), handed to an OpenTelemetry collector by OTLP over HTTP, at least once.
+"""`turnlog trace`: send the spans of a run (spans.py) to an OpenTelemetry collector by OTLP over HTTP, at least once.
 
-The group's commits say how far that is: below the first record of each session that is not over, and only behind spans
-that the collector has taken. So whoever comes after a kill hands a few on again, under the ids that they had, and
-none is left out.
+The position is stored as commits of the consumer group. They stay below the first record of each open session, and only
+advance past spans that the collector has accepted. So a successor after a kill sends a few spans again, with the same
+ids, and none is lost.
 """
 
 from __future__ import annotations
@@ -56,26 +56,26 @@ TOLD = (
     WeightVersionPublished, EngineWeightsLoaded, EngineWeightsRefused,
 )  # fmt: skip
 BATCH = 512
-"""Spans of one request."""
+"""Maximum number of spans in one request."""
 
 
 class CollectorFailed(OutletError, Unreachable):
-    """The collector did not take spans. Remedy: [trace] url, token, ca_file; what it logged."""
+    """The collector did not accept spans. Remedy: check [trace] url, token and ca_file; the cause is in the log."""
 
 
 class Exporter(Protocol):
-    """Where spans go."""
+    """Destination of spans."""
 
     def export(self, spans: Sequence[Span]) -> None:
-        """Hand them over, and return when they are taken. Raises CollectorFailed."""
+        """Send spans, and return once they are accepted. Raises CollectorFailed."""
         ...
 
 
 class Collector:
-    """OTLP over HTTP by OpenTelemetry's own exporter, which tries again for `timeout_s`."""
+    """OTLP over HTTP, by OpenTelemetry's own exporter, which retries for `timeout_s`."""
 
     def __init__(self, rules: TraceSettings, url: str, service: Mapping[str, str]) -> None:
-        """`url` up to /v1/traces. Raises NoLibrary."""
+        """`url`: the address without /v1/traces. Raises NoLibrary."""
         self._url = f"{url.rstrip('/')}/v1/traces"
         self._sdk = library("opentelemetry.sdk.trace", EXTRA)
         self._api = library("opentelemetry.trace", EXTRA)
@@ -96,7 +96,7 @@ class Collector:
             raise CollectorFailed(f"{self._url} did not take {len(spans)} spans; the log says why")
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         self._exporter.shutdown()
 
     def _readable(self, span: Span) -> Any:
@@ -109,18 +109,19 @@ class Collector:
         )  # fmt: skip
 
     def _context(self, trace_id: str, span_id: str, *, remote: bool = False) -> Any:
-        """`remote`: of somebody else's, who alone knows whether it is sampled."""
+        """`remote`: whether the span belongs to another program; only that program knows whether it is sampled."""
         flags = self._api.TraceFlags(self._api.TraceFlags.DEFAULT if remote else self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=remote, trace_flags=flags)
 
 
 class Tracer:
-    """Reads a run by rounds (spans.Traces), hands spans over, then marks."""
+    """Reads a run in rounds (spans.Traces), sends the spans, then commits its position."""
 
     def __init__(
         self, role: Role, reader: Reader, exporter: Exporter, transactor: Transactor | None, *, batch: int = BATCH
     ) -> None:
-        """Without `transactor`, as over an archive, nothing is marked. `batch`: spans of one request."""
+        """`transactor` is None for an archive: then no position is committed. `batch`: maximum number of spans in one
+        request."""
         self._batch = batch
         self._role, self._reader, self._exporter, self._transactor = role, reader, exporter, transactor
         self._group = ConsumerGroup.TRACE.format(run=role.settings.run.id)
@@ -130,7 +131,7 @@ class Tracer:
         self.exported = 0
 
     async def open(self) -> None:
-        """Stand where the last tracer's mark is, or at the beginning."""
+        """Continue at the position that the last tracer committed, or begin at the start of the log."""
         known = await self._role.log.topics()
         topics = [topic.name for topic in ACCESS["trace"].consumes if topic.name in known]
         self._places = [Partition(name, number) for name in topics for number in range(known[name].partitions)]
@@ -141,7 +142,7 @@ class Tracer:
         self._reader.assign(at)
 
     async def turn(self) -> None:
-        """A round: read to the present ends, hand over what they tell, mark. Raises CollectorFailed, LogError,
+        """Run one round: read to the present ends, send the spans, commit. Raises CollectorFailed, LogError,
         RegistryUnavailable, BlobError."""
         ends = await self._role.log.end_offsets(self._places)
         spans = await self._read()
@@ -155,7 +156,7 @@ class Tracer:
 
     @property
     def open_sessions(self) -> int:
-        """Not over, so not told yet."""
+        """Number of sessions whose spans have not been sent, because they are not finished."""
         return self._traces.open
 
     async def _read(self) -> list[Span]:
@@ -209,7 +210,7 @@ class Tracer:
 
 @asynccontextmanager
 async def tracing(role: Role, exporter: Exporter, *, marks: bool = True, batch: int = BATCH) -> AsyncIterator[Tracer]:
-    """A tracer of a role's log; with `marks` it fences the one before."""
+    """Open a tracer on a role's log. With `marks` it commits its position and fences off its predecessor."""
     async with AsyncExitStack() as stack:
         owner = TransactionalId.TRACE.format(run=role.settings.run.id)
         transactor = await stack.enter_async_context(role.log.transactor(owner)) if marks else None
@@ -227,7 +228,7 @@ def _collector(settings: Settings, url: str) -> Collector:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Follow, or hand over what is there and end; the exit status."""
+    """Follow the run, or send the existing spans and end. Return the exit status."""
     collector = _collector(settings, arguments.to)
     if arguments.source == ARCHIVE or arguments.until_end:
         return run_verb(_once(settings, collector, archive=arguments.source == ARCHIVE))
@@ -246,7 +247,7 @@ async def _once(settings: Settings, collector: Collector, *, archive: bool) -> i
     async with opened("trace", settings, archive=archive) as role:
         await recorded_run(role)  # raises NothingToReplay: the log is of another run
         async with tracing(role, collector, marks=not archive) as tracer:
-            for _ in range(2):  # the second knows that all that belongs to a session's end was read
+            for _ in range(2):  # after the second, everything that precedes a session's end has been read
                 await tracer.turn()
     collector.close()
     say(f"{tracer.exported} spans; {tracer.open_sessions} sessions are not over, and not among them")

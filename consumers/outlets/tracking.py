@@ -1,4 +1,5 @@
-"""`turnlog track`: the curve of a run, from train-steps, in TensorBoard's or Weights & Biases' own files."""
+"""`turnlog track`: write the training curve of a run, from train-steps, into TensorBoard's or Weights & Biases' own
+files."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ KINDS: dict[str, Callable[[Path, str], AbstractContextManager[Tracker]]] = {
 
 
 def outlets(wanted: Sequence[str]) -> list[tuple[str, Path]]:
-    """(kind, folder) of each KIND=DIR. Raises BadOutlet."""
+    """Parse each KIND=DIR into (kind, folder). Raises BadOutlet."""
     found = [(kind, Path(folder)) for kind, _, folder in (each.partition("=") for each in wanted)]
     for (kind, folder), said in zip(found, wanted, strict=True):
         if kind not in KINDS or said == f"{kind}=" or folder == Path():
@@ -49,10 +50,11 @@ def outlets(wanted: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bool) -> int:
-    """Write every step that counts until the role stops, or up to the present end; how many there are. The topic is
-    read from its beginning each time: it is small and whole, and what stands in the files is passed over.
+    """Write every effective step until the role stops, or up to the present end. Return their number. The topic is read
+    from its beginning each time, because it is small and complete; steps that the files already contain are skipped.
 
-    Raises OutletError, OSError, LogError, RegistryUnavailable: what was written stays, and is found again.
+    Raises OutletError, OSError, LogError, RegistryUnavailable. What was written until then stays and is found by the
+    next call.
     """
     with contextlib.ExitStack() as stack:
         trackers = [stack.enter_context(KINDS[kind](folder, role.settings.run.id)) for kind, folder in wanted]
@@ -92,7 +94,7 @@ def _take(point: Point, history: History, trackers: Sequence[Tracker]) -> None:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Follow, or write what there is and end; the exit status."""
+    """Follow the run, or write the existing steps and end. Return the exit status."""
     wanted = outlets(arguments.to)
     if arguments.source == ARCHIVE or arguments.until_end:
         return run_verb(_once(settings, wanted, archive=arguments.source == ARCHIVE))
