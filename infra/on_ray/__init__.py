@@ -1,10 +1,11 @@
 """Processes of a run on the nodes of a Ray cluster.
 
-The ranks of a trainer and the engines of a run are actors, each in a bundle of a placement group (cluster.py). An
-engine is held by a process beside the supervisor (hosting.py): it joins the cluster, waits for room by name, and
-watches the actor (actor.py), which is a supervisor of its own for that engine and its loader. So the run's supervisor
-knows nothing of Ray; a Ray that ends the processes that have joined it ends no supervisor, and the end of the process
-here, however it comes about, is for Ray the end of its actor and of its room.
+The ranks of a trainer and the engines of a run are actors, each in a bundle of a placement group (cluster.py). Each
+engine has a local process beside the supervisor (hosting.py) that joins the cluster, waits until it has room, and watches
+the actor (actor.py), which in turn supervises the engine and its loader. Three things follow:
+* The run's supervisor needs no knowledge of Ray.
+* If Ray ends the processes that have joined it, it does not end the supervisor.
+* However the local process ends, Ray then removes its actor and frees the resources.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from turnlog.settings import Settings
 
 
 def host_engine(settings: Settings) -> int:
-    """`turnlog engine` with [engine] launcher = "ray": hold an engine on Ray in the foreground. Raises NotInstalled,
-    NoCluster, NodeUnfit, ActorLost, and what ends the engine or its loader for good."""
+    """Run an engine on Ray in the foreground: `turnlog engine` with [engine] launcher = "ray".
+
+    Raises NotInstalled, NoCluster, NodeUnfit, ActorLost, and any error that ends the engine or its loader for good."""
     try:
         from turnlog.infra.on_ray.hosting import held
         from turnlog.infra.roles.ending import run_verb

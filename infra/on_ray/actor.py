@@ -1,7 +1,7 @@
-"""An engine and its loader on a node of Ray's: an actor that is their supervisor.
+"""An actor that supervises an engine and its loader on a node of a Ray cluster.
 
-Ray imports this module before it makes the actor. Paths are those of the process that holds it: it works in the same
-folder, which every node must have.
+Ray imports this module before it creates the actor. Paths are those of the process that owns the actor: the actor works
+in the same folder, which every node must have.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def members_of(settings: Settings, name: str, address: str) -> tuple[str, list[Member]]:
-    """The engine's address, and it and its loader: the end of either for good is the actor's. Raises PortTaken,
-    ModelMissing, NotInstalled."""
+    """Return the engine's address, and the engine and its loader as members whose permanent failure ends the actor.
+    Raises PortTaken, ModelMissing, NotInstalled."""
     here = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, host=address))
     engine, url = engine_member(here, name)
     host = health_host(os.environ)
@@ -39,7 +39,7 @@ def members_of(settings: Settings, name: str, address: str) -> tuple[str, list[M
 
 
 class EngineHost:
-    """One engine's."""
+    """Actor that hosts one engine and its loader."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -47,12 +47,14 @@ class EngineHost:
         self._running: asyncio.Task[None] | None = None
 
     async def place(self, *folders: Path) -> Place:
-        """Where this is, and whether it has those folders."""
+        """Return the node and address of the actor, and whether it sees these folders."""
         return place(*folders)
 
     async def begin(self, folder: Path, kept: Path, name: str) -> str:
-        """Start the engine and its loader; the engine's address. `folder`: what paths are of; `kept`: the settings.
-        Raises as `members_of`."""
+        """Start the engine and its loader; return the engine's address.
+
+        `folder` is the working directory that paths are relative to, `kept` the settings file. Raises as
+        `members_of`."""
         os.chdir(folder)
         log_lines.begin(os.environ, sys.stderr)
         settings = load(kept, os.environ)
@@ -64,14 +66,15 @@ class EngineHost:
         return url
 
     async def starting(self) -> list[str]:
-        """What is not ready yet. Raises what one of the two ended with for good."""
+        """Return the names of the members that are not ready yet. Raises the error with which one of them ended for
+        good."""
         if self._running is not None and self._running.done():
             self._running.result()
             raise EngineDied("it was stopped")
         return [one.name for one in self._supervisor.watched.values() if one.state not in SATISFIED]
 
     async def stop(self) -> None:
-        """Both, and whatever they have left behind."""
+        """Stop the engine and its loader, and remove what they have left behind."""
         if self._running is not None:
             self._supervisor.stopping.set()
             await asyncio.wait([self._running])

@@ -1,8 +1,8 @@
-"""A Ray cluster that is joined, room in it, and what its actors answer.
+"""Connection to a Ray cluster, placement groups in it, and results of its actors.
 
-NoCluster   none answers at the address
-ActorLost   an actor died, or the node that it was on
-└── ActorSilent   ... or it may answer again
+NoCluster   no cluster answers at the address
+ActorLost   an actor or its node died
+└── ActorSilent   Ray cannot reach the actor, which may answer again
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from turnlog.infra.roles import Unreachable
 
 CONNECT_S = 5.0
 Bundle = Mapping[str, int]
-"""Resource -> how much of it, of one node."""
+"""Amount of each resource that is taken of one node, by resource name."""
 
 
 class NoCluster(Unreachable):
@@ -32,32 +32,31 @@ class NoCluster(Unreachable):
 
 
 class ActorLost(Exception):
-    """Whoever had started it starts another."""
+    """The actor is lost; its owner starts another one."""
 
 
 class ActorSilent(ActorLost):
-    """Ray cannot reach it, and does not know that it died."""
+    """Ray cannot reach the actor, and does not know that it died."""
 
 
 class Place(NamedTuple):
-    """Where an actor is."""
+    """Node and address of an actor."""
 
     node: str
     address: str
     sees: bool
-    """Whether the folders that were asked for are there, too."""
+    """True if the requested folders exist there."""
 
 
 def place(*folders: Path) -> Place:
-    """Of the actor that asks."""
+    """Return the place of the calling actor."""
     sees = all(folder.is_dir() for folder in folders)
     return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), sees)
 
 
 @contextmanager
 def joined(address: str, section: str) -> Iterator[None]:
-    """While the block runs this process has joined the cluster; `section`: of the settings that say so. Raises
-    NoCluster."""
+    """Join the cluster while the block runs; `section` is the settings section named in the error. Raises NoCluster."""
     try:
         _check_listens(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
         ray.init(address, logging_level=logging.ERROR)
@@ -73,7 +72,7 @@ def joined(address: str, section: str) -> Iterator[None]:
 
 
 def _check_listens(address: str) -> None:
-    """Ray would ask an address where nobody listens for a quarter of an hour. Raises OSError."""
+    """Raise OSError if nobody listens at the address: Ray would retry for a quarter of an hour."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
@@ -81,7 +80,7 @@ def _check_listens(address: str) -> None:
 
 @contextmanager
 def bundles(bundle: Bundle, count: int, strategy: str) -> Iterator[PlacementGroup]:
-    """A placement group that is asked for; it may yet have to be waited for."""
+    """Request a placement group, which may not be placed yet, and remove it at the end of the block."""
     group = placement_group([dict(bundle)] * count, strategy=strategy)
     try:
         yield group
@@ -90,22 +89,22 @@ def bundles(bundle: Bundle, count: int, strategy: str) -> Iterator[PlacementGrou
 
 
 def no_room(bundle: Bundle, count: int, strategy: str) -> str:
-    """What was asked for, and what is free."""
+    """Return a message with the requested and the free resources."""
     free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
     what = f"{count} bundles of {dict(bundle)} by {strategy}" if count > 1 else f"a bundle of {dict(bundle)}"
     return f"Ray did not place {what}; free in its cluster: {free or 'neither CPU nor GPU'}"
 
 
 def started(actor: Any, group: PlacementGroup, index: int, bundle: Bundle, *arguments: Any) -> Any:
-    """An actor that takes the whole of a bundle."""
+    """Start an actor that takes a whole bundle."""
     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     taken = actor.options(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=where)
     return taken.remote(*arguments)
 
 
 def results(asked: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """What actors of those names give, as soon as all have. Raises ActorLost for one that died, and what the first one
-    to fail raised."""
+    """Return the results of the actors called `names` once all of them have finished. Raises ActorLost if one died, and
+    the first error that one raised."""
     left = list(asked)
     while left:
         done, left = ray.wait(left)
@@ -120,5 +119,5 @@ def results(asked: Sequence[Any], names: Sequence[str]) -> list[Any]:
 
 
 def in_a_line(error: RayError) -> str:
-    """What Ray says in several, indented."""
+    """Return Ray's message, which has several indented lines, as one line."""
     return " ".join(str(error).split())

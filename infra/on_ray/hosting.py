@@ -1,6 +1,6 @@
-"""The process that holds an engine on Ray: see the package.
+"""The process that owns an engine on Ray (see the package).
 
-NodeUnfit   Ray chose a node that has not what an engine needs
+NodeUnfit   Ray chose a node that lacks the run's folders
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from turnlog.settings import EngineSettings, Settings
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
 STOP_S = 25.0
-"""For the engine and its loader to end."""
+"""Maximum seconds for the engine and its loader to stop."""
 STRATEGY = "SPREAD"
 
 
@@ -48,13 +48,13 @@ class NodeUnfit(Exception):
 
 
 def bundle_of(engine: EngineSettings) -> dict[str, int]:
-    """What an engine takes of a node."""
+    """Return the resources that an engine takes of a node."""
     return {"CPU": engine.ray_cpus} | ({"GPU": engine.ray_gpus} if engine.device == "cuda" else {})
 
 
 async def held(settings: Settings) -> int:
-    """Place the engine of TURNLOG_INSTANCE with its loader, and watch both until this task is cancelled. Raises as
-    `turnlog.infra.on_ray.host_engine`."""
+    """Place the engine named by TURNLOG_INSTANCE with its loader, and watch both until this asyncio task is cancelled.
+    Raises as `turnlog.infra.on_ray.host_engine`."""
     name, health = instance_of("engine"), Health("engine")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serve_health(health, health_address(os.environ)))
@@ -74,14 +74,14 @@ async def held(settings: Settings) -> int:
 
 @asynccontextmanager
 async def _joined(address: str) -> AsyncIterator[None]:
-    """In a thread: in the main one Ray takes SIGTERM for itself."""
+    """Join the cluster in a thread: in the main thread, Ray installs its own handler for SIGTERM."""
     with ExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, joined(address, "engine"))
         yield
 
 
 async def _roomy(group: PlacementGroup, bundle: Bundle, health: Health) -> None:
-    """Wait for room, however long it takes."""
+    """Wait for the placement group as long as necessary."""
     while not await asyncio.to_thread(group.wait, LOOK_S):
         health.beat()
         said = await asyncio.to_thread(no_room, bundle, 1, STRATEGY)
@@ -103,7 +103,7 @@ async def _begun(actor: Any, settings: Settings, name: str) -> tuple[Place, str]
 
 
 async def _watch(actor: Any, settings: Settings, health: Health, where: str) -> None:
-    """Ask the actor again and again. Raises ActorLost, and what it raises."""
+    """Poll the actor. Raises ActorLost if it does not answer within [loader] gone_s, and whatever the actor raises."""
     heard, bound_s = time.monotonic(), settings.loader.gone_s
     while True:
         try:
@@ -128,7 +128,8 @@ def _tell(health: Health, starting: list[str], where: str) -> None:
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """Raises what the actor raised; ActorLost."""
+    """Await an answer of the actor. Raises what the actor raised, ActorSilent if it cannot be reached, ActorLost if it
+    is gone."""
     try:
         return await asked
     except RayTaskError as error:
@@ -140,7 +141,7 @@ async def _answer(asked: Awaitable[Any]) -> Any:
 
 
 async def _ended(actor: Any) -> None:
-    """Let the engine and its loader end, then the actor."""
+    """Stop the engine and its loader, then kill the actor."""
     try:
         async with asyncio.timeout(STOP_S):
             await actor.stop.remote()
