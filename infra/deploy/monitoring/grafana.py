@@ -1,7 +1,7 @@
-"""Generated from here: dashboards/*.json, by Grafana's own library (`make docs`; extra `dev`).
+"""Generator of dashboards/*.json, with Grafana's own library (`make docs`; extra `dev`).
 
-A query asks for what is recorded (rules.yaml) where that exists; every name and label in it is checked against the
-metrics that the code declares (tests/unit/house/test_metrics.py).
+A query uses a recording rule (rules.yaml) where there is one. Every name and label in it is checked against the metrics
+that the code declares (tests/unit/house/test_metrics.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from grafana_foundation_sdk.models.dashboard import DataSourceRef
 SOURCE = DataSourceRef("prometheus", "prometheus")
 WIDTH, HEIGHT = 8, 7
 Query = tuple[str, str]
-"""PromQL, and what its lines are called."""
+"""PromQL and legend."""
 Shown = tuple[str, str, Sequence[Query]]
-"""Title, unit ("none": it may be negative), queries."""
+"""Title, unit ("none": may be negative) and queries of a panel."""
 
 
 def stage(role: str, name: str, shares: Sequence[float] = (0.5, 0.99)) -> list[Query]:
-    """Quantiles of one stage."""
+    """Return queries of quantiles of one stage."""
     series = f'role_stage_le:turnlog_stage_seconds:rate5m{{role="{role}", stage="{name}"}}'
     return [(f"histogram_quantile({share}, {series})", f"p{share * 100:.0f}") for share in shares]
 
@@ -141,7 +141,7 @@ BOARDS = {"loop": ("turnlog: the loop", LOOP), "processors": ("turnlog: the log 
 
 
 def dashboards() -> dict[str, str]:
-    """File name -> what stands in it."""
+    """Return the dashboards as file name -> contents."""
     return {f"{name}.json": _board(f"turnlog-{name}", *of) for name, of in BOARDS.items()}
 
 
