@@ -1,8 +1,8 @@
 """Processes of a run on the nodes of a Ray cluster.
 
 The ranks of a trainer and the engines of a run are actors, each in a bundle of a placement group (cluster.py). Each
-engine has a local process beside the supervisor (hosting.py) that joins the cluster, waits until it has room, and watches
-the actor (actor.py), which in turn supervises the engine and its loader. Three things follow:
+engine has a local process beside the supervisor (hosting.py) that joins the cluster, waits until it has room, and
+watches the actor (actor.py), which in turn supervises the engine and its loader. Three things follow:
 * The run's supervisor needs no knowledge of Ray.
 * If Ray ends the processes that have joined it, it does not end the supervisor.
 * However the local process ends, Ray then removes its actor and frees the resources.

@@ -1,7 +1,8 @@
-"""Verifiers that a recipe may name beside `FunctionVerifier`; `judges` says how each comes to its verdict.
+"""Verifiers that an environment may use beside `FunctionVerifier`; `judges` implements each kind.
 
-Every one of them has a name and a version, which stand on the log with the verdict. One that crashes, is not done in
-time or answers what is no verdict leaves the session without a reward (`verifier_failure`): never with a reward of 0.
+Every verifier has a name and a version, which are recorded with the reward. If a verifier crashes, is not done in time
+or answers with something that is not a reward, the session has no reward (`verifier_failure`), rather than a reward of
+0.
 """
 
 from __future__ import annotations
@@ -16,73 +17,76 @@ from turnlog.schemas.events.tools import SandboxSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxVerifier:
-    """Runs calls in sandboxes that have never run anything. The reward is 1 if the last one ended well, else 0, unless
-    `judge` says more. Calls that the sandbox itself failed are asked again, and are no verdict."""
+    """Runs calls in sandboxes that have never run anything. The reward is 1 if the last call succeeded, else 0, unless
+    `judge` computes another one. Calls that fail because of the sandbox itself are repeated, and give no reward."""
 
     name: str
     version: str
     calls: Callable[[Episode], Sequence[SandboxCall]] | str
-    """Those of an episode, at least one, run one after the other on the same files; or one command of the shell."""
+    """The calls for an episode, at least one, which are run one after the other on the same files; or one shell
+    command."""
     judge: Callable[[Episode, Sequence[SandboxAnswer]], Verdict] | None = None
-    """The verdict of the calls' answers, where the last one's exit does not say it."""
+    """Computes the reward from the answers of the calls, if the exit status of the last one is not enough."""
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
-    """`fresh` it is whatever this says."""
+    """Sandbox of the calls; `fresh` is always set."""
     workspace: bool = True
-    """Begin with the files that the session's last call left (`durable_workspace` of the recipe's sandbox), or those
-    that the recipe begins with; else with none."""
+    """True: begin with the files that the session's last call left (`durable_workspace` of the environment's sandbox),
+    or with the environment's initial files. False: begin with no files."""
     timeout_s: float = 300.0
-    """For the answer of one call, its wait for a sandbox included."""
+    """Maximum seconds for the answer of one call, including its wait for a sandbox."""
     attempts: int = 2
     late: bool = False
-    """The session is finished before the verdict is there."""
+    """True if the session is finished before the reward is there."""
 
 
 PROTECTED = (
     "tests/", "test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg",
     "pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth",
 )  # fmt: skip
-"""What an agent that mends a Python repository has no business in, and what could decide its tests."""
+"""Files that an agent has no reason to change when it repairs a Python repository, or that could decide its tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
-    """How a repaired repository is graded: by `command`, or else by `fail_to_pass` and `pass_to_pass`, all of which
-    have to pass."""
+    """Checks of a repaired repository: `command`, or else the tests in `fail_to_pass` and `pass_to_pass`, which must
+    all pass."""
 
     command: str = ""
-    """Of the shell, or a script that begins with #!, in the repository: exit status 0 is a pass."""
+    """Shell command, or a script that begins with #!, run in the repository; exit status 0 is a pass."""
     fail_to_pass: tuple[str, ...] = ()
-    """Tests as pytest (`tests/test_x.py::test_y`) or unittest (`test_x.Class.test_y`) name them."""
+    """Tests by their names in pytest (`tests/test_x.py::test_y`) or unittest (`test_x.Class.test_y`)."""
     pass_to_pass: tuple[str, ...] = ()
     test_patch: str = ""
-    """A diff that brings the tests; what it touches is protected."""
+    """A diff that adds the tests; the files that it touches are protected."""
     protected: tuple[str, ...] = PROTECTED
-    """Put back before anything is run: folders (a / at the end), paths (a / before that) and names, with wildcards."""
+    """Files to restore before anything is run: folders (with / at the end), paths (with / elsewhere) and names;
+    wildcards are allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchVerifier:
-    """Grades what an agent changed in a repository: the diff between the session's first workspace and its last is
-    taken in a clean sandbox, applied to the first in a second one, protected files are put back, tests run. The reward
-    is 1 if all that was asked for passes. The recipe's sandbox has a durable workspace."""
+    """Grades an agent's changes to a repository. The reward is 1 if all required tests or the command pass.
+
+    A clean sandbox takes the diff between the session's first and last workspace. A second one applies it to the first
+    workspace, restores protected files and runs the tests. The environment's sandbox must have a durable workspace."""
 
     name: str
     version: str
     grading: Callable[[TaskRow], Grading]
-    """Of a row. What it raises is no verdict."""
+    """Returns the grading of a task row. If it raises, there is no reward."""
     diff: Callable[[Episode], str] | None = None
-    """The diff that the agent has said, where it does not work in a sandbox."""
+    """Returns the diff from the agent's messages, for agents that do not work in a sandbox."""
     diff_bytes: int = 1 << 20
-    """A longer diff is `huge`."""
+    """Maximum diff size in bytes; a longer diff is `huge`."""
     binary: bool = False
-    """Grade diffs of binary files, too; else they are `binary`."""
+    """True if diffs of binary files are graded, too; otherwise they are `binary`."""
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
-    """Where the diff is taken and graded; `fresh` and durable whatever this says. It has git, and for lists of tests a
-    python3 that can import what runs them."""
+    """Sandbox in which the diff is taken and graded; it is always `fresh` and durable. It needs git, and for lists of
+    tests a python3 that can import the test framework."""
     timeout_s: float = 300.0
-    """For the answer of one call, its wait for a sandbox included."""
+    """Maximum seconds for the answer of one call, including its wait for a sandbox."""
     attempts: int = 2
-    """While the sandbox itself fails."""
+    """Maximum number of attempts while the sandbox itself fails."""
     late: bool = False
     """See SandboxVerifier."""
 
@@ -95,14 +99,14 @@ class HttpVerifier:
     version: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Sent as they are; no place for secrets."""
+    """Headers sent as they are; not for secrets."""
     secret_headers: Mapping[str, str] = field(default_factory=dict)
-    """Header -> environment variable of the runner that holds its value, or whose name with _FILE behind it names a
-    file that does."""
+    """Header -> environment variable of the runner that holds its value, or whose name with _FILE appended names a file
+    that holds it."""
     timeout_s: float = 30.0
-    """Of one attempt."""
+    """Maximum seconds for one attempt."""
     attempts: int = 4
-    """While nobody answers, or 408, 429 or a 5xx comes; pauses grow."""
+    """Maximum number of attempts while the service does not answer, or answers 408, 429 or 5xx; the pauses grow."""
     late: bool = False
     """See SandboxVerifier."""
 
@@ -111,35 +115,39 @@ class HttpVerifier:
 class JudgeVerifier:
     """A model behind an OpenAI-style endpoint judges the conversation by a rubric. The reward is between 0 and 1.
 
-    With `reference` it is pairwise: the judge says whether the conversation or the reference is better, twice, each of
-    them once in first place, since judges favour a place. The reward is the share of what was won, a tie half of it.
-    With `opponents` so are sessions of one group with each other, where the whole group is at hand: in a rerun, and not
-    while it is lived through. Raises ValueError for both, and for `read` beside it."""
+    With `reference` the judgement is pairwise: the judge compares the conversation with the reference twice, each of
+    them once in first place, because judges favor a position. The reward is the share of comparisons won; a tie counts
+    half.
+
+    With `opponents`, sessions of one group are compared with each other in the same way. This requires the whole group,
+    so it works in a rerun and not live. Raises ValueError if both are set, or `read` with `opponents`."""
 
     name: str
     version: str
     base_url: str
-    """Ends with /v1, as OpenAI's clients take it."""
+    """Base URL that ends with /v1, as OpenAI's clients take it."""
     model: str
     rubric: str
-    """What is good, in words. How to answer is said behind it."""
+    """Description of a good conversation, in words. Instructions for the format of the answer are appended."""
     key: str = ""
-    """Environment variable that holds the API key, or whose name with _FILE behind it names a file that does."""
+    """Environment variable that holds the API key, or whose name with _FILE appended names a file that holds it."""
     reference: str = ""
-    """Key of the task row that holds a reference answer."""
+    """Key in the task row of a reference answer."""
     opponents: int = 0
-    """Others of its group that each session is compared with, all of them where it has no more; odd numbers are rounded
-    up. Two requests for a comparison, which serves both: a group of n costs at most n times as many requests."""
+    """Number of other sessions of the group that each session is compared with, or all of them if the group is smaller;
+    odd numbers are rounded up. A comparison takes two requests and serves both sessions: a group of n costs at most n
+    times `opponents` requests."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest score; the reward is where between them the judge's score lies."""
+    """Lowest and highest score; the reward is the judge's score scaled from this range to 0..1."""
     read: Callable[[str], float] | None = None
-    """Reads the reward of the judge's text where that is no `SCORE: x`; for a rubric that says how to answer itself."""
+    """Reads the reward from the judge's text if it is not `SCORE: x`, for a rubric that itself says how to answer."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
-    """Of the request, beside model and messages."""
+    """Parameters of the request besides model and messages."""
     timeout_s: float = 120.0
-    """Of one attempt."""
+    """Maximum seconds for one attempt."""
     attempts: int = 4
-    """As of HttpVerifier; also while what the judge says cannot be read."""
+    """Maximum number of attempts, as in HttpVerifier; an unreadable answer of the judge counts as a failed attempt,
+    too."""
     late: bool = False
     """See SandboxVerifier."""
 
@@ -152,24 +160,24 @@ class JudgeVerifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentVerifier:
-    """The sum of the rewards that `env_step` answered since the last reset, and as component `success` whether the task
-    was solved."""
+    """The reward is the sum of the rewards that `env_step` returned since the last reset; component `success` says
+    whether the task was solved."""
 
     name: str
     version: str
     success: Callable[[Mapping[str, Any]], bool] | None = None
-    """Of the last answer of the environment. Without it: `info["success"]`, else an end (`terminated`) with a reward
-    above 0."""
+    """Computes success from the environment's last answer. Default: `info["success"]`, or else `terminated` with a
+    reward above 0."""
     step_rewards: bool = False
-    """Each turn's reward goes to the log, too: for `[fold] estimator = "step"`."""
+    """True if each turn's reward is recorded, too, for `[fold] estimator = "step"`."""
     timeout_s: float = 300.0
-    """Of `success`."""
+    """Maximum seconds for `success`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSum:
-    """The sum of verdicts, each times its weight, with every one as a component by its verifier's name. All of them
-    judge at once; if one fails, so does the sum. Raises ValueError for parts of one name."""
+    """The weighted sum of several verifiers' rewards, each of which is a component under the verifier's name. All judge
+    at the same time; if one fails, so does the sum. Raises ValueError if two parts have the same name."""
 
     name: str
     version: str
@@ -182,17 +190,18 @@ class WeightedSum:
 
     @property
     def late(self) -> bool:
-        """One of its parts is."""
+        """True if a part is late."""
         return any(is_late(part) for part, _ in self.parts)
 
 
 def is_late(verifier: Judged) -> bool:
-    """Whether the session is finished before the verdict is there."""
+    """Whether the session is finished before the reward is there."""
     return bool(getattr(verifier, "late", False))
 
 
 def rewarding_steps(verifier: Judged, weight: float = 1.0) -> tuple[EnvironmentVerifier, float] | None:
-    """The verifier whose step rewards go to the log, and what they are multiplied with; None: none of it does."""
+    """Return the verifier whose step rewards are recorded, and the weight that they are multiplied by; None if there is
+    none."""
     if isinstance(verifier, EnvironmentVerifier):
         return (verifier, weight) if verifier.step_rewards else None
     parts = verifier.parts if isinstance(verifier, WeightedSum) else ()

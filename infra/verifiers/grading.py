@@ -1,8 +1,9 @@
-"""What runs inside the two sandboxes of a PatchVerifier (`patches`): one takes the diff of two trees, one grades it.
+"""Program that runs inside the two sandboxes of a PatchVerifier (`patches`): `capture` takes the diff of two trees,
+`grade` grades it.
 
-Its source travels with the call: standard library alone. `run_tests` runs in whatever Python the image has (3.7 or
-later), the rest in the sandbox's own. The answer is one line of JSON, the last on stdout: code under test never holds
-that descriptor, and cannot open it, since this process is not dumpable.
+Its source is sent with the call, so it uses the standard library only. `run_tests` runs in whatever Python the image
+has (3.7 or later), the rest in the sandbox's own. The result is one line of JSON, the last on stdout. Code under test
+never gets that descriptor, and cannot open it, since this process is not dumpable.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import Any
 DIFF, BEFORE, AFTER, REPOSITORY = "patch.diff", "before", "after", "repository"
 PROGRAM, ASKED = "grading.py", "asked.json"
 PLAIN = "* -text !eol !filter !ident !working-tree-encoding !diff !merge\n"
-"""Attributes that overrule those of the trees, which could name programs and change bytes."""
+"""Git attributes that override those of the trees, which could name programs and change bytes."""
 SHOWN, LOG, REPORT = 10_000, 1 << 16, 4 << 20
-"""Bytes of a diff and of a log that are answered, as JSON writes them; of a log and of reports that are read."""
+"""Maximum sizes in bytes: of a diff and of a log in the answer, as JSON writes them; of a log that is read; of reports
+that are read."""
 PATHS = 20
 BEGAN = time.monotonic()
 SHADOWS = {
@@ -45,17 +47,17 @@ SHADOWS = {
     "coverage",
     "hypothesis",
 }
-"""Beside the standard library: what a test run imports, and no repository has for a module of its own."""
+"""Modules that a test run imports besides the standard library, and that no repository has as modules of its own."""
 PR_SET_DUMPABLE = 4
 FAILED, PASSED, ERROR, SKIPPED, MISSING = "f", "p", "e", "s", "m"
 
 
 class GitFailed(Exception):
-    """What git said."""
+    """Git failed; the message is its output."""
 
 
 def git(*arguments: str, cwd: str, **env: str) -> bytes:
-    """Stdout of a git that reads nobody's settings. Raises GitFailed."""
+    """Run git without anybody's settings and return its stdout. Raises GitFailed."""
     alone = {
         "PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", "LC_ALL": "C", "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CEILING_DIRECTORIES": os.path.dirname(os.path.abspath(cwd)), **env,
@@ -74,8 +76,9 @@ def git(*arguments: str, cwd: str, **env: str) -> bytes:
 
 
 def capture(source: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Leave the diff from `before` to `after` in DIFF, and nothing else. What `after` ignores is not new; what `before`
-    has is followed whether ignored or not."""
+    """Write the diff from `before` to `after` to DIFF, and remove both trees.
+
+    Files that `after` ignores do not count as new. Files in `before` are tracked whether ignored or not."""
     folder = tempfile.mkdtemp()
     place = {"GIT_DIR": os.path.join(folder, "git"), "GIT_INDEX_FILE": os.path.join(folder, "index")}
     trees: dict[str, str] = {}
@@ -116,7 +119,7 @@ def capture(source: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _opened(root: str) -> None:
-    """Whatever rights the agent took away: git is to read all of it."""
+    """Restore the access rights that the agent may have removed, so that git can read the whole tree."""
     os.chmod(root, 0o700)
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -126,8 +129,9 @@ def _opened(root: str) -> None:
 
 
 def grade(source: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Apply DIFF to REPOSITORY, put protected files back, and run what is asked. What is said before the diff is
-    applied is no agent's doing: a `fault`."""
+    """Apply DIFF to REPOSITORY, restore protected files, and run the tests or the command.
+
+    An error before the diff is applied is a `fault`: it is not the agent's."""
     folder = tempfile.mkdtemp()
     tests = os.path.join(folder, "tests.diff")
     with open(tests, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -165,7 +169,7 @@ def _shown(path: str) -> str:
 
 
 def _fitting(text: str, most: int = SHOWN, *, end: bool = False) -> str:
-    """As much of it as takes so many bytes in JSON, where a byte may become six."""
+    """Return as much of the text as fits into `most` bytes of JSON, where one byte may become six."""
     room, chosen = most, []
     for letter in reversed(text) if end else text:
         room -= len(json.dumps(letter)) - 2
@@ -176,7 +180,7 @@ def _fitting(text: str, most: int = SHOWN, *, end: bool = False) -> str:
 
 
 def _unable(asked: dict[str, Any], folder: str, tests: str) -> str:
-    """Why no diff at all could be graded here; empty where one can."""
+    """Return why no diff could be graded here at all; empty if one can."""
     if asked["test_patch"]:
         try:
             git("apply", "--check", tests, cwd=REPOSITORY)
@@ -190,7 +194,8 @@ def _unable(asked: dict[str, Any], folder: str, tests: str) -> str:
 
 
 def protected(path: str, patterns: list[str]) -> bool:
-    """A pattern that ends with / is a folder at any depth, one with a / elsewhere a path, any other a name."""
+    """Whether the path matches a pattern: one that ends with / is a folder at any depth, one with a / elsewhere a path,
+    any other a name."""
     parts = path.split("/")
     for pattern in patterns:
         if pattern.endswith("/"):
@@ -203,8 +208,8 @@ def protected(path: str, patterns: list[str]) -> bool:
 
 
 def _shadows(path: str) -> bool:
-    """A new module that would be imported in the place of one that a test run needs: outside of any package, under its
-    name."""
+    """Whether the path would be a new module, outside of any package, that is imported in place of one that a test run
+    needs."""
     parts = path.split("/")
     for depth, part in enumerate(parts):
         folder = os.path.join(REPOSITORY, *parts[:depth])
@@ -229,7 +234,7 @@ def _state(path: str) -> tuple[str, Any, int]:
 
 
 def _restore(root: str, path: str, state: tuple[str, Any, int]) -> None:
-    """What stood at the path stands there again, in folders that are folders."""
+    """Restore the recorded state of the path, replacing links and files that stand in place of its folders."""
     kind, content, mode = state
     place = root
     for part in path.split("/")[:-1]:
@@ -254,7 +259,8 @@ def _restore(root: str, path: str, state: tuple[str, Any, int]) -> None:
 
 
 def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Whatever the code under test does to its own process ends with that."""
+    """Run the tests or the command in a process of their own, so that whatever the code under test does to its process
+    ends with that process."""
     home = os.path.join(folder, "home")
     os.mkdir(home)
     own = {"HOME": home, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
@@ -283,7 +289,7 @@ def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         late = True
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGKILL)  # with what it has left running
+        os.killpg(running.pid, signal.SIGKILL)  # includes the processes that it has left running
     running.wait()
     said = _outcomes(asked["tests"], reported.text()) if asked["tests"] else ""
     return {
@@ -295,8 +301,8 @@ def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _bound(cpu_s: float) -> None:
-    """Before the sandbox's own limit, which would end us, too, and the log with us: its worker may allow less than the
-    verifier asks for."""
+    """Limit the CPU time to less than the sandbox's own limit, which would kill this process, too, and lose the log:
+    the worker may allow less than the verifier requests."""
     allowed, last = resource.getrlimit(resource.RLIMIT_CPU)
     if allowed != resource.RLIM_INFINITY:
         cpu_s = min(cpu_s, 0.8 * allowed)
@@ -305,7 +311,7 @@ def _bound(cpu_s: float) -> None:
 
 
 def _command(text: str, path: str) -> list[str]:
-    """A script runs by what its first line says, a command by bash, else sh."""
+    """Return the argument vector: a script runs by its first line, a command in bash, or else in sh."""
     if text.startswith("#!"):
         with open(path, "w") as file:
             file.write(text)
@@ -315,7 +321,7 @@ def _command(text: str, path: str) -> list[str]:
 
 
 class Tail:
-    """Reads a descriptor as long as anybody writes, and holds the end of it."""
+    """Reads a descriptor until its writers have closed it, and keeps the last `most` bytes."""
 
     def __init__(self, descriptor: int, most: int) -> None:
         self._descriptor, self._most, self._held = descriptor, most, b""
@@ -323,7 +329,7 @@ class Tail:
         self._thread.start()
 
     def text(self) -> bytes:
-        """What came; a process that outlives its parent, and writes on, is not waited for."""
+        """Return what was read. Does not wait for a process that outlives its parent and continues to write."""
         self._thread.join(1.0)
         return self._held
 
@@ -333,7 +339,7 @@ class Tail:
 
 
 def _outcomes(tests: list[str], reported: bytes) -> str:
-    """A letter for each test: the worst that was reported of it."""
+    """Return a letter for each test: the worst outcome that was reported for it."""
     found: dict[str, str] = {}
     for line in reported.split(b"\n"):
         try:
@@ -346,12 +352,12 @@ def _outcomes(tests: list[str], reported: bytes) -> str:
 
 
 def framework(tests: list[str]) -> str:
-    """pytest's node ids have files in them; unittest's are dotted names."""
+    """Return the test framework: pytest's node ids contain file names, unittest's are dotted names."""
     return "pytest" if any("::" in test or test.endswith(".py") for test in tests) else "unittest"
 
 
 def run_tests(descriptor: int, root: str, tests: list[str]) -> None:
-    """Run the tests, and write what became of each as it ends: ["id", "p"]."""
+    """Run the tests, and write the outcome of each as it ends: ["id", "p"]."""
 
     def report(test: str, outcome: str) -> None:
         os.write(descriptor, (json.dumps([test, outcome]) + "\n").encode())
@@ -362,13 +368,15 @@ def run_tests(descriptor: int, root: str, tests: list[str]) -> None:
 
 
 def _rooted(root: str) -> None:
-    """The repository's modules are found after those of the standard library, which none of them replaces."""
+    """Append the repository to the module search path after the standard library, so that it replaces none of its
+    modules."""
     sites = [index for index, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages"))]
     sys.path.insert(sites[0] if sites else len(sys.path), root)
 
 
 def _with_unittest(root: str, tests: list[str], report: Callable[[str, str], None]) -> None:
-    """Each by itself, with the fixtures of its class and module. Django writes `test_x (module.Class)`."""
+    """Run each test by itself, with the fixtures of its class and module. Django writes names as `test_x
+    (module.Class)`."""
     _rooted(root)
     for test in tests:
         written = re.match(r"^(\w+) \(([\w.]+)\)$", test)
@@ -387,7 +395,7 @@ def _with_unittest(root: str, tests: list[str], report: Callable[[str, str], Non
 
 
 def _with_pytest(root: str, tests: list[str], report: Callable[[str, str], None]) -> None:
-    """The files of the tests, the tests alone in them. An expected failure counts as passed, as SWE-bench has it."""
+    """Run the tests in their files, and no other tests there. An expected failure counts as passed, as in SWE-bench."""
     import pytest
 
     _rooted(root)
@@ -412,8 +420,8 @@ def _with_pytest(root: str, tests: list[str], report: Callable[[str, str], None]
 
 
 def main(source: str, part: str) -> None:
-    """Say what `capture` or `grade` found. Code under test runs below, as the same user: it may end this process, and
-    then nobody says anything."""
+    """Print what `capture` or `grade` found. Code under test runs below it as the same user and may kill this process;
+    then nothing is printed."""
     try:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         with open(ASKED) as file:

@@ -1,10 +1,11 @@
-"""Sessions of one group that are judged by each other: who meets whom, and each comparison asked for once.
+"""Sessions of one group that are judged against each other: the choice of opponents, and each comparison requested
+once.
 
-Live, a session is judged before its group is there: by then the others may be anywhere, or not have begun. Whoever has
-the whole group at hand hands it to judges as Means.group.
+Live, a session is judged before its group is complete: the other sessions may be at any point, or not have begun.
+Callers that have the whole group pass it to judges as Means.group.
 
 RecipeError
-└── NeedsGroup   what a recipe names can only be asked about recorded groups
+└── NeedsGroup   a verifier of the environment can judge only recorded groups
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class NeedsGroup(RecipeError):
 
 
 def live(recipe: Recipe) -> Recipe:
-    """The recipe, whose verifier judges a session by itself. Raises NeedsGroup."""
+    """Return the recipe if its verifier judges a session by itself. Raises NeedsGroup."""
     if (found := _comparing(recipe.verifier)) is not None:
         raise NeedsGroup(f"recipe {recipe.name!r}: {why_not_live(found)}")
     return recipe
 
 
 def why_not_live(verifier: JudgeVerifier) -> str:
-    """What people read."""
+    """Return the message for the user."""
     return (
         f"verifier {verifier.name!r} compares the sessions of a group with each other, and a session is judged before "
         "its group is there: compare with a `reference`, or let `turnlog reward rerun` ask it about recorded groups"
@@ -54,16 +55,18 @@ class Group:
         self._asking: defaultdict[tuple[str, str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def opponents(self, session: str, most: int) -> tuple[str, ...]:
-        """Whom the session meets: its neighbours on a circle whose order a hash gives, half of them on each side. So
-        everybody meets as many, whoever meets is met, and neither depends on who arrived first."""
+        """Return the session's opponents: its neighbors on a circle in hash order, half of them on each side.
+
+        Every session therefore has the same number of opponents, the relation is symmetric, and the result does not
+        depend on the order of arrival."""
         circle, at = self._circle, self._circle.index(session)
         reach = min((most + 1) // 2, len(circle) // 2)
         places = ((at + step) % len(circle) for away in range(1, reach + 1) for step in (away, -away))
         return tuple(dict.fromkeys(circle[place] for place in places))
 
     async def compared(self, by: str, first: str, second: str, ask: Callable[[], Awaitable[float]]) -> float:
-        """What verifier `by` gives `first` when it stands before `second`: asked for once, and again by the other one
-        of the two if that failed. Raises what `ask` raises."""
+        """Return the share that verifier `by` gives `first` when it comes before `second`. It is requested once, and
+        again for the other session of the pair if that failed. Raises what `ask` raises."""
         key = (by, first, second)
         async with self._asking[key]:
             if key not in self._found:

@@ -1,7 +1,7 @@
-"""How each kind of verifier comes to its verdict: function, sandbox, service, judge model, environment, sum.
+"""Implementation of each kind of verifier: function, sandbox, service, judge model, environment, sum.
 
-What a verifier's own code raises, a wait that is too long, and an answer that is no verdict become NoVerdict, whose
-text is bounded and free of secrets. Only a cancellation, and what log and gateway raise, pass through.
+Exceptions of a verifier's own code, time-outs and malformed answers become NoVerdict, whose text is bounded and free of
+secrets. Only cancellation and errors of the log and the gateway propagate.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ SECONDS = Histogram(
 FAILURES = Counter("turnlog_verifier_failures", "Verdicts that could not be had", ["verifier", "cause"])
 TOKENS = Counter("turnlog_verifier_tokens", "Tokens of judge models, as they count them", ["verifier", "kind"])
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-"""Between attempts; each is twice the one before."""
+"""First and longest pause in seconds between attempts; each pause is twice the previous one."""
 CAUSE_CHARS = 2000
-"""Of what is kept of a failure: its end."""
+"""Maximum characters of a failure that are recorded: its end."""
 SAID_CHARS = 4000
-"""Of what is kept of an answer: its end."""
+"""Maximum characters of an answer that are recorded: its end."""
 EVIDENCE_BYTES = 64 << 10
-"""Longer evidence is cut to the end of its JSON text."""
+"""Maximum bytes of evidence; longer evidence is replaced by the end of its JSON text."""
 ANSWER_BYTES = 1 << 20
-"""A longer answer of a service is no verdict."""
+"""Maximum bytes of a service's answer; a longer one gives no reward."""
 
 
 class Cause(StrEnum):
-    """Why there is no verdict, for the metric."""
+    """Cause of a missing reward, a label of the metric."""
 
     crashed = "crashed"
     timeout = "timeout"
@@ -77,8 +77,10 @@ class Cause(StrEnum):
 
 
 class NoVerdict(Exception):
-    """A verifier could not judge; says why. `again`: another attempt may do better, `after_s` from now or later;
-    `waited`: this one was none, for nobody began with it."""
+    """A verifier could not judge; the message says why.
+
+    `again`: another attempt may succeed, after `after_s` seconds or later. `waited`: this attempt does not count,
+    because nobody had begun to work on it."""
 
     def __init__(
         self, cause: Cause, why: str, *, again: bool = False, after_s: float = 0.0, waited: bool = False
@@ -89,39 +91,39 @@ class NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """One `env_step` of a session that was answered."""
+    """An answered `env_step` call of a session."""
 
     call: SandboxCall
     output: bytes
     turn: TurnId | None
-    """That asked for it; None where no turn did."""
+    """Turn that requested it; None if no turn did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
-    """What judges may use beside the episode."""
+    """Resources that judges may use beside the episode."""
 
     http: httpx.AsyncClient
     session_id: str
     sandbox: Callable[[SandboxVerifier | PatchVerifier, Episode], Awaitable[Verdict]] | None = None
-    """Judges by calls. Raises NoVerdict. None: there is no sandbox here."""
+    """Judges by sandbox calls; None if there is no sandbox here. Raises NoVerdict."""
     steps: Callable[[], Awaitable[Sequence[EnvStep]]] | None = None
-    """What the environment answered. Raises NoVerdict. None: nobody knows it here."""
+    """Returns the environment's answers; None if they are not known here. Raises NoVerdict."""
     group: Group | None = None
-    """The session's whole group. None: it is not at hand."""
+    """The session's whole group; None if it is not available."""
 
 
 Judge = Callable[[Any, Episode, Means], Awaitable[Verdict]]
 
 
 def client() -> httpx.AsyncClient:
-    """For services and judge models: no time-out of its own, since verifiers have theirs, and no redirect is followed:
-    it would carry a key elsewhere."""
+    """Create the HTTP client for services and judge models. It has no time-out, since verifiers have their own, and
+    follows no redirect, which would send a key elsewhere."""
     return outside(timeout=None, headers={"accept-encoding": "identity"})
 
 
 async def judge(verifier: Judged, episode: Episode, means: Means) -> Verdict:
-    """The verdict: finite numbers, and evidence that is bounded JSON. Raises NoVerdict."""
+    """Return the verifier's verdict: finite numbers, and evidence that is bounded JSON. Raises NoVerdict."""
     began, name = time.monotonic(), str(getattr(verifier, "name", type(verifier).__name__))
     try:
         kind = JUDGES.get(type(verifier))
@@ -133,7 +135,7 @@ async def judge(verifier: Judged, episode: Episode, means: Means) -> Verdict:
         FAILURES.labels(name, failed.cause.value).inc()
         raise
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        # Fields of a recipe's verifier that are not what they should be fail its verdict, and not its runner.
+        # Invalid fields of a recipe's verifier must fail its verdict, not the runner.
         log.exception("verifier %s cannot be asked", name)
         FAILURES.labels(name, Cause.crashed.value).inc()
         raise NoVerdict(Cause.crashed, f"the verifier cannot be asked: {type(error).__name__}: {error}") from error
@@ -142,12 +144,13 @@ async def judge(verifier: Judged, episode: Episode, means: Means) -> Verdict:
 
 
 def checked(found: Any) -> Verdict:
-    """As it may be recorded. Raises NoVerdict for what is none."""
+    """Return the verdict in the form in which it may be recorded. Raises NoVerdict if `found` is not a valid
+    verdict."""
     if not isinstance(found, Verdict):
         raise NoVerdict(Cause.garbage, f"the verifier returned {type(found).__name__}, not a Verdict")
     try:
         value, components = float(found.value), {str(name): float(part) for name, part in found.components.items()}
-    except Exception as error:  # foreign values may do anything when they are looked at
+    except Exception as error:  # foreign values may raise anything when they are read
         raise NoVerdict(Cause.garbage, f"the verdict cannot be read: {type(error).__name__}") from error
     if not all(math.isfinite(part) for part in (value, *components.values())):
         raise NoVerdict(Cause.garbage, f"the reward or a component of it is not finite: {value}, {components}")
@@ -163,15 +166,15 @@ def checked(found: Any) -> Verdict:
 
 
 async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """What a recipe's function returns, run in a thread of its own: it may take its time, and one that hangs takes
-    nobody else's place. Raises NoVerdict for whatever it raises, an exit among it."""
+    """Run a recipe's function in a thread of its own, so that it may block, and one that hangs occupies no shared
+    thread. Raises NoVerdict for a time-out and for whatever it raises, including SystemExit."""
     done: concurrent.futures.Future[T | BaseException] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # so that it can be abandoned, and still be set
+    done.set_running_or_notify_cancel()  # so that the waiter can give up while the thread still sets the result
 
     def contained() -> None:
         try:
             done.set_result(function(*arguments, **named))
-        except BaseException as error:  # an exit would end the thread unheard, a StopIteration never leaves a future
+        except BaseException as error:  # SystemExit would end the thread silently; futures cannot raise StopIteration
             done.set_result(error)
 
     threading.Thread(target=contained, name="verifier", daemon=True).start()
@@ -188,9 +191,10 @@ async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args
 
 
 async def patiently(ask: Callable[[int], Awaitable[T]], *, timeout_s: float | None, attempts: int) -> T:
-    """What `ask`, which is told the attempt (from 0), returns within `timeout_s` (None: it has its own); asked again,
-    with growing pauses, while that may help: as often as `attempts` says, and without end where nobody began with it.
-    Raises NoVerdict."""
+    """Return the result of `ask`, retried with growing pauses while that may help. Raises NoVerdict.
+
+    `ask` gets the number of the attempt, from 0. Each attempt may take `timeout_s` seconds (None: `ask` has its own
+    limit). There are at most `attempts` attempts, not counting those that nobody had begun to work on."""
     pause, left = FIRST_PAUSE_S, operator.index(attempts)
     for attempt in itertools.count():
         try:
@@ -211,7 +215,7 @@ async def patiently(ask: Callable[[int], Awaitable[T]], *, timeout_s: float | No
 
 
 def tail(text: str, most: int) -> str:
-    """The end of it, which says when it is not all."""
+    """Return the end of the text, with a note if it is not all."""
     return text if len(text) <= most else f"[{len(text) - most} characters before] {text[-most:]}"
 
 
@@ -227,7 +231,7 @@ async def _by_sandbox(verifier: SandboxVerifier | PatchVerifier, episode: Episod
 
 async def _by_sum(verifier: WeightedSum, episode: Episode, means: Means) -> Verdict:
     judging = [judge(part, episode, means) for part, _ in verifier.parts]
-    found = await asyncio.gather(*judging, return_exceptions=True)  # none is left running when another fails
+    found = await asyncio.gather(*judging, return_exceptions=True)  # if one fails, none of the others is left running
     verdicts = {}
     for (part, _), verdict in zip(verifier.parts, found, strict=True):
         if isinstance(verdict, NoVerdict):
@@ -262,8 +266,9 @@ async def _by_environment(verifier: EnvironmentVerifier, episode: Episode, means
 
 
 def rewarded(steps: Sequence[EnvStep]) -> list[tuple[EnvStep, dict[str, Any]]]:
-    """Steps with their answers since the last reset: what came before it is another episode's. Raises NoVerdict for an
-    answer that says no reward: it was cut, or the environment's reward is no finite number."""
+    """Return the steps since the last reset with their answers; earlier ones belong to another episode.
+
+    Raises NoVerdict for an answer without a reward: it was cut, or the environment's reward is not a finite number."""
     found: list[tuple[EnvStep, dict[str, Any]]] = []
     for step in steps:
         if step.call.arguments.get("reset"):
@@ -312,7 +317,7 @@ async def _by_service(verifier: HttpVerifier, episode: Episode, means: Means) ->
 
 
 def _json(**about: Any) -> str:
-    """What is sent. Raises NoVerdict for what is no JSON."""
+    """Return the request body. Raises NoVerdict if it cannot be written as JSON."""
     try:
         return json.dumps(about)
     except (TypeError, ValueError, RecursionError) as error:
@@ -321,7 +326,7 @@ def _json(**about: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """POSTs of JSON to one address; what comes back is free of `secrets`."""
+    """POSTs of JSON to one address; `secrets` are removed from what comes back."""
 
     http: httpx.AsyncClient
     url: str
@@ -335,7 +340,7 @@ class Exchange:
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     async def post(self, body: str) -> dict[str, Any]:
-        """The object that is answered. Raises NoVerdict."""
+        """POST and return the JSON object of the answer. Raises NoVerdict."""
         status, retry_after, said = await self._said(body)
         where = f"{self.named} answered {status}"
         if status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500:
@@ -352,7 +357,7 @@ class Exchange:
         return answer
 
     async def _said(self, body: str) -> tuple[int, str, str]:
-        """Status, Retry-After and text of the answer."""
+        """POST and return status, Retry-After and text of the answer."""
         headers = {"content-type": "application/json", **self.headers}
         said = bytearray()
         try:
@@ -364,7 +369,7 @@ class Exchange:
         except httpx.TransportError as error:
             why = f"{self.named}: {type(error).__name__} {error}"
             raise NoVerdict(Cause.unreachable, self._clean(why), again=True) from None
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:  # an address that is none
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:  # an invalid address
             raise NoVerdict(Cause.refused, self._clean(f"{self.named}: {type(error).__name__} {error}")) from None
         return response.status_code, response.headers.get("retry-after", ""), self._clean(said.decode(errors="replace"))
 
@@ -375,8 +380,8 @@ class Exchange:
 
 
 def secret(variable: str) -> str:
-    """The value of the environment variable, or of the file that `variable`_FILE names, as it is now. Raises NoVerdict
-    naming the variable."""
+    """Return the current value of the environment variable, or of the file that `variable`_FILE names. Raises
+    NoVerdict, which names the variable."""
     try:
         path = os.environ.get(f"{variable}_FILE")
         value = FileSecret.read(f"{variable}_FILE", Path(path)).text if path else os.environ.get(variable, "")
@@ -424,7 +429,7 @@ async def _by_model(verifier: JudgeVerifier, episode: Episode, means: Means) -> 
 
 
 async def _by_reference(verifier: JudgeVerifier, episode: Episode, means: Means) -> Verdict:
-    """Against the task row's reference, in both orders."""
+    """Compare with the task row's reference, in both orders."""
     if verifier.reference not in episode.task:
         raise NoVerdict(Cause.garbage, f"the task row has no {verifier.reference!r} to compare with")
     answer = next((said.get("content") or "" for said in reversed(episode.messages) if said["role"] == "assistant"), "")
@@ -440,7 +445,8 @@ async def _by_reference(verifier: JudgeVerifier, episode: Episode, means: Means)
 
 
 async def _by_opponents(verifier: JudgeVerifier, means: Means) -> Verdict:
-    """Against others of its group, each in both orders: the mean share of what was won."""
+    """Compare with other sessions of the group, each in both orders; the reward is the mean share of comparisons
+    won."""
     group, ours = means.group, means.session_id
     if group is None:
         raise NoVerdict(Cause.kind, why_not_live(verifier))
@@ -466,7 +472,7 @@ async def _by_opponents(verifier: JudgeVerifier, means: Means) -> Verdict:
 
 
 def _parted(episode: Episode) -> tuple[Sequence[Any], Sequence[Any]]:
-    """What the policy was given, and everything from its first message on."""
+    """Split the messages into the prompt and everything from the policy's first message on."""
     said = episode.messages
     at = next((at for at, message in enumerate(said) if message["role"] == "assistant"), len(said))
     return said[:at], said[at:]
@@ -475,7 +481,7 @@ def _parted(episode: Episode) -> tuple[Sequence[Any], Sequence[Any]]:
 async def _won_by_first(
     verifier: JudgeVerifier, means: Means, prompt: Any, first: Any, second: Any
 ) -> tuple[float, dict[str, Any]]:
-    """1 if the judge prefers the first one, a tie half of it, else 0; and the evidence. Raises NoVerdict."""
+    """Return 1 if the judge prefers the first answer, 0.5 for a tie, else 0; and the evidence. Raises NoVerdict."""
 
     async def read(said: str) -> float:
         return {"A": 1.0, "TIE": 0.5, "B": 0.0}[_last(WINNER, said, "WINNER: A, B or tie").upper()]
@@ -487,7 +493,7 @@ async def _won_by_first(
 async def _asked(
     verifier: JudgeVerifier, means: Means, how: str, asked: str, read: Callable[[str], Awaitable[T]]
 ) -> tuple[T, dict[str, Any]]:
-    """What `read` makes of the judge's answer, and the evidence of it. Raises NoVerdict."""
+    """Return what `read` makes of the judge's answer, and the evidence. Raises NoVerdict."""
     secrets = (secret(verifier.key),) if verifier.key else ()
     headers = {"authorization": f"Bearer {secrets[0]}"} if secrets else {}
     exchange = Exchange(means.http, f"{verifier.base_url.rstrip('/')}/chat/completions", headers, secrets)

@@ -1,8 +1,8 @@
-"""How a PatchVerifier comes to its verdict: the diff is taken in one clean sandbox and graded in another (`grading`).
+"""Implementation of PatchVerifier: the diff is taken in one clean sandbox and graded in another (`grading`).
 
-What is compared are two lists of files by their hashes, so that the first sandbox holds what differs and nothing else.
-Each way to end has a name, `Graded`, which stands in evidence and components; all but `resolved` are worth 0 and the
-agent's own. Where our sandbox fails, or the row cannot be graded, there is no verdict.
+Two lists of files are compared by their hashes, so that the first sandbox holds only the files that differ. Each
+outcome has a name in `Graded`, which is part of evidence and components. All outcomes but `resolved` have reward 0 and
+are attributed to the agent. If our sandbox fails, or the row cannot be graded, there is no reward.
 """
 
 from __future__ import annotations
@@ -31,51 +31,52 @@ exec(compile(source, {program!r}, "exec"), space)
 space["main"](source, {part!r})
 """
 DROSS: Final = frozenset((".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"))
-"""Names that no diff has, at any depth: what tools leave behind, and what Python would believe in place of a source."""
+"""Names that are excluded from diffs at any depth: files that tools leave behind, and files that Python would use in
+place of a source."""
 NAMED = 200
-"""Tests and paths that evidence names, those that did not pass first."""
+"""Maximum number of tests named in evidence; those that did not pass come first."""
 TEXT = 16_000
-"""Characters of a diff or a log in evidence."""
+"""Maximum characters of a diff or a log in evidence."""
 SHARE = 3
-"""Files that changed have at most this part of disk_bytes, since the sandbox holds them twice, and their diff."""
+"""Changed files may take at most 1/SHARE of disk_bytes, since the sandbox holds them twice, and their diff."""
 OUTCOMES: Final = {"p": "passed", "f": "failed", "e": "error", "s": "skipped", "m": "missing"}
 
 
 class Graded(StrEnum):
-    """What became of a diff."""
+    """Outcome of grading a diff."""
 
     resolved = "resolved"
     unresolved = "unresolved"
-    """Something that was to pass did not."""
+    """A test or command that had to pass did not."""
     empty = "empty"
     huge = "huge"
     binary = "binary"
     unapplicable = "unapplicable"
-    """Git can make no diff of what was left, or not apply it."""
+    """Git cannot make a diff of the files, or cannot apply it."""
     limit = "limit"
-    """Grading met a limit of its sandbox, time among them."""
+    """Grading exceeded a limit of its sandbox, time limits included."""
     crashed = "crashed"
-    """Whoever graded was ended by what it graded."""
+    """Grading crashed or was killed because of the code that it graded."""
 
 
 Run = Callable[[str, BlobRef, SandboxCall], Awaitable[ToolCallCompleted]]
-"""Runs a call in a clean sandbox that holds this workspace: `capture` or `grade`, workspace, call. Raises NoVerdict
-where the sandbox is at fault."""
+"""Runs a call in a clean sandbox that holds a workspace. Arguments: `capture` or `grade`, workspace, call. Raises
+NoVerdict if the sandbox is at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """What a session's files were."""
+    """A session's files."""
 
     first: BlobRef | None
     last: BlobRef | None
-    """None: it made no call."""
+    """Last workspace; None if the session made no call."""
     brought: Mapping[str, str] = field(default_factory=dict)
-    """Path -> text that was put into its workspace to run the agent, and is none of its work."""
+    """Path -> text of files that were put into the workspace to run the agent, and are not its work."""
 
 
 class Ended(Exception):
-    """No more is to be asked."""
+    """Grading ends early with a verdict."""
 
     def __init__(self, graded: Graded, why: str = "", **evidence: Any) -> None:
         super().__init__(why)
@@ -83,8 +84,8 @@ class Ended(Exception):
 
 
 async def judged(verifier: PatchVerifier, episode: Episode, trees: Trees, blobs: Blobs, run: Run) -> Verdict:
-    """The verdict, with the diff, the end of the log, the exit and each test's outcome as evidence. Raises NoVerdict,
-    StoreUnavailable."""
+    """Return the verdict, with the diff, the end of the log, the exit status and each test's outcome as evidence.
+    Raises NoVerdict, StoreUnavailable."""
     grading = _checked(await foreign(verifier.timeout_s, verifier.grading, episode.task))
     if trees.first is None:
         raise NoVerdict(Cause.garbage, f"verifier {verifier.name}: the session began with no files to grade a diff on")
@@ -109,7 +110,7 @@ def _checked(grading: Any) -> Grading:
 async def _taken(
     verifier: PatchVerifier, episode: Episode, before: Manifest, trees: Trees, blobs: Blobs, run: Run
 ) -> tuple[Stored, dict[str, Any]]:
-    """The diff as a file, and what is known of it. Raises Ended where there is none to be graded, NoVerdict."""
+    """Return the diff as a file, and its evidence. Raises Ended if there is no diff that can be graded, NoVerdict."""
     if verifier.diff is not None:
         text = await foreign(verifier.timeout_s, verifier.diff, episode)
         if not isinstance(text, str):
@@ -133,8 +134,8 @@ async def _taken(
 
 
 def _changed(before: Manifest, after: Manifest, brought: Mapping[str, str]) -> dict[str, list[Stored]]:
-    """Of both trees the files that differ, and what says which files are none of a repository. Raises Ended where
-    there is no difference."""
+    """Return the files of both trees that differ, and the .gitignore files that both have. Raises Ended if there is no
+    difference."""
     trees = [{stored.entry.path: stored for stored in tree.files if _counts(stored)} for tree in (before, after)]
     ours = set(brought) - trees[0].keys()
     paths = {path for path in trees[0].keys() | trees[1].keys() if not _same(*(tree.get(path) for tree in trees))}
@@ -161,7 +162,7 @@ def _same(one: Stored | None, other: Stored | None) -> bool:
 async def _captured(
     verifier: PatchVerifier, changed: Mapping[str, Iterable[Stored]], blobs: Blobs, run: Run
 ) -> tuple[BlobRef, dict[str, Any]]:
-    """The workspace that holds the diff, and what git says of it. None of the agent's code has run there."""
+    """Return the workspace that holds the diff, and git's report. None of the agent's code has run there."""
     done = await run("capture", *await _call("capture", {}, changed, blobs))
     said = _answer(done)
     if done.status in (ToolStatus.timeout, ToolStatus.resource_limit):
@@ -238,7 +239,7 @@ def _verdict(graded: Graded, components: Mapping[str, float], about: Mapping[str
 async def _call(
     part: str, asked: Mapping[str, Any], files: Mapping[str, Iterable[Stored]], blobs: Blobs
 ) -> tuple[BlobRef, SandboxCall]:
-    """The workspace that a part begins with, and its call."""
+    """Return the workspace that a part begins with, and its call."""
     ours = await opened(await kept({PROGRAM: SOURCE, ASKED: json.dumps(asked)}, blobs), blobs)
     trees = {name: list(stored) for name, stored in files.items()}
     trees[""] = [*trees.get("", []), *ours.files]
@@ -247,7 +248,7 @@ async def _call(
 
 
 def _answer(done: ToolCallCompleted) -> dict[str, Any] | None:
-    """What the program said last; None where it did not come to that."""
+    """Return the program's result, its last line, or None if it wrote none."""
     if done.status is not ToolStatus.ok:
         return None
     try:
@@ -262,7 +263,7 @@ def _printed(done: ToolCallCompleted) -> str:
 
 
 def _files_of(tests: Iterable[str]) -> list[str]:
-    """The files that tests stand in, as their names say: a/b.py::c, or a.b.C.c."""
+    """Return the files that tests are in, according to their names: a/b.py::c, or a.b.C.c."""
     found = set()
     for test in tests:
         file, _, _ = test.partition("::")
@@ -284,6 +285,6 @@ def _binary_in(diff: str) -> list[str]:
 
 
 def _bounded(text: str, *, first: bool = False) -> str:
-    """As much of it as evidence holds, escapes counted: its end, or its beginning."""
+    """Return as much of the text as evidence holds, escapes included: its end, or its beginning with `first`."""
     most = len(text) * TEXT // max(len(json.dumps(text)), TEXT)
     return text[:most] if first else tail(text, most)
