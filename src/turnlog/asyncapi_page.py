@@ -1,7 +1,7 @@
-"""Generated from the catalogue: the log as an AsyncAPI document, docs/asyncapi.yaml among them.
+"""Generate AsyncAPI documents of the log from the catalogue, such as docs/asyncapi.yaml.
 
-Channels are topics, messages are records with their Avro schema, operations are what each role and verb has rights to.
-Source: AsyncAPI 3.0.0; its Kafka bindings 0.5.0.
+Channels are topics, messages are records with their Avro schemas, operations are the rights of each role and verb.
+Source: AsyncAPI 3.0.0 and its Kafka bindings 0.5.0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from turnlog.settings import Settings
 Node = dict[str, Any]
 BINDING = "0.5.0"
 NUMBERS = ("retention.ms", "retention.bytes", "max.message.bytes", "min.insync.replicas")
-"""Of a topic's configuration: what the binding has as numbers, Kafka as text."""
+"""Keys of a topic's configuration that the binding has as numbers and Kafka as text."""
 ABOUT = f"""\
 Every event of a run of turnlog, as Avro records of namespace `{NAMESPACE}` in the Confluent wire format: byte 0, 4-byte
 big-endian schema id, Avro body. The registry's subject is the record's short name. Read with
@@ -37,7 +37,7 @@ writes those that are its own. docs/events.md says what the fields and ids mean,
 
 
 def asyncapi(settings: Settings) -> Node:
-    """The document for a cluster: its addresses, prefix, partition and replica counts are those of the settings."""
+    """Return the document for a cluster, with the addresses, prefix, partition and replica counts of the settings."""
     of_topics = {spec.name: spec for spec in specs(settings)}
     return {
         "asyncapi": "3.0.0",
@@ -63,7 +63,7 @@ def asyncapi(settings: Settings) -> Node:
 
 
 def asyncapi_page(settings: Settings) -> str:
-    """The document as YAML."""
+    """Render the document as YAML."""
     text: str = yaml.dump(
         asyncapi(settings), Dumper=_Whole, sort_keys=False, allow_unicode=True, width=150, default_flow_style=None
     )
@@ -71,13 +71,13 @@ def asyncapi_page(settings: Settings) -> str:
 
 
 class _Whole(yaml.SafeDumper):  # type: ignore[misc]  # it ships no types
-    """Without anchors, since each message stands for itself; lines of a text stay lines."""
+    """Writes no anchors, since each message should be readable alone, and keeps multi-line texts as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """A text."""
+        """Represent a string, in block style if it has several lines."""
         return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
 
 
@@ -119,7 +119,7 @@ def _channel(topic: Topic, spec: TopicSpec, prefix: str) -> Node:
 
 
 def _operations(role: str, access: Access, settings: Settings) -> Iterator[tuple[str, Node]]:
-    """One for each topic and direction."""
+    """Yield an operation for each topic and direction."""
     who = f"turnlog {VERBS.get(role, role)}"
     for topic in access.receives:
         consumes = access.group is not None and topic in access.consumes
@@ -134,7 +134,7 @@ def _operations(role: str, access: Access, settings: Settings) -> Iterator[tuple
 
 
 def _group(access: Access, settings: Settings) -> Node:
-    """Of the consumer group whose commits say how far the role has come."""
+    """Return the schema of the consumer group whose committed offsets give the role's progress."""
     assert access.group is not None
     said = settings.kafka.prefix + access.group.format(
         run=settings.run.id, archive=archive_name(settings), engine="{engine}"

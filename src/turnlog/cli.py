@@ -1,4 +1,4 @@
-"""`turnlog VERB`: the hallway. Every verb imports its room only when it is called, so that --help is instant."""
+"""The command line, `turnlog VERB`. Each verb imports its package only when it is called, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROLES: dict[str, tuple[str, str]] = {
     "trainer": ("turnlog.trainer.loop", "Megatron steps, checkpoints, weight versions"),
     "loader": ("turnlog.consumers.loader", "load published weights into one engine"),
 }
-"""Roles that are one asyncio process: verb -> (module with `main(role)`, what it does)."""
+"""Roles that are one asyncio process: verb -> (module with `main(role)`, description)."""
 
 Test = Callable[[argparse.Namespace], bool]
 
@@ -61,7 +61,7 @@ READS: dict[str, Test] = {
     "tail": lambda arguments: arguments.until_end,
     "why": lambda arguments: ":" in arguments.about,
 }
-"""Verbs that read the log of a run; where it is down, its servers are started for them."""
+"""Verbs that read the log of a run; if the run is down, its servers are started for them."""
 LOOKS: dict[str, Test] = READS | {
     "status": _always,
     "dashboard": _always,
@@ -72,9 +72,9 @@ LOOKS: dict[str, Test] = READS | {
     "engines": _acts("list"),
     "sandbox": _acts("pool"),
 }
-"""Verbs that look at a run and change nothing of it: the newest run where none is named."""
+"""Verbs that inspect a run and change nothing in it; they use the newest run if none is named."""
 NAMING_VARIABLES = {*NAMING.values(), "TURNLOG_KAFKA_BOOTSTRAP"}
-"""With one of them, no run is chosen by its age."""
+"""Variables that name a run or its cluster; if one is set, the newest run is not chosen."""
 
 EPILOG = """\
 First steps:
@@ -88,7 +88,7 @@ verb. Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the en
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status. Typed errors end as one line on stderr and status 2, or 75 where a server
+    """Run one verb and return its exit status. A typed error ends as one line on stderr and status 2, or 75 if a server
     did not answer."""
     ending.obey()
     arguments = parser().parse_args(argv)
@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """Of the run that is named; a verb that looks at one takes the newest of runs/ where none is, and says so."""
+    """Return the settings of the named run. If none is named, a verb that inspects a run takes the newest of runs/ and
+    prints a note."""
     run_id = arguments.run_id or ""
     looks = (test := LOOKS.get(arguments.verb)) is not None and test(arguments)
     named = run_id or arguments.settings or NAMING_VARIABLES & os.environ.keys()
@@ -128,7 +129,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _servers(settings: Settings, arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """What a verb that reads the log of a run needs, where that is down."""
+    """Return a context with the servers that a verb needs to read the log of a run that is down."""
     if (test := READS.get(arguments.verb)) is None or not test(arguments):
         return nullcontext()
     if getattr(arguments, "source", "") == "archive" and settings.store.endpoint:
@@ -139,15 +140,16 @@ def _servers(settings: Settings, arguments: argparse.Namespace) -> AbstractConte
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads standard output any more: a broken pipe may as well be a connection's."""
+    """Return True if nobody reads standard output any more. A BrokenPipeError alone does not prove it, since it may
+    come from another connection."""
     pipe = select.poll()
     pipe.register(sys.stdout, 0)
     return any(events & select.POLLERR for _, events in pipe.poll(0))
 
 
 def ended(verb: str, error: Exception) -> int:
-    """The exit status of a verb that ended so, with a line that says why: the first error of tasks that ran together.
-    Raises the error where one of them is not ours, or TURNLOG_TRACEBACK asks for it."""
+    """Return the exit status for a verb that ended with an error, after printing the first error of the tasks that ran
+    together. Raises the error itself if one of them is not a turnlog error, or if TURNLOG_TRACEBACK is set."""
     errors = [no_space_of(each) or each for each in leaves(error)]
     if not all(map(_is_ours, errors)) or os.environ.get("TURNLOG_TRACEBACK"):
         raise error
@@ -166,19 +168,20 @@ def _say_why(verb: str, error: BaseException) -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Errors of our own trees carry what, where and the remedy; a traceback would only hide it."""
+    """Return True for turnlog's own errors: their message states what, where and the remedy, so a traceback would only
+    hide it."""
     return type(error).__module__.startswith("turnlog.")
 
 
 def _status_of(error: Exception) -> int:
-    """75 when a server did not answer: a supervisor starts a role that ended so as long as it takes. Else 2."""
+    """Return 75 if a server did not answer, since a supervisor restarts such a role for as long as it takes, else 2."""
     from turnlog.infra.roles import is_unreachable
 
     return ExitStatus.UNREACHABLE if is_unreachable(error) else ExitStatus.FAILED
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every verb with its help."""
+    """Build the parser of every verb with its help."""
     top: argparse.ArgumentParser = Parser(
         prog="turnlog",
         description="Event-sourced data plane and training loop for agentic RL.",
@@ -226,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _lives(run: argparse.ArgumentParser) -> None:
-    """The actions of `turnlog run`; without one it is the loop."""
+    """Add the actions of `turnlog run`; without an action it runs the training loop."""
     actions = run.add_subparsers(dest="action", metavar="ACTION")
     for name, what in (
         ("configure", "topics, schemas and what the run records of its settings; again, it only compares"),
@@ -246,7 +249,7 @@ def _lives(run: argparse.ArgumentParser) -> None:
 
 
 def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The verbs that ask what runs how it is."""
+    """Add the verbs that report the state of what is running."""
     from turnlog.consumers import arguments as of
 
     status = _verb(verbs, "status", _status, "roles, lag, engines, versions")
@@ -280,7 +283,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The verbs that read the past."""
+    """Add the verbs that read the recorded log."""
     from turnlog.consumers import arguments as of  # argparse alone; too many for this page
     from turnlog.sandbox_workers.console import sandbox_arguments, session_arguments
 
@@ -321,7 +324,7 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def _outlets(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The verbs that hand the log to programs of others."""
+    """Add the verbs that export the log to other programs."""
     from turnlog.consumers import arguments as of
 
     of.trace_arguments(_verb(verbs, "trace", _trace, "role: a run's spans for an OpenTelemetry collector"))

@@ -1,5 +1,5 @@
-"""How the command line explains itself: verbs in groups, the nearest name to a misspelt one, --run and --settings after
-the verb too, and completion scripts for shells. Needs argparse alone, so that --help is instant."""
+"""Help of the command line: verbs in groups, suggestions for misspelt ones, --run and --settings also after the verb,
+and completion scripts for shells. It needs only argparse, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS = {
         "egress", "engine", "registry", "supervise", "trace", "track", "alerts",
     ),
 }  # fmt: skip
-"""Every verb, where `turnlog --help` lists it."""
+"""Every verb, in the group in which `turnlog --help` lists it."""
 STATUSES = """\
 Exit status: 0 done; 1 done, and what was found is not as it should be, or nothing is recorded; 2 cannot, with the
 reason on standard error; 3 the run is not up (status); 75 a server did not answer, try again; 130, 143 interrupted;
@@ -38,10 +38,10 @@ _Verbs = argparse._SubParsersAction
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints its help where a verb or action is missing, and names the nearest choice to one that is misspelt."""
+    """Prints its help if a verb or action is missing, and suggests the nearest choice for a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
-        """Exits with status 2; with 0 after the help of a command line that ends before its verb or action."""
+        """Exit with status 2, or with 0 after printing the help if the command line ends before its verb or action."""
         missing = message.removeprefix("the following arguments are required: ")
         if missing in ("VERB", "ACTION"):
             self.print_help()
@@ -56,7 +56,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def complete_parser(top: argparse.ArgumentParser) -> None:
-    """Give every verb and action --run and --settings, and the top its list of verbs. Call it last."""
+    """Add --run and --settings to every verb and action, and the list of verbs to the top-level help. Must be called
+    last."""
     for _, parser in _tree(top):
         if parser is not top:
             naming(parser, default=argparse.SUPPRESS)
@@ -64,7 +65,7 @@ def complete_parser(top: argparse.ArgumentParser) -> None:
 
 
 def naming(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    """The options that name a run."""
+    """Add the options that name a run."""
     group = parser.add_argument_group("which run") if default else parser
     group.add_argument(
         "--settings", type=Path, metavar="FILE", default=default, help="TOML settings (default: built-in defaults)"
@@ -73,7 +74,7 @@ def naming(parser: argparse.ArgumentParser, *, default: str | None = None) -> No
 
 
 def _groups(top: argparse.ArgumentParser) -> str:
-    """Verbs with their descriptions, as wide as the terminal."""
+    """Format the verbs with their descriptions, as wide as the terminal."""
     width = max(60, shutil.get_terminal_size().columns - 2)
     verbs = dict(_actions(top))
     lines: list[str] = []
@@ -93,14 +94,14 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Ar
 
 
 def _tree(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """(words behind `turnlog`, parser) of every level."""
+    """Yield (words after `turnlog`, parser) for every level."""
     yield path, parser
     for name, below in _actions(parser):
         yield from _tree(below, f"{path} {name}".strip())
 
 
 def _words(parser: argparse.ArgumentParser) -> list[str]:
-    """What may be typed next: verbs or actions, choices, options."""
+    """Return the words that may follow: verbs or actions, choices, options."""
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     choices = [
         str(choice) for action in parser._actions if not action.option_strings for choice in action.choices or ()
@@ -109,7 +110,7 @@ def _words(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def completion(top: argparse.ArgumentParser, shell: str) -> str:
-    """A script for the shell that completes verbs, actions, options and, behind --run, the runs below runs/."""
+    """Return a completion script for the shell: verbs, actions, options and, after --run, the runs in runs/."""
     levels = {path: _words(parser) for path, parser in _tree(top)}
     if shell == "fish":
         return _fish(top, levels)
@@ -159,6 +160,6 @@ def _fish(top: argparse.ArgumentParser, levels: dict[str, list[str]]) -> str:
 
 
 def command(top: argparse.ArgumentParser, shell: str) -> int:
-    """Print the script; 0."""
+    """Print the completion script and return 0."""
     sys.stdout.write(completion(top, shell))
     return 0

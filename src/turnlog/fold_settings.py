@@ -88,8 +88,8 @@ class FoldSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherSettings:
-    """[batcher] How scored groups become rollout batches ("draws") and training batches. RunConfigured records these
-    settings beside [fold], except those that the batch manifest states itself."""
+    """[batcher] The role that forms rollout batches ("draws") and training batches from scored groups. RunConfigured
+    records these settings beside [fold], except those that the batch manifest states itself."""
 
     prompts_per_draw: Count = 16
     """Number of groups in one draw, that is, in one rollout batch."""
@@ -118,8 +118,8 @@ class BatcherSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssemblerSettings:
-    """[assembler] The role that folds turns into samples, one transaction at a time. RunConfigured records of it which
-    records of a group are too late."""
+    """[assembler] The role that folds turns into samples, one transaction at a time. RunConfigured records the settings
+    that decide which records of a group come too late."""
 
     max_records: Annotated[Count, OPERATIONAL] = 500
     """Maximum number of records folded in one transaction."""

@@ -1,6 +1,7 @@
-"""Generated from the code: docs/metrics.md, every metric of every process with its unit and labels.
+"""Generate docs/metrics.md from the code: every metric of every process with its unit and labels.
 
-The sources are read and not imported: a metric is a module's constant, and what declares some of them takes seconds.
+The sources are parsed and not imported: metrics are module constants, and some of the modules that declare them take
+seconds to import.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
 KINDS = {"Counter": "_total", "Gauge": "", "Histogram": "", "Summary": ""}
-"""prometheus_client's class -> what it puts behind the name."""
+"""prometheus_client class -> suffix that it adds to the name."""
 UNITS = ("seconds", "bytes", "tokens", "records", "versions")
 HEAD = """\
 # Metrics
@@ -37,31 +38,31 @@ counted by the supervisor of `turnlog up`, and by whoever else sets `TURNLOG_RES
 
 """
 STAGES = "STAGE_S"
-"""What the histogram is called in modules."""
+"""Name of the stage histogram in the modules."""
 PHASES = "`seconds` of its records, by phase"
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One family, as its module declares it."""
+    """A metric family, as declared in its module."""
 
     room: str
-    """The folder it is declared in."""
+    """The top-level package that declares it."""
     name: str
-    """As Prometheus sees it."""
+    """Name as exported to Prometheus."""
     kind: str
     labels: tuple[str, ...]
     about: str
 
     @property
     def unit(self) -> str:
-        """Of a value."""
+        """Unit of the values, or "" for a count."""
         last = self.name.removesuffix("_total").rpartition("_")[2]
         return last if last in UNITS else ""
 
 
 def metrics() -> list[Metric]:
-    """All of them, by room and name."""
+    """Return all metrics, sorted by package and name."""
     paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
     return sorted((metric for path in paths for metric in _declared(path)), key=lambda each: (each.room, each.name))
 
@@ -85,7 +86,7 @@ def _declared(path: Path) -> Iterator[Metric]:
 
 
 def stages() -> dict[str, tuple[str, ...]]:
-    """Role -> its stages, in the order of its module; empty where records that it writes name them."""
+    """Return role -> its stages, in the order of its module; empty where the records that the role writes name them."""
     found: dict[str, tuple[str, ...]] = {}
     paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
     for path in paths:
@@ -108,7 +109,7 @@ def _names_stage(node: ast.expr) -> bool:
 
 
 def metrics_page() -> str:
-    """The whole page."""
+    """Render the whole page."""
     parts = [HEAD, OF_EVERY_ROLE, "| role | stages |\n|---|---|\n"]
     for role, names in stages().items():
         parts.append(f"| `{role}` | {', '.join(f'`{name}`' for name in names) or PHASES} |\n")

@@ -1,4 +1,4 @@
-"""Names that leave a process and have no other home: on a broker, in a shell, in a package's metadata.
+"""Names that leave a process and are defined nowhere else: on a broker, in a shell, in the metadata of a package.
 
 Topics and records are named in schemas, settings in their declarations, metrics where they are counted. All of them are
 frozen in tests/golden/names.toml (docs/schema-evolution.md, Names).
@@ -11,9 +11,12 @@ from typing import Final
 
 
 class ConsumerGroup(StrEnum):
-    """Groups that commit offsets: `ConsumerGroup.RUNNER.format(run=run_id)`. The first four have members. The others
-    commit under the transactional id of their one owner; those of batcher, feeder, trainer and loader say how far the
-    owner has come, for lag alone: their restarts begin elsewhere."""
+    """Consumer groups that commit offsets: `ConsumerGroup.RUNNER.format(run=run_id)`.
+
+    The first four have members. The others commit under the transactional id of their single owner. Those of batcher,
+    feeder, trainer and loader record the owner's progress only for lag metrics; their restarts do not begin at the
+    committed offset.
+    """
 
     ASSEMBLER = "{run}.assembler"
     RUNNER = "{run}.runner"
@@ -28,7 +31,8 @@ class ConsumerGroup(StrEnum):
 
 
 class TransactionalId(StrEnum):
-    """Ids whose newest owner fences the last (KIP-98): `TransactionalId.BATCHER.format(run=run_id)`."""
+    """Transactional ids, whose newest owner fences the previous one (KIP-98):
+    `TransactionalId.BATCHER.format(run=run_id)`."""
 
     ASSEMBLER = "{run}.assembler.{unit}"
     BATCHER = "{run}.batcher"
@@ -41,10 +45,10 @@ class TransactionalId(StrEnum):
 
 
 REGISTRY_TOPIC: Final = "_schemas"
-"""Where the embedded registry keeps what it was given, as Confluent's does."""
+"""Topic in which the embedded registry stores schemas, named as Confluent's is."""
 
 RESTARTS_VARIABLE: Final = "TURNLOG_RESTARTS"
-"""How often whoever watches a process has started it anew, as that process is told."""
+"""Variable by which a supervisor tells a process how often it has been restarted."""
 
 VARIABLES = frozenset(
     {
@@ -73,52 +77,54 @@ VARIABLES = frozenset(
         "TURNLOG_WRITE_TEMPLATES",
     }
 )
-"""Environment variables that are no settings: of one process, of compose.yaml, of the tests. Beside them only settings
-and what begins with TEST_VARIABLES may begin with TURNLOG_."""
+"""Environment variables that are no settings: those of one process, of compose.yaml and of the tests. Only these,
+settings and names that begin with TEST_VARIABLES may begin with TURNLOG_."""
 TEST_VARIABLES: Final = "TURNLOG_TEST_"
 
 WRITER_HEADER: Final = "writer"
 """Role and instance that wrote the record."""
 RECORD_HEADER: Final = "record"
-"""The record's name, so that readers may pass over what they do not need."""
+"""The record's name, so that readers can skip records that they do not need."""
 OUTPUT_TOKENS_HEADER: Final = "output_tokens"
-"""On TokenSnapshot records, so that books count late tokens without decoding them."""
+"""Number of output tokens of a TokenSnapshot record, so that token accounting counts late tokens without decoding them.
+"""
 REQUEUED_HEADER: Final = "requeued"
-"""The dead letter that the record was put back from."""
+"""event_id of the dead letter that the record was requeued from."""
 HEADERS = (WRITER_HEADER, RECORD_HEADER, OUTPUT_TOKENS_HEADER, REQUEUED_HEADER)
 
 
 class ExitStatus(IntEnum):
-    """What `turnlog VERB` ends with. `turnlog sandbox exec` ends as its command did, or as timeout(1) and shells do."""
+    """Exit status of `turnlog VERB`. `turnlog sandbox exec` ends with the status of its command, or as timeout(1) and
+    shells do."""
 
     DONE = 0
     DIFFERS = 1
-    """The verb did its work, and what it found is not as it should be, or nothing is recorded that could be."""
+    """The verb did its work and found something wrong, or nothing is recorded that it could work on."""
     FAILED = 2
     """A typed error, or a command line that cannot be read (argparse)."""
     NOT_UP = 3
-    """`turnlog status` of a run that is not up."""
+    """`turnlog status` was asked about a run that is not up."""
     UNREACHABLE = 75
     """EX_TEMPFAIL, "temporary failure, the user is invited to retry" (BSD sysexits(3)): a server did not answer."""
     INTERRUPTED = 130
-    """128 + SIGINT, as a shell has it."""
+    """128 + SIGINT, as in a shell."""
     READER_GONE = 141
-    """128 + SIGPIPE: whoever read what the verb prints has enough (`| head`)."""
+    """128 + SIGPIPE: the reader of the verb's output closed it (`| head`)."""
     TERMINATED = 143
-    """128 + SIGTERM. A role that was asked to stop ends with 0."""
+    """128 + SIGTERM. A role that is asked to stop ends with 0."""
 
 
 TRAINING_ROLES: Final = (
     "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "feeder", "registry", "egress",
 )  # fmt: skip
-"""Roles without which nothing is trained: one that cannot be kept running has the run started again, or ends it."""
+"""Roles that training needs. If one of them cannot be kept running, the run is started again or ends."""
 OPTIONAL_ROLES: Final = ("views", "archive", "index", "dashboard", "alerts", "trace", "track", "lag")
-"""Roles that show, copy or tell what is recorded anyway. A run trains without any of them, so none ever ends it or has
-it started again: its failure is reported, and it is started again for as long as it takes."""
+"""Roles that only display, copy or export what is recorded anyway. A run trains without them, so the failure of one
+never ends or restarts the run: it is reported, and the role is restarted for as long as it takes."""
 
 
 class EntryPointGroup(StrEnum):
-    """Where a package offers its own."""
+    """Entry point groups in which packages offer plugins."""
 
     RECIPES = "turnlog.recipes"
     TOOLS = "turnlog.tools"

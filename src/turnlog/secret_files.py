@@ -1,7 +1,7 @@
 """Secrets from files: for a setting that is a secret, `TURNLOG_SECTION_KEY_FILE` names a file that holds its value.
 
-Kubernetes and Docker mount secrets as files, and swap them under a running process. So a value that came from a file
-knows where from, and whoever uses a secret over time asks for the present one: `infra.run_folder.present`.
+Kubernetes and Docker mount secrets as files and replace them while a process runs. So a value that came from a file
+remembers its path, and code that uses a secret over time reads the current one through `infra.run_folder.present`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from turnlog.setting_types import SettingsError
 
 
 class SecretUnusable(SettingsError):
-    """A file of a secret is missing, unreadable, empty, too short or no text: names setting and path, never the
-    content."""
+    """The file of a secret is missing, unreadable, empty, too short or not text. The message names setting and path,
+    never the content."""
 
 
 class FileSecret(str):
-    """The value when the settings were read, as any other; `swapped` looks again. Thread-safe: the last look counts."""
+    """A str with the value at the time the settings were read; `swapped` checks the file again. Thread-safe: the last
+    check counts."""
 
     _path: Path | None
     _variable: str
     _fault: Callable[[str], str]
     _seen: tuple[str, tuple[int, int, int]]
-    """The text, and of which file: a symbolic link may be turned to another one."""
+    """The text, and the identity of the file that it came from; a symbolic link may point to another file later."""
 
     def __new__(cls, text: str, path: Path | None = None, variable: str = "") -> Self:
-        """A copy (pickle, deepcopy) has the text, and its state from the original."""
+        """Create a secret. A copy (pickle, deepcopy) gets the text here and the other attributes from the original."""
         secret = super().__new__(cls, text)
         secret._path, secret._variable, secret._fault = path, variable, blank
         secret._seen = text, (0, 0, 0)
@@ -36,16 +37,16 @@ class FileSecret(str):
 
     @classmethod
     def read(cls, variable: str, path: Path, fault: Callable[[str], str] | None = None) -> Self:
-        """The file's text without one line break at its end. `fault`: why a text is no such secret, also of a file that
-        was swapped. Raises SecretUnusable."""
+        """Read the file's text without one trailing line break. `fault` returns why a text is no such secret; it also
+        checks the text of a file that was replaced later. Raises SecretUnusable."""
         mark, text = _read(variable, path, fault or blank)
         secret = cls(text, path, variable)
         secret._seen, secret._fault = (text, mark), fault or blank
         return secret
 
     def swapped(self) -> bool:
-        """Look at the file, and read it if it is another than the last time: whether it was. Raises SecretUnusable; the
-        text stays what it was."""
+        """Read the file if it changed since the last check, and return True if it did. Raises SecretUnusable; `text`
+        then keeps its value."""
         if self._path is None:
             return False
         text, mark = self._seen
@@ -60,17 +61,17 @@ class FileSecret(str):
 
     @property
     def text(self) -> str:
-        """What the last look found."""
+        """The text that the last check found."""
         return self._seen[0]
 
     @property
     def where(self) -> str:
-        """Variable and path."""
+        """Variable and path, for messages."""
         return f"{self._variable}: {self._path}"
 
 
 def blank(text: str) -> str:
-    """Why a text is no secret at all."""
+    """Return a fault if the text is blank, else ""."""
     return "" if text.strip() else "is blank"
 
 

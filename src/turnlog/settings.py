@@ -337,8 +337,8 @@ class GatewaySettings:
         "minimax",
         "hunyuan",
     ] = "auto"
-    """Marks around the model's reasoning (think: <think> and </think>). auto: those whose closing mark occurs in its
-    chat template. none: reasoning stays part of the text."""
+    """Marks around the model's reasoning (think: `<think>` and `</think>`). auto: those whose closing mark occurs in
+    its chat template. none: reasoning stays part of the text."""
     harness: str = "auto"
     """Profile that tells the agents of a session apart: auto (by User-Agent, else by the session's agent name), none,
     claude_code, codex, opencode, qwen_code or an entry point of turnlog.harness_profiles."""
@@ -362,7 +362,7 @@ class GatewaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeederSettings:
-    """[feeder] Which tasks are sampled, when, and within which limits."""
+    """[feeder] Sampling of tasks: which ones, when, and within which limits."""
 
     recipe: str = "calc"
     """Environment: task source, prompt, tools and verifier, by its entry point in turnlog.recipes."""

@@ -1,6 +1,5 @@
-"""Generated from the settings classes: docs/settings.md, every setting with its default, and what the chart takes as
-`settings` (values.schema.json). Generated from the chart's values: its README.
-"""
+"""Generate docs/settings.md (every setting with its default) and the chart's schema of `settings` (values.schema.json)
+from the settings classes, and the chart's README from its values."""
 
 from __future__ import annotations
 
@@ -40,12 +39,13 @@ is cut; a file that changes is read again without a restart.
 
 
 def settings_page() -> str:
-    """The whole page."""
+    """Render the whole page."""
     return HEAD + "".join(_section(name, kind) for name, kind in get_type_hints(Settings).items())
 
 
 def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The chart's JSON schema with today's settings in it. Secrets have no place in values: a Secret has them."""
+    """Return the chart's JSON schema with the current settings in it. Secrets are left out, since they belong in a
+    Kubernetes Secret."""
     (_, parts) = msgspec.json.schema_components([Settings], ref_template="#/$defs/{name}")
     everything = parts.pop("Settings")["properties"]
     for name, kind in get_type_hints(Settings).items():
@@ -78,7 +78,7 @@ Begin with one of these:
 
 
 def chart_page(chart: Path) -> str:
-    """The README of a chart's folder: every value with its default, and what values.yaml says of it."""
+    """Render the README of a chart's folder: every value with its default and its comment in values.yaml."""
     about, text = yaml.safe_load((chart / "Chart.yaml").read_text()), (chart / "values.yaml").read_text()
     examples = "\n".join(
         f"* [{path.stem}](examples/{path.name}): {_above(yaml.compose(said), said.splitlines())}"
@@ -92,7 +92,7 @@ def chart_page(chart: Path) -> str:
 
 
 def _values(key: yaml.Node, value: yaml.Node, lines: list[str]) -> str:
-    """A section of a value at the top, with a table of those in it."""
+    """Render the section of a top-level value, with a table of the values below it."""
     rows = "".join(
         f"| `{path}` | {default} | {_cell(said)} |\n" for path, default, said in _leaves(key.value, key, value, lines)
     )
@@ -100,8 +100,8 @@ def _values(key: yaml.Node, value: yaml.Node, lines: list[str]) -> str:
 
 
 def _leaves(path: str, key: yaml.Node, value: yaml.Node, lines: list[str]) -> Iterator[tuple[str, str, str]]:
-    """(path, default, comment) of each value in a node, and of the comments between; what stands on one line is one
-    value."""
+    """Yield (path, default, comment) for each value in a node and for each comment between them. A value written on one
+    line counts as one value."""
     above = _above(key, lines) if "." in path else ""
     if isinstance(value, yaml.MappingNode) and not value.flow_style:
         if above:
@@ -115,7 +115,7 @@ def _leaves(path: str, key: yaml.Node, value: yaml.Node, lines: list[str]) -> It
 
 
 def _above(key: yaml.Node, lines: list[str]) -> str:
-    """The comment over a key."""
+    """Return the comment above a key."""
     said: list[str] = []
     for line in reversed(lines[: key.start_mark.line]):
         if not line.strip().startswith("#"):
@@ -138,7 +138,7 @@ def _section(name: str, kind: type) -> str:
 
 
 def _remark(note: object) -> str:
-    """What a mark of fold_settings means for people."""
+    """Return the text for a mark of fold_settings."""
     if note == OPERATIONAL:
         return "Operational: may change at a restart."
     if not isinstance(note, Since):
@@ -153,7 +153,8 @@ def _cell(text: str) -> str:
 
 
 def said_of(kind: type) -> dict[str, str]:
-    """The docstring line of each field, inherited ones too. Raises KeyError for a field without one."""
+    """Return the docstring of each field as one line, including inherited fields. Raises KeyError for a field without
+    one."""
     said: dict[str, str] = {}
     for part in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
