@@ -1,15 +1,15 @@
-"""Datasets: rows of a run as Parquet or Arrow files, with a manifest that says where each came from.
+"""Datasets: rows of a run as Parquet or Arrow files, with a manifest that records the origin of each row.
 
 DatasetError
-├── DatasetExists       there is something at OUT: another name, or --overwrite
-├── NotADataset         OUT holds no manifest: never overwritten, never verified
-├── BadQuery            a filter that cannot be used: names it and what is legal
-├── NothingMatched      no row is left; says which filter removed how many
-├── BrokenSample        tokens, spans and log-probs of a sample do not fit, or one is NaN: passed over and counted
-├── UnreadableMessage   a recorded message is not OpenAI chat: its conversation is passed over and counted
-├── MissingContent      a record names an object that the store no longer has
-├── Unwritable          the disk is full or refuses us; what stood at OUT is untouched
-└── DatasetDamaged      files, rows or counts are not those of the manifest
+├── DatasetExists       OUT exists already: choose another name, or --overwrite
+├── NotADataset         OUT has no manifest: it is neither overwritten nor verified
+├── BadQuery            an unusable filter; the message names it and the legal values
+├── NothingMatched      no row is left; the message says how many each filter removed
+├── BrokenSample        tokens, spans and log-probs of a sample do not fit, or one is NaN: skipped and counted
+├── UnreadableMessage   a recorded message is not OpenAI chat: its conversation is skipped and counted
+├── MissingContent      a record references an object that the store no longer has
+├── Unwritable          the disk is full or refuses a write; what was at OUT is unchanged
+└── DatasetDamaged      files, rows or counts differ from the manifest
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class DatasetError(Exception):
 
 
 class DatasetExists(DatasetError):
-    """OUT is taken. Remedy: another name, or --overwrite."""
+    """A dataset exists at OUT. Remedy: another name, or --overwrite."""
 
 
 class NotADataset(DatasetError):
-    """OUT has no manifest.json that this version reads."""
+    """No manifest.json that this version can read is in OUT."""
 
 
 class BadQuery(DatasetError):
-    """A filter or option that cannot be used."""
+    """A filter or option is unusable."""
 
 
 class NothingMatched(DatasetError):
-    """No row is left after the filters."""
+    """No row is left after filtering."""
 
 
 class BrokenSample(DatasetError):
-    """A sample that is no training row."""
+    """A sample cannot be a training row."""
 
 
 class UnreadableMessage(DatasetError):
-    """A message that the chat columns cannot hold."""
+    """The chat columns cannot represent a message."""
 
 
 class MissingContent(DatasetError):
-    """An object that a record names is gone from the store. Remedy: restore it, or filter its rows out."""
+    """An object that a record references is missing from the store. Remedy: restore it, or filter its rows out."""
 
 
 class Unwritable(DatasetError):
@@ -52,4 +52,4 @@ class Unwritable(DatasetError):
 
 
 class DatasetDamaged(DatasetError):
-    """A dataset is not what its manifest says. Remedy: build it again."""
+    """A dataset does not match its manifest. Remedy: build it again."""

@@ -1,7 +1,8 @@
-"""`turnlog dataset build OUT`, and `verify OUT`: the files, their rows and counts held against the manifest.
+"""`turnlog dataset build OUT` and `verify OUT`, which compares files, rows and counts with the manifest.
 
-A dataset is built from a run's topics or archive: read in bounded memory, filtered, written, all or nothing. The `rl`
-view is segment-samples in offset order, unit by unit, each sample held no longer than its batch.
+A dataset is built from the topics or the archive of a run. It is read with bounded memory, filtered, and written
+completely or not at all. The `rl` view is segment-samples in offset order, partition task by partition task; a sample
+is not held longer than its batch.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from turnlog.schemas.topics import Topic
 from turnlog.settings import Settings
 
 BROKEN = "broken_sample"
-"""Counted for a sample whose spans, log-probs and tokens do not fit, or that holds NaN."""
+"""Counter for samples whose spans, log-probs and tokens do not fit, or that contain NaN."""
 
 
 async def write_samples(source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen) -> None:
-    """Write the samples of one unit that the query admits. Raises MissingContent, Unwritable."""
+    """Write the samples of one partition task that the query admits. Raises MissingContent, Unwritable."""
     expired = await _expired(source, unit, filters)
     place = Partition(topics.SAMPLES.name, unit)
     async for record, event in source.read(place, SegmentSample.__name__, GroupScored.__name__):
@@ -63,7 +64,7 @@ async def write_samples(source: Source, unit: int, writer: DatasetWriter, filter
 
 
 async def _expired(source: Source, unit: int, filters: Filters) -> dict[str, str]:
-    """Session -> the environment filter that it fails."""
+    """Return the environment filter that each session fails."""
     found: dict[str, str] = {}
     if source.query.joins_environments:
         place = Partition(topics.SESSIONS.name, unit)
@@ -101,9 +102,11 @@ async def build(
     placed: Placed | None = None,
     provenance: Provenance | None = None,
 ) -> Manifest:
-    """Write the rows of `view` that `query` admits to `out`, from `role.log`; `source` says in the manifest what that
-    is, `provenance` what the manifest says besides. Raises BadQuery, DatasetExists, NotADataset, NothingMatched,
-    MissingContent, Unwritable and what the log and store raise; then `out` is as it was."""
+    """Write the rows of `view` that `query` admits, read from `role.log`, to `out`.
+
+    `source` names the origin in the manifest; `provenance` holds more entries for it. Raises BadQuery, DatasetExists,
+    NotADataset, NothingMatched, MissingContent, Unwritable, and the errors of log and store; then `out` is unchanged.
+    """
     query.check(view)
     provenance = provenance or Provenance()
     provenance.query |= {"source": source, **query.asked()}
@@ -122,7 +125,7 @@ async def build(
 
 
 def _plan(query: Query, view: str) -> list[Topic]:
-    """Topics in the order of their passes."""
+    """Return the topics in the order of their passes."""
     plan = [topics.TASKS] if view != "rl" or query.joins_tasks else []
     plan += [topics.BATCHES] if query.joins_steps else []
     if view != "rl":
@@ -145,9 +148,10 @@ CHUNK = 1 << 20
 
 
 def verify(dataset: Path) -> Manifest:
-    """The manifest, when files and rows are what it says; one row group in memory at a time.
+    """Check that files and rows match the manifest, and return the manifest. Holds one row group in memory at a time.
 
-    Raises NotADataset, DatasetDamaged naming the first file that differs."""
+    Raises NotADataset, or DatasetDamaged, which names the first file that differs.
+    """
     manifest = read_manifest(dataset)
     rows = tokens = trained = 0
     with tempfile.TemporaryFile() as digests:
@@ -181,7 +185,7 @@ def _same_bytes(path: Path, file: DataFile) -> None:
 
 
 def _batches(path: Path, manifest: Manifest) -> Iterator[pa.RecordBatch]:
-    """Its rows under the schema of the view. Raises DatasetDamaged."""
+    """Yield the rows of a file under the schema of the view. Raises DatasetDamaged."""
     wanted = VIEWS[manifest.view]
     reader: Any
     try:
@@ -208,7 +212,7 @@ def _trained(batch: pa.RecordBatch) -> int:
 
 
 def run(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Build or verify; 0 when the dataset stands as it should. Raises DatasetError."""
+    """Build or verify, and return 0 on success. Raises DatasetError."""
     if arguments.action == "verify":
         manifest = verify(arguments.out)
         if arguments.json:
@@ -230,7 +234,7 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def query_of(arguments: argparse.Namespace) -> Query:
-    """The query that the arguments ask for; `any` purpose is no filter."""
+    """Return the query of the arguments; purpose `any` removes the filter."""
     given: dict[str, Any] = {
         field.name: tuple(value) if isinstance(value, list) else value
         for field in dataclasses.fields(Query)

@@ -1,15 +1,15 @@
 """The columns of each view as Arrow schemas, the rows of `rl`, and hashes of rows over canonical bytes.
 
-Parquet and Arrow files hold exactly these columns. Rows of `rl` are a function of the samples alone, so that a refold
-gives the same. Equal rows hash equal whatever file format, batch or order they came in.
+Parquet and Arrow files contain exactly these columns. Rows of `rl` depend on the samples alone, so that a refold
+produces the same rows. Equal rows have equal hashes, regardless of file format, batch and order.
 
-A row is sha256 over: sha256 of the columns' names and types, then each column's content in schema order. Content of n
-values of one type: a byte each that says whether it is there, then
-    numbers   little-endian, 0 where absent (list items: no validity bytes, they are never absent)
+The hash of a row is the sha256 of: the sha256 of the columns' names and types, then the content of each column in
+schema order. The content of n values of one type is one validity byte each, followed by
+    numbers   little-endian, 0 if absent (list items have no validity bytes: they are never absent)
     text      n lengths in bytes (int32), then UTF-8
     lists     n lengths (int32), then the content of all their items
     structs   the content of each member
-Rows are sha256 over the row hashes in ascending order.
+The hash of several rows is the sha256 of the row hashes in ascending order.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ SPAN = pa.struct(
     [("start", INT), ("length", INT), ("epoch", TEXT), ("turn", INT), ("version", LONG), ("trained", FLAG),
      ("advantage", REAL)]
 )  # fmt: skip
-"""One turn's output of one weight version; `advantage` is null where the row's holds."""
+"""The output of one turn by one weight version. `advantage` is null if the row's advantage applies."""
 EXPERT = pa.struct([*BLOB, ("row_start", LONG), ("row_count", LONG), ("target_start", LONG)])
 IMAGE = pa.struct([*BLOB, ("position", LONG), ("tokens", LONG)])
 
 CALL = pa.struct([("id", TEXT), ("type", TEXT), ("function", pa.struct([("name", TEXT), ("arguments", TEXT)]))])
-"""OpenAI's shape; `arguments` is JSON text, as on the wire, since columns have one type and arguments do not."""
+"""A tool call in OpenAI's format. `arguments` is JSON text, as in the API, because a column has one type and arguments
+do not."""
 MESSAGE = pa.struct(
     [("role", TEXT), ("content", TEXT), ("reasoning_content", TEXT), ("name", TEXT), ("tool_call_id", TEXT),
      ("tool_calls", pa.list_(CALL))]
@@ -52,7 +53,7 @@ MESSAGES = pa.list_(MESSAGE)
 
 GROUP = [("run_id", TEXT), ("group_id", TEXT), ("task_id", TEXT), ("recipe", TEXT), ("purpose", TEXT)]
 TASK = [("dataset", TEXT), ("task_type", TEXT)]
-"""Null where no RolloutRequested of the group is on the log, or its row says no type."""
+"""Null if no RolloutRequested of the group is on the log; `task_type` also if the dataset row has no type."""
 
 RL = pa.schema(
     [
@@ -82,7 +83,7 @@ RL = pa.schema(
         ("images", pa.list_(IMAGE)),
     ]
 )
-"""One row per SegmentSample. The four token columns are aligned: entry t is about token t."""
+"""Each row is a SegmentSample. The four token columns are aligned: entry t belongs to token t."""
 
 SFT = pa.schema(
     [
@@ -106,7 +107,7 @@ SFT = pa.schema(
         ("tools", TEXT),
     ]
 )
-"""One row per conversation; `tools` is the JSON list of tool schemas that the last turn was offered."""
+"""Each row is a conversation. `tools` is the JSON list of tool schemas that the request of the last turn contained."""
 
 PREFERENCE = pa.schema(
     [
@@ -126,7 +127,7 @@ PREFERENCE = pa.schema(
         ("tools", TEXT),
     ]
 )
-"""One row per pair of one group: prompt + chosen and prompt + rejected are the two conversations."""
+"""Each row is a pair of sessions of a group. prompt + chosen and prompt + rejected are the two conversations."""
 
 VIEWS: dict[str, pa.Schema] = {"rl": RL, "sft": SFT, "preference": PREFERENCE}
 
@@ -137,7 +138,7 @@ PLAIN = tuple(
     for name in RL.names
     if name not in TOKEN_COLUMNS and name not in ("trained_tokens", "spans", "experts", "images")
 )
-"""Columns that are a field of the sample as it is."""
+"""Columns that are copied unchanged from a field of the sample."""
 
 Members = Mapping[str, Callable[[Any], Any]]
 SPANS: Members = {
@@ -145,7 +146,7 @@ SPANS: Members = {
     "turn": attrgetter("turn.index"), "version": attrgetter("version"), "trained": attrgetter("trained"),
     "advantage": attrgetter("advantage"),
 }  # fmt: skip
-"""Struct members, in order, and where they are in a SampleSpan; likewise for the two below."""
+"""Struct members in order, with their places in a SampleSpan. EXPERTS and IMAGES below have the same form."""
 EXPERTS: Members = {
     "sha256": attrgetter("rows.sha256"), "size": attrgetter("rows.size"), "media_type": attrgetter("rows.media_type"),
     "row_start": attrgetter("row_start"), "row_count": attrgetter("row_count"),
@@ -158,20 +159,20 @@ IMAGES: Members = {
 
 
 class RlRows:
-    """Rows gathered until they are worth a batch. Payloads must be inline."""
+    """Collects rows for one batch. Payloads must be inline."""
 
     def __init__(self) -> None:
         self._samples: list[SegmentSample] = []
         self._columns: list[dict[str, NDArray[Any]]] = []
         self.tokens = 0
-        """Of the rows gathered."""
+        """Number of tokens in the collected rows."""
         self.trained = 0
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def add(self, sample: SegmentSample) -> None:
-        """Raises BrokenSample when spans and log-probs do not fit the tokens."""
+        """Add a row. Raises BrokenSample if spans and log-probs do not fit the tokens."""
         columns = token_columns(sample)
         self._samples.append(sample)
         self._columns.append(columns)
@@ -179,7 +180,7 @@ class RlRows:
         self.trained += int(columns["trained"].sum())
 
     def batch(self) -> pa.RecordBatch:
-        """The rows gathered, as columns in the order of the schema."""
+        """Return the collected rows as columns in schema order."""
         found: dict[str, pa.Array] = {}
         for name in PLAIN:
             found[name] = pa.array([getattr(sample, name) for sample in self._samples], RL.field(name).type)
@@ -196,8 +197,9 @@ class RlRows:
 
 
 def token_columns(sample: SegmentSample) -> dict[str, NDArray[Any]]:
-    """token_ids int32, trained uint8, logprobs float32 (0 where not sampled in this row), advantages float32 (0 where
-    not trained): [tokens] each. Raises BrokenSample when spans and log-probs do not fit the tokens, or for NaN."""
+    """Return four columns of length [tokens]: token_ids int32, trained uint8, logprobs float32 (0 if not sampled in
+    this row), advantages float32 (0 if not trained). Raises BrokenSample if spans and log-probs do not fit the tokens,
+    or if a value is not finite."""
     ids, logprobs_of = int32s(_inline(sample, "token_ids")), float32s(_inline(sample, "logprobs"))
     sampled = sum(span.length for span in sample.spans)
     if sampled != len(logprobs_of) or any(span.start + span.length > len(ids) for span in sample.spans):
@@ -230,7 +232,7 @@ def _inline(sample: SegmentSample, name: str) -> bytes:
 
 
 def _lists(lists: Sequence[Sequence[Any]], members: Members, name: str) -> pa.Array:
-    """A list column of structs, member by member: many times faster than from dicts."""
+    """Build a list column of structs member by member, which is many times faster than from dicts."""
     kind = RL.field(name).type
     flat = [each for row in lists for each in row]
     arrays = [pa.array([of(each) for each in flat], kind.value_type.field(key).type) for key, of in members.items()]
@@ -241,13 +243,14 @@ def _lists(lists: Sequence[Sequence[Any]], members: Members, name: str) -> pa.Ar
 
 DIGEST_BYTES = 32
 ROWS_PER_PASS = 1 << 20
-"""Row hashes sorted in memory at once."""
+"""Number of row hashes that are sorted in memory at once."""
 Slice = Callable[[int, int], list[Any]]
-"""(start, stop) -> pieces of bytes: the content of those values."""
+"""Function (start, stop) -> pieces of bytes: the content of these values."""
 
 
 def row_digests(batch: pa.RecordBatch) -> list[bytes]:
-    """32 bytes per row. Raises ValueError for NaN, which has many byte forms, and for an absent list item."""
+    """Return 32 bytes per row. Raises ValueError for NaN, which has many byte representations, and for an absent list
+    item."""
     columns = [_slice(column) for column in batch.columns]
     shape = ",".join(f"{field.name}:{_kind(field.type)}" for field in batch.schema)
     head = hashlib.sha256(shape.encode()).digest()
@@ -261,7 +264,8 @@ def row_digests(batch: pa.RecordBatch) -> list[bytes]:
 
 
 def rows_sha256(digests: IO[bytes], rows: int) -> str:
-    """Hex sha256 over the row hashes in `digests` (a file of 32 bytes per row), sorted; 32 MiB at a time."""
+    """Return the hex sha256 over the sorted row hashes in `digests`, a file of 32 bytes per row. Sorts about 32 MiB at
+    a time."""
     passes = 1
     while passes < 256 and rows > passes * ROWS_PER_PASS:
         passes *= 2
@@ -276,7 +280,7 @@ def rows_sha256(digests: IO[bytes], rows: int) -> str:
 
 
 def canonical_json(value: object) -> bytes:
-    """JSON with sorted keys, no spaces: what contents are compared by."""
+    """Return JSON with sorted keys and without spaces, by which contents are compared."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
@@ -288,7 +292,7 @@ def _chunks(digests: IO[bytes]) -> Iterator[NDArray[np.uint8]]:
 
 @functools.cache
 def _kind(kind: pa.DataType) -> str:
-    """The type as text, without what files change (names of list items, nullability)."""
+    """Return the type as text, without what file formats change (names of list items, nullability)."""
     if pa.types.is_list(kind):
         return f"list({_kind(kind.value_type)})"
     if pa.types.is_struct(kind):
@@ -297,7 +301,7 @@ def _kind(kind: pa.DataType) -> str:
 
 
 def _slice(values: pa.Array) -> Slice:
-    """Slices of the content of `values`."""
+    """Return a function that slices the content of `values`."""
     kind = values.type
     there = np.asarray(values.is_valid()).astype(np.uint8).data
     if pa.types.is_list(kind):
@@ -322,7 +326,7 @@ def _slice(values: pa.Array) -> Slice:
 
 
 def _plain(values: pa.Array) -> Slice:
-    """Slices of numbers that are all there."""
+    """Return a function that slices numbers, none of which may be absent."""
     if values.null_count:
         raise ValueError("a list item is absent")
     numbers = np.asarray(values)
@@ -340,13 +344,13 @@ def _is_fixed(kind: pa.DataType) -> bool:
 
 
 def _ends(lengths: NDArray[np.int32]) -> list[int]:
-    """Where each value begins, and the end."""
+    """Return the offsets at which the values begin, and the end of the last one."""
     ends: list[int] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tolist()
     return ends
 
 
 def _text(values: pa.StringArray) -> bytes:
-    """The UTF-8 of all values, one after another."""
+    """Return the concatenated UTF-8 of all values."""
     data = values.buffers()[2]
     if data is None:
         return b""

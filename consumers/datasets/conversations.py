@@ -1,9 +1,9 @@
-"""The views `sft` and `preference`: conversations of agent.turns as rows, written when their last turn has been read.
+"""The views `sft` and `preference`: conversations of agent.turns as rows, written once their last turn has been read.
 
-The turns of a session are held until the one that ends it, then let go. Messages have the chat format that people train
-on: OpenAI's, with every column there and null where absent. Text blocks become one text; `developer` becomes `system`;
-tool arguments are JSON text. What these columns cannot hold (images, audio) makes the message unreadable rather than
-wrong.
+The turns of a session are held in memory only until its last one. Messages have the chat format that is common for
+training: OpenAI's, with every column present and null if absent. Text blocks are joined into one text; `developer`
+becomes `system`; tool arguments are JSON text. If a message has content that these columns cannot represent (images,
+audio), it is treated as unreadable, rather than written incorrectly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from turnlog.schemas.types import TurnId
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 Message = dict[str, Any]
-"""The fields of columns.MESSAGE."""
+"""Fields as in columns.MESSAGE."""
 
 
 def messages_of(content: bytes, where: str) -> list[Message]:
-    """The messages of a JSON list. Raises UnreadableMessage."""
+    """Parse a JSON list of messages. Raises UnreadableMessage."""
     raw = _parsed(content, where)
     if not isinstance(raw, list):
         raise UnreadableMessage(f"{where}: messages are no list")
@@ -40,7 +40,7 @@ def messages_of(content: bytes, where: str) -> list[Message]:
 
 
 def response_of(content: bytes, where: str) -> Message:
-    """The assistant message of a turn. Raises UnreadableMessage."""
+    """Parse the assistant message of a turn. Raises UnreadableMessage."""
     found = message({"role": "assistant", **_object(_parsed(content, where), where)}, where)
     if found["role"] != "assistant":
         raise UnreadableMessage(f"{where}: the response is of role {found['role']}")
@@ -48,7 +48,7 @@ def response_of(content: bytes, where: str) -> Message:
 
 
 def message(raw: Any, where: str) -> Message:
-    """One message. Raises UnreadableMessage."""
+    """Convert one message. Raises UnreadableMessage."""
     fields = _object(raw, where)
     role = ROLES.get(str(fields.get("role")))
     if role is None:
@@ -66,7 +66,7 @@ def message(raw: Any, where: str) -> Message:
 
 
 def tools_json(content: bytes | None, where: str) -> str:
-    """Tool schemas as canonical JSON text; "[]" for none. Raises UnreadableMessage."""
+    """Return tool schemas as canonical JSON text; "[]" for none. Raises UnreadableMessage."""
     raw = _list(_parsed(content, where) if content else [], where)
     return orjson.dumps(raw, option=orjson.OPT_SORT_KEYS).decode()
 
@@ -120,7 +120,7 @@ def _list(raw: Any, where: str) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All messages up to the last response, and the tools that the last turn was offered (JSON text)."""
+    """All messages up to the last response, and the tools in the request of the last turn (JSON text)."""
 
     messages: list[Message]
     tools: str
@@ -130,8 +130,9 @@ class Conversation:
 async def conversations(
     source: Source, unit: int, wanted: dict[str, Candidate]
 ) -> AsyncIterator[tuple[str, Conversation | str]]:
-    """(session, its conversation or why there is none) of each wanted session of a unit, in the order in which they
-    end on the log. Why: `unreadable`, or `incomplete` when a turn of it is not on the log."""
+    """Yield (session, conversation or reason why there is none) for each wanted session of a partition task, in the
+    order in which they end on the log. The reason is `unreadable`, or `incomplete` if one of its turns is not on the
+    log."""
     held: dict[str, dict[TurnId, TurnCompleted]] = {}
     left = set(wanted)
     async for record, event in source.read(Partition(topics.TURNS.name, unit), TurnCompleted.__name__):
@@ -155,7 +156,7 @@ async def conversations(
 async def whole_groups(
     source: Source, unit: int, wanted: dict[str, Candidate]
 ) -> AsyncIterator[dict[str, Conversation | str]]:
-    """What `conversations` gives, group by group: each once the last of its wanted sessions is there."""
+    """Yield what `conversations` yields, group by group: each group once the last of its wanted sessions is there."""
     sizes = Counter(each.group_id for each in wanted.values())
     held: dict[str, dict[str, Conversation | str]] = {}
     async for session, conversation in conversations(source, unit, wanted):
@@ -166,7 +167,7 @@ async def whole_groups(
 
 
 def _line(turns: dict[TurnId, TurnCompleted], last: TurnId | None) -> list[TurnCompleted] | None:
-    """The turns from the root to `last`; None while one is missing."""
+    """Return the turns from the root to `last`, or None while one is missing."""
     line: list[TurnCompleted] = []
     while last is not None and len(line) <= len(turns):
         turn = turns.get(last)
@@ -189,7 +190,7 @@ async def _conversation(source: Source, line: list[TurnCompleted], where: str) -
             assert isinstance(turn.new_messages, bytes)
             assert isinstance(turn.response, bytes)
             messages += [*messages_of(turn.new_messages, about), response_of(turn.response, about)]
-            if turn.tools is not None or turn.tools_sha256 != digest:  # a turn without tools names none
+            if turn.tools is not None or turn.tools_sha256 != digest:  # a turn without tools has no hash of any
                 assert turn.tools is None or isinstance(turn.tools, bytes)
                 tools = turn.tools
             digest = turn.tools_sha256
@@ -201,7 +202,7 @@ async def _conversation(source: Source, line: list[TurnCompleted], where: str) -
 async def write_conversations(
     source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen, joined: Joined
 ) -> None:
-    """Write the rows of one unit that the query admits. Raises MissingContent, Unwritable."""
+    """Write the rows of one partition task that the query admits. Raises MissingContent, Unwritable."""
     found = await candidates(source, unit, filters)
     if writer.view == "sft":
         best = 1 if source.query.best_of_group else source.query.best
@@ -232,10 +233,12 @@ def _write(row: Row, content: tuple[str, ...], writer: DatasetWriter, seen: Seen
 
 
 def preference(chosen: Conversation | str, rejected: Conversation | str) -> dict[str, Any] | str:
-    """The columns prompt, chosen, rejected and tools of two conversations; or why they are no pair.
+    """Return the columns prompt, chosen, rejected and tools of two conversations, or the reason why they are not a
+    pair.
 
-    The prompt is the longest common prefix of messages after which both go on with an assistant message: chosen and
-    rejected begin with what the policy said, never with what a tool answered."""
+    The prompt is the longest common prefix of messages after which both continue with an assistant message. So chosen
+    and rejected begin with a message of the policy, never with the result of a tool.
+    """
     if isinstance(chosen, str) or isinstance(rejected, str):
         return chosen if isinstance(chosen, str) else str(rejected)
     if chosen.tools != rejected.tools:
@@ -247,7 +250,7 @@ def preference(chosen: Conversation | str, rejected: Conversation | str) -> dict
         if not _same(one, other):
             break
     else:
-        return "same_conversation"  # one is the beginning of the other
+        return "same_conversation"  # one is a prefix of the other
     if not cut:
         return "no_common_prompt"
     return {
@@ -259,7 +262,7 @@ def preference(chosen: Conversation | str, rejected: Conversation | str) -> dict
 
 
 def _same(one: Message, other: Message) -> bool:
-    """Call ids are made per session and do not count."""
+    """Compare two messages without call ids, which are generated per session."""
     return _without_ids(one) == _without_ids(other)
 
 

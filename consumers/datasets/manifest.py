@@ -1,4 +1,4 @@
-"""The manifest of a dataset: what was asked, what was read, what was written, and the hashes of all of it."""
+"""The manifest of a dataset: the query, what was read, what was written, and hashes of all files and rows."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from turnlog.infra.log import Partition
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1
-"""Of the manifest; readers refuse a higher one."""
+"""Version of the manifest format; readers reject a higher one."""
 
 
 @dataclass(slots=True)
 class Provenance:
-    """Where rows came from: filled by whoever reads the log (or folds it again), written into the manifest."""
+    """Origin of the rows. The reader of the log (or a refold of it) fills it in, and it is written to the manifest."""
 
     query: dict[str, Any] = field(default_factory=dict)
     runs: set[str] = field(default_factory=set)
     reading: Reading = field(default_factory=Reading)
-    """Offsets, schemas, and what could not be decoded."""
+    """Offsets, schemas, and counts of undecodable records."""
     settings_sha256: set[str] = field(default_factory=set)
     fold_versions: set[str] = field(default_factory=set)
     removed: Counter[str] = field(default_factory=Counter)
-    """Filter -> candidates that it removed; each candidate counts under the first filter that it failed."""
+    """Filter -> number of candidates that it removed. Each candidate counts under the first filter that it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file of rows, relative to the dataset."""
+    """A file of rows; its name is relative to the dataset."""
 
     name: str
     rows: int
@@ -44,7 +44,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Rows and tokens. `trained` is 0 for views without token masks."""
+    """Numbers of rows and tokens. `trained_tokens` is 0 for views without token masks."""
 
     rows: int
     tokens: int
@@ -53,18 +53,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The body of manifest.json. Two builds of the same query over the same records give equal manifests."""
+    """The content of manifest.json. Two builds of the same query over the same records give equal manifests."""
 
     view: str
     format: str
     counts: Counts
     rows_sha256: str
-    """Over the canonical bytes of the rows, whatever their order and the format of the files (row_hash.py)."""
+    """Hash of the canonical bytes of the rows; independent of their order and of the file format (columns.py)."""
     files: tuple[DataFile, ...]
     provenance: Provenance
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """Return the content of the file."""
         came = self.provenance
         return {
             "manifest": FORMAT_VERSION,
@@ -91,7 +91,7 @@ class Manifest:
 
 
 def read_manifest(dataset: Path) -> Manifest:
-    """The manifest of a dataset. Raises NotADataset."""
+    """Read the manifest of a dataset. Raises NotADataset."""
     path = dataset / NAME
     try:
         body = json.loads(path.read_text())

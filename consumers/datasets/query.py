@@ -1,6 +1,6 @@
-"""What rows are asked for: filters, choices and their legal values, as one value that the manifest repeats.
+"""The query of a dataset build: filters, options and their legal values, as one value that the manifest repeats.
 
-Filters are applied one after another; what fails is counted under the first filter that it failed.
+Filters are applied one after another. A row that is removed is counted under the first filter that it failed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PAIRS = ("extremes", "all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """Filters; an empty tuple or None lets everything pass. docs/datasets.md has an example of each."""
+    """Filters and options; an empty tuple or None admits everything. docs/datasets.md has an example of each."""
 
     runs: tuple[str, ...] = ()
-    """Run ids, or `any`; none is the run of the settings."""
+    """Run ids, or `any`. If empty, the run of the settings."""
     recipes: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()
     task_types: tuple[str, ...] = ()
@@ -37,32 +37,34 @@ class Query:
     min_reward: float | None = None
     max_reward: float | None = None
     min_version: int | None = None
-    """Of the oldest weight version among a row's sampled tokens."""
+    """Minimum of the oldest weight version among a row's sampled tokens."""
     max_version: int | None = None
-    """Of the newest."""
+    """Maximum of the newest weight version among a row's sampled tokens."""
     since_ms: int | None = None
-    """Record timestamp, milliseconds since 1970, inclusive."""
+    """Lower limit of the record timestamp in milliseconds since 1970, inclusive."""
     until_ms: int | None = None
-    """Exclusive."""
+    """Upper limit of the record timestamp, exclusive."""
     min_step: int | None = None
-    """batch_index of the manifest that trained the row, inclusive."""
+    """Lower limit of the batch_index of the manifest that trained the row, inclusive."""
     max_step: int | None = None
     environment_versions: tuple[str, ...] = ()
     expire_before: tuple[str, ...] = ()
-    """VERSION, or NAME=VERSION for one environment: rows of older versions have expired."""
+    """VERSION, or NAME=VERSION for one environment. Rows of older versions are removed."""
     dedupe: str = "none"
-    """none | tokens: equal content counts once | task: the first group of a task that gives a row"""
+    """Rule for repeated rows: none | tokens: equal content counts once | task: only the first group of a task that
+    yields a row"""
     best_of_group: bool = False
-    """sft: only the best rewarded session of a group."""
+    """View sft: take only the session with the highest reward of each group."""
     best: int | None = None
-    """sft: of each group only so many sessions, the best rewarded."""
+    """View sft: maximum number of sessions per group; those with the highest rewards are taken."""
     pairs: str = "extremes"
-    """preference: extremes: the best against the worst of a group | all: every two of unequal reward"""
+    """View preference: extremes (the best against the worst of a group) | all (every two sessions of unequal
+    reward)."""
     min_margin: float = 0.0
-    """preference: least difference of the rewards of a pair."""
+    """View preference: minimum difference between the rewards of a pair."""
 
     def check(self, view: str) -> None:
-        """Raises BadQuery naming the option."""
+        """Check the values for a view. Raises BadQuery, which names the option."""
         for name, legal in (("purposes", Purpose), ("outcomes", Outcome)):
             for value in getattr(self, name):
                 if value not in list(legal):
@@ -89,7 +91,7 @@ class Query:
             raise BadQuery(f"best {self.best} must be at least 1")
 
     def asked(self) -> dict[str, Any]:
-        """What differs from the defaults, for the manifest."""
+        """Return the values that differ from the defaults, and `purposes`, for the manifest."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = dataclasses.asdict(Query())
         return {
@@ -100,28 +102,30 @@ class Query:
 
     @property
     def joins_tasks(self) -> bool:
-        """Some filter needs RolloutRequested."""
+        """Whether a filter needs RolloutRequested."""
         return bool(self.datasets or self.task_types)
 
     @property
     def joins_environments(self) -> bool:
-        """Some filter needs SessionStarted."""
+        """Whether a filter needs SessionStarted."""
         return bool(self.environment_versions or self.expire_before)
 
     @property
     def joins_steps(self) -> bool:
-        """Some filter needs the manifests of batches."""
+        """Whether a filter needs the manifests of batches."""
         return self.min_step is not None or self.max_step is not None
 
 
 def version_key(version: str) -> tuple[tuple[int, int, str], ...]:
-    """Any text as a version, in the order that people mean: runs of digits compare as numbers, the rest as text."""
+    """Return a sort key for any text as a version, in the order that people expect: runs of digits compare as numbers,
+    the rest as text."""
     return tuple(map(_part_key, re.findall(r"[0-9]+|[^0-9.\-_]+", version)))
 
 
 def _part_key(part: str) -> tuple[int, int, str]:
-    """Digits of ASCII, by their count and then as text: whoever opens a session names a version as they please, and int
-    refuses the superscript two, which is a digit to Python, and five thousand digits."""
+    """Compare digits by their count and then as text, and accept only ASCII digits. Versions are chosen freely by
+    whoever opens a session, and int() rejects the superscript two, which Python counts as a digit, and five thousand
+    digits."""
     if part[0] not in string.digits:
         return 1, 0, part
     significant = part.lstrip("0")
@@ -129,7 +133,7 @@ def _part_key(part: str) -> tuple[int, int, str]:
 
 
 class Task(NamedTuple):
-    """What RolloutRequested says of a group."""
+    """The facts that RolloutRequested holds about a group."""
 
     dataset: str | None = None
     task_type: str | None = None
@@ -137,16 +141,16 @@ class Task(NamedTuple):
 
 @dataclass(slots=True)
 class Joined:
-    """Facts that a candidate's own record lacks, of what the query needs and no more."""
+    """Facts that a candidate's own record lacks, limited to those that the query needs."""
 
     tasks: dict[str, Task] = field(default_factory=dict)
-    """By group id."""
+    """Keyed by group id."""
     trained: set[bytes] = field(default_factory=set)
-    """`short` ids of what the steps asked for trained: samples and sessions."""
+    """`short` ids of the samples and sessions that the selected steps trained."""
 
 
 class Facts(NamedTuple):
-    """What filters look at, of a sample or a session."""
+    """Properties of a sample or session that filters look at."""
 
     group_id: str
     task_id: str
@@ -155,11 +159,11 @@ class Facts(NamedTuple):
     reward: float
     timestamp_ms: int
     trained_as: str
-    """The sample's or session's id, as manifests name it."""
+    """Id of the sample or session that manifests use."""
 
 
 class Filters:
-    """One query's filters. `removed` counts candidates by filter."""
+    """The filters of one query. `removed` counts removed candidates by filter."""
 
     def __init__(self, query: Query, joined: Joined, removed: Counter[str]) -> None:
         self._query = query
@@ -167,7 +171,7 @@ class Filters:
         self.removed = removed
 
     def admits(self, facts: Facts) -> bool:
-        """Whether every filter lets it pass; counted if not."""
+        """Return whether every filter admits the candidate; count it if not."""
         return self.counted(next(self._failed(facts), None))
 
     def admits_recipe(self, recipe: str) -> bool:
@@ -182,11 +186,11 @@ class Filters:
         return self.counted("max_version" if query.max_version is not None and most > query.max_version else None)
 
     def admits_environment(self, reason: str | None) -> bool:
-        """See admits; `reason` as `expired` gave it."""
+        """See admits. `reason` is the result of `expired`."""
         return self.counted(reason)
 
     def expired(self, environment: Environment) -> str | None:
-        """The filter that an environment fails."""
+        """Return the name of the filter that an environment fails, or None."""
         query = self._query
         if query.environment_versions and environment.version not in query.environment_versions:
             return "environment_version"
@@ -197,7 +201,7 @@ class Filters:
         return None
 
     def counted(self, reason: str | None) -> bool:
-        """True where there is no reason; else the reason is counted."""
+        """Count the reason, if there is one. Return True if there is none."""
         if reason is not None:
             self.removed[reason] += 1
         return reason is None
@@ -229,7 +233,7 @@ class Filters:
 
 
 class Seen:
-    """Rows already written, as far as the query's `dedupe` asks: 16 bytes each, or one group per task."""
+    """Rows already written, as far as `dedupe` needs them: 16 bytes per row, or one group per task."""
 
     def __init__(self, dedupe: str, removed: Counter[str]) -> None:
         self._dedupe = dedupe
@@ -239,11 +243,11 @@ class Seen:
 
     @property
     def compares_content(self) -> bool:
-        """Whether `admits` looks at the content."""
+        """Whether `admits` uses the content."""
         return self._dedupe == "tokens"
 
     def admits(self, task_id: str, group_id: str, content: bytes) -> bool:
-        """False for a repeat, counted. `content`: what must differ, token ids or messages."""
+        """Return False for a repeated row, and count it. `content` is what must differ: token ids or messages."""
         if self._dedupe == "tokens":
             key = blake2b(content, digest_size=16).digest()
             new = key not in self._contents
@@ -258,5 +262,5 @@ class Seen:
 
 
 def short(name: str) -> bytes:
-    """16 bytes in place of an id, for sets of many."""
+    """Return 16 bytes that replace an id in large sets."""
     return blake2b(name.encode(), digest_size=16).digest()

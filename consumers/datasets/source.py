@@ -1,6 +1,8 @@
-"""The log as a build reads it: every topic up to one end, unit by unit, and joins that hold ids, never tokens.
+"""Source of a dataset build: every topic up to a fixed end, partition task by partition task, and joins that hold ids
+but no tokens.
 
-Which conversations of a unit are wanted is decided without a message: by scores, sessions and trees, ids and numbers.
+Scores, sessions and trees (ids and numbers) decide which conversations of a partition task are wanted; no message is
+read for that.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ from turnlog.schemas.topics import Topic
 from turnlog.schemas.types import TurnId
 
 TOPICS = (topics.BATCHES, topics.SAMPLES, topics.TREES, topics.SESSIONS, topics.TURNS, topics.TASKS)
-"""What views read, derived topics first: whatever a record rests on was on the log before it."""
+"""Topics that views read, derived topics first: everything that a record depends on was on the log before it."""
 
 Progress = Callable[[int, int], None]
-"""Told (records passed, records in all), now and then."""
+"""Called with (records passed, total number of records) from time to time."""
 Placed = Callable[[Event], Event | None]
-"""What stands in the place of an event; None: the build passes it over."""
+"""Function that returns the replacement of an event, or None if the build must skip it."""
 TELL_EVERY = 256
 
 
 @dataclass(slots=True)
 class Source:
-    """What one build reads."""
+    """Input of one build."""
 
     role: Role
     query: Query
@@ -55,7 +57,7 @@ class Source:
     progress: Progress | None
     ends: dict[Partition, int]
     total: int = 0
-    """Records of all passes planned."""
+    """Number of records in all planned passes."""
     placed: Placed | None = None
     passed: int = field(default=0)
 
@@ -64,8 +66,11 @@ class Source:
         cls, role: Role, query: Query, provenance: Provenance, plan: Sequence[Topic], progress: Progress | None,
         placed: Placed | None = None,
     ) -> Source:  # fmt: skip
-        """`plan`: the topics to be read, one entry per pass. Their ends are taken here, once: that of the trees behind
-        open transactions, since the samples of one may be readable before its trees are."""
+        """Open a source. `plan` lists the topics to read, with one entry per pass.
+
+        The ends of all topics are determined here, once. For trees they include open transactions, because samples of a
+        transaction may become readable before its trees do.
+        """
         ends: dict[Partition, int] = {}
         for topic in TOPICS:
             if topic in plan:
@@ -75,7 +80,7 @@ class Source:
         return cls(role, query, provenance, progress, ends, total, placed)
 
     async def read(self, place: Partition, *names: str) -> AsyncIterator[tuple[Record, Event]]:
-        """Events of one partition whose record is one of `names`."""
+        """Yield the events of one partition whose record name is in `names`."""
         began, start = self.passed, 0
         reading = self.provenance.reading
         found = events_of(self.role, place, self.ends[place], names, runs=self.query.runs, reading=reading)
@@ -85,7 +90,7 @@ class Source:
             if record.offset % TELL_EVERY == 0:
                 if self.progress is not None:
                     self.progress(self.passed, self.total)
-                await asyncio.sleep(0)  # Ctrl-C is heard here, too, not only when records must be waited for
+                await asyncio.sleep(0)  # lets Ctrl-C interrupt even if no poll has to wait
             self.provenance.runs.add(event.run_id)
             stands = event if self.placed is None else self.placed(event)
             if stands is not None:
@@ -95,7 +100,7 @@ class Source:
             self.progress(self.passed, self.total)
 
     async def inlined(self, event: Event, where: str) -> Event:
-        """The event with its payloads. Raises MissingContent naming object and record."""
+        """Return the event with its payloads. Raises MissingContent, which names the object and the record."""
         try:
             return await inlined(event, self.role.blobs)
         except (BlobMissing, BlobCorrupt) as gone:
@@ -104,9 +109,9 @@ class Source:
             ) from gone
 
     async def tasks(self) -> dict[str, Task]:
-        """Dataset and task type of every group that a RolloutRequested names."""
+        """Return the dataset and task type of every group that a RolloutRequested names."""
         found: dict[str, Task] = {}
-        known: dict[Task, Task] = {}  # a few values, many groups
+        known: dict[Task, Task] = {}  # interned: many groups share a few values
         for place in partitions(self.role, topics.TASKS):
             async for record, event in self.read(place, RolloutRequested.__name__):
                 assert isinstance(event, RolloutRequested)
@@ -117,7 +122,8 @@ class Source:
         return found
 
     async def _task_row(self, event: RolloutRequested, where: str) -> object:
-        """The dataset row; None where it is gone and no filter asks for its type. Raises MissingContent."""
+        """Return the dataset row, or None if it is missing and no filter needs its type. Raises MissingContent if one
+        does."""
         try:
             whole = await self.inlined(event, where)
         except MissingContent:
@@ -128,7 +134,7 @@ class Source:
         return whole.task
 
     async def trained(self) -> set[bytes]:
-        """`short` ids of the samples and sessions that the steps asked for trained."""
+        """Return `short` ids of the samples and sessions that the selected steps trained."""
         found: set[bytes] = set()
         least, most = self.query.min_step or 0, self.query.max_step
         for place in partitions(self.role, topics.BATCHES):
@@ -140,7 +146,7 @@ class Source:
         return found
 
     async def joined(self, *, always_tasks: bool) -> Joined:
-        """What the query needs from topics of other keys."""
+        """Read what the query needs from topics with other keys."""
         wants_tasks = always_tasks or self.query.joins_tasks
         return Joined(
             tasks=await self.tasks() if wants_tasks else {},
@@ -161,7 +167,7 @@ def _task_type(row: object) -> str | None:
 
 @dataclass(slots=True)
 class Candidate:
-    """One judged session; its conversation ends at `last`, the last turn of its anchor."""
+    """A scored session. Its conversation ends at `last`, the last turn of its anchor."""
 
     run_id: str
     group_id: str
@@ -173,7 +179,7 @@ class Candidate:
     reward: float
     recipe: str = ""
     rollout_index: int = -1
-    """-1 until its SessionStarted was read."""
+    """-1 until its SessionStarted has been read."""
     agent: str = ""
     model: str = ""
     environment: str = ""
@@ -182,7 +188,7 @@ class Candidate:
     version_min: int = -1
     version_max: int = -1
     tokens: int = 0
-    """Prompt and output of the last turn."""
+    """Number of tokens of the last turn, prompt and output."""
     finish_reason: str = ""
 
 
@@ -191,7 +197,8 @@ Pair = tuple[str, str]
 
 
 async def candidates(source: Source, unit: int, filters: Filters) -> dict[str, Candidate]:
-    """Session -> what the log says of it, for the sessions of one unit that the query admits."""
+    """Return the sessions of one partition task that the query admits, by session id, with what the log records about
+    them."""
     found = await _scored(source, unit, filters)
     await _begun(source, unit, filters, found)
     await _assembled(source, unit, filters, found)
@@ -202,7 +209,8 @@ async def candidates(source: Source, unit: int, filters: Filters) -> dict[str, C
 
 
 def best_of_groups(found: dict[str, Candidate], best: int, filters: Filters) -> dict[str, Candidate]:
-    """The `best` highest rewards of each group, ties by rollout_index."""
+    """Keep the `best` highest rewards of each group; ties are broken by rollout_index. The other sessions are counted
+    as removed."""
     kept: dict[str, Candidate] = {}
     for members in _groups(found):
         ranked = sorted(members, key=lambda each: (-each.reward, each.rollout_index))
@@ -213,7 +221,8 @@ def best_of_groups(found: dict[str, Candidate], best: int, filters: Filters) -> 
 
 
 def pairs_of(found: dict[str, Candidate], query: Query, filters: Filters) -> dict[str, list[Pair]]:
-    """Group -> its pairs of unequal reward, at least `min_margin` apart; counted where there are none."""
+    """Return the pairs of each group whose rewards differ by at least `min_margin`. Groups without unequal rewards, and
+    pairs below the margin, are counted as removed."""
     pairs: dict[str, list[Pair]] = {}
     for members in _groups(found):
         ranked = sorted(members, key=lambda each: (-each.reward, each.rollout_index))
@@ -247,7 +256,7 @@ async def _scored(source: Source, unit: int, filters: Filters) -> dict[str, Cand
         source.provenance.fold_versions.add(event.fold_version)
         for each in event.rollouts:
             if each.reward is None or each.excluded_reason is not None:
-                filters.counted("excluded")  # infrastructure failed, or nobody judged: no example of anything
+                filters.counted("excluded")  # infrastructure failed, or there is no reward: not an example
                 continue
             facts = Facts(
                 event.group_id, event.task_id, event.purpose, each.outcome, each.reward, record.timestamp_ms,

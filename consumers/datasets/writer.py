@@ -1,8 +1,9 @@
-"""Rows become a dataset: batches of bounded size, files, hashes, a manifest, all of it at once or nothing.
+"""Writes rows as a dataset: batches of bounded size, files, hashes and a manifest, completely or not at all.
 
-Files come one after another: Parquet (a row group per batch) or Arrow IPC, hashed as they are written. The folder is
-written beside its place, synced and renamed: until then it is `.NAME.partial-xxxx`, locked by its writer. What a killed
-writer left behind is removed by the next one; a dataset that was moved aside when its writer died is put back.
+Files are written one after another, as Parquet (a row group per batch) or Arrow IPC, and hashed at the same time. The
+folder is written beside its destination, synced and renamed. Until then it is named `.NAME.partial-xxxx` and locked by
+its writer. The next writer removes what a killed one left behind. If a writer dies after moving an existing dataset
+aside, the next one moves that back.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from turnlog.schemas.events import SegmentSample
 
 
 class StagedFolder:
-    """Where a dataset will stand. `folder` takes its files until `publish` or `discard`."""
+    """The future folder of a dataset. `folder` takes its files until `publish` or `discard`."""
 
     def __init__(self, out: Path, *, overwrite: bool = False) -> None:
-        """Raises DatasetExists, NotADataset (something else stands at OUT), Unwritable."""
-        self.out = Path(os.path.realpath(out))  # a link stays, and what it leads to is replaced
+        """Raises DatasetExists, NotADataset (OUT exists and is something else), Unwritable."""
+        self.out = Path(os.path.realpath(out))  # a link stays, and its target is replaced
         self._overwrite = overwrite
         self._aside = self.out.with_name(f".{self.out.name}.replaced")
         try:
@@ -50,7 +51,8 @@ class StagedFolder:
             raise Unwritable(f"{self.out}: {error}; choose another OUT or free the space") from error
 
     def publish(self) -> None:
-        """The folder takes its place; what stood there goes. Raises DatasetExists, Unwritable."""
+        """Move the folder to its destination and remove what was there. Raises DatasetExists, NotADataset,
+        Unwritable."""
         try:
             for folder in (*(path for path in self.folder.rglob("*") if path.is_dir()), self.folder):
                 sync(folder)
@@ -63,12 +65,12 @@ class StagedFolder:
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def discard(self) -> None:
-        """Nothing was written."""
+        """Remove the folder, so that nothing is written."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
     def _exchange(self) -> None:
-        """What stands at OUT steps aside, and back when the new one cannot take its place. Raises OSError."""
+        """Move the existing OUT aside, and back if the new one cannot take its place. Raises OSError."""
         if self.out.exists():
             self.out.rename(self._aside)
         try:
@@ -89,21 +91,21 @@ class StagedFolder:
             raise DatasetExists(f"{self.out} is a dataset already: choose another OUT, or --overwrite")
 
     def _recover(self) -> None:
-        """Undo what a killed writer of this place left."""
+        """Undo what a killed writer of the same OUT left behind."""
         if self._aside.exists():
             if self.out.exists():
                 shutil.rmtree(self._aside)
             else:
                 self._aside.rename(self.out)
         for left in self.out.parent.glob(f".{self.out.name}.partial-*"):
-            with contextlib.suppress(BlockingIOError):  # its writer lives
+            with contextlib.suppress(BlockingIOError):  # its writer is alive
                 os.close(_locked(left))
                 shutil.rmtree(left)
 
 
 @contextlib.contextmanager
 def _alone(parent: Path) -> Iterator[None]:
-    """One at a time among the writers of a folder's datasets."""
+    """Exclude other writers that have their datasets in the same folder."""
     descriptor = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -113,7 +115,7 @@ def _alone(parent: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int:
-    """An exclusive lock on a folder, as the descriptor that holds it. Raises BlockingIOError."""
+    """Take an exclusive lock on a folder and return the descriptor that holds it. Raises BlockingIOError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,12 +127,12 @@ def _locked(folder: Path) -> int:
 
 FORMATS = ("parquet", "arrow")
 SHARD_BYTES = 512 << 20
-"""A file that reached this size is closed and the next one begun."""
+"""Size in bytes at which a file is closed and the next one begun."""
 
 
 class Shards:
-    """Writes batches below `folder/data`. Final names tell how many there are (Hugging Face's convention, which makes
-    `load_dataset(OUT)` work)."""
+    """Writes batches below `folder/data`. The final names contain the number of files (Hugging Face's convention, with
+    which `load_dataset(OUT)` works)."""
 
     def __init__(self, folder: Path, schema: pa.Schema, format: str, *, shard_bytes: int = SHARD_BYTES) -> None:
         self._folder = folder / "data"
@@ -142,7 +144,7 @@ class Shards:
         self._closed: list[_Shard] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Raises OSError."""
+        """Write a batch. Raises OSError."""
         if self._open is None:
             path = self._folder / f"{len(self._closed)}.unnamed"
             self._open = _Shard(path, self._schema, self._format)
@@ -151,7 +153,8 @@ class Shards:
             self._finish()
 
     def close(self) -> tuple[DataFile, ...]:
-        """The files, synced and named; at least one, so that an empty view still has its columns. Raises OSError."""
+        """Sync and name the files, and return them. There is at least one, so that an empty view still has its columns.
+        Raises OSError."""
         if self._open is None and not self._closed:
             self.write(pa.RecordBatch.from_pylist([], schema=self._schema))
         self._finish()
@@ -164,7 +167,7 @@ class Shards:
         return tuple(files)
 
     def abort(self) -> None:
-        """Release the open file; what it holds is thrown away with the folder."""
+        """Close the open file; its content is removed with the folder."""
         if self._open is not None:
             self._open.abort()
             self._open = None
@@ -177,7 +180,7 @@ class Shards:
 
 
 class _Shard:
-    """One file under construction."""
+    """A file that is being written."""
 
     def __init__(self, path: Path, schema: pa.Schema, format: str) -> None:
         self.path = path
@@ -187,7 +190,7 @@ class _Shard:
         if format == "parquet":
             texts = [field.name for field in schema if pa.types.is_string(field.type)]
             plain = [field.name for field in schema if not pa.types.is_nested(field.type)]
-            # Ids repeat, so dictionaries pay; token columns would only fill them up first.
+            # Ids repeat, so dictionaries save space; token columns would only fill the dictionaries first.
             self._writer = pq.ParquetWriter(
                 self.sink, schema, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=plain
             )
@@ -195,33 +198,34 @@ class _Shard:
             self._writer = pa.ipc.new_file(pa.PythonFile(self.sink, mode="w"), schema)
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Raises OSError."""
+        """Write a batch. Raises OSError."""
         self._writer.write_batch(batch)
         self.rows += len(batch)
 
     def close(self) -> None:
-        """Complete on disk. Raises OSError."""
+        """Complete the file on disk. Raises OSError."""
         self._writer.close()
         self.sink.sync()
 
     def abort(self) -> None:
-        """Release the file. pyarrow's writers write their footer when they are dropped: into nothing."""
+        """Close the file. pyarrow's writers write their footer when they are dropped; it is discarded."""
         self.sink.discard()
         self._writer.close()
 
 
 class _HashedFile:
-    """A file written front to back that knows its size and sha256; what pyarrow asks of a Python file."""
+    """A sequentially written file that knows its size and sha256. It has the methods that pyarrow requires of a Python
+    file."""
 
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("wb", buffering=0)  # pyarrow writes in large pieces
         self.running = hashlib.sha256()
         self.size = 0
         self.closed = False
-        """As pyarrow asks it."""
+        """Attribute that pyarrow reads."""
 
     def write(self, content: Any) -> int:
-        """All of `content`. Raises OSError."""
+        """Write all of `content`. Raises OSError."""
         view = memoryview(content).cast("B")
         if self.closed:
             return len(view)
@@ -233,11 +237,11 @@ class _HashedFile:
         return written
 
     def tell(self) -> int:
-        """Bytes written."""
+        """Return the number of bytes written."""
         return self.size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: writes are not buffered."""
 
     def readable(self) -> bool:
         return False
@@ -249,24 +253,24 @@ class _HashedFile:
         return False
 
     def close(self) -> None:
-        """pyarrow is done; `sync` closes."""
+        """Do nothing: pyarrow calls this when it is done, and `sync` closes the file."""
 
     def discard(self) -> None:
-        """Closed; what is still written goes nowhere."""
+        """Close the file and ignore later writes."""
         self.closed = True
         self.file.close()
 
     def sync(self) -> None:
-        """On disk, and closed. Raises OSError."""
+        """Sync the file to disk and close it. Raises OSError."""
         os.fsync(self.file.fileno())
         self.file.close()
         self.closed = True
 
 
 BATCH_TOKENS = 1 << 20
-"""Of `rl`: tokens of one batch (about 13 bytes each in memory)."""
+"""View `rl`: maximum number of tokens in a batch (about 13 bytes each in memory)."""
 BATCH_BYTES = 8 << 20
-"""Of the other views: bytes of JSON of one batch."""
+"""Other views: maximum size of a batch in bytes of JSON."""
 BATCH_ROWS = 4096
 
 Row = dict[str, Any]
@@ -274,7 +278,7 @@ Row = dict[str, Any]
 
 
 class DatasetWriter:
-    """Writes one dataset. Left without `close`, as by an error or Ctrl-C, it leaves nothing behind.
+    """Writes one dataset. If it is left without `close`, as after an error or Ctrl-C, nothing remains.
 
     with DatasetWriter(out, "rl", "parquet") as writer:
         writer.add(samples)
@@ -291,14 +295,15 @@ class DatasetWriter:
         shard_bytes: int = SHARD_BYTES,
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
-        """`batch_tokens` bounds what `rl` holds in memory. Raises BadQuery, DatasetExists, NotADataset, Unwritable."""
+        """`batch_tokens` limits the tokens of `rl` that are held in memory. Raises BadQuery, DatasetExists,
+        NotADataset, Unwritable."""
         if view not in VIEWS or format not in FORMATS:
             raise BadQuery(
                 f"view {view!r} in format {format!r}: views are {', '.join(VIEWS)}; formats {', '.join(FORMATS)}"
             )
         self.view, self.format = view, format
         self.rows = self.tokens = self.trained_tokens = 0
-        """Of all rows added."""
+        """Counts over all rows added."""
         self._samples = RlRows()
         self._rows: list[Row] = []
         self._bytes = 0
@@ -321,15 +326,15 @@ class DatasetWriter:
         self.abort()
 
     def add(self, samples: Iterable[SegmentSample]) -> None:
-        """Rows of the `rl` view; payloads must be inline. Raises Unwritable, and BrokenSample, after which
-        the samples before it are still there."""
+        """Add rows of the `rl` view, with inline payloads. Raises Unwritable, or BrokenSample, which leaves the samples
+        before the broken one added."""
         for sample in samples:
             self._samples.add(sample)
             if self._samples.tokens >= self._batch_tokens or len(self._samples) >= BATCH_ROWS:
                 self._flush()
 
     def add_rows(self, rows: Iterable[Row]) -> None:
-        """Rows of the other views. Raises Unwritable."""
+        """Add rows of the other views. Raises Unwritable."""
         for row in rows:
             self._rows.append(row)
             self._bytes += len(canonical_json(row))
@@ -338,7 +343,7 @@ class DatasetWriter:
                 self._flush()
 
     def close(self, provenance: Provenance) -> Manifest:
-        """The dataset is whole and stands at OUT. Raises Unwritable, DatasetExists (somebody was faster)."""
+        """Complete the dataset and move it to OUT. Raises Unwritable, DatasetExists (another writer was faster)."""
         try:
             self._flush()
             self._written()
@@ -366,11 +371,11 @@ class DatasetWriter:
 
     @property
     def added(self) -> int:
-        """Rows so far, those not written yet included."""
+        """Number of rows added, including those that are not written yet."""
         return self.rows + len(self._samples) + len(self._rows)
 
     def abort(self) -> None:
-        """Remove what was written, unless it was closed."""
+        """Remove everything written, unless the dataset was closed."""
         if not self._done:
             self._done = True
             self._thread.shutdown()
@@ -379,7 +384,8 @@ class DatasetWriter:
             self._staged.discard()
 
     def _flush(self) -> None:
-        """Hand what was gathered to the writing thread: pyarrow, zstd and sha256 work while the next rows are read."""
+        """Hand the collected rows to the writing thread, so that pyarrow, zstd and sha256 work while the next rows are
+        read."""
         batch: pa.RecordBatch | None = None
         if len(self._samples):
             batch = self._samples.batch()
@@ -399,7 +405,7 @@ class DatasetWriter:
         self._shards.write(batch)
 
     def _written(self) -> None:
-        """Wait for the batch under way. Raises Unwritable."""
+        """Wait for the batch that is being written. Raises Unwritable."""
         writing, self._writing = self._writing, None
         if writing is not None:
             try:
