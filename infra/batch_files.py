@@ -1,6 +1,6 @@
 """Batch files: Arrow IPC, one row per sample, memory-mappable by pyarrow, DuckDB and Hugging Face datasets.
 
-Beside one of them may lie a token file: Parquet, one row per trained token.
+A batch file may have a token file beside it: Parquet, one row per trained token.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ARROW = {"<i4": pa.int32(), "<i8": pa.int64(), "|u1": pa.uint8(), "<f4": pa.floa
 
 
 class CorruptBatch(Exception):
-    """The bytes are no batch file, or its columns are not those of this version. Remedy: form the batch again from
+    """The bytes are not a batch file, or its columns are not those of this version. Remedy: form the batch again from
     its manifest (`turnlog replay` recomputes it), or restore the object in the store."""
 
 
 def write_rows(rows: BatchRows) -> bytes:
-    """The Arrow IPC file of a batch."""
+    """Return the Arrow IPC file of a batch."""
     ends = np.cumsum(rows.lengths, dtype=np.int32)
     offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
     columns: dict[str, pa.Array] = {}
@@ -40,7 +40,7 @@ def write_rows(rows: BatchRows) -> bytes:
             columns[name] = pa.array(column, pa.string())
         elif kind == TOKEN:
             columns[name] = pa.ListArray.from_arrays(offsets, pa.array(column, ARROW[str(dtype)]))
-        elif name != "lengths":  # the list columns carry it
+        elif name != "lengths":  # the list columns imply the lengths
             columns[name] = pa.array(column, ARROW[str(dtype)])
     table = pa.table(columns)
     sink = pa.BufferOutputStream()
@@ -52,9 +52,10 @@ def write_rows(rows: BatchRows) -> bytes:
 def sealed(
     batch: FormedBatch, weighting: Weighting, write: Callable[[BatchRows], bytes] = write_rows
 ) -> tuple[bytes, str]:
-    """A batch's file and the rows_sha256 of what it holds, read back and checked against the batch's weights.
+    """Return a batch's file and the rows_sha256 of its contents, after reading it back and checking it against the
+    batch's weights.
 
-    Raises WeightsDoNotAddUp: then nothing may be published.
+    Raises WeightsDoNotAddUp; nothing may be published then.
     """
     content = write(batch.rows)
     held = read_rows(content)
@@ -63,8 +64,8 @@ def sealed(
 
 
 def write_tokens(rows: BatchRows, figures: Mapping[str, NDArray[np.float32]]) -> bytes:
-    """The Parquet file of a batch's trained tokens, in their order: the sample, the position among its row's
-    token_ids, and of `figures`, [T] each, the token's own."""
+    """Return the Parquet file of a batch's trained tokens, in order. Columns are the sample, the position within the
+    row's token_ids, and the token's value of each of `figures` ([T] each)."""
     at = np.flatnonzero(rows.trained)
     row = np.repeat(np.arange(len(rows), dtype=np.int32), rows.lengths)[at]
     columns: dict[str, pa.Array] = {
@@ -78,19 +79,18 @@ def write_tokens(rows: BatchRows, figures: Mapping[str, NDArray[np.float32]]) ->
 
 
 def read_rows(content: bytes) -> BatchRows:
-    """The rows of an Arrow IPC file. Raises CorruptBatch for whatever else the bytes are; bytes that nobody has checked
-    against a hash do not come here, as Arrow's own checks abort the process where they find what they do not expect."""
+    """Read the rows of an Arrow IPC file. Raises CorruptBatch if the bytes are anything else. The hash of the bytes
+    must have been checked before, because Arrow's own checks abort the process on some malformed files."""
     try:
         return _rows(_table(content))
-    # Arrow and numpy raise SystemError, TypeError, UnicodeDecodeError and more for bytes that are no file of theirs.
+    # Arrow and numpy raise SystemError, TypeError, UnicodeDecodeError and more for bytes that are not their files.
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise CorruptBatch(f"not a batch file ({len(content)} bytes): {why}") from error
 
 
 def _table(content: bytes) -> pa.Table:
-    """The columns of ours, of the types that they have, all of their offsets and texts checked. Raises ValueError,
-    ArrowException."""
+    """Return our columns, with their types, all offsets and all texts checked. Raises ValueError, ArrowException."""
     schema = pa.ipc.open_file(pa.BufferReader(content)).schema
     ours = [(name, kind, dtype) for name, kind, dtype in COLUMNS if name != "lengths" and name in schema.names]
     for name, kind, dtype in ours:
@@ -99,7 +99,7 @@ def _table(content: bytes) -> pa.Table:
             raise ValueError(f"column {name} is {found}, wanted {wanted}")
     options = pa.ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name, _, _ in ours])
     table = pa.ipc.open_file(pa.BufferReader(content), options=options).read_all()
-    table.validate(full=True)  # numpy would follow offsets that lead out of their buffer
+    table.validate(full=True)  # numpy would follow offsets beyond the end of their buffer
     return table
 
 

@@ -1,11 +1,12 @@
-"""What installed packages offer by entry point: one package a name; a user's own policies, estimators, group filters
-and reward transforms among it.
+"""Plugins: objects that installed packages offer by entry point, such as a user's own policies, estimators, group
+filters and reward transforms.
 
-Of two that offer a name the order of sys.path would decide, so nobody is taken.
+Each name must be offered by one package. If two offered it, the order of sys.path would decide, so that is an error.
 
-A package offers one as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`, `turnlog.algorithms`,
-`turnlog.auxiliary_losses`, `turnlog.group_filters` or `turnlog.reward_transforms`; OBJECT is a Policy, or an Estimator,
-Algorithm, Auxiliary, GroupFilter or RewardTransform of that name. Only what the settings name is imported.
+A package offers an object as `name = "module:OBJECT"` under `turnlog.policies`, `turnlog.estimators`,
+`turnlog.algorithms`, `turnlog.auxiliary_losses`, `turnlog.group_filters` or `turnlog.reward_transforms`. OBJECT is a
+Policy, or an Estimator, Algorithm, Auxiliary, GroupFilter or RewardTransform of that name. Only plugins that the
+settings name are imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from turnlog.settings import FoldSettings, SettingsError, TrainerSettings, decla
 
 
 class Named(Protocol):
-    """What is known by its name."""
+    """An object with a name."""
 
     @property
     def name(self) -> str: ...
@@ -37,15 +38,18 @@ GROUPS = {
     for key, hint in declarations(kind).items()
     if (own := setting_types.offered(hint))
 }
-"""Settings that take what packages offer, and the entry point group of each."""
+"""Setting that accepts plugins -> its entry point group."""
 
 
 def offered(
     group: str, what: str, ambiguous: type[Exception], ours: Mapping[str, str] | None = None
 ) -> dict[str, EntryPoint]:
-    """Name -> entry point, nothing imported (reading every package's metadata takes tens of ms). `what` they are, for
-    the error `ambiguous`, which is raised where two packages offer one name; `ours`: name -> value of those that are
-    there before any package. A package that is found twice (installed, and as a checkout) offers its names once."""
+    """Return name -> entry point, without importing anything (reading the metadata of all packages takes tens of ms).
+
+    `what`: the kind of plugin, for error messages. `ambiguous`: the error that is raised if two packages offer one
+    name. `ours`: name -> value of the objects that exist without any package. A package that is found twice (installed,
+    and as a checkout) counts once.
+    """
     points = {name: EntryPoint(name, value, group) for name, value in (ours or {}).items()}
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
         other = points.setdefault(point.name, point)
@@ -58,8 +62,8 @@ def offered(
 
 
 def installed(fold: FoldSettings) -> Methods:
-    """The built-in methods and those that `fold` names beyond them. Raises SettingsError for one that is unknown,
-    does not import, is no such method, or is offered by two packages."""
+    """Return the built-in methods and the plugins that `fold` names. Raises SettingsError if a plugin is unknown, does
+    not import, is not such a method, or is offered by two packages."""
     filters = [split(spec, "fold.group_filters")[0] for spec in fold.group_filters]
     transforms = [split(spec, "fold.reward_transforms")[0] for spec in fold.reward_transforms]
     return Methods(
@@ -71,7 +75,7 @@ def installed(fold: FoldSettings) -> Methods:
 
 
 def installed_policies(name: str) -> Policies:
-    """The built-in policies, and the one offered as `name` when it is none of them. Raises SettingsError as
+    """Return the built-in policies, and the plugin `name` if it is not one of them. Raises SettingsError as
     `installed`."""
     built_in = Policies()
     if name in built_in.named:
@@ -87,7 +91,7 @@ def _with_own(built_in: Mapping[str, M], names: Iterable[str], key: str, kind: t
 
 
 def one(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
-    """The method of that name, built in or offered; `key`: the setting that names it. Raises SettingsError as
+    """Return the method of that name, built in or a plugin. `key` is the setting that names it. Raises SettingsError as
     `installed`."""
     if name in built_in:
         return built_in[name]
@@ -98,7 +102,7 @@ def one(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
 
 
 def _offered(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, str]:
-    """What a package offers under a name, and how to speak of it."""
+    """Return a plugin by name, and its description for error messages. Raises SettingsError."""
     points = offered(GROUPS[key], key, SettingsError)
     if name not in points:
         legal = ", ".join(sorted({*built_in, *points}))

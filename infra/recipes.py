@@ -1,11 +1,11 @@
-"""What a recipe is: dataset, prompt, tools, verifier and, for tiny models, a warm start; found by entry point.
+"""The interface of a recipe: dataset, prompt, tools, verifier and, for tiny models, a warm start; found by entry point.
 
 A package offers one under the entry point group `turnlog.recipes`; `recipe(name)` imports it when a role needs it.
 
 RecipeError
-├── UnknownRecipe    no installed package offers that name; lists the names that are there
+├── UnknownRecipe    no installed package offers that name; the message lists the names that exist
 ├── AmbiguousRecipe  two packages offer one name
-└── BrokenRecipe     the entry point does not import, what it names is no recipe, or a method of it raises
+└── BrokenRecipe     the entry point does not import, its object is not a recipe, or a method of it raises
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from turnlog.schemas.types import BlobRef
 P = ParamSpec("P")
 T = TypeVar("T")
 Message = dict[str, Any]
-"""One OpenAI chat message: role, content and, for an assistant, tool_calls."""
+"""An OpenAI chat message: role, content and, for an assistant, tool_calls."""
 TaskRow = Mapping[str, Any]
-"""One row of the dataset; has at least `prompt`."""
+"""A row of the dataset; it has at least `prompt`."""
 
 
 class RecipeError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of recipes; see the module docstring."""
 
 
 class UnknownRecipe(RecipeError):
-    """Nobody offers this recipe; see [feeder] recipe."""
+    """No package offers this recipe; see [feeder] recipe."""
 
 
 class AmbiguousRecipe(RecipeError):
-    """Remedy: uninstall one of the packages."""
+    """Two packages offer a recipe of this name. Remedy: uninstall one of them."""
 
 
 class BrokenRecipe(RecipeError):
-    """The entry point leads nowhere useful, or what it leads to falls over."""
+    """The entry point cannot be loaded, or a method of the recipe raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +62,34 @@ class SandboxCall:
 
 @dataclass(frozen=True, slots=True)
 class CommandEnd:
-    """How an agent that is a program ended, and what it left."""
+    """The end of an agent that is a program, and its results."""
 
     exit_code: int | None
-    """None: it did not end by itself. What it says of itself proves nothing: look at what it left."""
+    """Exit status, or None if the program did not end by itself. It proves nothing about success: examine the
+    workspace."""
     output: str
-    """What it printed, both streams in their order; of too much the middle is left out."""
+    """Stdout and stderr in the order of writing; if too long, the middle is left out."""
     workspace: BlobRef | None
-    """Its files (docs/sandbox.md, Workspaces)."""
+    """The workspace after the end (docs/sandbox.md, Workspaces)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What a verifier judges."""
+    """Input of a verifier."""
 
     task: TaskRow
     messages: tuple[Message, ...]
     """The whole conversation, the last assistant message included."""
     outcome: Outcome
     reason: str
-    """Which limit a truncated session hit; empty when it completed, but for a program's exit status."""
+    """Limit that a truncated session hit, or a program's exit status; empty otherwise."""
     ended: CommandEnd | None = None
-    """Of an agent that is a program."""
+    """Result of an agent that is a program; None for other agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A reward, the parts it is made of, and JSON-able evidence."""
+    """A reward, its components, and JSON-able evidence."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
@@ -96,105 +97,111 @@ class Verdict:
 
 
 class Judged(Protocol):
-    """What every kind of verifier has: FunctionVerifier, and those of turnlog.infra.verifiers."""
+    """Interface common to all verifiers: FunctionVerifier, and those of turnlog.infra.verifiers."""
 
     @property
     def name(self) -> str:
-        """Stands on the log with the verdict."""
+        """Name that is recorded with the reward."""
         ...
 
     @property
     def version(self) -> str:
-        """Change it when the same episode may be judged otherwise."""
+        """Version of the verifier. Change it if the same episode may get another reward."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionVerifier:
-    """A verifier that is a pure function. What it raises becomes a RewardFailed, never a reward of 0."""
+    """A verifier that is a pure function. An exception becomes a RewardFailed, never a reward of 0."""
 
     name: str
     version: str
     judge: Callable[[Episode], Verdict]
     timeout_s: float = 300.0
-    """Then it is left alone, and is a RewardFailed."""
+    """Seconds after which the function is abandoned and recorded as RewardFailed."""
     late: bool = False
-    """The session is finished before the verdict is there."""
+    """True if the session is finished before the reward is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an action in a simulation came to."""
+    """The result of an action in a simulation."""
 
     observation: Any
     reward: float = 0.0
     done: bool = False
-    """Nothing more can be done: the session is over when the model has been told."""
+    """True if no further action is possible: the session ends once the model has received the observation."""
 
 
 class Simulation(Protocol):
-    """One episode of an environment that acts in the runner's process. The same task and the same actions give the same
-    steps, on any machine: a new owner of the session, and its verifier, come to where it stood by doing them again."""
+    """An episode of an environment that runs in the runner's process.
+
+    It must be deterministic on any machine: the same task and actions give the same steps. A new owner of the session,
+    and its verifier, repeat the actions to restore its state.
+    """
 
     def reset(self) -> Any:
-        """The first observation."""
+        """Return the first observation."""
         ...
 
     def step(self, name: str, arguments: dict[str, Any]) -> Step:
-        """A call of the tool `name`. What the model may do wrong is answered by an observation; what is raised is the
-        recipe's fault."""
+        """Run a call of the tool `name`. Answer mistakes of the model by an observation; an exception is a fault of
+        the recipe."""
         ...
 
     def format_observation(self, observation: Any) -> Any:
-        """Content of a chat message: text, or OpenAI's content blocks."""
+        """Return the content of a chat message: text, or OpenAI's content blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxAnswer:
-    """What a call came to."""
+    """The result of a call."""
 
     ok: bool
-    """False: the tool failed, or met a limit."""
+    """False if the tool failed or hit a limit."""
     output: str
-    """Stdout, then stderr."""
+    """Stdout, followed by stderr."""
     exit_code: int | None = None
-    """Of the program; None where none ended."""
+    """Exit status of the program; None if none ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What an agent's function is given: enough for any OpenAI or Anthropic client."""
+    """Arguments of an agent's function: enough for any OpenAI or Anthropic client."""
 
     base_url: str
-    """Ends with /v1, as OpenAI's clients take it; Anthropic's take `root_url`."""
+    """Base URL for OpenAI's clients, ending in /v1. Anthropic's take `root_url`."""
     api_key: str = field(repr=False)
-    """Speaks for this session alone, until it ends."""
+    """Key that is valid for this session only, until it ends."""
     model: str
     """Name of the policy."""
     task: TaskRow
     tools: tuple[dict[str, Any], ...]
-    """As the recipe declares them."""
+    """Tool declarations of the recipe."""
     call: Callable[[SandboxCall], Awaitable[SandboxAnswer]]
-    """Runs a call in the session's sandbox. What it raises is no failure of the agent's: the session is tried again."""
+    """Runs a call in the session's sandbox. Its exceptions do not count as a failure of the agent: the session
+    is retried."""
 
     @property
     def root_url(self) -> str:
-        """Without /v1."""
+        """Base URL without /v1."""
         return self.base_url.removesuffix("/v1")
 
 
 class AgentError(Exception):
-    """An agent's function raises it where the agent itself failed: it gets its verdict, as an agent that lived."""
+    """Raised by an agent's function if the agent itself failed. The session gets a reward, like that of any
+    other agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionAgent:
     """An agent written with any framework, which runs in the runner's process and its event loop.
 
-    It returns None, for the recipe's verifier to judge, or the Verdict. What it raises, but for AgentError, is no
-    failure of the agent's: the session ends as `infra_failure` and is tried again, as after the death of its runner;
-    a limit that the gateway refused a turn for makes it `truncated`."""
+    It returns None, so that the recipe's verifier judges, or the Verdict. Exceptions other than AgentError do not count
+    as a failure of the agent: the session ends as `infra_failure` and is retried, as after the death of its runner. If
+    the gateway refused a turn because of a limit, the session is `truncated`.
+    """
 
     name: str
     version: str
@@ -203,21 +210,21 @@ class FunctionAgent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandAgent:
-    """An agent that is a program (Claude Code, Codex, a script): it runs as one call in the session's sandbox, with the
-    gateway at GATEWAY_INSIDE (turnlog.infra.tools) and any word as its key, and reaches nothing else but what
-    `sandbox.allow` of the recipe names.
+    """An agent that is a program (Claude Code, Codex, a script). It runs as one call in the session's sandbox.
 
-    Its end is the session's. A program that ended without a turn of the policy's did not act: `infra_failure`, tried
-    again. A function in place of a value is given the task's row."""
+    It reaches the gateway at GATEWAY_INSIDE (turnlog.infra.tools), with any word as its key, and otherwise only what
+    `sandbox.allow` of the recipe names. The session ends with the program. A program that ended without a turn of the
+    policy did not act: `infra_failure`, retried. A function in place of a value receives the task's row.
+    """
 
     name: str
     version: str
     argv: Sequence[str] | Callable[[TaskRow], Sequence[str]]
-    """The program, found on the sandbox's PATH, and its arguments. Its input is empty."""
+    """The program, searched on the sandbox's PATH, and its arguments. Its standard input is empty."""
     env: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
-    """Added to the sandbox's; no place for secrets, since the log keeps it."""
+    """Variables added to the sandbox's. Not for secrets, because they are recorded on the log."""
     files: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
-    """Path in the workspace -> text, written before it starts."""
+    """Path in the workspace -> text, written before the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +268,7 @@ class TinyModel:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation to imitate; `trained[i]` says whether message i carries loss (assistant messages only)."""
+    """A conversation to imitate; `trained[i]` is True if message i has a loss (assistant messages only)."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]
@@ -269,61 +276,62 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class WarmStartRow:
-    """One row of supervised fine-tuning: `mask[t]` is 1 where token t carries loss. Equal lengths."""
+    """A row for supervised fine-tuning: `mask[t]` is 1 if token t has a loss. Both have the same length."""
 
     token_ids: tuple[int, ...]
     mask: tuple[int, ...]
 
 
 class WarmStart(Protocol):
-    """How a tiny policy of this recipe begins: shape, tokenizer and demonstrations."""
+    """Start of a tiny policy for this recipe: shape, tokenizer and demonstrations."""
 
     @property
     def model(self) -> TinyModel:
-        """The shape that the trainer initialises at random and fine-tunes."""
+        """Shape of the model that the trainer initializes at random and fine-tunes."""
         ...
 
     @property
     def rows_per_step(self) -> int:
-        """Demonstrations per step of supervised fine-tuning."""
+        """Number of demonstrations per step of supervised fine-tuning."""
         ...
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja; the same bytes each time."""
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja. The bytes must be the same each time."""
         ...
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """An endless stream, a function of the seed."""
+        """Yield demonstrations without end, as a function of the seed."""
         ...
 
     def rows(self, folder: Path, seed: int) -> Iterator[WarmStartRow]:
-        """The demonstrations as token ids, encoded with the tokenizer in `folder` exactly as the gateway feeds a
-        live conversation (piece by piece: prompt, assistant turn, what follows it)."""
+        """Yield the demonstrations as token ids. They are encoded with the tokenizer in `folder` exactly as the gateway
+        encodes a live conversation (piece by piece: prompt, assistant turn, what follows it)."""
         ...
 
 
 @runtime_checkable
 class Recipe(Protocol):
-    """One kind of task, end to end. Implementations are stateless values: every method is a pure function.
+    """A kind of task, end to end. Implementations are stateless values: every method is a pure function.
 
-    Optional beside these: `sandbox_tools: tuple[str, ...]`, `workspace: BlobRef` or a method `files(task)`, `agent`, a
-    FunctionAgent or a CommandAgent, `simulation: Callable[[TaskRow], Simulation]`, `demo_rise: float`, and a method
-    `read_row`, see the functions `sandbox_tools`, `first_workspace`, `first_files`, `agent_of`, `played`, `demo_rise`
-    and `row_of`. Whoever inherits from PlainRecipe says what differs."""
+    Optional attributes: `sandbox_tools: tuple[str, ...]`, `workspace: BlobRef` or a method `files(task)`, `agent` (a
+    FunctionAgent or a CommandAgent), `simulation: Callable[[TaskRow], Simulation]`, `demo_rise: float`, and a method
+    `read_row`; see the functions `sandbox_tools`, `first_workspace`, `first_files`, `agent_of`, `played`, `demo_rise`
+    and `row_of`. Subclasses of PlainRecipe define only what differs.
+    """
 
     @property
     def name(self) -> str:
-        """As in [feeder] recipe and on RolloutRequested."""
+        """Name in [feeder] recipe and on RolloutRequested."""
         ...
 
     @property
     def environment(self) -> Environment:
-        """Recorded on SessionStarted."""
+        """Environment that is recorded on SessionStarted."""
         ...
 
     @property
     def sandbox(self) -> SandboxSpec:
-        """Where and within which limits the tools of this recipe run."""
+        """Image, network and limits of the sandbox in which this recipe's tools run."""
         ...
 
     @property
@@ -333,42 +341,42 @@ class Recipe(Protocol):
 
     @property
     def verifier(self) -> Judged:
-        """Judges an episode: a FunctionVerifier, or one of turnlog.infra.verifiers."""
+        """Verifier of episodes: a FunctionVerifier, or one of turnlog.infra.verifiers."""
         ...
 
     @property
     def warm_start(self) -> WarmStart | None:
-        """None when the recipe needs a model that exists already ([model] path)."""
+        """Warm start, or None if the recipe needs an existing model ([model] path)."""
         ...
 
     def messages(self, task: TaskRow) -> list[Message]:
-        """The conversation that the agent starts from."""
+        """Return the initial conversation."""
         ...
 
     def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
-        """Map a parsed tool call (arguments as the JSON text the model wrote) to the sandbox; a string is an answer
-        that needs no sandbox, for example to a call of an unknown tool."""
+        """Map a parsed tool call to the sandbox. `arguments` is the JSON text that the model wrote. A string is an
+        answer that needs no sandbox, for example to a call of an unknown tool."""
         ...
 
     def tool_answer(self, ok: bool, output: bytes) -> str:
-        """Content of the tool message for a call that ran; `output` is stdout, then stderr."""
+        """Return the content of the tool message for a call that ran. `output` is stdout followed by stderr."""
         ...
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """An endless stream of rows, a function of the seed."""
+        """Yield task rows without end, as a function of the seed."""
         ...
 
     def write_dataset(self, path: Path, count: int, seed: int) -> None:
-        """Write the first `count` tasks as JSON lines; the same bytes each time."""
+        """Write the first `count` tasks as JSON lines. The bytes must be the same each time."""
         ...
 
 
 NO_OBJECT = "the arguments are no JSON object"
-"""What the model is told of a call whose arguments cannot be read."""
+"""Answer to a call whose arguments cannot be parsed."""
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:
-    """The arguments as the model wrote them; None where they are no JSON object."""
+    """Parse the arguments that the model wrote. Returns None if they are not a JSON object."""
     try:
         values = None if deeper_than(arguments) else json.loads(arguments)
     except ValueError:
@@ -377,7 +385,7 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 class PlainRecipe:
-    """A recipe without tools, to inherit from: `name`, `verifier` and `tasks` are left to state."""
+    """A recipe without tools, as a base class. Subclasses define `name`, `verifier` and `tasks`."""
 
     name: str
     version = "1"
@@ -395,19 +403,19 @@ class PlainRecipe:
         return Environment(name=self.name, version=self.version)
 
     def messages(self, task: TaskRow) -> list[Message]:
-        """The row's `prompt`: a user's message, or messages."""
+        """Return the row's `prompt`, which is the text of a user message, or messages."""
         prompt = task["prompt"]
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
     def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
-        """A built-in tool under its own name; `arguments` are checked where it runs."""
+        """Map the call to the built-in tool of the same name. `arguments` are validated where it runs."""
         if name not in BUILT_IN:
             return f"there is no tool {name!r}"
         values = object_of(arguments)
         return NO_OBJECT if values is None else SandboxCall(name, values)
 
     def tool_answer(self, ok: bool, output: bytes) -> str:
-        """What was printed, as text."""
+        """Return the output as text."""
         return output.decode(errors="replace")
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
@@ -421,35 +429,36 @@ class PlainRecipe:
 
 
 def agent_of(recipe: Recipe) -> FunctionAgent | CommandAgent | None:
-    """Who acts: what the recipe's attribute `agent` names; None, the built-in loop over its tools, without one."""
+    """Return the recipe's attribute `agent`. Without one, return None: the built-in loop over its tools acts."""
     agent: FunctionAgent | CommandAgent | None = getattr(recipe, "agent", None)
     return agent
 
 
 def sandbox_of(recipe: Recipe) -> SandboxSpec:
-    """Where its calls run: a program that acts has the way to the gateway, and what it leaves is kept to be judged."""
+    """Return the sandbox of its calls. For an agent that is a program, it adds access to the gateway, and preserves the
+    workspace for the verifier."""
     if not isinstance(agent_of(recipe), CommandAgent):
         return recipe.sandbox
     return dataclasses.replace(recipe.sandbox, network="allowlist", durable_workspace=True)
 
 
 OVER = "the episode is over"
-"""What a call after the last step is told."""
+"""Answer to a call after the last step."""
 
 
 class Played:
-    """A simulation, and what has been done in it."""
+    """A simulation and its progress."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self.first = simulation.format_observation(simulation.reset())
-        """What the model is told before it acts."""
+        """First observation, which the model receives before it acts."""
         self.rewards: list[float] = []
-        """Of each step."""
+        """Reward of each step."""
         self.done = False
 
     def call(self, name: str, arguments: str) -> Any:
-        """Content of the tool message for a call with these arguments, as the model wrote them."""
+        """Return the content of the tool message for a call. `arguments` is the JSON text that the model wrote."""
         if self.done:
             return OVER
         values = object_of(arguments)
@@ -462,8 +471,8 @@ class Played:
 
 
 def played(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> Played | None:
-    """Where the recipe's attribute `simulation` stands after the calls in `messages` that have their answers; None
-    without one. Raises whatever the recipe raises."""
+    """Create the recipe's `simulation`, and repeat those calls in `messages` that have answers. Returns None if the
+    recipe has no simulation. Raises the recipe's exceptions."""
     make: Callable[[TaskRow], Simulation] | None = getattr(recipe, "simulation", None)
     if make is None:
         return None
@@ -476,8 +485,8 @@ def played(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> Played
 
 
 def acted_out(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> list[Message]:
-    """The messages of a session that is over as its own verifier had them: no turn followed that would have put on the
-    log what a simulation answered the last one's calls. Raises whatever the recipe raises."""
+    """Return the messages of a finished session as its own verifier saw them. They include a simulation's answers to
+    the calls of the last turn, which are not on the log because no turn followed. Raises the recipe's exceptions."""
     game, found = played(recipe, task, messages), list(messages)
     if game is not None and found:
         for call in found[-1].get("tool_calls") or ():
@@ -487,8 +496,9 @@ def acted_out(recipe: Recipe, task: TaskRow, messages: Sequence[Message]) -> lis
 
 
 def sandbox_tools(recipe: Recipe) -> tuple[str, ...]:
-    """The sandbox's tools that this recipe's calls may use, recorded with their versions on SessionStarted: what its
-    attribute `sandbox_tools` names; without one, the built-in tools that it declares under their own names."""
+    """Return the names of the sandbox tools that this recipe's calls may use, recorded with their versions on
+    SessionStarted. Its attribute `sandbox_tools` states them; by default they are the built-in tools that it declares
+    under their own names."""
     stated: tuple[str, ...] | None = getattr(recipe, "sandbox_tools", None)
     if stated is not None:
         return stated
@@ -497,47 +507,50 @@ def sandbox_tools(recipe: Recipe) -> tuple[str, ...]:
 
 
 def first_workspace(recipe: Recipe) -> BlobRef | None:
-    """What the first call of a session finds in its workspace: the stored folder that the recipe's attribute
-    `workspace` names; nothing without one."""
+    """Return the initial workspace of a session: the stored folder in the recipe's attribute `workspace`, or None."""
     workspace: BlobRef | None = getattr(recipe, "workspace", None)
     return workspace
 
 
 def demo_rise(recipe: Recipe) -> float:
-    """By how much the mean reward must rise in `turnlog demo` with this recipe, of its last five steps above its first
-    two, for the demo to succeed: the recipe's attribute `demo_rise`; 0 without one, and then it is not judged."""
+    """Return the rise of the mean reward that `turnlog demo` requires with this recipe, from the first two steps to the
+    last five. This is the recipe's attribute `demo_rise`; with 0, the default, the rise is not checked."""
     rise: float = getattr(recipe, "demo_rise", 0.0)
     return rise
 
 
 def first_files(recipe: Recipe, task: TaskRow) -> Mapping[str, Any] | None:
-    """What the first call of a session on this row finds in its workspace: what the recipe's method `files` says, as
-    `turnlog.infra.workspaces.kept` takes it; None without one."""
+    """Return the files of a session's initial workspace for this row, from the recipe's method `files` (format:
+    `turnlog.infra.workspaces.kept`). Returns None if the recipe has no such method."""
     files: Callable[[TaskRow], Mapping[str, Any]] | None = getattr(recipe, "files", None)
     return None if files is None else files(task)
 
 
 def row_of(recipe: Recipe, row: dict[str, Any], beside: Path, *, whole: bool) -> dict[str, Any]:
-    """A row of a dataset as the recipe's method `read_row` understands it, which may look into the folder that the
-    dataset lies in; the row itself without one. `whole`: with all that its rollouts need; else it is looked at alone,
-    before the run begins, and large parts may be left out. Raises BrokenRecipe for whatever that raises."""
+    """Convert a row of a dataset by the recipe's method `read_row`, or return it unchanged if there is none.
+
+    The method may read the folder `beside`, in which the dataset is. With `whole`, the row must have all that its
+    rollouts need; without it, the row is only examined before the run begins, and large parts may be missing. Raises
+    BrokenRecipe if the method raises.
+    """
     read: Callable[[dict[str, Any], Path, bool], dict[str, Any]] | None = getattr(recipe, "read_row", None)
     return row if read is None else called(recipe, read, row, beside, whole)
 
 
 def called(recipe: Recipe, method: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """What a method of the recipe returns. Raises BrokenRecipe for whatever it raises."""
+    """Call a method of the recipe and return its result. Raises BrokenRecipe if it raises."""
     try:
         return method(*arguments, **named)
-    except Exception as error:  # foreign code falls over in ways of its own, RecursionError and MemoryError among them
+    except Exception as error:  # foreign code may raise anything, RecursionError and MemoryError among it
         said = f"recipe {recipe.name!r}: {getattr(method, '__name__', method)} raises {type(error).__name__}"
         raise BrokenRecipe(f"{said}: {error}") from error
 
 
 @cache
 def recipe(name: str) -> Recipe:
-    """The recipe that an installed package offers under `name`; looked up once (reading the metadata of every installed
-    package takes tens of milliseconds). Raises UnknownRecipe, AmbiguousRecipe, BrokenRecipe."""
+    """Return the recipe that an installed package offers under `name`. The result is cached, because reading the
+    metadata of all installed packages takes tens of milliseconds. Raises UnknownRecipe, AmbiguousRecipe,
+    BrokenRecipe."""
     points = offered(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe)
     if name not in points:
         names = ", ".join(points) or "none"

@@ -1,10 +1,10 @@
-"""Client of a schema registry that speaks the Confluent REST API. Subject = record name (RecordNameStrategy).
+"""Client of a schema registry with the Confluent REST API. Subject = record name (RecordNameStrategy).
 
 RegistryError
-├── RegistryUnavailable      it did not do what was asked: retried, then the process ends
-│   ├── RegistryRefused      401 or 403: who asks is unknown, or may not; waited for, as secrets rotate
+├── RegistryUnavailable      it did not do what was requested: retried, then the process ends
+│   ├── RegistryRefused      401 or 403: the login is unknown or lacks a right; waited for, as secrets rotate
 │   ├── SchemaNotRegistered  [registry] auto_register is false and nobody has registered it yet: waited for
-│   └── RegistryUnreachable  transport or TLS, or it answers that it may be asked again
+│   └── RegistryUnreachable  transport or TLS, or an answer that allows a retry
 └── SchemaIncompatible       409: the change breaks BACKWARD_TRANSITIVE; names record, field and rule
 """
 
@@ -28,16 +28,16 @@ from turnlog.settings import RegistrySettings
 
 T = TypeVar("T")
 ABSENT = (40401, 40402, 40403)
-"""Its codes for a subject, a version, a schema that is not there."""
+"""Error codes for a missing subject, version or schema."""
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 
 
 class RegistryError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of the registry; see the module docstring."""
 
 
 class RegistryUnavailable(RegistryError):
-    """The registry did not do what was asked; check [registry] url."""
+    """The registry did not do what was requested; check [registry] url."""
 
 
 class RegistryUnreachable(RegistryUnavailable, Unreachable):
@@ -45,18 +45,20 @@ class RegistryUnreachable(RegistryUnavailable, Unreachable):
 
 
 class RegistryRefused(RegistryUnavailable, Explained):
-    """The login is refused; check [registry] username, password, token. What files hold is read for each request."""
+    """The login was refused; check [registry] username, password, token. Secret files are read again for each
+    request."""
 
 
 class SchemaNotRegistered(RegistryUnavailable, Explained):
-    """Nobody has registered it. Remedy: `turnlog run configure`, which does."""
+    """The schema is not registered. Remedy: `turnlog run configure`, which registers it."""
 
 
 class SchemaIncompatible(RegistryError):
     """The registry refused the schema under the subject's compatibility rule."""
 
     def __init__(self, subject: str, problems: Sequence[Problem], answer: str) -> None:
-        """`problems`: found here against the registered versions; none when the registry's rule is stricter."""
+        """`problems`: those found against the registered versions; none if the registry's rule is stricter than
+        ours."""
         why = "; ".join(dict.fromkeys(f"{problem} (rule {problem.rule})" for problem in problems)) or answer
         super().__init__(
             f"{subject}: {why}; the registry holds what an older release wrote: keep its fields, give new ones "
@@ -69,24 +71,24 @@ class Registry(Protocol):
     """Schemas by subject and by id; ids are global and never change."""
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        """The id of the schema under the subject, registering it if new."""
+        """Return the schema's id under the subject; register it if it is new."""
         ...
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
-        """The schema of an id, which may be any JSON. Raises KeyError when there is none, UndecodableRecord for one
-        that is no JSON."""
+        """Return the schema of an id, which may be any JSON value. Raises KeyError if there is none. Raises
+        UndecodableRecord if it is not JSON."""
         ...
 
     async def close(self) -> None:
-        """Release connections."""
+        """Release all connections."""
         ...
 
 
 class HttpRegistry:
-    """The real client."""
+    """Client of a registry over HTTP."""
 
     def __init__(self, settings: RegistrySettings, *, timeout_s: float = 10.0) -> None:
-        """Raises TlsFileUnusable."""
+        """Connections are opened by the first request. Raises TlsFileUnusable."""
         self._settings = settings
         self._url = settings.url
         self._http = direct(
@@ -98,7 +100,7 @@ class HttpRegistry:
         )
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        """See Registry. Raises SchemaNotRegistered where it may only be looked up."""
+        """See Registry. Raises SchemaNotRegistered if the schema is missing and `auto_register` is false."""
         subject = self._settings.subject_prefix + subject
         where, body = f"/subjects/{quote(subject, safe='')}", {"schema": json.dumps(schema)}
         if not self._settings.auto_register:
@@ -122,13 +124,13 @@ class HttpRegistry:
         text = self._told(answer, "schema", str)
         try:
             schema: Mapping[str, Any] = json.loads(text)
-        except (ValueError, RecursionError) as error:  # a registry holds Protobuf, too
+        except (ValueError, RecursionError) as error:  # a registry also stores Protobuf
             raise UndecodableRecord(f"{self._url}: schema id {schema_id} is no JSON: {error}") from error
         return schema
 
     async def config(self, record: str = "") -> httpx.Response:
-        """What it answers when it is asked for the compatibility of a record's subject, or without one its own. Raises
-        RegistryRefused for a login that it does not know, RegistryUnreachable."""
+        """Return the answer to a request for the compatibility of a record's subject, or without a record for the
+        registry's own. Raises RegistryRefused if the login is unknown. Raises RegistryUnreachable."""
         subject = f"/{quote(self._settings.subject_prefix + record, safe='')}" if record else ""
         answer = await self._call("GET", f"/config{subject}")
         if answer.status_code == httpx.codes.UNAUTHORIZED:
@@ -136,11 +138,11 @@ class HttpRegistry:
         return answer
 
     async def close(self) -> None:
-        """Release connections."""
+        """Release all connections."""
         await self._http.aclose()
 
     async def _registered(self, subject: str) -> list[Schema]:
-        """Every version of a subject: the answer to a refused one says why in words of its own."""
+        """Return every version of a subject. They explain a refusal, whose answer has the registry's own wording."""
         where = f"/subjects/{quote(subject, safe='')}/versions"
         numbers = self._body(await self._call("GET", where))
         answers = [await self._call("GET", f"{where}/{number}") for number in numbers]
@@ -165,12 +167,12 @@ class HttpRegistry:
         return self._read(answer, answer.json)
 
     def _told(self, answer: httpx.Response, name: str, read: Callable[[Any], T]) -> T:
-        """A field of an answer."""
+        """Read a field of an answer. Raises RegistryUnreachable."""
         return self._read(answer, lambda: read(self._body(answer)[name]))
 
     def _read(self, answer: httpx.Response, read: Callable[[], T]) -> T:
-        """Raises RegistryUnreachable for a body that no registry writes, or that was cut: something before the registry
-        answered, and what it says is neither a schema nor the want of one."""
+        """Read an answer. Raises RegistryUnreachable if the body is truncated or not that of a registry: a proxy
+        answered, and its answer proves neither a schema nor its absence."""
         try:
             return read()
         except (ValueError, KeyError, TypeError) as error:
@@ -181,8 +183,8 @@ class HttpRegistry:
 
 
 def _is_absent(answer: httpx.Response) -> bool:
-    """Whether the registry itself says that it has no such subject or schema. A 404 of something before it says nothing
-    of schemas."""
+    """True if the registry itself reports that the subject or schema does not exist. A 404 from a proxy does not
+    count."""
     if answer.status_code != httpx.codes.NOT_FOUND:
         return False
     try:
@@ -192,7 +194,7 @@ def _is_absent(answer: httpx.Response) -> bool:
 
 
 class _Login(httpx.Auth):
-    """Who asks, as the settings say at the moment of each request."""
+    """Login of the settings, read anew for each request."""
 
     def __init__(self, settings: RegistrySettings) -> None:
         self._settings = settings
@@ -205,7 +207,7 @@ class _Login(httpx.Auth):
 
 
 def authorization(settings: RegistrySettings) -> str:
-    """The header by which clients with these settings log in, as secrets are at this moment; empty: by none."""
+    """Return the Authorization header for these settings with the current secrets; empty for none."""
     if token := present(settings.token):
         return f"Bearer {token}"
     if not settings.username:
@@ -214,7 +216,7 @@ def authorization(settings: RegistrySettings) -> str:
 
 
 class MemoryRegistry:
-    """The fake: ids by order of registration, no compatibility rule."""
+    """Fake registry for tests: ids in order of registration, no compatibility rule."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -230,4 +232,4 @@ class MemoryRegistry:
         return self.schemas[schema_id]
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no connections."""

@@ -1,7 +1,6 @@
-"""A run's folder, its owner's alone: the secrets in it, what the supervisor keeps of itself (settings.toml,
-supervisor.json, supervisor.lock, logs), and `endpoints.json`, which it writes: where every server of the run is
-reached.
-"""
+"""A run's folder, accessible to its owner only. It has the run's secrets, the supervisor's files (settings.toml,
+supervisor.json, supervisor.lock, logs), and `endpoints.json`, in which the supervisor publishes the address of every
+server of the run."""
 
 from __future__ import annotations
 
@@ -36,31 +35,31 @@ from turnlog.settings import (
 log = logging.getLogger(__name__)
 
 GATEWAY_KEY = Path("gateway.key")
-"""In the run's folder: signs session tokens."""
+"""File in the run's folder with the key that signs session tokens."""
 CREDENTIAL_KEY = Path("credential.key")
-"""In the run's folder: seals the tokens of sessions whose agent is a program in a sandbox."""
+"""File in the run's folder with the key that encrypts session tokens for agents that are programs in a sandbox."""
 STORE_KEY = Path("store", "store.key")
-"""In the run's folder: signs requests to the embedded store."""
+"""File in the run's folder with the key that signs requests to the embedded store."""
 DASHBOARD_KEY = Path("dashboard.key")
-"""In the run's folder: signs links, logins and forms of the dashboard."""
+"""File in the run's folder with the key that signs links, logins and forms of the dashboard."""
 KAFKA_KEY = Path("kafka.key")
-"""In the run's folder: the password of EMBEDDED_USER at the embedded brokers. Without it they take anybody, as those of
-runs did that an earlier release has started."""
+"""File in the run's folder with the password of EMBEDDED_USER at the embedded brokers. Without the file they accept any
+client; runs that an earlier release started have none."""
 REGISTRY_KEY = Path("registry.key")
-"""In the run's folder: the same at the embedded registry."""
+"""File in the run's folder with the same password for the embedded registry."""
 EMBEDDED_USER = "turnlog"
-"""Who logs in at the embedded brokers and registry."""
+"""User name for logins at the embedded brokers and registry."""
 IN_PLACE_OF = {
     GATEWAY_KEY.name: "[gateway] signing_key",
     CREDENTIAL_KEY.name: "[sandbox] credential_key",
     STORE_KEY.name: "[store] secret_key",
     DASHBOARD_KEY.name: "[dashboard] key",
 }
-"""Name of a secret's file -> the setting that takes its place."""
+"""Name of a secret's file -> the setting that replaces it."""
 
 
 def private_folder(folder: Path) -> None:
-    """Make the folder its owner's alone (0700), also one of ours that is there already."""
+    """Create the folder with mode 0700. An existing folder of ours gets that mode, too."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_mode & 0o077 and found.st_uid == os.geteuid():
@@ -68,15 +67,15 @@ def private_folder(folder: Path) -> None:
 
 
 def kept_secret(path: Path) -> str:
-    """The secret of a file, made by whoever asks first: random, mode 0600, whole or absent, also after a power cut.
-    Raises SecretUnusable."""
+    """Return the secret in a file. The first caller creates it: random, mode 0600, and never incomplete, even after a
+    power failure. Raises SecretUnusable."""
     if (found := read_secret(path)) is not None:
         return found
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         _write_private(part, secrets.token_urlsafe(32) + "\n", os.O_EXCL)
-        with contextlib.suppress(FileExistsError):  # another was faster: its secret is the secret
+        with contextlib.suppress(FileExistsError):  # another process was faster: its secret counts
             os.link(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -85,8 +84,8 @@ def kept_secret(path: Path) -> str:
 
 
 def read_secret(path: Path) -> str | None:
-    """The secret of a file of the run; None where there is no file. Raises SecretUnusable for one that is unreadable or
-    not whole: whoever signed with an empty key would take everybody's signature."""
+    """Return the secret in a file of the run, or None if there is no file. Raises SecretUnusable if it is unreadable or
+    incomplete, because a signer with an empty key would accept anybody's signature."""
     try:
         found = path.read_text().strip()
     except FileNotFoundError:
@@ -107,14 +106,14 @@ def _place_of(path: Path) -> str:
 
 
 def check_secrets(directory: Path) -> None:
-    """Raises SecretUnusable for a secret of the run that is there and cannot be used."""
+    """Check the run's secret files. Raises SecretUnusable if one exists and cannot be used."""
     for path in (GATEWAY_KEY, CREDENTIAL_KEY, STORE_KEY, DASHBOARD_KEY, KAFKA_KEY, REGISTRY_KEY):
         read_secret(directory / path)
 
 
 def present(secret: str) -> str:
-    """A secret of the settings as it is now: of a file that was swapped since, the new content. A file that became
-    unusable leaves the value that it held before, with a warning."""
+    """Return the current value of a secret in the settings. If its file was replaced, this is the new content. If the
+    file became unusable, the previous value is used, with a warning."""
     if not isinstance(secret, FileSecret):
         return secret
     try:
@@ -128,15 +127,15 @@ def present(secret: str) -> str:
 FILE = "endpoints.json"
 SETTINGS = "settings.toml"
 NAMING = {"id": "TURNLOG_RUN_ID", "directory": "TURNLOG_RUN_DIRECTORY"}
-"""Keys of [run] that name a run -> their variables."""
+"""Key of [run] that names a run -> its environment variable."""
 
 
 def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "", directory: str = "") -> Settings:
-    """The settings of the run that is named by `run_id` (with --run), else by the environment, else by the file.
+    """Return the settings of the run that `run_id` (from --run) names, else the environment, else the file.
 
-    Half a name is enough: the files of an id alone are in runs/ID, and a directory alone is of the run whose
-    settings.toml lies there. Without a file of settings, a run that is named keeps those that it was started with.
-    Raises SettingsError."""
+    Half a name suffices: an id alone has its files in runs/ID, and a directory alone means the run whose settings.toml
+    is there. Without a settings file, a named run keeps the settings that it was started with. Raises SettingsError.
+    """
     if run_id:
         env = {name: value for name, value in env.items() if name not in NAMING.values()}
         named = {"id": run_id, "directory": directory or f"runs/{run_id}"}
@@ -162,14 +161,14 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
 
 
 def newest_run(runs: Path = Path("runs")) -> str:
-    """The name of the folder of the run that is up there, of several or none the one that was started last; empty where
-    there is none."""
+    """Return the folder name of the run that is up. If several or none are, return the one that was started last; empty
+    if there is no run."""
     started = {path.parent: path.stat().st_mtime_ns for path in runs.glob(f"*/{SETTINGS}")}
     return max(started, key=lambda directory: (is_live(directory), started[directory])).name if started else ""
 
 
 def check_there(settings: Settings) -> None:
-    """Raises NoEndpoints where neither a directory nor a server is known that could hold the run."""
+    """Check that a directory or a server is known that could have the run. Raises NoEndpoints if not."""
     directory = Path(settings.run.directory)
     known = settings.kafka.bootstrap or settings.store.endpoint or settings.index.path
     if not known and not directory.exists():
@@ -184,7 +183,7 @@ def _no_run(directory: Path) -> NoEndpoints:
 
 
 def verb_line(directory: Path, verb: str) -> str:
-    """How `turnlog VERB` is said of the run of that directory."""
+    """Return the command line of `turnlog VERB` for the run of that directory."""
     if directory == Path("runs", directory.name):
         return f"turnlog --run {directory.name} {verb}"
     return f"{NAMING['directory']}={shlex.quote(str(directory))} turnlog {verb}"
@@ -196,7 +195,7 @@ class NoEndpoints(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Addresses as clients use them."""
+    """Addresses of a run's servers for clients."""
 
     kafka: str
     registry: str
@@ -211,14 +210,14 @@ class Endpoints:
 
 
 def write_endpoints(directory: Path, endpoints: Endpoints) -> None:
-    """Replace the file in one step."""
+    """Replace the file atomically."""
     part = directory / (FILE + ".part")
     part.write_text(json.dumps(dataclasses.asdict(endpoints), indent=2) + "\n")
     os.replace(part, directory / FILE)
 
 
 def health_addresses(settings: Settings) -> dict[str, str]:
-    """Role instance -> health address, of those that a supervisor here has begun; none where it has begun none."""
+    """Return role instance -> health address, for the roles that a supervisor here has started."""
     try:
         return read_endpoints(Path(settings.run.directory)).health
     except NoEndpoints:
@@ -226,7 +225,7 @@ def health_addresses(settings: Settings) -> dict[str, str]:
 
 
 def read_endpoints(directory: Path) -> Endpoints:
-    """Raises NoEndpoints."""
+    """Read endpoints.json. Raises NoEndpoints."""
     try:
         values = json.loads((directory / FILE).read_text())
     except FileNotFoundError:
@@ -237,8 +236,8 @@ def read_endpoints(directory: Path) -> Endpoints:
 
 
 def health_of(directory: Path, role: str) -> dict[str, str]:
-    """Instance -> base URL of its health server, of a role's processes; none of a run that `turnlog up` did not
-    start."""
+    """Return instance -> base URL of the health server for a role's processes. Empty if the run was not started by
+    `turnlog up`."""
     try:
         found = read_endpoints(directory).health
     except NoEndpoints:
@@ -247,14 +246,15 @@ def health_of(directory: Path, role: str) -> dict[str, str]:
 
 
 def kafka_of(settings: Settings) -> KafkaSettings:
-    """[kafka] with address and login filled in, for who needs no other server. Raises NoEndpoints, SecretUnusable."""
+    """Return [kafka] with address and login filled in, for callers that need no other server. Raises NoEndpoints,
+    SecretUnusable."""
     wanted, directory = settings.kafka, Path(settings.run.directory)
     return wanted if wanted.bootstrap else _kafka(wanted, read_endpoints(directory).kafka, directory)
 
 
 def registry_of(wanted: RegistrySettings, address: str, directory: Path) -> RegistrySettings:
-    """[registry] with address and login filled in: of the embedded one at `address`, the run's own where the settings
-    name none. Raises SecretUnusable."""
+    """Return [registry] with address and login filled in. If the settings name none, it is the embedded one at
+    `address`, with the run's own login. Raises SecretUnusable."""
     if wanted.url:
         return wanted
     found = dataclasses.replace(wanted, url=address)
@@ -263,8 +263,8 @@ def registry_of(wanted: RegistrySettings, address: str, directory: Path) -> Regi
 
 
 def resolved(settings: Settings) -> Settings:
-    """Settings with every address filled in, and what the embedded servers ask for: the user's own where one is named,
-    else the run's. Raises NoEndpoints, SecretUnusable."""
+    """Return the settings with the addresses and logins of all servers filled in: the user's own if configured, else
+    the run's. Raises NoEndpoints, SecretUnusable."""
     missing = not (settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
     if not missing and settings.engine.urls and settings.gateway.url:
         return settings
@@ -313,11 +313,12 @@ MAKE_ROOM = (
     "go)"
 )
 FULL, LEAST_FREE = 16 * 2**20, 256 * 2**20
-"""Bytes: what a disk has less of is full, since a broker rolls files of 10 MiB; and what a start takes at least."""
+"""Free bytes below which a disk counts as full, since a broker rolls files of 10 MiB; and the minimum for a start."""
 
 
 def write_settings(directory: Path, settings: Settings) -> Path:
-    """Every value in effect, as a file that `turnlog --settings` reads back; mode 0600, it holds the store's secret."""
+    """Write all effective values to a file that `turnlog --settings` can read. Its mode is 0600, because it contains
+    the store's secret."""
     lines = []
     for section in dataclasses.fields(settings):
         values = dataclasses.asdict(getattr(settings, section.name))
@@ -328,7 +329,7 @@ def write_settings(directory: Path, settings: Settings) -> Path:
 
 
 def _toml(value: Any) -> str:
-    """Strings of JSON are basic strings of TOML, but for a bare DEL, which no setting holds."""
+    """Format a TOML value. JSON strings are basic TOML strings, except for a bare DEL, which no setting contains."""
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, float):
@@ -337,15 +338,15 @@ def _toml(value: Any) -> str:
 
 
 def write_state(directory: Path, state: dict[str, Any]) -> None:
-    """Replace supervisor.json in one step. It speaks of processes, which a power cut ends: nothing waits for the
-    disk."""
+    """Replace supervisor.json atomically. It is not synced to disk: it describes processes, which a power failure
+    ends."""
     part = directory / f"{STATE}.part"
     _write_private(part, json.dumps(state, indent=2) + "\n", os.O_TRUNC, durable=False)
     os.replace(part, directory / STATE)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What the last supervisor said; empty when there was none."""
+    """Return the last supervisor's state; empty if there was none."""
     try:
         state: dict[str, Any] = json.loads((directory / STATE).read_text())
     except FileNotFoundError:
@@ -355,7 +356,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the run: one supervisor at a time. Raises AlreadyUp."""
+    """Lock the run for one supervisor. Raises AlreadyUp."""
     busy = AlreadyUp(
         f"{directory} is up already: `{verb_line(directory, 'status')}` shows it, `{verb_line(directory, 'down')}` "
         "stops it, and another --run ID is another run"
@@ -366,8 +367,8 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(path: Path, busy: Exception | None = None) -> Iterator[TextIO]:
-    """Hold a file, which is made if need be: one process at a time. The kernel lets go when that ends. Raises `busy`
-    where another one holds it, or waits for that one where there is none."""
+    """Lock a file, which is created if it is missing, for one process. The kernel releases the lock when the process
+    ends. If another process has it, raise `busy`, or wait if `busy` is None."""
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if busy is None else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -378,7 +379,7 @@ def held(path: Path, busy: Exception | None = None) -> Iterator[TextIO]:
 
 
 def is_live(directory: Path) -> bool:
-    """Whether a supervisor holds the run."""
+    """Return True if a supervisor has locked the run."""
     if not (directory / LOCK).exists():
         return False
     try:
@@ -389,7 +390,8 @@ def is_live(directory: Path) -> bool:
 
 
 def lacks_room(folder: Path, least: int = FULL) -> str:
-    """Which disk has too little room, and what to do; empty when there is as much, or nobody knows."""
+    """Return a message if the folder's disk has less than `least` bytes free; empty if there is enough, or if that
+    is unknown."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -401,8 +403,8 @@ def lacks_room(folder: Path, least: int = FULL) -> str:
 
 
 def full_disk(error: BaseException, folder: Path) -> str:
-    """The same for a disk that took no more: as the error, or one that led to it, says, or as it looks now, for
-    libraries that say only that they could not write. Empty where it is not that."""
+    """Return a message if a full disk caused the error; empty if not. The error itself or one of its causes shows it,
+    or else the disk's present state, for libraries that report only that a write failed."""
     met: BaseException | None = error
     while met is not None:
         if _took_no_more(met):
@@ -416,7 +418,7 @@ def _took_no_more(error: BaseException) -> TypeGuard[OSError]:
 
 
 def no_space_of(error: BaseException) -> NoSpace | None:
-    """What an OSError that nobody has named says of a full disk; None where it is something else."""
+    """Return a NoSpace error if an uncaught OSError was caused by a full disk, else None."""
     if not _took_no_more(error):
         return None
     file, some = error.filename, f"a disk that it writes to is full; {MAKE_ROOM}"  # a write knows no name of its file
@@ -424,14 +426,14 @@ def no_space_of(error: BaseException) -> NoSpace | None:
 
 
 def check_room(directory: Path) -> None:
-    """Raises NoSpace where a run could not even begin."""
+    """Check that there is room to start a run. Raises NoSpace if not."""
     if full := lacks_room(directory, LEAST_FREE):
         raise NoSpace(full)
 
 
 def file_sizes(directory: Path) -> dict[str, list[int]]:
-    """Bytes of each file of a run's directory, below `checkpoints` and below `directory` for all others. What goes away
-    meanwhile does not count."""
+    """Return the bytes of each file of a run's directory: under "checkpoints" those below `checkpoints`, under
+    "directory" all others. Files that disappear meanwhile are ignored."""
     kinds: dict[str, list[int]] = {CHECKPOINTS: [], "directory": []}
     for folder, _, names in os.walk(directory):
         inside = Path(folder).relative_to(directory).parts[:1]
@@ -443,7 +445,7 @@ def file_sizes(directory: Path) -> dict[str, list[int]]:
 
 
 def replace_private(path: Path, text: str) -> None:
-    """Replace a file in one step, on the disk when this returns; mode 0600."""
+    """Replace a file atomically, with mode 0600. It is on disk when this returns."""
     part = path.with_name(path.name + ".part")
     _write_private(part, text, os.O_TRUNC)
     os.replace(part, path)
@@ -459,7 +461,7 @@ def _write_private(path: Path, text: str, how: int, *, durable: bool = True) -> 
 
 
 def sync(path: Path) -> None:
-    """Put a file on the disk, or a folder: what that names is there only when the folder itself is."""
+    """Sync a file or a folder to disk. A new name in a folder is durable only after the folder itself is synced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,12 +1,12 @@
-"""Which root file system a sandbox sees, and its hash: the same files give the same hash on any machine.
+"""The root file system of a sandbox, and its hash: the same files give the same hash on any machine.
 
 An image is a folder `[sandbox] image_folder`/NAME with usr, bin, lib*, etc ... Its hash covers every path, mode, link
-and byte; it is computed once and kept, with the newest change, in the cache folder. Without an image a sandbox sees the
-host's /usr, which is known by what the host's package manager has installed, since hashing it would take minutes.
+and byte. It is computed once and cached with the time of the newest change. Without an image a sandbox sees the host's
+/usr. That is identified by the package manager's list of installed packages, since hashing it would take minutes.
 
 RootError
-├── RootMissing   there is no such image: says which there are
-└── RootRefused   the name or the folder is none that an image may have
+├── RootMissing   there is no such image; the message lists those that exist
+└── RootRefused   the name or the folder is not allowed for an image
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ IDENTITY = (
     "/etc/os-release", "/var/lib/dpkg/status", "/var/lib/rpm/rpmdb.sqlite", "/var/lib/rpm/Packages",
     "/usr/lib/sysimage/rpm/rpmdb.sqlite", "/lib/apk/db/installed", "/var/lib/pacman/local/ALPM_DB_VERSION",
 )  # fmt: skip
-"""What says which packages the host has."""
+"""Files that identify the packages installed on the host."""
 CHUNK_BYTES = 1 << 20
 KEPT = "image-hashes"
 
 
 class RootError(Exception):
-    """Base of the tree above."""
+    """Base class of all errors of images; see the module docstring."""
 
 
 class RootMissing(RootError):
-    """There is no such image."""
+    """No image has this name."""
 
 
 class RootRefused(RootError):
-    """No image may be called or be made like that."""
+    """The name or the folder is not allowed for an image."""
 
 
 def root_sha256(image_folder: str, image: str | None, cache: Path | None = None) -> str:
-    """Of the root file system that a sandbox with this image sees (64 hex digits); None: of the host's. Takes seconds
-    per GB the first time; `cache`: where it is kept then (None: `cache_directory()`). Raises RootError, OSError (the
-    image cannot be read)."""
+    """Return the hash (64 hex digits) of the root file system for this image; None means the host's.
+
+    The first call takes seconds per GB. The result is stored in `cache` (None: `cache_directory()`). Raises RootError.
+    Raises OSError if the image cannot be read.
+    """
     if image is None:
         return _host_sha256()
     return _image_sha256(image_root(image_folder, image), cache or cache_directory())
 
 
 def image_root(image_folder: str, image: str) -> Path:
-    """The folder of an image. Raises RootMissing, RootRefused."""
+    """Return the folder of an image. Raises RootMissing, RootRefused."""
     if not NAME.fullmatch(image):
         raise RootRefused(f"image {image!r}: a name of letters, digits and . _ : + - is asked for, not a path")
     if not image_folder:
@@ -71,7 +73,7 @@ def image_root(image_folder: str, image: str) -> Path:
 
 
 def images(image_folder: str) -> list[str]:
-    """Names of the images that are there."""
+    """Return the names of the existing images."""
     try:
         with os.scandir(image_folder) as entries:
             return sorted(entry.name for entry in entries if NAME.fullmatch(entry.name) and entry.is_dir())
@@ -80,15 +82,15 @@ def images(image_folder: str) -> list[str]:
 
 
 def cache_directory() -> Path:
-    """A folder that every user can reach: /var/cache/turnlog for root, else the user's own cache."""
+    """Return the cache folder: /var/cache/turnlog for root, else in the user's own cache."""
     if os.geteuid() == 0:
         return Path("/var/cache/turnlog")
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog"
 
 
 def tree_sha256(root: Path, left_out: frozenset[str] = frozenset()) -> str:
-    """Of a tree: path, kind and mode of every entry, target of links, bytes of files. Owners and times do not count,
-    nor names in `left_out` with what is below them. Raises OSError."""
+    """Hash a tree: path, kind and mode of every entry, targets of links, contents of files. Owners and times do not
+    count. Entries named in `left_out` are skipped, with everything below them. Raises OSError."""
     total = hashlib.sha256()
     for path, about in _walk(root, left_out):
         name = os.fsencode(os.path.relpath(path, root))
@@ -118,14 +120,15 @@ def _image_sha256(root: Path, cache: Path) -> str:
         if about.get("stamp") == stamp:
             return str(about["sha256"])
     except (OSError, ValueError):
-        pass  # not there yet, or half written: computed again
+        pass  # missing or incomplete: computed again
     found = tree_sha256(root)
     _keep(kept, json.dumps({"root": str(root), "stamp": stamp, "sha256": found}))
     return found
 
 
 def _stamp(root: Path) -> list[int]:
-    """Changes whenever anything of the tree does: entries, bytes, newest change (ctime: no program can set it back)."""
+    """Return values that change whenever anything in the tree does: number of entries, bytes, newest change (the ctime,
+    which no program can set back)."""
     count = size = newest = 0
     for _, about in _walk(root, frozenset()):
         count, size, newest = count + 1, size + about.st_size, max(newest, about.st_ctime_ns)
@@ -133,7 +136,8 @@ def _stamp(root: Path) -> list[int]:
 
 
 def _ours(kept: Path) -> bool:
-    """Written by us or root: anyone else's word is not taken."""
+    """Return True if the file was written by this user or root, and not everybody may write it. Other files are
+    not trusted."""
     about = kept.stat()
     return about.st_uid in (0, os.geteuid()) and not about.st_mode & stat.S_IWOTH
 
@@ -146,11 +150,11 @@ def _keep(kept: Path, text: str) -> None:
             file.write(text)
         os.replace(part, kept)
     except OSError:
-        return  # a cache that cannot be written costs time, nothing else
+        return  # a cache that cannot be written only costs time
 
 
 def _walk(root: Path, left_out: frozenset[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below, in one order everywhere. Raises OSError."""
+    """Yield every entry below `root` with its status, in the same order on every machine. Raises OSError."""
     ahead = [os.fspath(root)]
     while ahead:
         with os.scandir(ahead.pop()) as entries:

@@ -1,7 +1,7 @@
-"""The built-in tools as a model and a worker see them: name, version, what it is for, JSON schema of its arguments.
+"""Declarations of the built-in tools, for models and workers: name, version, description, JSON schema of the arguments.
 
-A recipe offers them to its model with `tool_declarations`; a sandbox worker validates calls with the same schemas
-(JSON Schema draft 2020-12). A tool's version changes when the same call may answer otherwise.
+A recipe offers them to its model with `tool_declarations`; a sandbox worker validates calls with the same schemas (JSON
+Schema draft 2020-12). A tool's version changes if the same call may return another answer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class UnknownTool(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """One tool, without what runs it."""
+    """A tool's declaration, without its implementation."""
 
     name: str
     version: str
     about: str
-    """For the model: one or two sentences."""
+    """Description for the model: one or two sentences."""
     arguments: Schema
     """A JSON schema of type object."""
 
@@ -50,7 +50,7 @@ _TOOLS = (
         "python",
         "1",
         "Run Python code in a fresh interpreter. Nothing but files remains of earlier calls. Answers what it prints.",
-        _arguments({"code": _text("The program.")}, "code", closed=False),  # further arguments were always passed over
+        _arguments({"code": _text("The program.")}, "code", closed=False),  # further arguments were always ignored
     ),
     ToolSchema(
         "shell",
@@ -137,9 +137,9 @@ BUILT_IN: Final[Mapping[str, ToolSchema]] = {tool.name: tool for tool in _TOOLS}
 
 
 GATEWAY_INSIDE: Final = "http://127.0.0.1:3128"
-"""Base URL for a program in a sandbox that is an agent: its turns go to the gateway from there (docs/egress.md)."""
+"""Base URL of the gateway for an agent that is a program in a sandbox (docs/egress.md)."""
 KEY_INSIDE: Final = "turnlog"
-"""What such a program may show as its key: any word does."""
+"""API key for such a program; any word is accepted."""
 AGENT: Final = ToolSchema(
     "agent",
     "1",
@@ -160,14 +160,13 @@ AGENT: Final = ToolSchema(
 
 
 def declaration(name: str, about: str, arguments: Schema) -> dict[str, Any]:
-    """A tool as OpenAI's `tools` takes it (chat completions, type function)."""
+    """Return a tool in the format of OpenAI's `tools` (chat completions, type function)."""
     function = {"name": name, "description": about, "parameters": copy.deepcopy(dict(arguments))}
     return {"type": "function", "function": function}
 
 
 def tool_declarations(names: Iterable[str]) -> tuple[dict[str, Any], ...]:
-    """Declarations of built-in tools, in the order asked for: what a recipe's `tools` may return. Raises
-    UnknownTool."""
+    """Return the declarations of built-in tools in the given order, for a recipe's `tools`. Raises UnknownTool."""
     names = tuple(names)
     for name in names:
         if name not in BUILT_IN:
@@ -181,19 +180,19 @@ GROUP: Final = EntryPointGroup.TOOLS
 
 
 class ToolOfferError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors of tools that packages offer."""
 
 
 class AmbiguousTool(ToolOfferError):
-    """Remedy: uninstall one, or give it another name."""
+    """Two tools have the same name. Remedy: uninstall one, or give it another name."""
 
 
 class BrokenTool(ToolOfferError):
-    """Remedy: mend or uninstall the package that the entry point belongs to."""
+    """The entry point of a tool cannot be used. Remedy: repair or uninstall the package that it belongs to."""
 
 
 def offered() -> dict[str, EntryPoint]:
-    """Name -> entry point of tools that packages offer, nothing imported. Raises AmbiguousTool."""
+    """Return name -> entry point of the tools that packages offer, without importing them. Raises AmbiguousTool."""
     points = offers.offered(GROUP, "tool", AmbiguousTool)
     for name in sorted(points.keys() & {*BUILT_IN, AGENT.name}):
         raise AmbiguousTool(f"{described(points[name])}: {name} is a built-in tool; give it another name")
@@ -201,7 +200,7 @@ def offered() -> dict[str, EntryPoint]:
 
 
 def loaded(point: EntryPoint) -> Any:
-    """The tool object. Raises BrokenTool."""
+    """Import the tool object. Raises BrokenTool."""
     try:
         found = point.load()
     except Exception as error:  # a module may raise anything while it is imported
@@ -212,12 +211,12 @@ def loaded(point: EntryPoint) -> Any:
 
 
 def described(point: EntryPoint) -> str:
-    """How errors speak of an entry point."""
+    """Describe an entry point for error messages."""
     return f"tool {point.name!r}, entry point {point.value} of {GROUP}"
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Tool -> version, of built-in tools and of those that packages offer. Raises UnknownTool, ToolOfferError."""
+    """Return tool -> version, for built-in tools and tools that packages offer. Raises UnknownTool, ToolOfferError."""
     wanted = sorted(set(names))
     points = offered() if set(wanted) - BUILT_IN.keys() else {}
     for name in wanted:
