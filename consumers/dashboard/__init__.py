@@ -1,10 +1,11 @@
-"""The dashboard: a run in the browser, from the index and the records that it names. One more consumer: the loop does
-not know of it.
+"""The dashboard: a run in the browser, from the index and the records that it names.
+
+It is a consumer like any other: the training loop does not depend on it.
 
 DashboardFailure
 ├── Unknown          the index has no such session, group, batch, record or image
-├── Refused          a request that is not served: a foreign Host or Origin, no login, a form of another login
-└── NotRunning       no dashboard of the run says where it is: there is nothing to log in to
+├── Refused          a rejected request: foreign Host or Origin, no login, or a form of another login
+└── NotRunning       no dashboard of the run has stored its address: there is nothing to log in to
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ class DashboardFailure(Exception):
 
 
 class Unknown(DashboardFailure):
-    """Remedy: an id that the pages link to; the index may be behind the log."""
+    """Remedy: use an id that the pages link to. The index may be behind the log."""
 
 
 def known(found: T | None, what: str) -> T:
-    """What the index gave. Raises Unknown where that is nothing."""
+    """Return a result of the index. Raises Unknown if it is None."""
     if found is None:
         raise Unknown(f"the index has no {what}")
     return found
 
 
 class Refused(DashboardFailure):
-    """Remedy: what the message says."""
+    """Remedy: see the message."""
 
     def __init__(self, status: int, message: str) -> None:
-        """`status`: of the answer."""
+        """`status` is the HTTP status of the answer."""
         super().__init__(message)
         self.status = status
 
 
 class NotRunning(DashboardFailure):
-    """Remedy: `turnlog dashboard`."""
+    """Remedy: start `turnlog dashboard`."""
 
 
 class Looks(Generic[T]):
-    """At something that takes a while: one serves all pages that ask within a time."""
+    """Cache of a slow query: one result serves all pages that ask within some seconds."""
 
     def __init__(self, look: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
         self._look, self._clock = look, clock
@@ -54,7 +55,8 @@ class Looks(Generic[T]):
         self._last: tuple[float, T] | None = None
 
     async def within(self, seconds: float) -> T:
-        """What was seen last, if that is younger, else what is seen now. Raises as the look, which is then not kept."""
+        """Return the last result if it is younger than `seconds`, else a new one. Raises what the query raises; errors
+        are not cached."""
         async with self._one:
             now = self._clock()
             if self._last is None or now - self._last[0] >= seconds:

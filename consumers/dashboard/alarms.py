@@ -1,4 +1,4 @@
-"""What somebody should look at, by the index alone: the rules of the dashboard's first page and of `turnlog alerts`."""
+"""Alerts that can be computed from the index alone: the rules of the dashboard's first page and of `turnlog alerts`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from turnlog.consumers.index.reader import Index, Row
 from turnlog.schemas.events.batches import same_weights_gap
 
 GAP: Final = 0.01
-"""Nats: above it trainer and engine do not agree about what was sampled."""
+"""Log-prob gap in nats above which trainer and engine disagree about what was sampled."""
 Line = tuple[str, str]
-"""Section of docs/operations.md and the fault of its line."""
+"""Section of docs/operations.md, and the fault that its line names."""
 STANDS: Final[Line] = ("Lag and admission", "a role stands still")
 FAILED: Final[Line] = ("Settings and start", "restarts of a role do not help")
 LINES: Final[Mapping[str, Line]] = {
@@ -30,20 +30,20 @@ LINES: Final[Mapping[str, Line]] = {
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """One of them."""
+    """An alert."""
 
     name: str
-    """Of the rule, and of what it is about where there may be several: the same alarm has the same name."""
+    """Name of the rule, with its subject if the rule has several. Equal names mean the same alert."""
     said: str
-    """What is wrong."""
+    """Description of what is wrong."""
     leads: str
-    """To the evidence: a page of the dashboard."""
+    """Dashboard page that shows the evidence."""
     line: Line
-    """What to do."""
+    """Line of docs/operations.md that says what to do."""
 
 
 def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines: Sequence[Row]) -> Iterator[Alarm]:
-    """Of one moment: rows as `series`, `versions` and `engines` of the index give them."""
+    """Yield the alerts of one moment. The rows are those of `series`, `versions` and `engines` of the index."""
 
     def alarm(name: str, said: str, leads: str) -> Alarm:
         return Alarm(name, said, leads, LINES[name])
@@ -74,5 +74,5 @@ def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines:
 
 
 def behind(engine: Row, newest: int | None) -> int | None:
-    """Versions between the newest weights and those that an engine has; None where one of them is not known."""
+    """Return by how many versions an engine is behind the newest weights, or None if either is unknown."""
     return None if newest is None or engine["version"] is None else newest - engine["version"]

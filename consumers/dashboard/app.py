@@ -1,7 +1,7 @@
-"""The pages: which address shows what. Each answer is of one moment of the index and says of which.
+"""Routes and pages of the dashboard. Each answer shows one moment of the index and names it.
 
-Pages of the index are made in threads, each with a connection of its own; what is on the log is asked for by the script
-of a page when it is there (records.Records).
+Pages of the index are rendered in threads, each with its own connection. A page's script then requests what has to be
+read from the log (records.Records).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from turnlog.schemas.events import Outcome
 
 STATIC = Path(__file__).parent / "static"
 EVERY_S = 1.0
-"""Between two looks at the index for live pages: they are told no more often that there is something new."""
+"""Minimum seconds between two checks of the index for live pages, and so between two notifications."""
 STREAMS = 32
-"""Live pages at once."""
+"""Maximum number of live pages at a time."""
 PAGE = 50
 MOST_OF_A_PROMPT = 200
-"""Characters of a prompt in a list."""
+"""Maximum length of a prompt in a list, in characters."""
 WITHIN_S = 10.0
-"""An answer of the index is there, or is given up."""
+"""Seconds after which a query of the index is given up."""
 OUTCOMES = tuple(outcome.value for outcome in Outcome if outcome is not Outcome.unknown)
 FATES = (
     "trained", "open", "unscored", "not_member", "excluded", "discarded", "not_training", "masked", "waiting",
@@ -78,7 +78,7 @@ Number = TypeVar("Number", int, None)
 
 
 async def told(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
-    """As of when the index is, or why it cannot be told."""
+    """Return how far the index has read, or the error that prevents it."""
     try:
         return await asyncio.to_thread(look)
     except IndexFailure as error:
@@ -86,8 +86,8 @@ async def told(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
 
 
 class Stream(StreamingResponse):
-    """Of a live page. It is one of `tabs` from when it is made until it is answered, however that ends: its client may
-    be gone before the first event."""
+    """Event stream of a live page. It stays in `tabs` from its creation until its answer ends for any reason, because
+    the client may be gone before the first event."""
 
     def __init__(self, events: AsyncIterator[str], tabs: set[object]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
@@ -95,7 +95,7 @@ class Stream(StreamingResponse):
         tabs.add(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Send the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -103,7 +103,7 @@ class Stream(StreamingResponse):
 
 
 class Pages:
-    """Of one run."""
+    """All pages of one run."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class Pages:
         pools: Pools,
         directory: Path,
     ) -> None:
-        """`hint`: how the run's index is built, for who finds none; `streams`: live pages at once; `every_s`:
-        between two looks at the index for them; `within_s`: of an answer of the index; `against`: what the run is
-        compared with, by name; `pools`: of its sandbox workers; `directory`: the run's
-        folder, which says whether its processes are alive."""
+        """`hint` says how to build the run's index, for visitors who find none. `streams` limits live pages; `every_s`
+        is the time between two checks of the index for them. `within_s` limits a query of the index. `against` maps
+        names to the runs that this run is compared with. `pools` are those of its sandbox workers. `directory` is the
+        run's folder, which shows whether its processes are alive."""
         self._against = against
         self._alive = partial(supervised, directory)
         self._run = run
@@ -139,11 +139,11 @@ class Pages:
         self._templates = harmless.environment()
         self._templates.filters.update(filters())
         self._templates.globals.update(asset=asset, outcomes=OUTCOMES, fates=FATES)
-        for name in self._templates.list_templates():  # compiled before anybody waits for it
+        for name in self._templates.list_templates():  # compile now, so that no visitor waits for it
             self._templates.get_template(name)
 
     def application(self) -> Starlette:
-        """What stands behind the guard."""
+        """Return the application behind the guard."""
         routes: dict[str, Callable[..., Any]] = {
             "/": self.run, "/sessions": self.sessions, "/sessions/histogram": self.histogram,
             "/sessions/total": self.total, "/sessions/{id}": self.session, "/sessions/{id}/tokens": self.tokens,
@@ -166,7 +166,7 @@ class Pages:
         )
 
     def _speaking(self, answer: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint whose errors of ours become pages that say what is wrong and what to do."""
+        """Wrap an endpoint so that turnlog's errors become pages that say what is wrong and what to do."""
 
         async def spoken(request: Request) -> Response:
             try:
@@ -181,7 +181,7 @@ class Pages:
         return spoken
 
     def run(self, request: Request) -> Response:
-        """The run at a glance."""
+        """Serve the overview of the run."""
         first, last = (_whole(request, name, None) for name in ("from", "to"))
         window = Window(first, last, _smoothing(request), "all" in request.query_params)
         with self._opened() as index:
@@ -190,7 +190,7 @@ class Pages:
         return self._page(request, "run.html", found.as_of, of=found, live=True, view=view, note=self._note(RUN))
 
     def sessions(self, request: Request) -> Response:
-        """A page of sessions."""
+        """Serve a page of sessions."""
         wanted, asked = self._filter(request)
         sort = request.query_params.get("sort", "started_ms")
         descending = request.query_params.get("order", "desc") != "asc"
@@ -213,7 +213,8 @@ class Pages:
         )  # fmt: skip
 
     def histogram(self, request: Request) -> Response:
-        """Rewards of the sessions that pass, whatever range of them is chosen; each bar chooses its own."""
+        """Serve the reward histogram of the sessions that pass, without the filter on rewards. Each bar links to its
+        range."""
         wanted, asked = self._filter(request, but=("min_reward", "max_reward"))
         chosen = {"min_reward", "max_reward"} & set(request.query_params)
         with self._opened() as index:
@@ -225,14 +226,15 @@ class Pages:
         return HTMLResponse(drawing.histogram(found.bins, href, bool(chosen), sample=found.sample))
 
     def total(self, request: Request) -> Response:
-        """How many sessions pass: a part of their page, which does not wait for it."""
+        """Serve the number of sessions that pass. It is a separate request, so that the page of sessions does not wait
+        for it."""
         wanted, _ = self._filter(request)
         with self._opened() as index:
             found, every = index.total(wanted)
         return HTMLResponse(drawing.number(found) if every else f"{drawing.number(found)} or more")
 
     async def note(self, request: Request) -> Response:
-        """The action of a login: say something else about the run, or about a session."""
+        """Replace the note and tags of the run or of a session. Requires a login."""
         fields = await checked_form(request)
         subject, tags = fields.get("subject", RUN), fields.get("tags", "").split(",")
         await asyncio.to_thread(self._say, subject, fields.get("text", ""), tags)
@@ -248,7 +250,7 @@ class Pages:
         return self._notes.about([subject]).get(subject, Note())
 
     def session(self, request: Request) -> Response:
-        """One session; its tokens come when the page is there."""
+        """Serve a session; its tokens are requested once the page is loaded."""
         name = request.path_params["id"]
         with self._opened() as index:
             view = known(index.session(name), f"session {name}")
@@ -264,11 +266,11 @@ class Pages:
         )  # fmt: skip
 
     async def tokens(self, request: Request) -> Response:
-        """A session's tokens as JSON (docs/dashboard.md)."""
+        """Serve a session's tokens as JSON (docs/dashboard.md)."""
         return Response(await self._records.tokens(request.path_params["id"]), media_type="application/json")
 
     def image(self, request: Request) -> Response:
-        """A picture of pixels that a message of the session holds."""
+        """Serve a raster image from a message of the session."""
         with self._opened() as index:
             view = index.session(request.path_params["id"])
         content = None if view is None else conversation(view).images.get(request.path_params["name"])
@@ -278,7 +280,7 @@ class Pages:
         return Response(content, media_type=kind)
 
     def compare(self, request: Request) -> Response:
-        """Two sessions side by side."""
+        """Serve two sessions side by side."""
         sides = []
         with self._opened() as index, index.snapshot() as as_of:
             for side in ("left", "right"):
@@ -292,7 +294,7 @@ class Pages:
         return self._page(request, "compare.html", as_of, sides=sides, pairs=pairs, differ=differ)
 
     def group(self, request: Request) -> Response:
-        """One group."""
+        """Serve a group."""
         name = request.path_params["id"]
         with self._opened() as index:
             found = known(index.group(name), f"group {name}")
@@ -307,7 +309,7 @@ class Pages:
         )  # fmt: skip
 
     def batches(self, request: Request) -> Response:
-        """Batches, the newest first."""
+        """Serve the list of batches, newest first."""
         before = _whole(request, "before", 2**62)
         with self._opened() as index, index.snapshot() as as_of:
             rows = index.rows(
@@ -318,7 +320,7 @@ class Pages:
         return self._page(request, "batches.html", as_of, rows=rows[:PAGE], more=len(rows) > PAGE)
 
     def batch(self, request: Request) -> Response:
-        """One batch."""
+        """Serve a batch."""
         number = whole("batch", request.path_params["number"])
         with self._opened() as index, index.snapshot():
             found = known(index.batch(number), f"batch {number}")
@@ -326,14 +328,14 @@ class Pages:
         return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn)
 
     def weights(self, request: Request) -> Response:
-        """Published versions and who loaded them."""
+        """Serve the published versions, and the engines with what they loaded."""
         with self._opened() as index, index.snapshot() as as_of:
             versions, _ = index.versions()
             found = engines(index, alive=self._alive())
         return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=found)
 
     def sandboxes(self, request: Request) -> Response:
-        """Tool calls by what came of them."""
+        """Serve tool calls by status and reason."""
         asked = {name: text for name in ("status", "reason") if (text := request.query_params.get(name)) is not None}
         sort, after = request.query_params.get("sort", "duration_s"), request.query_params.get("after")
         with self._opened() as index:
@@ -344,7 +346,7 @@ class Pages:
         )  # fmt: skip
 
     def timeline(self, request: Request) -> Response:
-        """A window of the run: its lanes over wall time."""
+        """Serve a window of the run as lanes over wall time."""
         first, last = (_whole(request, name, None) for name in ("from", "to"))
         with self._opened() as index:
             found = swimlanes(index, first, last)
@@ -352,7 +354,7 @@ class Pages:
         return self._page(request, "timeline.html", as_of, of=found)
 
     def against(self, request: Request) -> Response:
-        """The run beside another one: settings and curves; which samples differ comes when the page is there."""
+        """Serve settings and curves of the run beside another one. The samples that differ are a separate request."""
         name = request.path_params.get("name", next(iter(self._against), ""))
         with self._opened() as index, index.snapshot() as as_of:
             if not name:
@@ -367,7 +369,7 @@ class Pages:
         )
 
     def differences(self, request: Request) -> Response:
-        """Samples that differ: a part of a page, which looks at all of them."""
+        """Serve the samples that differ: a part of a page, because it reads all samples."""
         name = request.path_params["name"]
         other = known(self._against.get(name), f"run or refold {name!r} to compare with")
         with self._opened() as index:
@@ -377,7 +379,7 @@ class Pages:
         )
 
     def dead_letters(self, request: Request) -> Response:
-        """Refused records, and those in no table."""
+        """Serve the dead letters, and the records that are in no table."""
         after = _whole(request, "after", -1)
         with self._opened() as index, index.snapshot() as as_of:
             letters, _ = index.dead_letters(after=after, limit=PAGE + 1)
@@ -397,20 +399,20 @@ class Pages:
         )
 
     async def requeue(self, request: Request) -> Response:
-        """The action of a login: a refused record goes onto its topic once more."""
+        """Append the record of a dead letter to its topic again. Requires a login."""
         fields = await checked_form(request)
         place, offset = await self._records.requeue(fields.get("letter", ""))
         return _done("put back", f"{place.topic}[{place.number}]@{offset}")
 
     async def skip(self, request: Request) -> Response:
-        """The action of a login: the assembler is told to pass over a record."""
+        """Order the assembler to skip a record. Requires a login."""
         fields = await checked_form(request)
         reason = fields.get("reason", "").strip() or "passed over in the dashboard"
         await self._records.skip(fields.get("place", ""), reason)
         return _done("passed over", fields["place"])
 
     async def record(self, request: Request) -> Response:
-        """A record as it stands on the log."""
+        """Serve a record of the log."""
         place = request.path_params
         partition, offset = (whole(name, place[name]) for name in ("partition", "offset"))
         body = await self._records.record(place["topic"], partition, offset)
@@ -420,7 +422,7 @@ class Pages:
         return self._page(request, "record.html", as_of, body=body, text=text)
 
     async def live(self, request: Request) -> Response:
-        """Server-sent events: `moved` whenever the index is further, at most one every `every_s`."""
+        """Serve server-sent events: `moved` when the index has read on, at most once per `every_s`."""
         if len(self._tabs) >= self._streams:
             raise Refused(503, f"{self._streams} pages are live already: close one, and reload this one")
         return Stream(self._moves(request), self._tabs)
@@ -442,23 +444,24 @@ class Pages:
             return index.as_of()
 
     async def queues(self, request: Request) -> Response:
-        """What waits for each role: a part of the first page, which needs the log and comes when it answers."""
+        """Serve the unread records of each role: a part of the first page that arrives once the log has answered."""
         return self._page(request, "queues.html", None, of=await self._queues.look(), line=STANDS)
 
     async def pools(self, request: Request) -> Response:
-        """What sandbox workers do: a part of the page of tool calls, which comes when they answer."""
+        """Serve the state of the sandbox workers: a part of the page of tool calls that arrives once they have
+        answered."""
         return self._page(request, "pools.html", None, of=await self._pools.look())
 
     def login(self, request: Request) -> Response:
-        """What to do without a link."""
+        """Serve the page that explains how to get a login link."""
         return self._page(request, "login.html", None)
 
     async def not_there(self, request: Request, _: Exception) -> Response:
-        """An address that is none of ours."""
+        """Answer for an unknown address."""
         return self._failure(request, Unknown(f"{request.url.path}: there is no such page"))
 
     def _filter(self, request: Request, *, but: tuple[str, ...] = ()) -> tuple[SessionFilter, dict[str, str]]:
-        """What the form asks for, and its fields that say something. Raises BadQuestion."""
+        """Return the filter that the form describes, and its non-empty fields. Raises BadQuestion."""
         kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(
             ("recipe", "task_id", "group_id", "outcome", "fate", "text"), str
         )
@@ -478,7 +481,7 @@ class Pages:
         return SessionFilter(**values), asked
 
     def _failure(self, request: Request, error: Exception) -> Response:
-        """What is no fault of the request's is 503: it may be there later."""
+        """Render an error. Errors that the request did not cause get status 503, because it may succeed later."""
         known = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         status = error.status if isinstance(error, Refused) else known
         if request.url.path.endswith(("/tokens", "/live", "/histogram", "/total", "/queues", "/samples")):
@@ -507,7 +510,7 @@ def _done(what: str, place: str) -> Response:
 
 
 def _smoothing(request: Request) -> float:
-    """Raises BadQuestion."""
+    """Parse the smoothing weight. Raises BadQuestion."""
     text = request.query_params.get("smooth", "") or "0"
     try:
         value = float(text)
@@ -519,13 +522,13 @@ def _smoothing(request: Request) -> float:
 
 
 def _whole(request: Request, name: str, otherwise: Number) -> int | Number:
-    """Raises BadQuestion."""
+    """Parse an integer parameter. Raises BadQuestion."""
     text = request.query_params.get(name, "")
     return whole(name, text) if text else otherwise
 
 
 def moment(ms: int | None) -> Markup:
-    """A time in a table: without its year."""
+    """Format a time in a table, without its year."""
     if not ms:
         return Markup("–")
     short = time.strftime("%m-%d %H:%M:%S", time.gmtime(ms / 1000))
@@ -533,7 +536,7 @@ def moment(ms: int | None) -> Markup:
 
 
 def record_link(place: int | str) -> Markup:
-    """A link to a record, by its place or its topic[partition]@offset."""
+    """Return a link to a record, by its place or its topic[partition]@offset."""
     said = where_of(place) if isinstance(place, int) else place
     topic, _, rest = said.partition("[")
     partition, _, offset = rest.partition("]@")
@@ -541,7 +544,7 @@ def record_link(place: int | str) -> Markup:
 
 
 def filters() -> dict[str, Callable[..., Any]]:
-    """Of templates, how numbers, times and places are shown."""
+    """Return the template filters that format numbers, times and places."""
     return {
         "number": drawing.number, "clock": drawing.clock, "moment": moment, "where": where_of, "json": _from_json,
         "record": record_link, "short": lambda text: str(text)[:12],
@@ -549,7 +552,7 @@ def filters() -> dict[str, Callable[..., Any]]:
 
 
 def asset(name: str) -> str:
-    """Address of a file of ours; another content is another address."""
+    """Return the address of a static file. It changes with the file, so that browsers load the new content."""
     return f"/static/{name}?{int((STATIC / name).stat().st_mtime)}"
 
 

@@ -1,7 +1,7 @@
-"""A session as a reader expects it: its turns in order, what was said in each, the calls with what came of them, and
-where each turn hangs in the tree. From the index alone.
+"""A session for readers: its turns in order, the messages of each, tool calls with their results, and the place of each
+turn in the tree. Everything comes from the index.
 
-Messages of every API that the gateway speaks come down to a few kinds of part; what is none of them is shown as JSON.
+Messages of all APIs that the gateway supports are reduced to a few kinds of part; anything else is shown as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROLES = {
     "developer": "system", "function_call": "assistant", "reasoning": "assistant", "function_call_output": "tool",
     "custom_tool_call_output": "tool",
 }  # fmt: skip
-"""Roles, and types of the Responses API that stand in place of one, by what a reader calls them."""
+"""Chat roles, and item types of the Responses API that have no role, by the role shown to readers."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "summary")
 TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 IMAGES = frozenset({"image", "image_url", "input_image"})
@@ -38,18 +38,18 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a message."""
+    """A part of a message."""
 
     kind: str
     """text | thought | image | call | result | other"""
     text: str = ""
-    """An image's is its name among the session's images; empty where it is none that can be shown."""
+    """Text of the part. For an image, its name among the session's images; empty if it cannot be shown."""
     call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One message."""
+    """A message."""
 
     role: str
     parts: Sequence[Part]
@@ -57,7 +57,7 @@ class Said:
 
     @property
     def plain(self) -> str:
-        """Its texts."""
+        """Text parts and results, joined by line breaks."""
         return "\n".join(part.text for part in self.parts if part.kind in ("text", "result"))
 
 
@@ -68,29 +68,30 @@ class Call:
     call_id: str
     tool: str
     arguments: Sequence[tuple[str, str]]
-    """(name, value as text); one without a name where they are no object."""
+    """(name, value as text) of each argument; a single one without a name if the arguments are not an object."""
     row: Row | None
-    """Of tool_calls; None where the agent ran it by itself."""
+    """Row of tool_calls; None if the agent ran the call by itself."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One turn."""
+    """A turn with its messages and its place in the tree."""
 
     number: int
-    """In the session, from 0: `turnlog why SESSION:TURN:TOKEN` counts so."""
+    """Number in the session from 0, as used by `turnlog why SESSION:TURN:TOKEN`."""
     row: Row
     snapshot: Row | None
     messages: Sequence[Said]
-    """Beyond those of its base."""
+    """Messages beyond those of its base."""
     response: Said | None
     calls: Sequence[Call]
     base: int | None
     """Number of the turn that it continues."""
     kind: str
-    """root | append | branch, as its tokens continue the base's; sub_agent and side_call by lineage."""
+    """root, append or branch: how its tokens continue those of its base. sub_agent and side_call come from the
+    lineage."""
     why: str
-    """Why it is no append."""
+    """Reason why it is not an append."""
     lane: int = 0
     children: int = 0
 
@@ -101,22 +102,22 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """All of a session's turns."""
+    """All turns of a session."""
 
     turns: Sequence[Turn]
     lanes: int
     images: Mapping[str, bytes] = field(default_factory=dict)
-    """By sha256: pictures that messages held, of raster formats alone."""
+    """Raster images of the messages, by sha256."""
 
 
 class MessageReader:
-    """Reads messages, and keeps their pictures."""
+    """Reader of messages that collects their images."""
 
     def __init__(self) -> None:
         self.images: dict[str, bytes] = {}
 
     def messages(self, text: str | None) -> list[Said]:
-        """Of a request; where the record is large its messages stand apart."""
+        """Parse the messages of a request. Messages of large records are not in the index."""
         if text is None:
             return [Said("stored apart", [Part("other", "too large for the index: the record holds it")])]
         raw = _parsed(text)
@@ -125,7 +126,7 @@ class MessageReader:
         return [self.message(each) for each in raw]
 
     def message(self, raw: Any, role: str = "user") -> Said:
-        """One message."""
+        """Parse one message."""
         if not isinstance(raw, dict):
             return Said(role, [Part("other", _json(raw))])
         said = str(raw.get("role") or ROLES.get(str(raw.get("type")), role))
@@ -170,7 +171,8 @@ class MessageReader:
             yield Part("other", _json(block))
 
     def _image(self, block: Mapping[str, Any]) -> str:
-        """The name under which it is kept; empty for one of a URL, and for what is no picture of pixels."""
+        """Store an image and return its name. Return "" for an image at a URL, and for content that is not a raster
+        image."""
         url = block.get("image_url")
         url = url.get("url") if isinstance(url, dict) else url
         source = block.get("source")
@@ -191,7 +193,7 @@ class MessageReader:
 
 
 def conversation(view: SessionView) -> Conversation:
-    """Of a session that the index holds. Turns are numbered in the order of their snapshots; one that has none comes
+    """Build the conversation of a session. Turns are numbered in the order of their snapshots; those without one come
     last."""
     reader = MessageReader()
     snapshots: dict[Key, Row] = {_key(row): row for row in view.snapshots}
@@ -208,8 +210,8 @@ def conversation(view: SessionView) -> Conversation:
 
 
 def prompts(index: Index, sessions: Sequence[str], *, most: int | None = None) -> dict[str, str]:
-    """Session -> the last text of a user in its first request, cut to `most` characters; a session without one, and one
-    whose request is too large for the index, is left out."""
+    """Return the last user text in the first request of each session, cut to `most` characters. Sessions without one
+    are left out, and so are those whose request is too large for the index."""
     marks = ",".join("?" * len(sessions))
     rows = index.rows(
         f"SELECT session_id, messages FROM turns WHERE session_id IN ({marks}) AND base_index IS NULL "
@@ -217,7 +219,7 @@ def prompts(index: Index, sessions: Sequence[str], *, most: int | None = None) -
         *sessions,
     )
     found = {}
-    for row in rows:  # the first request of a session comes last, and stays
+    for row in rows:  # newest first: the first request of a session overwrites the others
         asked = [one.plain for one in MessageReader().messages(row["messages"]) if one.role == "user" and one.plain]
         if asked:
             found[row["session_id"]] = asked[-1][:most]
@@ -225,8 +227,8 @@ def prompts(index: Index, sessions: Sequence[str], *, most: int | None = None) -
 
 
 def aligned(left: Sequence[Turn], right: Sequence[Turn]) -> list[tuple[Turn | None, Turn | None]]:
-    """Turns of two sessions beside each other, in the order of both: those of the main line by their number in it,
-    those of a sub-agent beside the other's where both called it then."""
+    """Align the turns of two sessions in their order: turns of the main lineage by their number in it, and turns of a
+    sub-agent beside those of the other session if both called it at that point."""
     a, b = ([(turn.kind in OFF_MAIN, turn.row["agent_path"]) for turn in side] for side in (left, right))
     found: list[tuple[Turn | None, Turn | None]] = []
     for _, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -235,7 +237,8 @@ def aligned(left: Sequence[Turn], right: Sequence[Turn]) -> list[tuple[Turn | No
 
 
 def said_alike(left: Turn | None, right: Turn | None) -> bool:
-    """Whether two turns were asked and answered the same; ids of calls are each session's own."""
+    """Return whether two turns have equal messages and responses. Ids of tool calls are ignored, because they differ by
+    session."""
     return left is not None and right is not None and _words(left) == _words(right)
 
 
@@ -280,7 +283,7 @@ def _calls(response: Any, rows: Mapping[str, Row]) -> Iterator[Call]:
 
 
 def arguments(raw: Any) -> list[tuple[str, str]]:
-    """What a tool was given, as (name, text)."""
+    """Return the arguments of a tool call as (name, text)."""
     value = _parsed(raw) if isinstance(raw, str) else raw
     if isinstance(value, dict):
         return [(str(name), each if isinstance(each, str) else _json(each)) for name, each in value.items()]
@@ -288,7 +291,8 @@ def arguments(raw: Any) -> list[tuple[str, str]]:
 
 
 def _lineages(view: SessionView) -> dict[Key, str]:
-    """Of each turn of the tree what its lineage is; where no tree was assembled the harness's word."""
+    """Return the lineage kind of each turn: from the tree, or from what the harness reported if no tree was
+    assembled."""
     found = {
         _key(row): "side_call" if row["agent_path"].startswith("side") else "sub_agent"
         for row in view.turns
@@ -303,11 +307,11 @@ def _lineages(view: SessionView) -> dict[Key, str]:
 
 
 def _lanes(turns: Sequence[Turn]) -> int:
-    """Give each turn a lane: its base's where it is the first to continue it, else the first that nobody continues any
-    more. The number of lanes."""
+    """Assign a lane to each turn, and return the number of lanes. The first turn that continues its base takes the
+    base's lane; others take the first lane that no later turn continues."""
     left = [turn.children for turn in turns]
     ends: list[int] = []
-    """Of each lane the last turn."""
+    """Last turn of each lane."""
     for turn in turns:
         if turn.base is not None:
             left[turn.base] -= 1
@@ -327,7 +331,7 @@ def _key(row: Row) -> Key:
 
 
 def _parsed(text: str | None) -> Any:
-    """What JSON says; None of what is none, or is nested too deeply."""
+    """Parse JSON. Return None if it is malformed or too deeply nested."""
     if not text or deeper_than(text.encode()):
         return None
     try:

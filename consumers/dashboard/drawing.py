@@ -1,6 +1,5 @@
-"""Pictures of the pages, as SVG that is made here from numbers: no style of their own, so that the page's colours, dark
-or light, are theirs, and a `data-tip` on whatever can be pointed at.
-"""
+"""Charts as SVG, generated from numbers. They have no style of their own, so that the page's light or dark colours
+apply. Everything that can be pointed at has a `data-tip`."""
 
 from __future__ import annotations
 
@@ -17,29 +16,29 @@ from turnlog.consumers.dashboard.harmless import visible
 WIDTH, HEIGHT = 420, 132
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 20
 MOST = 400
-"""Points of a curve; a longer series is thinned."""
+"""Maximum number of points of a curve; longer series are thinned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Numbers over steps; None where there is none."""
+    """Values over steps; None if a step has none."""
 
     name: str
     values: Sequence[float | None]
     style: str = "c0"
-    """Class of its colour."""
+    """CSS class of its colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Behind a curve: from `low` to `high` at each step."""
+    """Band behind a curve, from `low` to `high` at each step."""
 
     low: Sequence[float | None]
     high: Sequence[float | None]
 
 
 def number(value: float | int | None) -> str:
-    """As pages show it: four digits, thousands apart; a dash for none."""
+    """Format a number for the pages: four digits, with thousands separators; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–" if value is None else str(value)
     if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e6):
@@ -48,17 +47,17 @@ def number(value: float | int | None) -> str:
 
 
 def clock(ms: int | None) -> str:
-    """A time of the log, UTC."""
+    """Format a record time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ms / 1000)) + " UTC" if ms else "–"
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where numbers stand in a chart."""
+    """Coordinates of a chart."""
 
     count: int
     ticks: Sequence[float]
-    """Values of the horizontal lines, ascending; the first and the last bound the frame."""
+    """Values of the horizontal lines in ascending order. The first and the last bound the frame."""
 
     @property
     def low(self) -> float:
@@ -75,7 +74,7 @@ class _Frame:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (value - self.low) / (self.high - self.low))
 
     def line(self, values: Sequence[float | None]) -> str:
-        """A path, broken where there is no number."""
+        """Return an SVG path, interrupted where a number is missing."""
         parts, pen = [], "M"
         for at, value in enumerate(values):
             if value is None or not math.isfinite(value):
@@ -83,12 +82,12 @@ class _Frame:
                 continue
             parts.append(f"{pen}{self.x(at):.1f} {self.y(value):.1f}")
             pen = "L"
-        if len(parts) == 1:  # a point is no line
+        if len(parts) == 1:  # a single point would be invisible
             parts.append("h.1")
         return "".join(parts)
 
     def area(self, low: Sequence[float | None], high: Sequence[float | None]) -> str:
-        """What lies between, where both are there."""
+        """Return the area between two series, over steps where both have numbers."""
         at = [n for n, (a, b) in enumerate(zip(low, high, strict=True)) if a is not None and b is not None]
         there = [f"{self.x(n):.1f} {self.y(high[n] or 0.0):.1f}" for n in at]
         back = [f"{self.x(n):.1f} {self.y(low[n] or 0.0):.1f}" for n in reversed(at)]
@@ -96,8 +95,8 @@ class _Frame:
 
 
 def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
-    """The exponential moving average with the past's `weight`, free of the bias towards the first value (as Adam's
-    moments are, Kingma and Ba 2015, section 3); a gap stays a gap."""
+    """Return the exponential moving average in which the past has `weight`. It is corrected for the bias towards the
+    first value, as Adam's moments are (Kingma and Ba 2015, section 3). Gaps stay gaps."""
     found: list[float | None] = []
     mean, rest = 0.0, 1.0
     for value in values:
@@ -113,8 +112,8 @@ def curves(
     title: str, steps: Sequence[int], drawn: Sequence[Curve], *, spread: Spread | None = None,
     floor: float | None = None, whole: bool = False,
 ) -> Markup:  # fmt: skip
-    """Curves over steps in one frame; empty where no step has a number. `floor`: the axis reaches down to it at least;
-    `whole`: its lines stand at whole numbers."""
+    """Draw curves over steps in one frame; a message if no step has a number. The axis extends down to `floor` at
+    least. With `whole`, its lines are at integers."""
     steps, drawn, spread = _thinned(steps, drawn, spread)
     shown = [*(value for curve in drawn for value in curve.values), *((*spread.low, *spread.high) if spread else ())]
     finite = [value for value in shown if value is not None and math.isfinite(value)]
@@ -139,7 +138,7 @@ def curves(
 
 
 def bands(title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]], styles: Mapping[str, str]) -> Markup:
-    """Parts of a whole over steps, one on the other."""
+    """Draw the parts of a whole over steps as stacked bars."""
     stride = -(-len(steps) // MOST) or 1
     steps = steps[::stride]
     parts = {name: values[::stride] for name, values in parts.items()}
@@ -168,7 +167,7 @@ def bands(title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]]
 def histogram(
     bins: Sequence[Mapping[str, float]], href: Callable[[float, float], str], chosen: bool, *, sample: bool = False
 ) -> Markup:
-    """Sessions by reward, or a `sample` of them; each bar leads to its range."""
+    """Draw the number of sessions by reward, from all sessions or a `sample`. Each bar links to its range."""
     if not bins:
         return Markup('<p class="empty">no session with a reward</p>')
     width, height, base = 300, 56, 42
@@ -209,8 +208,8 @@ _NODE = Markup(
 
 
 def tree(of: Conversation) -> Markup:
-    """Turns from left to right in the order of the log, each on the lane of the one that it continues. A circle is a
-    turn, a diamond one whose prompt was rewritten, a square a root; its area goes with its output."""
+    """Draw turns from left to right in log order, each on the lane of the turn that it continues. A circle is a turn, a
+    diamond a turn whose prompt was rewritten, a square a root. Areas are proportional to the output."""
     width, height = 24 + STEP_X * len(of.turns), 14 + LANE_Y * of.lanes
     body = []
     for turn in of.turns:
@@ -273,7 +272,7 @@ def _axes(frame: _Frame, steps: Sequence[int]) -> Markup:
 
 
 def _short(value: float) -> str:
-    """For an axis: at most six characters."""
+    """Format a number for an axis, with at most six characters."""
     for size, mark in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{mark}"
@@ -281,7 +280,7 @@ def _short(value: float) -> str:
 
 
 def _columns(frame: _Frame, tip: Callable[[int], str]) -> Markup:
-    """Over each step a column to point at."""
+    """Draw an invisible column over each step, as the target of its tip."""
     width = (WIDTH - LEFT - RIGHT) / frame.count
     column = Markup('<rect class="hit" x="{:.1f}" y="{}" width="{:.1f}" height="{}" data-tip="{}"/>')
     return Markup("").join(
@@ -296,9 +295,9 @@ def _svg(label: str, body: Sequence[Markup]) -> Markup:
 
 
 def axis(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Where the lines of an axis stand that holds the values from `low` to `high`: two to six multiples of 1, 2 or 5
-    times a power of ten, of 1 at least where `whole`. A range of one value is widened, so that its line is not on the
-    frame's edge."""
+    """Return the positions of axis lines for values from `low` to `high`: two to six multiples of 1, 2 or 5 times a
+    power of ten; with `whole`, at least 1 apart. A range of one value is widened, so that its line is not on the edge
+    of the frame."""
     if low == high:
         away = max(abs(low) * 0.1, 1.0 if whole or not low else 0.0)
         low, high = (low if low == 0 else low - away), high + away
@@ -317,7 +316,7 @@ def _last(values: Sequence[float | None]) -> float | None:
 def _thinned(
     steps: Sequence[int], drawn: Sequence[Curve], spread: Spread | None
 ) -> tuple[Sequence[int], Sequence[Curve], Spread | None]:
-    """Every n-th step, so that no curve has more than MOST points."""
+    """Keep every n-th step, so that no curve has more than MOST points."""
     stride = -(-len(steps) // MOST) or 1
     if stride == 1:
         return steps, drawn, spread

@@ -1,4 +1,4 @@
-"""`turnlog session export`: one session as a page in one file, or as JSON (docs/dashboard.md has the schema)."""
+"""`turnlog session export`: a session as a self-contained HTML page, or as JSON (docs/dashboard.md has the schema)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SCHEMA: Final = "turnlog.session/1"
 
 
 class _Inlined:
-    """What a page in one file brings with it: style and script, which its policy knows by their hashes, and the tokens
-    as data that cannot end their element."""
+    """Parts inlined into an exported page: style and script, which its content policy allows by their hashes, and the
+    tokens as data that cannot close their element."""
 
     def __init__(self, tokens: dict[str, Any]) -> None:
         self.style = Markup((STATIC / "dashboard.css").read_text())
@@ -47,7 +47,7 @@ class _Inlined:
         )
 
     def image(self, content: bytes) -> str:
-        """A picture of pixels as its own address."""
+        """Return a raster image as a data URL."""
         return f"data:{harmless.raster(content)};base64,{base64.b64encode(content).decode()}"
 
 
@@ -56,7 +56,7 @@ def _hash(text: str) -> str:
 
 
 def as_html(view: SessionView, tokens: SessionTokens) -> str:
-    """A page that loads nothing and leads nowhere."""
+    """Render a page that loads nothing and does not link to the dashboard."""
     templates = harmless.environment()
     templates.filters.update(filters())
     talk = conversation(view)
@@ -67,7 +67,7 @@ def as_html(view: SessionView, tokens: SessionTokens) -> str:
 
 
 def as_json(view: SessionView, tokens: SessionTokens) -> dict[str, Any]:
-    """All that the index holds of a session, and its tokens."""
+    """Return all that the index holds of a session, and its tokens, as a JSON object."""
     return {
         "schema": SCHEMA, "turnlog": __version__, "as_of": view.as_of.body(), "session": dataclasses.asdict(view.row),
         "turns": [_placed(row) for row in view.turns], "calls": [dict(row) for row in view.calls],
@@ -79,17 +79,17 @@ def as_json(view: SessionView, tokens: SessionTokens) -> dict[str, Any]:
 
 
 def json_file(view: SessionView, tokens: SessionTokens) -> str:
-    """The same as text in which no character hides or turns others around."""
+    """Return the same as text, without characters that hide or reverse others."""
     return printable_json(orjson.dumps(as_json(view, tokens), option=orjson.OPT_INDENT_2).decode())
 
 
 def _placed(row: Any) -> dict[str, Any]:
-    """A row with where its record stands."""
+    """Return a row with the position of its record."""
     return {**{name: value for name, value in row.items() if name != "place"}, "at": where_of(row["place"])}
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Write the file; the exit status. Raises IndexFailure, LogError, OSError."""
+    """Write the file and return the exit status. Raises IndexFailure, LogError, OSError."""
     return run_verb(_export(settings, arguments))
 
 

@@ -1,14 +1,14 @@
-"""Who may ask the dashboard for what: a wall of ASGI around its pages.
+"""Access control of the dashboard: an ASGI middleware around its pages.
 
-* Host: a loopback name, an address in numbers, or one of [dashboard] hosts; a name of somebody else's that leads here
-  (DNS rebinding) is refused.
-* Reading on the loopback needs no login unless [dashboard] login says so; beyond it every page does.
-* What changes something is a POST by a login, from a page of ours (Origin), with that login's form token (CSRF).
-* A login begins with a link that counts once, and is a cookie that no script reads and no other site sends.
-* Every answer says what it may load: nothing but files of ours.
+* Host: a loopback name, a numeric address, or one of [dashboard] hosts. Foreign names that resolve to this server (DNS
+  rebinding) are rejected.
+* Reading over the loopback needs no login unless [dashboard] login requires one. Over other addresses, every page does.
+* Changes need a POST from a login, sent by a page of this dashboard (Origin), with that login's form token (CSRF).
+* A login starts with a link that works once. It is a cookie that scripts cannot read and other sites cannot send.
+* Every answer has a content policy that allows only the dashboard's own files.
 
-Links, cookies and form tokens are HMACs under one key ([dashboard] key, else the run's own): nothing is stored but
-which logins were ended before their time.
+Links, cookies and form tokens are HMACs under one key ([dashboard] key, else the run's own). Nothing is stored except
+logins that were ended early.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from turnlog.infra.run_folder import DASHBOARD_KEY, kept_secret, present, replac
 from turnlog.secret_files import SecretUnusable
 
 ENDED: Final = Path("dashboard.ended")
-"""In the run's folder: of each login that was ended its HMAC, and until when it is remembered: it is over then."""
+"""File in the run's folder: the HMAC of each login that was ended, and the time at which it expires and may be
+forgotten."""
 LINK_S: Final = 900.0
-"""For so long a link may be used."""
+"""Validity of a login link in seconds."""
 LOGIN_S: Final = 7 * 86400.0
-"""For so long a login lasts."""
+"""Validity of a login in seconds."""
 FORM_BYTES: Final = 131_072
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
-HEADERS: Final = {  # no-referrer would have browsers send "Origin: null" with our own forms
+HEADERS: Final = {  # not no-referrer: browsers would then send "Origin: null" with our own forms
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -55,16 +56,16 @@ HEADERS: Final = {  # no-referrer would have browsers send "Origin: null" with o
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
 }
 OPEN: Final = ("/login", "/static/")
-"""Paths for who has not logged in."""
+"""Paths that need no login."""
 FIELD: Final = "form_token"
 
 
 class Keys:
-    """Makes and knows links, logins and form tokens."""
+    """Issuer and verifier of login links, login cookies and form tokens."""
 
     def __init__(self, configured: str, directory: Path, now: Callable[[], float] = time.time) -> None:
-        """`configured`: [dashboard] key; empty makes one in the run's directory, mode 0600. Raises
-        SecretUnusable, also for a list of ended logins that cannot be read: all of them would count again."""
+        """`configured` is [dashboard] key; if empty, a key is created in the run's directory with mode 0600. Raises
+        SecretUnusable, also if the list of ended logins cannot be read: otherwise all of them would be valid again."""
         self._key = configured or kept_secret(directory / DASHBOARD_KEY)
         self._ended = directory / ENDED
         self._now = now
@@ -73,26 +74,27 @@ class Keys:
         self._ends()
 
     def link_token(self, url: str) -> str:
-        """Of a link to the dashboard at `url`, good once and for LINK_S seconds."""
+        """Return a token for a link to the dashboard at `url`. It works once, within LINK_S seconds."""
         return self._signed("link", url)
 
     def take_link(self, token: str, url: str) -> None:
-        """Raises Refused for one that was used, is old, older than this process, or of another dashboard."""
+        """Use up a link token. Raises Refused if it was used, expired, was issued before this process started, or
+        belongs to another dashboard."""
         made = self._opened("link", token, url, LINK_S)
         if made is None or made < self._begun or token in self._used:
             raise Refused(403, "this login link was used, or is too old: `turnlog dashboard link` prints another")
         self._used = {one: at for one, at in self._used.items() if at > self._now() - LINK_S} | {token: made}
 
     def login(self) -> str:
-        """The value of a new login's cookie."""
+        """Return the cookie value of a new login."""
         return self._signed("login", "")
 
     def is_login(self, cookie: str) -> bool:
-        """Whether the cookie is one of ours, and not over."""
+        """Return whether the cookie is a valid login that has neither expired nor ended."""
         return self._opened("login", cookie, "", LOGIN_S) is not None and _mac_of(cookie) not in self._ends()
 
     def end(self, cookie: str) -> None:
-        """Log out: the cookie is worth nothing any more, wherever it was copied to, at any dashboard of the run."""
+        """Log out: invalidate the cookie and all copies of it, at every dashboard of the run."""
         kept = {mac: until for mac, until in self._ends().items() if until > self._now()}
         replace_private(self._ended, json.dumps(kept | {_mac_of(cookie): self._now() + LOGIN_S}))
 
@@ -108,7 +110,7 @@ class Keys:
             ) from error
 
     def form_token(self, cookie: str) -> str:
-        """What forms of a login carry."""
+        """Return the token that forms of this login carry."""
         return self._mac("form", cookie, "", "")
 
     def _signed(self, kind: str, about: str) -> str:
@@ -116,7 +118,7 @@ class Keys:
         return f"{made}~{nonce}~{self._mac(kind, made, nonce, about)}"
 
     def _opened(self, kind: str, text: str, about: str, lasts_s: float) -> float | None:
-        """When it was made; None of one that is not ours, or is over."""
+        """Return when a token was issued; None if it is not ours or has expired."""
         made, _, rest = text.partition("~")
         nonce, _, mac = rest.partition("~")
         if not text.isascii() or not hmac.compare_digest(mac, self._mac(kind, made, nonce, about)):
@@ -134,24 +136,24 @@ def _mac_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Of one dashboard."""
+    """Access rules of one dashboard."""
 
     hosts: frozenset[str]
-    """Names that people know it by, beside numbers and the loopback's."""
+    """Host names that are accepted besides numeric addresses and loopback names."""
     login: bool
-    """Reading needs a login, too."""
+    """True if reading requires a login, too."""
     cookie: str
-    """The cookie's name: cookies of all ports of a host are in one jar."""
+    """Name of the cookie. It differs by run, because browsers share cookies between all ports of a host."""
     url: str
-    """Where it listens: links are for one dashboard."""
+    """Address of the dashboard. Links are valid for one dashboard only."""
 
 
 @dataclass(slots=True)
 class Visitor:
-    """Who asks: in a request's state."""
+    """Sender of a request; stored in the request's state."""
 
     cookie: str = ""
-    """Of a login; empty of none."""
+    """Login cookie; empty without a login."""
     form_token: str = field(default="", repr=False)
 
     @property
@@ -160,7 +162,7 @@ class Visitor:
 
 
 class Guard:
-    """The wall; `pages` is what stands behind it."""
+    """The middleware; `pages` is the application that it protects."""
 
     def __init__(self, pages: ASGIApp, keys: Keys, rules: Rules) -> None:
         self._pages = pages
@@ -168,12 +170,12 @@ class Guard:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Check one request and answer it, or pass it to the pages."""
         if scope["type"] != "http":
             raise Refused(400, f"{scope['type']}: only http is spoken here")
         request = Request(scope, receive)
         visitor = self._visitor(request)
-        path: str = scope["path"]  # what is routed by; the url of a request is made of its Host, too
+        path: str = scope["path"]  # as routed; request.url also depends on the Host header
         scope.setdefault("state", {})["visitor"] = visitor
         try:
             self._check(request, visitor)
@@ -195,7 +197,7 @@ class Guard:
         return Visitor(cookie, self._keys.form_token(cookie))
 
     def _check(self, request: Request, visitor: Visitor) -> None:
-        """Raises Refused."""
+        """Check host, method and login. Raises Refused."""
         host = request.headers.get("host", "")
         if not self._knows(host):
             raise Refused(
@@ -212,8 +214,9 @@ class Guard:
                 raise Refused(403, "log in first: `turnlog dashboard link` prints a link that counts once")
 
     def _check_origin(self, request: Request) -> None:
-        """Raises Refused for a POST that another site's page sent, or that does not say which page did. Another scheme
-        is another site, unless a proxy with TLS is before us, by a name of [dashboard] hosts or by what it forwards."""
+        """Check that a page of this dashboard sent the POST. Raises Refused if another site did, or if the sender is
+        unknown. Another scheme counts as another site, unless a TLS proxy is in front, as a name in [dashboard] hosts
+        or the forwarded scheme shows."""
         origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
         host, schemes = request.headers["host"], {request.url.scheme}
         if called(host) in self._rules.hosts:
@@ -228,7 +231,7 @@ class Guard:
         return name in self._rules.hosts or leads_nowhere_else(name)
 
     def _logged_in(self, request: Request) -> Response:
-        """Raises Refused."""
+        """Exchange a link for a login cookie. Raises Refused."""
         self._keys.take_link(request.query_params["token"], self._rules.url)
         answer = RedirectResponse("/", 303)
         answer.set_cookie(
@@ -238,7 +241,7 @@ class Guard:
         return answer
 
     async def _logged_out(self, request: Request, visitor: Visitor) -> Response:
-        """Raises Refused."""
+        """End the login. Raises Refused."""
         await checked_form(request)
         self._keys.end(visitor.cookie)
         answer = RedirectResponse("/", 303)
@@ -247,7 +250,7 @@ class Guard:
 
 
 async def checked_form(request: Request) -> Mapping[str, str]:
-    """The fields of a POST by a login that carries its form token. Raises Refused."""
+    """Return the fields of a POST from a login with its form token. Raises Refused."""
     visitor: Visitor = request.scope["state"]["visitor"]
     try:
         body = await body_of(request, FORM_BYTES, "send the form of the page")

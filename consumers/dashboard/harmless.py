@@ -1,8 +1,8 @@
-"""What agents, tools and tasks wrote, as text that can do nothing in a page: no markup of theirs, no script, no request
-to anywhere, no mark that makes it read as something else.
+"""Escaping of text by agents, tools and tasks, so that it can do nothing in a page: no markup, no scripts, no requests,
+and no characters that make it read as something else.
 
-`environment()` gives templates in which this is the rule and not a thing to remember: every value is escaped, and its
-invisible characters are shown as escapes, unless it is Markup that a function of ours made.
+The templates of `environment()` apply this by default: every value is escaped, and its invisible characters are shown
+as escapes, unless it is Markup made by turnlog.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 PAGES = Path(__file__).parent / "pages"
 LONGEST = 60_000
-"""Characters that are read as Markdown; a longer text is shown as it is."""
+"""Maximum length in characters of a text that is rendered as Markdown; longer texts are shown as plain text."""
 SCHEMES = frozenset({"http", "https", "mailto"})
 RASTER = {
     b"\x89PNG\r\n\x1a\n": "image/png",
@@ -32,12 +32,12 @@ RASTER = {
     b"GIF87a": "image/gif",
     b"GIF89a": "image/gif",
 }
-"""By their first bytes: SVG is none of them."""
+"""Raster image types by their first bytes. SVG is left out, because it can hold scripts."""
 
 
 def visible(text: str) -> str:
-    """Control characters, terminal escapes and marks of direction as Python escapes. Line breaks, tabs and wide or
-    unbreakable spaces stand."""
+    """Replace control characters, terminal escapes and direction marks by Python escapes. Line breaks, tabs and wide or
+    non-breaking spaces stay."""
     text = text.replace("\r\n", "\n")
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
@@ -51,14 +51,14 @@ def _stands(char: str) -> bool:
 
 
 def finalized(value: Any) -> Any:
-    """What a template's expression becomes: visible, unless it is ours; a dash where there is nothing."""
+    """Convert the value of a template expression: a dash for None, Markup as it is, other values made visible."""
     if value is None:
         return "–"
     return value if isinstance(value, Markup) else visible(str(value))
 
 
 def environment() -> Environment:
-    """Templates of the pages."""
+    """Create the template environment of the pages."""
     found = Environment(
         loader=FileSystemLoader(PAGES), autoescape=True, finalize=finalized, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -68,30 +68,32 @@ def environment() -> Environment:
 
 
 class _Renderer(RendererHTML):
-    """Headings that are none of the page's, images that are not fetched."""
+    """Renderer that does not fetch images, and renders headings as paragraphs, so that they do not join the page's
+    outline."""
 
     def image(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        """Says what it would have been."""
+        """Render a description in place of the image."""
         token = tokens[idx]
         alt, source = token.content, str(token.attrs.get("src", ""))
         return str(Markup('<span class="left-out">image, not fetched: {} ({})</span>').format(alt, source[:200]))
 
     def heading_open(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        """A bold paragraph."""
+        """Render the start of a bold paragraph."""
         return f'<p class="heading {tokens[idx].tag}">'
 
     def heading_close(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        """Its end."""
+        """Render the end of a heading."""
         return "</p>\n"
 
     def link_open(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        """It leaves without saying where from."""
+        """Render a link that sends no referrer."""
         href = str(tokens[idx].attrs.get("href", ""))
         return str(Markup('<a href="{}" rel="noopener noreferrer nofollow" target="_blank">').format(href))
 
 
 def _is_safe(url: str) -> bool:
-    """Whether a link may be one: of a scheme that runs nothing; one without a scheme would be a page of ours."""
+    """Return whether a link may be rendered: its scheme must run nothing. Without a scheme it would lead to a dashboard
+    page."""
     try:
         return urlsplit(url.strip()).scheme.lower() in SCHEMES
     except ValueError:
@@ -110,18 +112,18 @@ _MARKDOWN = _reader()
 
 @functools.lru_cache(maxsize=512)
 def markdown(text: str) -> Markup:
-    """Markdown as HTML of ours. HTML in it is text, and so is a link whose scheme is none of SCHEMES."""
+    """Render Markdown as HTML. HTML in the text is escaped, and links whose scheme is not in SCHEMES stay text."""
     if len(text) > LONGEST:
         return Markup('<pre class="plain">{}</pre>').format(visible(text))
     try:
         html: str = _MARKDOWN.render(visible(text))
     except RecursionError:
         return Markup('<pre class="plain">{}</pre>').format(visible(text))
-    return Markup(visible(html))  # entities may have brought what the text did not show
+    return Markup(visible(html))  # entities may have added invisible characters
 
 
 def raster(content: bytes) -> str | None:
-    """Its media type, where it is a picture of pixels; what else it calls itself counts for nothing."""
+    """Return the media type of a raster image, or None. Only its first bytes count, not the type that it declares."""
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return "image/webp"
     return next((kind for mark, kind in RASTER.items() if content.startswith(mark)), None)

@@ -1,6 +1,5 @@
-"""A run at a glance: curves over its steps, where each step's tokens went, engines and their weights, and what somebody
-should look at. From the index alone.
-"""
+"""Overview of a run: curves over its steps, token dispositions by step, engines with their weights, and alerts.
+Everything comes from the index."""
 
 from __future__ import annotations
 
@@ -22,29 +21,30 @@ from turnlog.infra.roles.role import RunPhase
 from turnlog.infra.run_folder import is_live, read_state
 
 QUIET_S = 600
-"""A run whose processes cannot be seen from here is called running while its newest record is younger."""
+"""Maximum age in seconds of the newest record for a run to count as running if its processes cannot be seen from
+here."""
 STEPS = 300
-"""The newest so many are looked at, unless all are asked for."""
+"""Number of newest steps to show, unless all are requested."""
 TRAINED = "trained"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One picture with its legend."""
+    """A chart with its legend."""
 
     title: str
     unit: str
     picture: Markup
     legend: Sequence[tuple[str, str]] = ()
-    """(class of the colour, what it is)"""
+    """(class of the colour, label)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All that the first page shows."""
+    """Content of the first page."""
 
     facts: Sequence[tuple[str, str, str]]
-    """(what, value, where it leads)"""
+    """(name, value, link)"""
     charts: Sequence[Chart]
     engines: Sequence[Row]
     fates: Sequence[tuple[str, int]]
@@ -53,24 +53,24 @@ class Overview:
 
 
 def supervised(directory: Path) -> bool | None:
-    """Whether the supervisor of a run's folder is alive; None where `turnlog up` never ran for that folder, so that the
-    run's processes, if any, are somewhere else."""
+    """Return whether the supervisor of a run's folder is alive. Return None if `turnlog up` never ran for that folder,
+    so that any processes of the run are elsewhere."""
     return is_live(directory) if read_state(directory) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which steps the curves show, and how smooth they are."""
+    """Steps that the curves show, and their smoothing."""
 
     first: int | None = None
-    """The first optimizer step; None: the newest STEPS steps, or all of them where `last` or `whole` is given."""
+    """First optimizer step. None shows the newest STEPS steps, or all of them if `last` or `whole` is given."""
     last: int | None = None
     smoothing: float = 0.0
     """Weight of the past in an exponential moving average, from 0 (none) to less than 1, as in TensorBoard."""
     whole: bool = False
 
     def of(self, steps: Sequence[Row]) -> Sequence[Row]:
-        """The steps that it shows."""
+        """Return the steps that the window shows."""
         if self.first is None and self.last is None:
             return steps if self.whole else steps[-STEPS:]
         first, last = self.first or 0, math.inf if self.last is None else self.last
@@ -83,10 +83,11 @@ NEWEST = Window()
 def overview(
     index: Index, window: Window = NEWEST, *, alive: bool | None = None, now_s: float | None = None
 ) -> Overview:
-    """The first page at one moment of the index.
+    """Return the first page at one moment of the index.
 
-    `alive` is what `supervised` gives; `now_s` the time, in seconds since 1970 (default: the clock). Raises
-    IndexFailure."""
+    `alive` is the result of `supervised`; `now_s` is the time in seconds since 1970 (default: the clock). Raises
+    IndexFailure.
+    """
     with index.snapshot() as as_of:
         steps, _ = index.series()
         versions, _ = index.versions()
@@ -106,8 +107,8 @@ def overview(
 
 
 def engines(index: Index, *, alive: bool | None, now_s: float | None = None) -> list[Row]:
-    """What engines said last. Where the run is not known to go on, that is no sign that one still serves: its state is
-    unknown then, and says what it was. Arguments as of `overview`."""
+    """Return the last event of each engine. An engine may have stopped if the run is not known to be running: its state
+    is then shown as unknown, with the last one reported. Arguments are those of `overview`."""
     rows, _ = index.engines()
     heard = alive is True or (alive is None and not _quiet(index, now_s))
     return [
@@ -116,7 +117,7 @@ def engines(index: Index, *, alive: bool | None, now_s: float | None = None) -> 
 
 
 def _newest_record_ms(index: Index) -> int | None:
-    """Time of the newest record about sessions, steps, weights or engines, in ms since 1970."""
+    """Return the time of the newest record about sessions, steps, weights or engines, in milliseconds since 1970."""
     tables = ("steps", "versions", "engine_events")
     times = [index.row(f"SELECT time_ms FROM {table} ORDER BY place DESC LIMIT 1") for table in tables]
     times += [index.row(f"SELECT max({name}) FROM sessions") for name in ("started_ms", "finished_ms")]
@@ -137,8 +138,8 @@ def _draws(steps: Sequence[Row]) -> int:
 
 
 def _phase(index: Index, steps: Sequence[Row], *, alive: bool | None, now_s: float | None) -> str:
-    """What the run does, as far as anybody can know: the log holds what was asked of it and what came of it, and
-    nothing of a process that is no more."""
+    """Return the phase of the run, as far as it can be known. The log holds what was requested and what was done, but
+    not whether a process still exists."""
     plan = _planned(index)
     if plan is None:
         return "not planned"
@@ -215,7 +216,7 @@ BESIDE = {
 
 
 def beside(ours: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Chart]:
-    """Curves of this run and of others by name, the n-th step of each over the others'."""
+    """Draw curves of this run and of others, overlaid by the number of the step."""
     steps = range(1, max(len(ours), *map(len, others.values())) + 1)
     return [
         _overlaid(
@@ -227,7 +228,7 @@ def beside(ours: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Cha
 
 
 def of_batches(batches: Mapping[int, Sequence[float]], name: str) -> list[Chart]:
-    """Of samples that two have: what they come to in each batch of the run (comparison.Differences.batches)."""
+    """Draw figures of the samples that both sides have, by batch of the run (comparison.Differences.batches)."""
     rows = [batches[number] for number in sorted(batches)]
     steps = [number + 1 for number in sorted(batches)]
     sizes = {"here": [row[1] / row[0] for row in rows], name: [row[2] / row[0] for row in rows]}
@@ -244,8 +245,8 @@ def _overlaid(title: str, steps: Sequence[int], named: Mapping[str, Sequence[flo
 
 
 def _sessions_of_batches(index: Index, steps: Sequence[Row]) -> Mapping[int, Mapping[str, float]]:
-    """Of each batch the means over its sessions, and one standard deviation below and above their mean reward, cut to
-    the rewards that there were: a band never shows a reward that nobody could get."""
+    """Return figures over the sessions of each batch: means, and one standard deviation below and above the mean
+    reward. The band is cut to the rewards that occurred, so that it never shows an impossible reward."""
     if not steps:
         return {}
     rows = index.rows(
@@ -263,7 +264,8 @@ def _sessions_of_batches(index: Index, steps: Sequence[Row]) -> Mapping[int, Map
 
 
 def _books(steps: Sequence[Row], at: Sequence[int]) -> Chart:
-    """What became of the tokens that each step's draw took: trained, masked by batcher or step, or dropped."""
+    """Draw the disposition of the tokens of each step's rollout batch: trained, masked by the batcher or the step, or
+    dropped."""
     columns: dict[str, list[float]] = {TRAINED: []}
     for position, row in enumerate(steps):
         counts: Counter[str] = Counter({TRAINED: row["trained_tokens"]})
@@ -280,13 +282,13 @@ def _books(steps: Sequence[Row], at: Sequence[int]) -> Chart:
 
 
 def _measured(row: Row, name: str) -> float | None:
-    """What the algorithm measured under a name that begins so."""
+    """Return the first metric of the algorithm whose name begins with `name`."""
     metrics = orjson.loads(row["metrics"] or "{}")
     return next((value for key, value in metrics.items() if key.startswith(name)), None)
 
 
 def _seconds(row: Row) -> float | None:
-    """Seconds of a step, those in which it waited for its rows included; None where they were not recorded."""
+    """Return the seconds of a step, including the wait for its rows; None if they were not recorded."""
     return sum(orjson.loads(row["seconds"] or "{}").values()) or None
 
 

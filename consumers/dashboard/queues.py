@@ -1,4 +1,4 @@
-"""What waits for each role, as its commits say (`turnlog lag` tells the same), and which role takes nothing of it."""
+"""Unread records of each role according to its commits (as in `turnlog lag`), and which roles stand still."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from turnlog.infra.log import Partition
 from turnlog.infra.topics_admin import ACCESS
 
 STANDS_S = 1800.0
-"""As the alert TurnlogRoleStands has it."""
+"""Seconds after which a role counts as standing still; the same as in the alert TurnlogRoleStands."""
 TELLS_NOTHING = ("gateway",)
-"""Roles of the loop that take requests and no records: nothing on the log says what waits for them."""
+"""Roles of the loop that serve requests and read no records, so that the log does not show what waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Of one role."""
+    """Unread records of one role."""
 
     role: str
     records: int | None
-    """That wait; None: it tells nothing."""
+    """Number of unread records; None if unknown."""
     topics: Mapping[str, int]
-    """Of them, by topic."""
+    """Topic -> number of unread records."""
     stands_s: float
-    """For how long, as far as anybody has looked, something has waited and nothing of its partition was taken."""
+    """Observed seconds for which records have waited in a partition without any being read."""
     first: tuple[Partition, int] | None
-    """Of what has waited so long, the first that was not taken."""
+    """Partition that has waited longest, and its first offset that was not read."""
     why: str = ""
-    """Why it tells nothing."""
+    """Reason why the number is unknown."""
 
     @property
     def stands(self) -> bool:
@@ -40,13 +40,15 @@ class Queue:
 
 
 class Standing:
-    """Since when each group has waited where it is, from looks alone: a queue that was empty at one began anew."""
+    """Observation of how long each consumer group has waited at the same offset. A queue that was empty at one
+    observation starts again."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, Partition], tuple[int, float]] = {}
 
     def look(self, lags: Iterable[Lag], now: float) -> dict[str, tuple[float, Lag]]:
-        """Role -> seconds, and where; of its partition that has stood longest. Absent: nothing waits."""
+        """Return role -> (seconds, lag) of the partition that has waited longest. Roles without unread records are
+        absent."""
         before, self._since = self._since, {}
         found: dict[str, tuple[float, Lag]] = {}
         for one in lags:
@@ -61,7 +63,7 @@ class Standing:
 
 
 class Queues:
-    """Of a run; one look for all pages that ask within [lag] every_s."""
+    """Queues of a run; one query serves all pages that ask within [lag] every_s."""
 
     def __init__(self, records: Records, clock: Callable[[], float] = time.monotonic) -> None:
         self._records, self._clock = records, clock
@@ -69,14 +71,14 @@ class Queues:
         self._looks = Looks(self._look, clock)
 
     async def look(self) -> Sequence[Queue]:
-        """Of every role. Raises LogError, ReadOnlyArchive, and what opening the log raises."""
+        """Return the queues of all roles. Raises LogError, ReadOnlyArchive, and what opening the log raises."""
         role = await self._records.opened()
         return await self._looks.within(role.settings.lag.every_s)
 
     async def _look(self) -> Sequence[Queue]:
         role, now = await self._records.opened(), self._clock()
         lags = await lag_of(role.log, role.settings, self._markers)
-        groups = {(one.role, one.group) for one in lags}  # a lag is of a partition, a commit of a group
+        groups = {(one.role, one.group) for one in lags}  # lags are per partition, commits per consumer group
         speak = {name for name, group in groups if await role.log.committed(group)}
         silent = {name for name, _ in groups} - speak
         return list(self._told(lags, silent, now))

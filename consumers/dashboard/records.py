@@ -1,5 +1,7 @@
-"""What the index only names: tokens of a session, and single records as they stand on the log. Read from the topics, or
-from the archive, when a page first asks: the pages of the index alone need neither.
+"""Data that the index only points to: tokens of sessions, and single records of the log.
+
+They are read from the topics or from the archive, which are opened when a page first needs them. Pages of the index
+need neither.
 """
 
 from __future__ import annotations
@@ -34,32 +36,34 @@ from turnlog.schemas.events import SessionStarted, StepCompleted
 
 T = TypeVar("T")
 KEPT = 8
-"""Sessions whose tokens are remembered."""
+"""Number of sessions whose tokens are cached."""
 FIGURES = ("entropy", "gap", "ratio")
-"""Of a trained token, from its step's token file: `gap` is the trainer's log-prob less the engine's."""
+"""Figures of a trained token from its step's token file. `gap` is the trainer's log-prob minus the engine's."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 NO_MODEL = "[model] path names no tokenizer.json: tokens are shown by id"
 OTHER_MODEL = "the tokenizer of [model] path is not the one that the session was sampled with: tokens are shown by id"
 
 
 class Vocabulary:
-    """Texts of token ids, where the model's tokenizer is at hand."""
+    """Texts of token ids, if the model's tokenizer is available."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: [model] path; one without a tokenizer.json gives no text."""
+        """`folder` is [model] path. Without a tokenizer.json in it, there are no texts."""
         path = Path(folder) / "tokenizer.json"
         data = path.read_bytes() if folder and path.is_file() else b""
         self.sha256 = hashlib.sha256(data).hexdigest() if data else ""
         self._tokenizer: Any = Tokenizer.from_str(data.decode()) if data else None
 
     def lacks(self, sha256: str) -> str:
-        """Why it has no text for tokens of the tokenizer with this hash (empty: nobody said which); empty if it has."""
+        """Return why there are no texts for tokens of the tokenizer with this hash, or "" if there are. An empty hash
+        means that none was recorded."""
         if self._tokenizer is None:
             return NO_MODEL
         return OTHER_MODEL if sha256 not in ("", self.sha256) else ""
 
     def texts(self, ids: Iterable[int]) -> dict[int, str]:
-        """Of each id its text, invisible characters as escapes; a part of a character as the tokenizer writes it."""
+        """Return the text of each id, with invisible characters as escapes. An incomplete character is shown as the
+        tokenizer writes it."""
         wanted = sorted(set(ids))
         found = self._tokenizer.decode_batch([[each] for each in wanted], skip_special_tokens=False)
         return {
@@ -68,26 +72,26 @@ class Vocabulary:
         }
 
     def special(self, ids: Iterable[int]) -> list[int]:
-        """Those that are special tokens."""
+        """Return the ids that are special tokens."""
         added = self._tokenizer.get_added_tokens_decoder()
         return sorted({each for each in ids if each in added and added[each].special})
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTokens:
-    """A session's tokens and what a page needs to colour them."""
+    """Tokens of a session, and what a page needs to colour them."""
 
     turns: Sequence[fate.TurnTokens]
     figures: Mapping[str, Mapping[str, NDArray[np.float32]]]
-    """Of a sample the trainer's logprob, entropy and ratio by position, NaN where its step's file says nothing."""
+    """Sample id -> logprob, entropy and ratio of the trainer by position; NaN where the step's file has no value."""
     texts: Mapping[int, str]
     special: Sequence[int]
     notes: Sequence[str]
-    """What could not be had, and why."""
+    """Descriptions of what is missing, and why."""
     as_of: Mapping[str, Any]
 
     def body(self) -> dict[str, Any]:
-        """As JSON, small: texts once an id, what seldom changes as [value, how often]. docs/dashboard.md has the
+        """Return compact JSON: each text once, and rarely changing values as [value, count]. docs/dashboard.md has the
         schema."""
         reasons: dict[str, int] = {}
         turns = [self._turn(turn, reasons) for turn in self.turns]
@@ -101,7 +105,7 @@ class SessionTokens:
         figures = None
         if known is not None and len(turn.positions) == len(turn.ids):
             own = {name: _at(column, turn.positions) for name, column in known.items()}
-            if turn.logprob_kind == "at_temperature" or turn.temperature == 1.0:  # else they are of two distributions
+            if turn.logprob_kind == "at_temperature" or turn.temperature == 1.0:  # else two distributions
                 own["gap"] = own["logprob"] - turn.logprobs
             figures = {name: _numbers(own[name]) for name in FIGURES if name in own}
         return {
@@ -114,12 +118,12 @@ class SessionTokens:
 
 
 class Records:
-    """A run's records behind its index. Of one event loop."""
+    """Records of a run behind its index. Use it from one event loop."""
 
     def __init__(
         self, index: Path, vocabulary: Vocabulary, connect: Callable[[], AbstractAsyncContextManager[Role]]
     ) -> None:
-        """`connect` opens a role on the topics or the archive; it is called when a record is first asked for."""
+        """`connect` opens a role on the topics or the archive. It is called when a record is first requested."""
         self._index = index
         self._vocabulary = vocabulary
         self._connect = connect
@@ -129,15 +133,16 @@ class Records:
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     async def close(self) -> None:
-        """Let go of the log."""
+        """Close the log."""
         await self._stack.aclose()
 
     async def tokens(self, session_id: str) -> bytes:
-        """JSON of SessionTokens, of the index as it is now. Raises Unknown, and as `session_tokens`."""
+        """Return the JSON of SessionTokens for the present state of the index. Raises Unknown, and what
+        `session_tokens` raises."""
         with Index.open(self._index) as index:
             key = session_id, index.as_of().written_ms
         if key not in self._kept:
-            async with self._one:  # one at a time: a session is read whole
+            async with self._one:  # one at a time, because a whole session is in memory
                 if key not in self._kept:
                     self._kept[key] = await self._read(session_id)
         self._kept.move_to_end(key)
@@ -153,7 +158,7 @@ class Records:
         return orjson.dumps(await asyncio.to_thread(found.body))
 
     async def record(self, topic: str, partition: int, offset: int) -> dict[str, Any]:
-        """A record as JSON. Raises Unknown, RecordGone, LogError."""
+        """Return a record as a JSON object. Raises Unknown, RecordGone, LogError."""
         if topic not in NUMBER or partition not in range(1 << PARTITION_BITS) or offset not in range(1 << OFFSET_BITS):
             raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
         place = place_of(topic, partition, offset)
@@ -167,7 +172,7 @@ class Records:
         return body
 
     async def requeue(self, letter_id: str) -> tuple[Partition, int]:
-        """Append the record of a dead letter once more, unless that was done before; where it stands. Raises
+        """Append the record of a dead letter again, unless that was done before, and return its position. Raises
         LetterError, LogError, ReadOnlyArchive."""
         role = await self.opened()
         letter = dead_letters.named(await dead_letters.read(role), letter_id)
@@ -177,11 +182,11 @@ class Records:
             return await dead_letters.requeue(role, appender, letter, times=0)
 
     async def skip(self, place: str, reason: str) -> None:
-        """Order the assembler to pass over a record. Raises NotSkippable, LogError, ReadOnlyArchive."""
+        """Order the assembler to skip a record. Raises NotSkippable, LogError, ReadOnlyArchive."""
         await dead_letters.skip(await self.opened(), place, reason)
 
     async def opened(self) -> Role:
-        """The way into the log; from the first call on."""
+        """Return the role that reads the log. The first call opens it."""
         async with self._opening:
             if self._role is None:
                 self._role = await self._stack.enter_async_context(self._connect())
@@ -189,7 +194,7 @@ class Records:
 
 
 async def session_tokens(role: Role, index: Index, view: SessionView, vocabulary: Vocabulary) -> SessionTokens:
-    """Raises RecordGone, NothingToReplay, LogError, ArchiveError."""
+    """Return the tokens of a session. Raises RecordGone, NothingToReplay, LogError, ArchiveError."""
     turns = await fate.tokens(role, index, view)
     notes = [] if turns else ["no turn of this session has tokens on the log"]
     figures = await _figures(role, view, notes)
@@ -202,7 +207,7 @@ async def session_tokens(role: Role, index: Index, view: SessionView, vocabulary
 
 
 async def _tokenizer_of(role: Role, index: Index, view: SessionView) -> str:
-    """Its sha256, as SessionStarted says it."""
+    """Return the sha256 of the session's tokenizer, as SessionStarted records it, or ""."""
     started = next((each["place"] for each in view.events if each["kind"] == SessionStarted.__name__), None)
     row = None if started is None else index.row("SELECT value FROM session_events_records WHERE place = ?", started)
     if row is None or started is None:
@@ -213,7 +218,7 @@ async def _tokenizer_of(role: Role, index: Index, view: SessionView) -> str:
 
 
 async def _figures(role: Role, view: SessionView, notes: list[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
-    """Of each sample in a batch whose step left a token file."""
+    """Return the figures of each sample in a batch whose step left a token file. Add what is missing to `notes`."""
     steps: dict[int, set[str]] = {}
     for row in view.batch_rows:
         if row["step_place"] is not None:
@@ -232,7 +237,7 @@ async def _figures(role: Role, view: SessionView, notes: list[str]) -> dict[str,
 
 
 def _columns(content: bytes, samples: Iterable[str]) -> dict[str, dict[str, NDArray[np.float32]]]:
-    """Columns of a token file by sample and position."""
+    """Return the columns of a token file by sample and position."""
     wanted = list(samples)
     table = parquet.read_table(pa.BufferReader(content), filters=[("sample_id", "in", wanted)])
     names = np.array(table["sample_id"].cast(pa.string()).to_pylist(), dtype=object)
@@ -254,14 +259,14 @@ def _placed(at: NDArray[np.int32], values: NDArray[np.float32]) -> NDArray[np.fl
 
 
 def _at(column: NDArray[np.float32], positions: Sequence[int]) -> NDArray[np.float32]:
-    """Its values there; the file ends with its last trained token."""
+    """Return the values at positions; NaN beyond the end, because the file ends with its last trained token."""
     at = np.array(positions, dtype=np.int64)
     inside = at < len(column)
     return np.where(inside, column[np.where(inside, at, 0)], np.float32(np.nan))
 
 
 def runs(values: Sequence[T]) -> list[list[Any]]:
-    """[value, how often] of values that stand beside each other."""
+    """Run-length encode values as [value, count]."""
     found: list[list[Any]] = []
     for value in values:
         if found and found[-1][0] == value:
@@ -272,5 +277,5 @@ def runs(values: Sequence[T]) -> list[list[Any]]:
 
 
 def _numbers(values: NDArray[np.float32]) -> list[float]:
-    """Four decimals; what is no number becomes null in JSON."""
+    """Round to four decimals. NaN becomes null in JSON."""
     return np.round(values.astype(np.float64), 4).tolist()  # type: ignore[no-any-return]

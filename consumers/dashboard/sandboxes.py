@@ -1,6 +1,5 @@
-"""Tool calls of a run by what came of them, as far as the log tells: from the index alone. And what the pools of
-sandbox workers hold now and have met since their start, which no record says: asked of the workers.
-"""
+"""Tool calls of a run by result, from the index; and the present state of sandbox pools with their counters since the
+start, which no record holds, from the workers themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from turnlog.schemas.events.tools import UNISOLATED, ToolStatus
 
 PAGE = 50
 EVERY_S = 2.0
-"""Between two looks at workers: one serves all pages that ask meanwhile."""
+"""Seconds for which the answers of workers are cached for all pages."""
 TIMEOUT_S = 1.0
 BY_STATUS = """SELECT status, reason, count(*) AS calls FROM tool_results_records WHERE counts
     GROUP BY status, reason ORDER BY calls DESC LIMIT 100"""
@@ -29,21 +28,21 @@ STARTS = """SELECT count(*) AS starts, sum(attempt > 1) AS again, sum(worker LIK
 
 @dataclass(frozen=True, slots=True)
 class Sandboxes:
-    """A page of calls, and what all of them came to."""
+    """A page of tool calls, and counts over all of them."""
 
     ends: Sequence[Row]
-    """status, reason, calls; the most frequent first."""
+    """Rows of status, reason and calls, the most frequent first."""
     starts: Row
-    """Of executions: starts, again (a second attempt or later), unisolated, workers."""
+    """Counts of executions: starts, again (second or later attempts), unisolated, and workers."""
     failed: int
-    """Calls that ended for no doing of the agent's."""
+    """Calls that failed through no fault of the agent."""
     rows: Sequence[Row]
     after: str | None
     as_of: AsOf
 
 
 def sandboxes(index: Index, status: str, reason: str | None, *, sort: str, after: str | None) -> Sandboxes:
-    """Of one moment. Raises BadQuestion."""
+    """Return a page of calls at one moment. Raises BadQuestion."""
     with index.snapshot() as as_of:
         ends = index.rows(BY_STATUS)
         (starts,) = index.rows(STARTS, f"%{UNISOLATED}")
@@ -54,26 +53,26 @@ def sandboxes(index: Index, status: str, reason: str | None, *, sort: str, after
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One that was asked."""
+    """A sandbox worker that was asked for its pools."""
 
     name: str
     pools: Sequence[Mapping[str, Any]] = field(default=())
-    """As each pool tells of itself (sandbox_workers' Pool.snapshot)."""
+    """State of each pool (Pool.snapshot of sandbox_workers)."""
     why: str = ""
-    """Why it says nothing."""
+    """Reason why the worker did not answer."""
 
 
 class Pools:
-    """Of the workers of a run, where they are known."""
+    """Pools of the sandbox workers of a run, if their addresses are known."""
 
     def __init__(self, directory: Path, elsewhere: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        """`directory`: of the run, whose supervisor knows its workers; `elsewhere`: addresses of health servers, of
-        whatever roles, where no supervisor of ours runs them."""
+        """`directory` is that of the run, whose supervisor knows its workers. `elsewhere` are addresses of health
+        servers, of any role, if no local supervisor runs them."""
         self._directory, self._elsewhere = directory, elsewhere
         self._looks = Looks(lambda: asyncio.to_thread(lambda: list(self._asked())), clock)
 
     async def look(self) -> Sequence[Worker]:
-        """Every worker; none where nobody says where they are."""
+        """Return every worker; an empty list if no address is known."""
         return await self._looks.within(EVERY_S)
 
     def _asked(self) -> Iterator[Worker]:
@@ -81,5 +80,5 @@ class Pools:
         for name, said in states(own or {url: url for url in self._elsewhere}, "sandbox", TIMEOUT_S).items():
             if "pools" in said:
                 yield Worker(name, said["pools"]["pools"])
-            elif own or not said.get("role"):  # who is another role was asked by its address alone
+            elif own or not said.get("role"):  # skip other roles in `elsewhere`
                 yield Worker(name, why=said.get("unreachable", "it has no pool yet"))

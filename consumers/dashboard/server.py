@@ -1,4 +1,4 @@
-"""`turnlog dashboard`: serves the pages of one run until it is stopped, and says first how to log in."""
+"""`turnlog dashboard`: print how to log in, then serve the pages of one run until stopped."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 FILE = "dashboard.json"
-"""In the run's folder while a dashboard serves: its address and process."""
+"""File in the run's folder while a dashboard is served, with its address and process id."""
 NAME = "dashboard"
 ENDS_S = 5
-"""Answers under way when it is stopped have so long."""
+"""Seconds that answers in progress get to complete when the dashboard is stopped."""
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """One action; the exit status. Raises CannotListen, NotRunning."""
+    """Run one action of `turnlog dashboard`, and return the exit status. Raises CannotListen, NotRunning."""
     if arguments.action == "link":
         return _tell_link(settings)
     own = settings.dashboard
@@ -57,7 +57,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
-    """Where a dashboard is."""
+    """Address and process of a dashboard."""
 
     url: str
     pid: int
@@ -76,7 +76,7 @@ def _tell_link(settings: Settings) -> int:
 
 
 def link(keys: Keys, url: str) -> str:
-    """That logs in whoever opens it first."""
+    """Return a link that logs in whoever opens it first."""
     return f"{url}/login?token={keys.link_token(url)}"
 
 
@@ -91,10 +91,12 @@ async def serving(
     within_s: float = WITHIN_S,
     against: Sequence[str] = (),
 ) -> AsyncIterator[tuple[str, Keys]]:
-    """Serve while the block runs: its address, and what makes links to it. `connect` opens the log when a page first
-    needs a record; `streams`: live pages at once; `every_s`: between two looks at the index for them; `within_s`: of an
-    answer of the index; `against`: runs and datasets that the run is compared with. Raises CannotListen, NoIndex,
-    NotADataset."""
+    """Serve while the block runs; yields the address and the keys that make login links.
+
+    `connect` opens the log when a page first needs a record. `streams` limits live pages; `every_s` is the time between
+    two checks of the index for them. `within_s` limits a query of the index. `against` names runs and datasets to
+    compare with. Raises CannotListen, NoIndex, NotADataset.
+    """
     own, directory = settings.dashboard, Path(settings.run.directory)
     ended = stopping or asyncio.Event()
     keys = Keys(own.key, directory)
@@ -119,7 +121,7 @@ async def serving(
 
 
 def _named(against: Sequence[str], directory: Path) -> dict[str, Other]:
-    """Runs beside this one by their ids, and what else a path names. Raises NoIndex, NotADataset."""
+    """Find the runs beside this one by their ids, and what other paths name. Raises NoIndex, NotADataset."""
     found = {}
     for text in against:
         beside = directory.parent / text
@@ -146,10 +148,11 @@ async def _served(settings: Settings, *, archive: bool, against: Sequence[str] =
 
 
 def _login_line(settings: Settings, keys: Keys, url: str) -> str:
-    """How to log in. A file keeps what it is told, and more people read a log than may act: no link goes into one."""
+    """Describe how to log in. If the output goes to a file, the link is left out: files are kept, and more people read
+    logs than may act."""
     try:
         kept = stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-    except (OSError, ValueError):  # it is no file at all
+    except (OSError, ValueError):  # stdout is not a file at all
         kept = False
     if kept:
         return f"log in: `turnlog --run {settings.run.id} dashboard link` prints a link that counts once"
@@ -158,7 +161,7 @@ def _login_line(settings: Settings, keys: Keys, url: str) -> str:
 
 @contextlib.contextmanager
 def _told(directory: Path, url: str) -> Iterator[None]:
-    """Where it is, for `turnlog dashboard link`, while the block runs."""
+    """Store the address for `turnlog dashboard link` while the block runs."""
     private_folder(directory)
     path = directory / FILE
     path.write_text(json.dumps(dataclasses.asdict(Address(url, os.getpid()))) + "\n")

@@ -1,6 +1,7 @@
-"""A run over wall time: a lane for its trainer, its weights, each engine and each sandbox worker. Times are those of
-the records. What many records make is summed by the index into columns, so that a picture of a day is as large as one
-of a minute.
+"""A run over wall time: a lane each for the trainer, the weights, every engine and every sandbox worker.
+
+Times are those of the records. The index sums large numbers of records into columns, so that the chart of a day is as
+large as that of a minute.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.reader import AsOf, Index, Row
 
 COLUMNS = 240
-"""That what is running is summed into, and that a picture has spans in a lane."""
+"""Number of columns into which running items are summed, and that limit the spans drawn in a lane."""
 LONGEST_MS = 3_600_000
-"""A turn or a call that began in a window is looked for so long behind it."""
+"""Records of turns and calls are written at their end, so they are read up to this many milliseconds after the
+window."""
 NEWEST_MS = 600_000
-"""Of the run, unless another window is asked for."""
+"""Default length of the window in milliseconds: the end of the run."""
 PARTS = 12
-"""Of a window, each a link that looks at it alone."""
+"""Number of parts of a window. Each is a link that shows it alone."""
 MOST = 16
-"""Lanes of one kind; what else there is shares one more."""
+"""Maximum number of lanes of one kind. The others share one more lane."""
 LANE, TOP = 24, 22
 RUNNING = """WITH known AS (SELECT {lane} AS lane, time_ms - 1000.0 * ({seconds}) AS start, time_ms AS stop
     FROM {table} WHERE counts AND time_ms BETWEEN ?1 AND ?2 + ?3)
@@ -47,7 +49,8 @@ RUNNING = """WITH known AS (SELECT {lane} AS lane, time_ms - 1000.0 * ({seconds}
     SELECT lane, 1 AS sign, max(start - ?1, 0) * ?4 AS at FROM known WHERE start < ?2 UNION ALL
     SELECT lane, -1, min(stop - ?1, ?2 - ?1) * ?4 FROM known WHERE start < ?2)
     GROUP BY lane, bin"""
-"""What began (1) and ended (-1) in each column of a window from ?1 to ?2, of which a millisecond has ?4."""
+"""SQL for the starts (1) and ends (-1) in each column of a window from ?1 to ?2. ?3 is LONGEST_MS; ?4 is the number of
+columns per millisecond."""
 TIMED = ("turns_records", "tool_results_records", "steps_records", "engine_events_records")
 ENDS = f"""SELECT min(first) AS first, max(last) AS last FROM (
     SELECT (SELECT min(started_ms) FROM sessions WHERE started_ms > 0) AS first, NULL AS last {
@@ -60,7 +63,7 @@ SERVED = "SELECT * FROM engine_events WHERE time_ms <= ? ORDER BY engine_id, tim
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is looked at, ms since 1970."""
+    """A window of time in milliseconds since 1970."""
 
     first: int
     last: int
@@ -70,55 +73,55 @@ class Window:
         return self.last - self.first
 
     def cut(self, spans: Iterable[Span]) -> Iterator[Span]:
-        """What of them lies in it."""
+        """Yield the parts of spans that lie within the window."""
         for one in spans:
             if one.end >= self.first and one.start <= self.last:
                 yield Span(max(one.start, self.first), min(one.end, self.last), one.style, one.says)
 
     def part(self, number: int) -> Window:
-        """The n-th of PARTS."""
+        """Return the n-th of PARTS parts."""
         edges = [self.first + self.ms * at // PARTS for at in (number, number + 1)]
         return Window(edges[0], max(edges[1], edges[0] + 1))
 
     @property
     def asked(self) -> str:
-        """The query of a page that looks at it."""
+        """Query string of the page that shows this window."""
         return urlencode({"from": self.first, "to": self.last})
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One of the picture."""
+    """A lane of the chart."""
 
     name: str
     leads: str
-    """The page that tells more."""
+    """Link to the page with details."""
     says: str
     spans: Sequence[Span] = ()
     running: Sequence[float] = ()
-    """How many at once, in the mean of each column."""
+    """Mean number of items running at once, by column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swimlanes:
-    """A window of a run."""
+    """A window of a run as a chart."""
 
     picture: Markup
     window: Window
     links: Sequence[tuple[str, str]]
     """(name, query) of other windows."""
     steps: int
-    """That ended in it."""
+    """Number of steps that ended in the window."""
     seconds: Markup
-    """Where their time went, in one bar."""
+    """Bar that shows where their time went."""
     phases: Sequence[tuple[str, str, float]]
     """(class of the colour, phase, seconds)"""
     as_of: AsOf
 
 
 def swimlanes(index: Index, first: int | None = None, last: int | None = None) -> Swimlanes | None:
-    """From `first` to `last`, ms since 1970; without them the newest NEWEST_MS of the run. None where nothing has
-    happened yet. Raises BadQuestion."""
+    """Draw the run from `first` to `last`, in milliseconds since 1970; by default the newest NEWEST_MS. Return None if
+    nothing has happened yet. Raises BadQuestion."""
     with index.snapshot() as as_of:
         ends = index.row(ENDS)
         if ends is None or ends["first"] is None:
@@ -146,7 +149,7 @@ def _asked(whole: Window, first: int | None, last: int | None) -> Window:
 
 
 def _links(whole: Window, at: Window) -> list[tuple[str, str]]:
-    """Windows beside this one, inside and around it, as far as the run goes."""
+    """Return links to windows beside, inside and around this one, within the run."""
     half = at.ms // 2
     found = []
     if at.first > whole.first:
@@ -162,7 +165,7 @@ def _links(whole: Window, at: Window) -> list[tuple[str, str]]:
 
 
 def _trainer(window: Window, steps: Sequence[Row]) -> Lane:
-    """The phases of a step, one behind the other, before its record."""
+    """Return the lane of the trainer. The phases of a step are drawn one after another, ending at its record."""
     spans = []
     for row in steps:
         parts = phases_of(row)
@@ -202,7 +205,7 @@ def _engines(window: Window, index: Index) -> Iterator[Lane]:
 
 
 def _served(window: Window, said: Sequence[Row]) -> Iterator[Span]:
-    """The versions that an engine served, and over them how it came by each."""
+    """Yield the versions that an engine served and, over them, the weight update that brought each."""
     for row, following in zip(said, [*said[1:], None], strict=True):
         end = window.last if following is None else following["time_ms"]
         if row["state"] == "serving" and row["version"] is not None:
@@ -218,7 +221,7 @@ def _served(window: Window, said: Sequence[Row]) -> Iterator[Span]:
 
 def _sandboxes(window: Window, index: Index) -> Iterator[Lane]:
     running = running_by(window, index, "tool_results_records", "worker", "duration_s")
-    running.pop("", None)  # answered by whoever ran nothing
+    running.pop("", None)  # answers without an execution name no worker
     for name, columns in busiest(running, ()):
         yield Lane(name, "/sandboxes", f"{_load(columns)} calls running", (), columns)
 
@@ -228,7 +231,7 @@ def _load(columns: Sequence[float]) -> str:
 
 
 def busiest(running: Mapping[str, Sequence[float]], known: Iterable[str]) -> Iterator[tuple[str, Sequence[float]]]:
-    """Lanes by name: those with the most to do, the others as one."""
+    """Yield lanes by name: the busiest ones, then all others as one."""
     loads = {name: running.get(name, [0.0] * COLUMNS) for name in {*running, *known}}
     ranked = sorted(loads, key=lambda name: (-sum(loads[name]), name))
     yield from ((name, loads[name]) for name in sorted(ranked[:MOST]))
@@ -237,8 +240,11 @@ def busiest(running: Mapping[str, Sequence[float]], known: Iterable[str]) -> Ite
 
 
 def running_by(window: Window, index: Index, table: str, lane: str, seconds: str) -> dict[str, list[float]]:
-    """Of each lane how many were running, in the mean of each column. Until the end c of a column, of those that
-    began at the places b and ended at e, sum(c - b) - sum(c - e) columns were filled."""
+    """Return the mean number of items running in each column, by lane.
+
+    Positions are in columns. Up to the end c of a column, the items that began at positions b and ended at positions e
+    have filled sum(c - b) - sum(c - e) columns.
+    """
     sql = RUNNING.format(table=table, lane=lane, seconds=seconds)
     begun: dict[str, list[tuple[float, float]]] = {}
     for row in index.rows(sql, window.first, window.last, LONGEST_MS, COLUMNS / window.ms):
@@ -273,7 +279,7 @@ _NAME = Markup(
 
 
 def _axis(window: Window, height: int) -> Markup:
-    """Parts of the window, each with the time of day at which it begins."""
+    """Draw the parts of the window, each with the time of day at which it begins."""
     found = []
     for at in range(PARTS):
         part = window.part(at)
@@ -285,7 +291,7 @@ def _axis(window: Window, height: int) -> Markup:
 
 
 def _clock(ms: int, *, fine: bool) -> str:
-    """The time of day, UTC."""
+    """Format the time of day in UTC."""
     shown = time.strftime("%H:%M:%S", time.gmtime(ms / 1000))
     return f"{shown}.{ms % 1000:03d}" if fine else shown
 
@@ -311,8 +317,8 @@ def _lane(window: Window, lane: Lane, y: int) -> Markup:
 
 
 def joined(window: Window, spans: Iterable[Span]) -> Iterator[Span]:
-    """Those of each style in order, and neighbours that a column holds together as one of them: at most twice as many
-    as there are columns."""
+    """Yield the spans in order, weight updates and failures last (on top). Neighbours within one column are merged, so
+    there are at most twice as many spans as columns."""
     column = window.ms / COLUMNS
     layers: dict[bool, list[tuple[Span, int]]] = {}
     for one in window.cut(spans):

@@ -1,5 +1,6 @@
-"""One batch over wall time: a lane for each of its sessions, with what it waited for, generated and called, when it was
-judged, folded and drawn; then the step, and where its seconds went. Times are those of the records."""
+"""A batch over wall time: a lane for each of its sessions, with waits, generation and tool calls, and the moments at
+which it was scored and folded; then the batch, the step, and where the step's seconds went. Times are those of the
+records."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.index.reader import BatchView, Index, Row
 
 MOST = 48
-"""Lanes; the sessions that began first."""
+"""Maximum number of lanes, for the sessions that began first."""
 WIDTH, LEFT, LANE, TOP = 1100, 112, 15, 22
 VERSIONS = 6
-"""Colours of weight versions, which come again."""
+"""Number of colours for weight versions; they repeat."""
 PHASES = {"wait": "wait", "checkpoint": "v1", "publish": "v2", "read": "v3", "step": "v0", "export": "v4"}
-"""Of a step, in the order in which it goes through them, with their colours."""
+"""Phases of a step in their order, with their colours."""
 OTHER = "v5"
-"""Colour of a phase that a later release knows."""
+"""Colour of phases that only a later release knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a lane, ms since 1970."""
+    """A stretch of a lane, in milliseconds since 1970."""
 
     start: float
     end: float
@@ -36,17 +37,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One session."""
+    """The lane of a session."""
 
     session: str
     spans: Sequence[Span]
     marks: Sequence[Span]
-    """Moments: their ends are their starts."""
+    """Moments, as spans of length 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A batch's."""
+    """The chart of a batch."""
 
     picture: Markup
     seconds: Markup
@@ -54,11 +55,11 @@ class Timeline:
     """(class of the colour, phase, seconds) of the step."""
     legend: Sequence[tuple[str, str]]
     left_out: int
-    """Sessions without a lane."""
+    """Number of sessions without a lane."""
 
 
 def timeline(index: Index, of: BatchView, *, whole: bool = False) -> Timeline:
-    """Of a batch that the index holds, of one moment: of all its sessions where `whole`, else of the first MOST."""
+    """Draw a batch of the index: all its sessions if `whole`, else the first MOST."""
     most = len(of.rows) if whole else MOST
     names = list(dict.fromkeys(row["session_id"] for row in of.rows))
     marks = ",".join("?" * len(names))
@@ -110,7 +111,7 @@ def _call(row: Row) -> Iterator[Span]:
 
 
 def phases_of(step: Row | None) -> list[tuple[str, float]]:
-    """Phases of a step that took a while, in their order, and seconds of each."""
+    """Return the phases of a step that took time, in their order, with their seconds."""
     found: dict[str, float] = orjson.loads(step["seconds"]) if step is not None and step["seconds"] else {}
     ordered = [phase for phase in PHASES if phase in found] + [phase for phase in found if phase not in PHASES]
     return [(phase, found[phase]) for phase in ordered if found[phase] > 0]
@@ -152,7 +153,7 @@ KINDS = {"wait": "queue", "called": "calls", "failed": "failed calls"}
 
 
 def _summed(spans: Sequence[Span]) -> str:
-    """Seconds of a lane by what they were spent on."""
+    """Describe the seconds of a lane by kind."""
     found: dict[str, float] = {}
     for one in spans:
         kind = KINDS.get(one.style, "generation")
@@ -161,7 +162,7 @@ def _summed(spans: Sequence[Span]) -> str:
 
 
 def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
-    """`zero`, `per_ms`: where ms 0 would stand, and how wide one is."""
+    """Draw a lane. `zero` is the x position of time 0, `per_ms` the width of a millisecond."""
     says = f"session {lane.session[:12]}: {_summed(lane.spans)}"
     found = [_NAME.format(lane.session, says, says, y + 10, lane.session[:12])]
     for span in lane.spans:
@@ -173,7 +174,7 @@ def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
 
 
 def stacked(phases: Sequence[tuple[str, float]], label: str) -> Markup:
-    """Seconds of phases as one bar."""
+    """Draw the seconds of phases as one bar."""
     total, left, found = sum(seconds for _, seconds in phases), 0.0, []
     for phase, seconds in phases:
         wide, tip = seconds / total * WIDTH, f"{phase}: {number(round(seconds, 3))} s, {seconds / total:.0%}"

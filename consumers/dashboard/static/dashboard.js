@@ -1,4 +1,4 @@
-// Tokens under messages, tips, a live page. Everything that agents wrote goes in as textContent.
+// Tokens under messages, tooltips, live pages. All text by agents is inserted as textContent.
 "use strict";
 (() => {
   const find = (query, from = document) => from.querySelector(query);
@@ -10,7 +10,7 @@
     return element;
   };
 
-  // ---- tips: of whatever has data-tip, and of tokens
+  // ---- tooltips of tokens and of elements with data-tip
   const tip = find("#tip");
   function showTip(text, box) {
     tip.textContent = text;
@@ -31,7 +31,7 @@
   }
   document.addEventListener("mouseover", (event) => point(event.target));
   let wish = 0;
-  function soon(act) { // behind the scrolling of a focus; the last wish counts
+  function soon(act) { // after the scrolling that a focus causes; only the last request is carried out
     wish += 1;
     const mine = wish;
     requestAnimationFrame(() => requestAnimationFrame(() => { if (mine === wish) act(); }));
@@ -40,7 +40,7 @@
   document.addEventListener("focusout", hideTip);
   document.addEventListener("scroll", hideTip, { passive: true, capture: true });
 
-  // ---- tokens of a session, or of two side by side: one scale of colours for both
+  // ---- tokens of one session, or of two side by side, with one colour scale
   const main = find("#main");
   const sessions = [...new Set(all("[data-session]").map((one) => one.dataset.session))];
   const loaded = new Map();
@@ -160,7 +160,7 @@
     };
     const items = [];
     if (colour === "fate") {
-      const counts = new Map(); // of each reason, in each session
+      const counts = new Map(); // by reason and session
       const shown = sessions.filter((name) => loaded.has(name));
       shown.forEach((name, place) => {
         const data = loaded.get(name);
@@ -288,7 +288,7 @@
   });
   if (sessions.length) begin();
 
-  // ---- parts that come later
+  // ---- parts of a page that are requested separately
   for (const place of all("[data-load]")) {
     let busy = false;
     const load = () => {
@@ -296,7 +296,7 @@
       busy = true;
       fetch(place.dataset.load).then(async (answer) => {
         const text = await answer.text();
-        if (answer.ok) place.innerHTML = text; // what the server has drawn: every value in it is escaped
+        if (answer.ok) place.innerHTML = text; // rendered by the server: every value in it is escaped
         else place.textContent = JSON.parse(text).error;
       }).catch((error) => { place.textContent = error.message; }).finally(() => { busy = false; });
     };
@@ -304,7 +304,7 @@
     if (place.dataset.every) setInterval(() => { if (!document.hidden) load(); }, 1000 * Number(place.dataset.every));
   }
 
-  // ---- a live page: one stream, one look at a time, the last news win
+  // ---- live page: one stream, one reload at a time, newest state wins
   if (document.body.hasAttribute("data-live")) {
     const source = new EventSource("/live");
     let busy = false;
