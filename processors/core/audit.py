@@ -83,7 +83,7 @@ class Ledgers:
             self._parked[event.topic, event.partition, event.offset] = event.cause
         elif topic == SESSIONS.name:
             if cause not in NOT_FOLDED:
-                with contextlib.suppress(FoldError):  # parked by the assembler; the spine has folded it as refused
+                with contextlib.suppress(FoldError):  # dead-lettered by the assembler, folded as rejected
                     self._group(event.group_id).spine.fold(offset, event)
         elif isinstance(event, TokenSnapshot):
             turns = self._group(event.group_id).turns.setdefault(event.session_id, {})
@@ -337,7 +337,7 @@ class SampleTokens:
 
 @dataclass(slots=True)
 class Draws:
-    """What became of every sample that a rollout batch took."""
+    """Dispositions of all samples that a rollout batch took."""
 
     fates: dict[str, Account] = field(default_factory=dict)
     """Sample -> its account; `sampled` is the number of tokens that the sample marks as trained."""

@@ -1,1 +1,1 @@
-"""What drives the folds from the log: the assembler and its reaper, the batcher, the Faust live views."""
+"""Roles that drive the folds from the log: the assembler and its reaper, the batcher, the Faust live views."""

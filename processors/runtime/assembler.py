@@ -1,8 +1,9 @@
-"""The assembler: agent events to turn trees, samples and group scores, exactly once. The log is the state.
+"""The assembler: agent events to turn trees, samples and group scores, exactly once. The log is its only state.
 
-Polls a consumer group's units and folds each under its own fence. What a process may meet, and what becomes of it:
-  a defect at one record, or a payload of it that the store lost    its unit stops and says where on /readyz
-  an error of a transaction, of the log, of the store or of the registry    the process ends and is started again
+It polls the partition tasks that its consumer group assigns and folds each under its own producer fence. Failures:
+
+  a bug met at one record, or a payload of it that the store lost    its task stops and reports the record on /readyz
+  an error of a transaction, the log, the store or the registry      the process ends and is restarted
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ STOPPED = Gauge("turnlog_assembler_stopped_units", "Units that stopped at a reco
 
 
 async def main(role: Role) -> None:
-    """Wait until the run is configured, then fold until `role.stopping`. Raises OtherRun, OtherSettings,
-    UnknownFoldVersion, LowWaterError, LogError, BlobError, RegistryError."""
+    """Wait until the run is configured, then fold until `role.stopping` is set.
+
+    Raises OtherRun, OtherSettings, UnknownFoldVersion, LowWaterError, LogError, BlobError, RegistryError.
+    """
     run = await configured(role)
     if run is None:
         return
@@ -79,7 +82,9 @@ async def main(role: Role) -> None:
 
 
 async def _first_error_or_all(*tasks: asyncio.Task[None], beside: Sequence[asyncio.Task[None]]) -> None:
-    """Until the tasks have ended. Raises the first error of any, also of those that go on for ever beside them."""
+    """Wait until `tasks` have ended. Raises the first error of any task, including those of `beside`, which run
+    forever.
+    """
     waiting: set[asyncio.Task[None]] = {*tasks, *beside}
     while waiting - {*beside}:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -88,7 +93,7 @@ async def _first_error_or_all(*tasks: asyncio.Task[None], beside: Sequence[async
 
 
 def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPlan:
-    """What the units of a run share. Raises UnknownFoldVersion, SettingsError."""
+    """Return what the partition tasks of a run share. Raises UnknownFoldVersion, SettingsError."""
     rules = run.rules()
     return AssemblerPlan(
         run_id=run.run_id,
@@ -101,15 +106,15 @@ def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPla
 
 
 class Runner:
-    """Folds the units that the group assigns to this process."""
+    """Folds the partition tasks that the consumer group assigns to this process."""
 
     def __init__(
         self, plan: AssemblerPlan, client: Log, events: EventLog, blobs: Blobs, health: Health, *, clock: Clock
     ) -> None:
         self.units: dict[int, Unit] = {}
-        """Assigned and not stopped."""
+        """Partition -> task, for tasks that are assigned and not stopped."""
         self.stopped: dict[int, str] = {}
-        """Unit -> the record at which it stopped, and why."""
+        """Partition -> the record at which its task stopped, and the reason."""
         self._plan = plan
         self._log = client
         self._events = events
@@ -121,7 +126,7 @@ class Runner:
     async def run(
         self, stopping: asyncio.Event, *, instance: str | None = None, max_records: int = 500, poll_s: float = 0.02
     ) -> None:
-        """Until `stopping`; then commit and leave. Raises what must end the process."""
+        """Fold until `stopping` is set, then commit and leave the group. Raises errors that must end the process."""
         async with self.joined(instance) as reader:
             while not stopping.is_set():
                 self._health.beat()
@@ -129,16 +134,17 @@ class Runner:
             await _all(unit.commit() for unit in self.units.values())
 
     def joined(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
-        """A member of the group, whose units these are."""
+        """Join the consumer group as a member."""
         return self._log.group_reader(
             self._plan.group, INPUTS, assigned=self._assigned, revoked=self._revoked, instance=instance
         )
 
     async def turn(self, reader: GroupReader, *, max_records: int = 500, poll_s: float = 0.02) -> int:
-        """One poll and its transactions; the number of records passed.
+        """Poll once and run the transactions; return the number of records processed.
 
-        The reader calls back only inside poll, so no batch straddles a rebalance. A unit that came with it is sought to
-        its own marks before anything of it is delivered: positions of the group protocol are never trusted.
+        The reader calls back only inside poll, so no batch straddles a rebalance. A partition that was assigned in a
+        poll is sought to its own marks before any of its records is delivered: the positions of the group protocol are
+        never trusted.
         """
         records = await reader.poll(max_records=max_records, timeout_s=poll_s)
         found = by_unit(records)
@@ -161,7 +167,9 @@ class Runner:
             await self._stop_or_skip(unit, failure)
 
     async def _stop_or_skip(self, unit: Unit, failure: UnitFailed) -> None:
-        """Stop the unit; where an operator asked to pass over the record, fold again from its marks without it."""
+        """Stop the partition task; if an operator requested to skip the record, fold again from its marks without
+        it.
+        """
         await unit.close()
         skips = await requested_skips(self._log, self._events, self._plan.run_id, unit.number, unit.start[SPINE])
         if (failure.topic, failure.offset) in skips:
@@ -203,7 +211,7 @@ class Runner:
 
 
 async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run together, wait for all, raise the first error: none is left running behind it."""
+    """Run all, wait for all, then raise the first error: none is left running."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -1,7 +1,7 @@
-"""The batcher: scored groups become draws, draws become batch files and manifests. The manifest is its commit.
+"""The batcher: scored groups become rollout batches, then batch files and manifests. The manifest is its commit.
 
-One active batcher: fenced by `<run>.batcher`, restarted from its own manifests. It keeps at most `ready_batches` ahead
-of the last completed step and measures lag against the version that the trainer will hold.
+Only one batcher is active: it is fenced by `<run>.batcher` and restarts from its own manifests. It stays at most
+`ready_batches` ahead of the last completed step and measures lag against the version that the trainer will hold.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ READ_S, DRAW_S, SEAL_S, COMMIT_S = (STAGE_S.labels("batcher", stage) for stage i
 async def main(role: Role) -> None:
     """Form batches until the role stops.
 
-    Order of effects: 1. wait until the run is configured; 2. fence the last batcher; 3. read manifests, steps and
-    versions to their ends; 4. read samples from the last manifest's positions; 5. per draw: upload the files, then its
-    manifests in one transaction. Raises OtherRun, OtherSettings.
+    Order of effects: 1. wait until the run is configured; 2. fence the previous batcher; 3. read manifests, steps and
+    versions to their ends; 4. read samples from the last manifest's positions; 5. per rollout batch, upload the files,
+    then write its manifests in one transaction. Raises OtherRun, OtherSettings.
     """
     run = await configured(role)
     if run is None:
@@ -76,12 +76,12 @@ Seal = Callable[[FormedBatch, Weighting], tuple[bytes, str]]
 
 
 class Batcher:
-    """Groups that wait, and what the log says of draws, steps and versions."""
+    """The waiting groups, and the progress of rollout batches, steps and versions according to the log."""
 
     def __init__(
         self, role: Role, run: Configured, transactor: Transactor, *, form: Form = form_draw, seal: Seal = sealed
     ) -> None:
-        """`form`: a draw of groups; `seal`: a batch as its file and the hash of its rows."""
+        """`form` forms a rollout batch from groups; `seal` returns a batch's file and the hash of its rows."""
         self.progress = Progress(publish_every=role.settings.trainer.publish_every)
         self._form_draw, self._seal = form, seal
         self._role = role
@@ -91,12 +91,12 @@ class Batcher:
         self._ready: deque[ReadableGroup] = deque()
         self._open: dict[str, list[PlacedSample]] = {}
         self._starts: dict[str, tuple[int, int]] = {}
-        """Group that is open or waits -> partition and offset of its first record."""
+        """Group that is open or waiting -> partition and offset of its first record."""
         self._next: dict[int, int] = {}
         self._followed = (topics.BATCHES.name, topics.STEPS.name, topics.WEIGHTS.name)
 
     async def run(self) -> None:
-        """See `main`."""
+        """Form batches until the role stops; see `main`."""
         role = self._role
         control = [Partition(topic, 0) for topic in self._followed]
         async with role.log.reader() as reader:
@@ -109,7 +109,7 @@ class Batcher:
             groups = range(role.settings.kafka.groups)
             starts = {Partition(topics.SAMPLES.name, number): self.progress.position(number) for number in groups}
             self._next = {partition.number: offset for partition, offset in starts.items()}
-            again = await role.log.end_offsets(list(starts))  # whatever was drawn before stands below
+            again = await role.log.end_offsets(list(starts))  # records of groups taken before lie below these ends
             group = ConsumerGroup.BATCHER.format(run=role.settings.run.id)
             reached = await Reached.recalled(role.log, self._transactor, group, list(starts))
             reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
@@ -141,7 +141,9 @@ class Batcher:
                     self.progress.apply(event)
 
     async def _own(self, record: Record) -> None:
-        """A record of the topic that nobody else owns: what is no event, or none that belongs there, is parked."""
+        """Process a record of segment-samples, which this role owns: dead-letter it if it is not an event that belongs
+        there.
+        """
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as broken:
@@ -157,7 +159,7 @@ class Batcher:
     async def _sample(self, record: Record, event: SegmentSample | GroupScored) -> None:
         taken = self.progress.taken(event.group_id)
         if taken and not isinstance(event, GroupScored):
-            return  # no position may lie among its records: of those behind it a successor would make the group again
+            return  # no position may lie among its records: a successor would form the group again from the rest
         self._next[record.partition] = record.offset + 1
         if taken:
             self.progress.forget(event.group_id)
@@ -190,7 +192,7 @@ class Batcher:
         groups = self._composed(held)
         for group in groups:
             self._starts.pop(group.score.group_id, None)
-        # Rows of a large draw are seconds of arithmetic: keep heartbeats of the clients alive.
+        # Rows of a large rollout batch take seconds of arithmetic: keep the heartbeats of the clients alive.
         with DRAW_S.time():
             draw = await asyncio.to_thread(self._form_draw, groups, held, self._rules)
         with SEAL_S.time():
@@ -207,8 +209,11 @@ class Batcher:
         _count(draw, groups)
 
     def _composed(self, held: HeldVersion) -> list[ReadableGroup]:
-        """Takes the groups of the next draw out of those that wait. Under `freshest` those that are overtaken come on
-        top and fall out as stale: else a group that is never drawn would hold its slot and the positions for ever."""
+        """Take the groups of the next rollout batch from those that wait.
+
+        Under `freshest`, overtaken groups are added and dropped as stale. Otherwise a group that is never taken would
+        occupy its slot and hold back the positions forever.
+        """
         freshest = self._role.settings.batcher.order == "freshest"
         take = self._ready.pop if freshest else self._ready.popleft
         groups = [take() for _ in range(self._rules.prompts_per_draw)]
@@ -219,7 +224,9 @@ class Batcher:
         return groups
 
     async def _events(self, draw: FormedDraw, taken: Sequence[ReadableGroup], held: HeldVersion) -> list[Event]:
-        """Upload each batch's file, then make its manifest. Positions already leave the draw's groups behind."""
+        """Upload each batch's file, then create its manifest. The positions already exclude the groups of this rollout
+        batch.
+        """
         first, index = self.progress.next_batch, self.progress.next_draw
         groups = tuple(sorted(group.score.group_id for group in taken))
         lags = held.recorded({version for group in taken for version in group.versions})
@@ -298,14 +305,14 @@ class Batcher:
         )
 
     def _positions(self) -> tuple[SourcePosition, ...]:
-        """Per partition, the first offset that a group not yet drawn needs, or the next to read."""
+        """Return, per partition, the first offset that a group not yet taken needs, or the next offset to read."""
         low = dict(self._next)
         for partition, offset in self._starts.values():
             low[partition] = min(low[partition], offset)
         return tuple(SourcePosition(number, low[number]) for number in sorted(low))
 
     def _commits(self, reader: Reader) -> dict[Partition, Commit]:
-        """The positions as a group would commit them."""
+        """Return the positions as a consumer group would commit them."""
         low = {place.partition: place.offset for place in self._positions()}
         places = [Partition(topics.SAMPLES.name, number) for number in low]
         return {place: Commit.low_water(low[place.number], high=reader.position(place)) for place in places}
@@ -322,7 +329,9 @@ class Batcher:
 
 
 def _count(draw: FormedDraw, groups: Sequence[ReadableGroup]) -> None:
-    """The books of a draw. What its groups sampled is counted over their samples, not over what became of them."""
+    """Count the tokens of a rollout batch. Sampled tokens are counted over the samples of its groups, independently of
+    their dispositions.
+    """
     spans = [span for group in groups for placed in group.samples for span in placed.sample.spans if span.trained]
     masked = Tally(draw.masked)
     for batch in draw.batches:

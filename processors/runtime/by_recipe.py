@@ -1,6 +1,6 @@
-"""Figures of each recipe: how its sessions end, what they earn, how long they are, how old is what trains of them.
+"""Metrics per recipe: outcomes, rewards and lengths of its sessions, and the staleness of the rows that train.
 
-Of a session they are counted once, when its tree is committed; of a row when a draw takes it.
+A session is counted once, when its tree is committed; a row when a rollout batch takes it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows th
 
 
 class SettledSessions:
-    """Which recipe the sessions are of whose trees are not committed yet: a tree does not say."""
+    """The recipes of sessions whose trees are not committed yet, since a tree does not name its recipe."""
 
     def __init__(self) -> None:
         self._recipes: dict[str, str] = {}
 
     def assembled(self, tree: TurnTreeAssembled, started: SessionStarted | None) -> None:
-        """It will be committed."""
+        """Remember the recipe of a tree that will be committed."""
         if started is not None:
             self._recipes[tree.session_id] = started.recipe
 
     def committed(self, event: Event) -> None:
-        """Count it, if it is a tree."""
+        """Count a committed event, if it is a tree."""
         recipe = self._recipes.pop(event.session_id, None) if isinstance(event, TurnTreeAssembled) else None
         if recipe is None or not isinstance(event, TurnTreeAssembled):
             return
@@ -42,5 +42,5 @@ class SettledSessions:
 
 
 def drawn(sample: SegmentSample, held: HeldVersion) -> None:
-    """Count a row of a draw that is formed while the trainer holds that version."""
+    """Count a row of a rollout batch that is formed while the trainer holds version `held`."""
     LAG.labels(sample.recipe).observe(held.lag(sample.weight_version_min))

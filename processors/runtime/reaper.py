@@ -1,7 +1,7 @@
-"""The reaper: the role has a clock, the fold learns of time by events.
+"""The reaper: the role has a clock, and the fold learns about time through events.
 
-It appends SessionFinished(expired) for silent sessions and GroupClosed for stragglers and orphans, with the plain
-producer: agent.* topics hold no transactional records, so no open transaction holds their readers back.
+It appends SessionFinished(expired) for silent sessions and GroupClosed for stragglers and orphans. It uses the plain
+producer: agent.* topics contain no transactional records, so no open transaction holds their readers back.
 """
 
 from __future__ import annotations
@@ -33,37 +33,41 @@ LAG = Gauge(
     "turnlog_assembler_lag_records", "turnlog_lag_records of this process's units, as it sees them", ["unit", "topic"]
 )
 QUORUM_S = 0.2
-"""Between two looks for a quorum."""
+"""Seconds between two checks for a quorum."""
 RUNNERS_S = 2.0
-"""Between two looks for runners."""
+"""Seconds between two checks for runners."""
 
 
 @dataclass(slots=True)
 class _Look:
-    """One look at a unit: what was due at `at` is decided once the unit has passed `ends`, read after `at`."""
+    """An observation of a partition task: what was due at `at` is decided once the task has passed `ends`, read after
+    `at`.
+    """
 
     unit: Unit
     at: float
     ends: dict[str, int]
     caught_up_at: float | None = None
-    """When this owner first passed an end; before, nothing is overdue."""
+    """Time at which this owner first passed the ends; before that, nothing is overdue."""
 
 
 class EnginesServe:
-    """Since when some engine has served, by the log: while none does, sessions are silent for want of one."""
+    """Tracks since when some engine has served, according to the log. Sessions must be silent while none does."""
 
     def __init__(self, log: Log, events: EventLog, *, clock: Clock) -> None:
         self._log, self._events, self._clock = log, events, clock
         self._fleet = Fleet()
         self._since: float | None = None
-        """None: none serves, or what the log holds is not read yet."""
+        """Time since when an engine serves; None if none does, or if the log has not been read to its end yet."""
 
     def since(self) -> float:
-        """Now, while none serves; long ago in a run that has had none."""
+        """Return the time since when an engine serves: now while none does, minus infinity if the run has no
+        engines.
+        """
         return self._clock() if self._since is None else self._since
 
     async def follow(self) -> None:
-        """Fold engine-status, until cancelled."""
+        """Fold engine-status until cancelled."""
         places = [Partition(ENGINES.name, 0)] if ENGINES.name in await self._log.topics() else []
         starts, ends = await self._log.start_offsets(places), await self._log.end_offsets(places)
         async with self._log.reader() as reader:
@@ -86,21 +90,25 @@ class EnginesServe:
 
 
 class RunnersServe:
-    """Since when the run has had a runner, by the members of its group: while there is none, sessions are silent for
-    want of one."""
+    """Tracks since when the run has had a runner, by the members of its consumer group.
+
+    Sessions must be silent while there is none.
+    """
 
     def __init__(self, log: Log, run_id: str, *, clock: Clock) -> None:
         self._log, self._clock = log, clock
         self._group = ConsumerGroup.RUNNER.format(run=run_id)
         self._since: float | None = None
-        """None: there is none, or nobody has looked yet."""
+        """Time since when there is a runner; None if there is none, or if nobody has checked yet."""
 
     def since(self) -> float:
-        """Now, while there is none; long ago in a run that has had none, whose sessions others keep."""
+        """Return the time since when there is a runner: now while there is none, minus infinity in a run that never had
+        one, whose sessions external agents run.
+        """
         return self._clock() if self._since is None else self._since
 
     async def follow(self) -> None:
-        """Look, again and again, until cancelled. What cannot be known now stays as it was."""
+        """Check repeatedly until cancelled. While the members cannot be read, the last result remains."""
         while True:
             try:
                 await self.look()
@@ -113,7 +121,7 @@ class RunnersServe:
             await asyncio.sleep(RUNNERS_S)
 
     async def look(self) -> None:
-        """Who is there. Raises LogUnavailable."""
+        """Read the members of the runners' group. Raises LogUnavailable."""
         if await self._log.members(self._group):
             self._since = self._clock() if self._since is None else self._since
         else:
@@ -121,13 +129,15 @@ class RunnersServe:
 
 
 class Reaper:
-    """Watches the units of one process."""
+    """Watches the partition tasks of one process and closes what is overdue."""
 
     def __init__(
         self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, limits: Limits,
         beat: Callable[[], None] = lambda: None, served_since: Callable[[], float] = lambda: -math.inf,
     ) -> None:  # fmt: skip
-        """`beat` is called at every look; `served_since`: since when sessions could go on, now where they cannot."""
+        """`beat` is called at every check; `served_since` returns since when sessions could proceed, and now while they
+        cannot.
+        """
         self._beat, self._served_since = beat, served_since
         self._units = units
         self._log = client
@@ -136,10 +146,12 @@ class Reaper:
         self._limits = limits
         self._looks: dict[int, _Look] = {}
         self._written: dict[str, float] = {}
-        """Subject -> when we wrote about it: it takes a moment to come back, and a GroupClosed may be void."""
+        """Subject -> time at which we wrote about it: the record takes a moment to come back, and a GroupClosed may be
+        void.
+        """
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look several times per limit, until `stopping`."""
+        """Check several times per limit, until `stopping` is set."""
         limits = self._limits
         longest_s = QUORUM_S if limits.stragglers == "cut" else 5.0
         pause_s = min(max(min(limits.silence_s, limits.deadline_s) / 10, 0.05), longest_s)
@@ -151,10 +163,10 @@ class Reaper:
                     await stopping.wait()
 
     async def look(self) -> list[SessionFinished | GroupClosed]:
-        """Decide what the last look found due, then look again; what was appended."""
+        """Decide what the last observation found due, then observe again; return the appended events."""
         for number in self._looks.keys() - self._units.keys():
             for topic in self._looks.pop(number).ends:
-                LAG.remove(str(number), topic)  # another process says it now
+                LAG.remove(str(number), topic)  # another process reports it now
         appended: list[SessionFinished | GroupClosed] = []
         for number, unit in list(self._units.items()):
             if unit.opened:
@@ -163,7 +175,7 @@ class Reaper:
 
     async def _decide(self, number: int, unit: Unit) -> list[SessionFinished | GroupClosed]:
         look = self._looks.get(number)
-        if look is None or look.unit is not unit:  # a new owner catches up anew
+        if look is None or look.unit is not unit:  # a new owner catches up from the start
             look = self._looks[number] = _Look(unit, self._clock(), await self._ends(number))
         due: list[SessionFinished | GroupClosed] = []
         if all(unit.position[topic] >= end for topic, end in look.ends.items()):
@@ -205,7 +217,7 @@ class Reaper:
 
 
 def _subject(event: SessionFinished | GroupClosed, watch: Watch) -> str:
-    """What is written once: a close that came back and was void is asked for again."""
+    """Return the key under which an event is written once: a close that came back void may be written again."""
     if isinstance(event, SessionFinished):
         return event.event_id
     return f"{event.group_id} {event.reason} {watch.groups[event.group_id].closes}"

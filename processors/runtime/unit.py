@@ -1,10 +1,9 @@
-"""One unit of the assembler: partition p of every input and output topic, its transactor, its groups.
+"""A partition task of the assembler: partition p of every input and output topic, its transactor, its groups.
 
-What it must know before it folds is its last commit, and what its outputs hold already: read only after its transactor
-was entered, since until then the last owner may still commit. A batch is decoded (what cannot be used comes back as a
-value, what is away is retried), then folded, then its outputs and input offsets go out in one transaction. After a
-restart the same code folds again from the low-water marks; nothing is committed before every topic has passed what was
-folded before.
+Before it folds, it reads its last commit and the content of its outputs, but only after entering its transactor: until
+then the previous owner may still commit. A batch is decoded (unusable records come back as values, unavailable servers
+are retried), then folded, then its outputs and input offsets are written in one transaction. After a restart the same
+code folds again from the low-water marks; nothing is committed before every topic has passed what was folded before.
 """
 
 from __future__ import annotations
@@ -43,10 +42,12 @@ from turnlog.schemas.topics import TOPIC_OF, TREES
 from turnlog.schemas.types import BlobRef
 
 PAUSES_S = (0.1, 0.5, 2.0)
-"""Between attempts: a blob may be young, a server away. After the last the process ends uncommitted."""
+"""Seconds between attempts: a blob may be new, a server unavailable. After the last attempt the process ends
+uncommitted.
+"""
 
 LostPayload = BlobMissing | BlobCorrupt
-"""The store answers, and has not what the record names."""
+"""The store is available but does not have the object that the record names."""
 Decoded = Event | UndecodableRecord | LostPayload
 
 
@@ -59,17 +60,17 @@ async def decoded(
     run_id: str,
     messages: bool = False,
 ) -> list[Decoded]:
-    """Per record its event, why it must be parked, or why it stops its unit.
+    """Return per record its event, the reason to dead-letter it, or the error that stops its partition task.
 
-    Payloads of the run's snapshots come as bytes, those of turns where the fold's policy needs `messages`; else
-    messages, like tools and evidence, stay references: only people and dashboards read them. Raises
+    Payloads of the run's snapshots are fetched as bytes, and those of turns if the trajectory rule needs `messages`.
+    Otherwise messages, like tools and evidence, stay references: only people and dashboards read them. Raises
     RegistryUnavailable, StoreUnavailable.
     """
     found: list[Decoded] = []
     for record in records:
         try:
             found.append(events.codec.decode(record.value))
-        except UnknownSchemaId:  # the registry has to be asked; no record of an id that we hold waits for anything
+        except UnknownSchemaId:  # needs a request to the registry; records of cached ids never wait
             found.append(await _decoded(record, events, pauses_s))
         except LaterKind as later:
             passed_over(record, later)
@@ -116,50 +117,54 @@ async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Eve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssemblerPlan:
-    """What all units of one assembler share."""
+    """The values that all partition tasks of one assembler share."""
 
     run_id: str
     fold: FoldName
     factory: FoldFactory
     messages: bool = False
-    """Whether the fold's policy needs the messages of turns."""
+    """Whether the trajectory rule needs the messages of turns."""
     horizon_records: int = 20_000
     pauses_s: Sequence[float] = PAUSES_S
     commit_interval_s: float = 1.0
-    """Trees and progress are committed this often; scores and their samples at once."""
+    """Seconds between commits of trees and progress; scores and their samples are committed at once."""
 
     @property
     def score(self) -> str:
-        """The record that ends a group."""
+        """Name of the record that ends a group."""
         return score_record(self.fold.version)
 
     @property
     def scores(self) -> str:
-        """Its topic: the marks count its offsets."""
+        """Topic of that record, in which the marks count offsets."""
         return scores_topic(self.fold.version).name
 
     @property
     def group(self) -> str:
-        """The consumer group."""
+        """Name of the consumer group."""
         return ConsumerGroup.ASSEMBLER.format(run=self.run_id)
 
     def transactional_id(self, unit: int) -> str:
-        """One id per unit, not per process: starting it is what fences the last owner."""
+        """Return the transactional id of a partition task. It is per task, not per process: initializing it fences the
+        previous owner.
+        """
         return TransactionalId.ASSEMBLER.format(run=self.run_id, unit=unit)
 
 
 @dataclass(slots=True)
 class Restored:
-    """Where a unit begins."""
+    """The state in which a partition task starts."""
 
     fold: UnitFold
     output_ends: dict[str, int]
     commits: dict[Partition, Commit]
-    """As they stand."""
+    """The current commits."""
 
 
 async def restore(log: Log, events: EventLog, plan: AssemblerPlan, unit: int) -> Restored:
-    """Raises MigrationNeeded, BrokenMetadata, LogTruncated, OtherInputs, CommitsExpired, LogUnavailable."""
+    """Restore a partition task from its commits and outputs. Raises MigrationNeeded, BrokenMetadata, LogTruncated,
+    OtherInputs, CommitsExpired, LogUnavailable.
+    """
     inputs = [Partition(topic, unit) for topic in INPUTS]
     outputs = [Partition(topic, unit) for topic in outputs_of(plan.fold.version)]
     commits = await log.commits(plan.group, inputs)
@@ -199,7 +204,9 @@ async def _done(
 
 
 async def requested_skips(log: Log, events: EventLog, run_id: str, unit: int, start: int) -> dict[tuple[str, int], str]:
-    """{(topic, offset): reason} of the run's requests for this unit in agent.sessions from `start` to its end."""
+    """Return {(topic, offset): reason} of the run's skip requests for this partition, in agent.sessions from `start` to
+    its end.
+    """
     spine = Partition(SPINE, unit)
     end = (await log.end_offsets([spine]))[spine]
     skips: dict[tuple[str, int], str] = {}
@@ -213,7 +220,7 @@ async def requested_skips(log: Log, events: EventLog, run_id: str, unit: int, st
 async def records_between(
     log: Log, name: Partition, start: int, end: int, *, only: Sequence[str] = ()
 ) -> AsyncIterator[Record]:
-    """Records of [start, end) whose header names one of `only` (empty: all)."""
+    """Yield the records of [start, end) whose header names one of `only` (empty: all)."""
     wanted = {record.encode() for record in only}
     async with log.reader() as reader:
         reader.assign({name: start})
@@ -235,8 +242,9 @@ Clock = Callable[[], float]
 
 
 class UnitFailed(Exception):
-    """A defect of ours or a lost payload, met at one record: its unit stops, the others go on. Remedy: fix the fold or
-    restore the object, or SkipRequested."""
+    """A bug or a lost payload, met at one record: its partition task stops, the others go on. Remedy: fix the fold,
+    restore the object, or request to skip the record (SkipRequested).
+    """
 
     def __init__(self, record: Record, error: Exception) -> None:
         super().__init__(f"{where(record)}: {type(error).__name__}: {error}")
@@ -245,13 +253,13 @@ class UnitFailed(Exception):
 
 
 class Unit:
-    """Folds partition `number`. Use: `open`, then seek the inputs to `position`, then `step` for each poll, `close`."""
+    """Folds partition `number`. Call `open`, seek the inputs to `position`, call `step` for each poll, then `close`."""
 
     def __init__(
         self, number: int, plan: AssemblerPlan, log: Log, events: EventLog, blobs: Blobs, *, clock: Clock,
         skips: Mapping[tuple[str, int], str],
     ) -> None:  # fmt: skip
-        """`skips`: {(topic, offset): reason} of records to pass over."""
+        """`skips` maps (topic, offset) of records to skip to the reason."""
         self.number = number
         self.watch = Watch()
         self.skips = skips
@@ -274,7 +282,7 @@ class Unit:
         self.opened = False
 
     async def open(self) -> None:
-        """Fence the last owner, then read what it committed. Raises LowWaterError, LogError."""
+        """Fence the previous owner, then read what it committed. Raises LowWaterError, LogError."""
         transactional_id = self._plan.transactional_id(self.number)
         self._transactor = await self._stack.enter_async_context(self._log.transactor(transactional_id))
         restored = await restore(self._log, self._events, self._plan, self.number)
@@ -283,32 +291,32 @@ class Unit:
         self.opened = True
 
     async def close(self) -> None:
-        """Let go of the transactional id; what was not committed is folded again by the next owner."""
+        """Release the transactional id; the next owner folds again what was not committed."""
         await self._stack.aclose()
 
     @property
     def position(self) -> dict[str, int]:
-        """Next offset to fold, by input topic."""
+        """Input topic -> next offset to fold."""
         return self._fold.low_water.position
 
     @property
     def start(self) -> dict[str, int]:
-        """Where this owner began: the low-water marks."""
+        """The low-water marks from which this owner started."""
         return self._start
 
     @property
     def refolding(self) -> bool:
-        """It has not yet folded all that was folded before."""
+        """Whether it has not yet folded everything that was folded before."""
         return self._fold.low_water.refolding
 
     def state(self) -> dict[str, object]:
-        """Comparable value of every open group."""
+        """Return a comparable value of every open group."""
         return {group: found.fold.key() for group, found in self._fold.low_water.open.items()}
 
     async def step(self, records: Sequence[Record]) -> None:
-        """Fold records of this unit and, when outputs are due or the interval has passed, commit.
+        """Fold records of this partition and commit if outputs are due or the interval has passed.
 
-        Raises UnitFailed (the unit must be closed), or anything that must end the process.
+        Raises UnitFailed if this partition task must be closed; any other error must end the process.
         """
         refolding = self.refolding
         wanted = [self._fold.wants(record) for record in records]
@@ -332,16 +340,19 @@ class Unit:
         await self.commit_if_due()
 
     async def commit_if_due(self) -> None:
-        """Scores are committed at once, with whatever waits; trees alone and mere progress once per interval."""
+        """Commit scores at once, with everything else that waits; commit trees alone and mere progress once per
+        interval.
+        """
         scored = any(isinstance(event, GroupScored) for event in self._pending)
         if scored or self._clock() - self._committed_at >= self._plan.commit_interval_s:
             await self.commit()
 
     async def commit(self) -> None:
-        """Outputs and input offsets in one transaction. Nothing happens while refolding, or without progress.
+        """Write outputs and input offsets in one transaction. Does nothing while refolding, or without progress.
 
-        In this order: blobs, encoding; begin, sends, offsets with the marks, acknowledgements, commit. The marks do not
-        wait for the acknowledgements: until those come, an output stands where its topic ended before, at least.
+        The order is: store blobs and encode; begin, send, add offsets with the marks, await acknowledgements, commit.
+        The marks do not wait for the acknowledgements: until then, the end that the topic had before is a lower bound
+        of an output's offset.
         """
         if self.refolding or (not self._pending and self._fold.low_water.high == self.position):
             return
@@ -367,7 +378,9 @@ class Unit:
         self._pending = []
 
     def _take(self, record: Record, event: Decoded, now: float) -> None:
-        """One record of a group that was open before the batch: folded or parked. Raises UnitFailed."""
+        """Fold or dead-letter one record whose group was open before the batch. Raises UnitFailed if the partition task
+        must stop.
+        """
         if not self._fold.wants(record):
             return
         taken = self._taken(record, event)
@@ -417,7 +430,7 @@ class Unit:
 
 
 def by_unit(records: Iterable[Record]) -> dict[int, list[Record]]:
-    """The records of a poll, by unit, in the order of the poll."""
+    """Group the records of a poll by partition, in the order of the poll."""
     units: dict[int, list[Record]] = {}
     for record in records:
         units.setdefault(record.partition, []).append(record)
@@ -425,15 +438,16 @@ def by_unit(records: Iterable[Record]) -> dict[int, list[Record]]:
 
 
 def _count(event: Event) -> None:
-    """Add the books of a group whose score was committed; other events say nothing new about tokens."""
+    """Count the tokens of a group whose score was committed; other events carry no new counts."""
     if isinstance(event, GroupScored):
         books = event.books
         count_tokens("group", sampled=books.sampled, trained=books.trained, masked=books.masked)
 
 
 class OpenSpan:
-    """How many bytes a restart would fold again: those between the low-water marks and the position, to the resolution
-    of a batch."""
+    """Number of bytes that a restart would fold again: those between the low-water marks and the position, at batch
+    resolution.
+    """
 
     def __init__(self) -> None:
         self._total: dict[str, int] = {}
@@ -441,7 +455,7 @@ class OpenSpan:
         """Topic -> (next offset, total) after each batch."""
 
     def passed(self, records: Sequence[Record]) -> None:
-        """One batch of a unit."""
+        """Add one batch of records."""
         last: dict[str, int] = {}
         for record in records:
             self._total[record.topic] = self._total.get(record.topic, 0) + len(record.key) + len(record.value)
@@ -450,7 +464,7 @@ class OpenSpan:
             self._ends.setdefault(topic, deque([(0, 0)])).append((offset + 1, self._total[topic]))
 
     def above(self, low: Mapping[str, int]) -> int:
-        """Bytes above the marks; forgets what lies below."""
+        """Return the number of bytes above the marks; forget what lies below."""
         span = 0
         for topic, ends in self._ends.items():
             while len(ends) > 1 and ends[1][0] <= low[topic]:

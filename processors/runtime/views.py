@@ -1,10 +1,11 @@
-"""The Faust live views: sessions, steps and weight versions of a run, kept in tables and served as JSON at /views.
+"""Faust live views: sessions, steps and weight versions of a run, stored in tables and served as JSON at /views.
 
-At-least-once, every update idempotent, rebuilt from the topics at will; never on the training path (ADR 4).
+Processing is at least once with idempotent updates, can be rebuilt from the topics at any time, and is never on the
+training path (ADR 4).
 
-Tables lie in a SQLite file of the worker, so that a restart does not read their changelogs from the beginning: Faust's
-own store that survives a restart needs RocksDB; in memory, 100,000 sessions take a restart 20 s and more. The file is a
-copy: without it a table comes back from its changelog.
+Tables lie in a SQLite file of the worker, so that a restart does not read their changelogs from the beginning. Faust's
+own persistent store needs RocksDB, and with its in-memory store a restart takes 20 s and more for 100,000 sessions. The
+file is a copy: if it is missing, a table is restored from its changelog.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 RETRY_S = 1.0
-"""Between two questions to a registry that gives no answer."""
+"""Seconds between two requests to a registry that does not answer."""
 URL = "sqlite://"
 SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -70,14 +71,16 @@ CREATE TABLE IF NOT EXISTS rows (
 CREATE INDEX IF NOT EXISTS outcomes ON rows (outcome);
 CREATE TABLE IF NOT EXISTS offsets (partition INTEGER PRIMARY KEY, last INTEGER NOT NULL);
 """
-"""`last`: offset in the changelog of the newest record that the rows of the partition contain."""
+"""`last` is the changelog offset of the newest record that the rows of the partition contain."""
 
 
 def install_store() -> str:
-    """Make the store known to Faust; the URL that names it.
+    """Register the store with Faust and return its URL.
 
-    A table that is ahead of its changelog is of another log, or of one that lost its end with its machine: Faust 0.15.3
-    ends with ConsistencyError at every start. Here such a partition is forgotten and comes back from the changelog."""
+    A table that is ahead of its changelog belongs to another log, or to one that lost its end with its machine: Faust
+    0.15.3 then ends with ConsistencyError at every start. Here such a partition is dropped and restored from the
+    changelog.
+    """
     if "sqlite" in STORES.aliases:
         return URL
     STORES.aliases["sqlite"] = f"{__name__}:SqliteStore"
@@ -95,7 +98,7 @@ def install_store() -> str:
 
 
 class SqliteStore(SerializedStore[Any, Any]):
-    """One table: JSON values by serialized key, and the partition that each belongs to."""
+    """Store of one table: JSON values by serialized key, and the partition that each belongs to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,22 +108,22 @@ class SqliteStore(SerializedStore[Any, Any]):
         self._db.executescript(SCHEMA)
 
     def outcomes(self) -> dict[str, int]:
-        """How many values there are of each `outcome`."""
+        """Return the number of values of each `outcome`."""
         return dict(self._db.execute("SELECT outcome, count(*) FROM rows GROUP BY outcome"))
 
     def persisted_offset(self, tp: TP) -> int | None:
-        """See Store."""
+        """Implement Store."""
         found = self._db.execute("SELECT last FROM offsets WHERE partition = ?", (tp.partition,)).fetchone()
         return None if found is None else int(found[0])
 
     def set_persisted_offset(self, tp: TP, offset: int) -> None:
-        """See Store."""
+        """Implement Store."""
         self._db.execute("INSERT OR REPLACE INTO offsets VALUES (?, ?)", (tp.partition, offset))
 
     def apply_changelog_batch(
         self, batch: Iterable[Any], to_key: Callable[[Any], Any], to_value: Callable[[Any], Any]
     ) -> None:
-        """See SerializedStore; rows and offsets in one transaction."""
+        """Implement SerializedStore, with rows and offsets in one transaction."""
         self._db.execute("BEGIN")
         for event in batch:
             message = event.message
@@ -132,12 +135,12 @@ class SqliteStore(SerializedStore[Any, Any]):
         self._db.execute("COMMIT")
 
     async def on_recovery_completed(self, active_tps: set[TP], standby_tps: set[TP]) -> None:
-        """Forget partitions that another worker has: they come back from the changelog."""
+        """Drop partitions that another worker has; they are restored from the changelog when they return."""
         mine = {tp.partition for tp in active_tps}
         self.forget({number for (number,) in self._db.execute("SELECT DISTINCT partition FROM rows")} - mine)
 
     def forget(self, partitions: Iterable[int]) -> None:
-        """Their rows, and how far the changelog was read."""
+        """Delete the rows of partitions, and their changelog offsets."""
         for number in partitions:
             self._db.execute("DELETE FROM rows WHERE partition = ?", (number,))
             self._db.execute("DELETE FROM offsets WHERE partition = ?", (number,))
@@ -147,15 +150,15 @@ class SqliteStore(SerializedStore[Any, Any]):
         self._db.close()
 
     async def backup_partition(self, tp: TP | int, flush: bool = True, purge: bool = False, keep: int = 1) -> None:
-        """Nobody asks for it: the changelog is the copy."""
+        """Not supported, and never called: the changelog is the backup."""
         raise NotImplementedError
 
     def restore_backup(self, tp: TP | int, latest: bool = True, backup_id: int = 0) -> None:
-        """See backup_partition."""
+        """Not supported; see backup_partition."""
         raise NotImplementedError
 
     def reset_state(self) -> None:
-        """See Store."""
+        """Implement Store."""
         self._clear()
 
     def _put(self, key: bytes, partition: int, value: bytes) -> None:
@@ -197,26 +200,31 @@ class SqliteStore(SerializedStore[Any, Any]):
 
 OPEN = "open"
 SESSION_TIMEOUT_S = 6.0
-"""After which a killed worker's partitions go to another: the shortest that a broker grants unless it is told otherwise
-(`group.min.session.timeout.ms`). A successor of the same instance is a static member: it has them at once."""
+"""Seconds after which a killed worker's partitions go to another: the lowest value that a broker accepts by default
+(`group.min.session.timeout.ms`). A successor of the same instance is a static member and gets them at once.
+"""
 LOOK_EVERY_S = 5.0
 MOVING = "partitions move, or tables are read from their changelogs"
 FIXED_VERSION = "0.15.3"
 FOLD_S = STAGE_S.labels("views", "fold")
 READ = BYTES.labels("views", "read")
-"""Values alone: Faust has its consumers to itself."""
+"""Bytes of record values only: Faust manages its consumers itself."""
 
 
 class UnknownFaust(Exception):
-    """The installed faust-streaming is not the one the fix was made for: check the race again, then raise the pin."""
+    """The installed faust-streaming is not the version that the fix was made for. Remedy: check the race again, then
+    raise the pin.
+    """
 
 
 def serve_views(settings: Settings) -> int:
-    """Run the worker until SIGTERM. The address is [views] host and port, else the role's health endpoint. Raises
-    OtherRun, LogUnreachable, RegistryUnreachable, and what else ended it."""
+    """Run the worker until SIGTERM. The address is [views] host and port, else the role's health endpoint.
+
+    Raises OtherRun, LogUnreachable, RegistryUnreachable, and any other error that ended the worker.
+    """
     settings = resolved(settings)
     codec = asyncio.run(_started(settings))
-    obey()  # the loop has taken its handlers with it, and Faust's come later
+    obey()  # the loop's handlers are gone with it, and Faust installs its own later
     if codec is None:
         return 0
     connection = Connection(settings.kafka.bootstrap, login=Login(settings.kafka))
@@ -231,7 +239,7 @@ def _work(settings: Settings, app: faust.App, connection: Connection) -> int:
     try:
         worker.execute_from_commandline()
     except SystemExit as done:
-        # Faust has printed it: here it gets its type, so that the end tells a broker that is away from a fault of ours.
+        # Faust has printed the error; typing it lets the exit status tell a missing broker from a bug of ours.
         cause = worker.crash_reason or app.crash_reason or done.__context__
         if done.code and isinstance(cause, Exception):
             with typed(connection, "views"):
@@ -241,14 +249,16 @@ def _work(settings: Settings, app: faust.App, connection: Connection) -> int:
 
 
 async def _started(settings: Settings) -> Codec | None:
-    """Serve health until Faust takes its place, and wait for the servers; None: asked to stop. Raises as _codec."""
+    """Serve health until Faust takes over, and wait for the servers; None if a stop was requested. Raises the errors of
+    `_codec`.
+    """
     stopping, health = asked(), Health("views")
     async with serve_health(health, served_at("views", settings, os.environ)):
         return await lived(_codec(settings, health), stopping, health)
 
 
 async def _codec(settings: Settings, health: Health) -> Codec:
-    """Of a log that is this run's or nobody's. Raises OtherRun, CannotListen."""
+    """Return the codec of a log that belongs to this run or to none. Raises OtherRun, CannotListen."""
     log, registry = (
         KafkaLog.of(settings.kafka, role="views"),
         HttpRegistry(settings.registry),
@@ -265,8 +275,9 @@ async def _codec(settings: Settings, health: Health) -> Codec:
 
 @contextlib.contextmanager
 def _folder(settings: Settings) -> Iterator[Path]:
-    """Where tables are kept between starts: in the run's folder, if there is one. Elsewhere they come back from their
-    changelogs, and lie with the temporary files."""
+    """Yield the folder that keeps tables between starts: the run's folder, if there is one. Otherwise tables are
+    restored from their changelogs and lie in a temporary folder.
+    """
     kept = Path(settings.run.directory)
     if kept.is_dir():
         yield kept
@@ -276,9 +287,9 @@ def _folder(settings: Settings) -> Iterator[Path]:
 
 
 def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connection | None = None) -> faust.App:
-    """The application: three agents, three tables, four pages. `folder`: see _folder."""
+    """Return the application: three agents, three tables, four pages. For `folder`, see `_folder`."""
     connection = connection or Connection(settings.kafka.bootstrap, login=Login(settings.kafka))
-    # Faust's own credentials hold a password for life; ours are asked at each login.
+    # Faust's own credentials keep one password for good; ours are fetched at each login.
     driver.credentials_to_aiokafka_auth = lambda *_: connection.login.options()
     _mend_recovery()
     _mend_seeking()
@@ -304,13 +315,13 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
         web_enabled=address is not None,
         web_host=urlsplit(reached(host, port)).netloc.rpartition(":")[0],
         web_port=port,
-        web_bind="" if bindable(host) == EVERY else bindable(host),  # asyncio's servers hear IPv6 alone on ::
+        web_bind="" if bindable(host) == EVERY else bindable(host),  # on ::, asyncio's servers accept IPv6 only
         loghandlers=[log_lines.handler(sys.stderr, as_json=log_lines.is_json(os.environ))],
     )
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)
     health = Health("views", work_s=settings.liveness.work_s)
-    health.started()  # the rest is Faust's to say
+    health.started()  # Faust reports the rest
     _beats(app, health, connection)
 
     async def watch() -> None:
@@ -323,7 +334,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
 
 
 def _tables(app: faust.App, settings: Settings) -> dict[str, Any]:
-    """One table per topic; a changelog has as many partitions as its topic."""
+    """Return one table per topic; a changelog has as many partitions as its topic."""
     counts = {"sessions": settings.kafka.groups, "steps": 1, "versions": 1}
     return {name: app.Table(name, key_type=str, partitions=count, default=None) for name, count in counts.items()}
 
@@ -331,8 +342,11 @@ def _tables(app: faust.App, settings: Settings) -> dict[str, Any]:
 async def event_of(
     raw: bytes, codec: Codec, ask: Callable[[int], Awaitable[Mapping[str, Any]]], *, retry_s: float = RETRY_S
 ) -> Event | None:
-    """The event, under whichever release's schema it was written; None for what is none that we know: the role that
-    owns the topic parks it. `ask`: as Registry.schema; while that gives no answer, this waits."""
+    """Decode an event under the schema of whichever release wrote it; None if it is no event that we know, which the
+    topic's owner dead-letters.
+
+    `ask` fetches a schema like Registry.schema; this function waits while the registry does not answer.
+    """
     try:
         try:
             return codec.decode(raw)
@@ -346,7 +360,7 @@ async def event_of(
 async def _asked(
     schema_id: int, ask: Callable[[int], Awaitable[Mapping[str, Any]]], retry_s: float
 ) -> Mapping[str, Any]:
-    """Faust would pass over the record for an exception."""
+    """Fetch a schema and retry until the registry answers: for an exception, Faust would skip the record."""
     while True:
         try:
             return await ask(schema_id)
@@ -368,7 +382,9 @@ def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, 
             await registry.close()
 
     async def keep(stream: Any, table: Any) -> AsyncIterator[None]:
-        """One key per record: applying it again, or an older one after a newer, changes nothing that counts."""
+        """Apply the records of a stream to a table, one key per record. Applying a record again, or an older one after
+        a newer, changes nothing that counts.
+        """
         async for raw in stream:
             READ.inc(len(raw))
             with FOLD_S.time():
@@ -396,7 +412,9 @@ def _attach(app: faust.App, source: Any, table: Any, keep: Any, name: str) -> No
 
 
 def view(event: object) -> tuple[str, dict[str, Any]] | None:
-    """(table key, value) of an event; `rank` orders updates of one key: a repeat of an older one is passed over."""
+    """Return (table key, value) of an event, or None. `rank` orders updates of one key, so that a repeat of an older
+    one is ignored.
+    """
     match event:
         case SessionStarted():
             return event.session_id, {"rank": 0, "outcome": OPEN}
@@ -412,7 +430,7 @@ def view(event: object) -> tuple[str, dict[str, Any]] | None:
 
 
 def picture(outcomes: Mapping[str, int], steps: Any, versions: Any) -> dict[str, Any]:
-    """What `turnlog status` shows of the run: sessions by outcome, and of the tables the newest."""
+    """Return what `turnlog status` shows of the run: sessions by outcome, and the newest steps and versions."""
     newest = max(map(int, steps.keys()), default=None)
     return {
         "sessions": dict(outcomes),
@@ -424,8 +442,11 @@ def picture(outcomes: Mapping[str, int], steps: Any, versions: Any) -> dict[str,
 
 
 def _beats(app: faust.App, health: Health, connection: Connection) -> None:
-    """The streams come round when they have got ahead since the last look, or nothing new has come that they could
-    have read. (Positions in changelogs say nothing: what this worker writes there it does not read.)"""
+    """Report a heartbeat if the streams advanced since the last check, or if no new records arrived that they could
+    have read.
+
+    Positions in changelogs are no evidence: this worker does not read what it writes there.
+    """
     before: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
 
     async def look() -> None:
@@ -439,7 +460,7 @@ def _beats(app: faust.App, health: Health, connection: Connection) -> None:
         before = positions, ends
 
     async def patiently() -> None:
-        # In the middle of a rebalance, or without a broker: there is nothing to look at, and no round to speak of.
+        # During a rebalance, or without a broker, there is nothing to check and no heartbeat to report.
         with contextlib.suppress(ConsumerNotStarted, LogError), typed(connection, "views"):
             await look()
 
@@ -466,7 +487,7 @@ def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
         return web.json({"ready": not found, "waiting": found}, status=503 if found else 200)
 
     async def metrics(web: Any, request: Any) -> Any:
-        # As a header: aiohttp's `content_type` takes no charset, which Prometheus' own type has.
+        # Set as a header: aiohttp's `content_type` rejects a charset, which Prometheus' type has.
         return web.bytes(generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     for path, page in (("/views", views), ("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
@@ -477,9 +498,9 @@ def _mend_recovery() -> None:
     """Close a race of faust-streaming 0.15.3 that loses events after a restart with a table to recover.
 
     `Recovery.on_recovery_completed` resumes the source partitions and only then seeks them to the committed offsets,
-    while the flow is still active from the replay: records that arrive in between go into the stream queues and are
-    thrown away when the queues are cleared, and the copies fetched again are taken for old. Stopping the flow first, as
-    Faust itself does where there are no tables, closes it. Raises UnknownFaust for another version.
+    while the flow is still active from the replay. Records that arrive in between go into the stream queues and are
+    dropped when the queues are cleared, and the copies fetched again are taken for old. Stopping the flow first, as
+    Faust itself does where there are no tables, closes the race. Raises UnknownFaust for another version.
     """
     if faust.__version__ != FIXED_VERSION:
         raise UnknownFaust(f"faust-streaming {faust.__version__} is installed, the recovery fix is for {FIXED_VERSION}")
@@ -498,9 +519,12 @@ def _mend_recovery() -> None:
 
 
 def _mend_seeking() -> None:
-    """Read a partition from its beginning when a rebalance comes before its first commit. A rebalance throws away what
-    is queued and goes back to what is committed; where that is nothing, aiokafka's `seek_to_committed` stays where it
-    is, and what was queued is never read again. (Changelogs have no commits: Recovery seeks them.)"""
+    """Read a partition from its beginning if a rebalance comes before its first commit.
+
+    A rebalance drops what is queued and goes back to the committed offset. If there is none, aiokafka's
+    `seek_to_committed` does not move, and what was queued is never read again. (Changelogs have no commits: Recovery
+    seeks them.)
+    """
     original = driver.AIOKafkaConsumerThread.seek_to_committed
     if getattr(original, "from_beginning", False):
         return
@@ -518,9 +542,11 @@ def _mend_seeking() -> None:
 
 
 def _mend_rejoining() -> None:
-    """Let a static member come back under another address within its session. The group then hands it what was sent to
-    the one before it, whose address Faust 0.15.3 takes for a mistake: the consumer's coordinator dies, and the worker
-    waits for ever. The address is where others would ask for rows; here nobody does, so it keeps the one that is known.
+    """Let a static member return under another address within its session.
+
+    The group then gives it the assignment of its predecessor, whose address Faust 0.15.3 takes for a mistake: the
+    consumer's coordinator dies, and the worker waits forever. Other workers would request rows at that address; here
+    nobody does, so the worker adopts the known address.
     """
     original = PartitionAssignor.on_assignment
     if getattr(original, "keeps_address", False):
@@ -536,7 +562,10 @@ def _mend_rejoining() -> None:
 
 
 def _stop_livelock_checks() -> None:
-    """Turn off Faust's check for slow streams. It reads the position of every assigned partition, and aiokafka asserts
-    that there is one. There is none between the assignment and the answer about its offsets, which a busy broker
-    delays; the worker then ends. The check only writes to the log, and `_beats` reports stuck streams to /healthz."""
+    """Turn off Faust's check for slow streams.
+
+    It reads the position of every assigned partition, and aiokafka asserts that there is one. There is none between the
+    assignment and the answer about its offsets, which a busy broker delays; the worker then ends. The check only writes
+    to the log, and `_beats` reports stuck streams to /healthz.
+    """
     driver.AIOKafkaConsumerThread.verify_event_path = lambda *_: None  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""What the reaper must know of a unit's open groups. Pure: the moment `at` of each record is passed in.
+"""The reaper's view of a partition task's open groups. Pure: the time `at` of each record is an argument.
 
-Silence counts from the later of a session's last record and the moment when the unit caught up with the log: an outage
-of ours expires nobody.
+Silence is measured from the later of a session's last record and the time at which the partition task caught up with
+the log: an outage of the assembler expires no session.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from turnlog.schemas.types import TurnId
 
 @dataclass(slots=True)
 class WatchedSession(Tenure):
-    """One session of an open group."""
+    """A session of an open group."""
 
     last_at: float = 0.0
     started: SessionStarted | None = None
     judged: bool = False
-    """It has a reward."""
+    """True if it has a reward."""
     completed: set[TurnKey] = field(default_factory=set)
     snapshots: set[TurnKey] = field(default_factory=set)
 
     def saw(self, event: Event, *, refused: bool) -> None:
-        """One of its records, after the fold took or `refused` it."""
+        """Observe one of its records, after the fold accepted or `refused` it."""
         match event:
             case TurnCompleted():
                 self.completed.add(key_of(event.turn))
@@ -59,21 +59,22 @@ class WatchedSession(Tenure):
             case RewardAssigned():
                 self.judged = self.judged or not refused
             case RewardFailed() | StepRewardAssigned():
-                pass  # a sign of life, no more
+                pass  # only a sign of life
 
     def supplied(self) -> tuple[TurnId, ...]:
-        """Turns with both records, in order of (epoch, index)."""
+        """Return the turns with both records, in order of (epoch, index)."""
         both = [turn for turn in self.completed & self.snapshots if turn[0] in self.epochs]
         ordered = sorted(both, key=lambda turn: (self.epochs.index(turn[0]), turn[1]))
         return tuple(TurnId(*turn) for turn in ordered)
 
     def whole(self) -> bool:
-        """It finished, and every turn that it names is there."""
+        """Whether it finished and both records of every turn that it names are there."""
         return self.finish is not None and set(map(key_of, self.finish.turns)) <= self.completed & self.snapshots
 
     def usable(self, *, truncated: bool) -> bool:
-        """It will train, as far as can be said before the fold: it lived to its end and has its reward. `truncated`:
-        whether one that hit a limit does."""
+        """Whether it will train, as far as that is known before the fold: it ran to its end and has its reward.
+        `truncated`: whether sessions that hit a limit train.
+        """
         if self.finish is None or not self.finish.final or not self.whole():
             return False
         lived = self.finish.outcome in VALID and (truncated or self.finish.outcome is not Outcome.truncated)
@@ -82,22 +83,22 @@ class WatchedSession(Tenure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What time and stragglers may cost."""
+    """Time limits and the treatment of stragglers."""
 
     silence_s: float
-    """Of a session or an orphan."""
+    """Seconds without a record after which a session or an orphan expires."""
     deadline_s: float
-    """Of a group since its first record; under `wait`, since its last one."""
+    """Seconds after a group's first record (under `wait`, its last) after which it is closed."""
     stragglers: Stragglers = "close"
     quorum: int = 0
-    """Under `cut`, the usable rollouts of a larger group that close it."""
+    """Number of usable rollouts that, under `cut`, close a group that was requested with more."""
     truncated: bool = True
-    """Whether one that hit a limit is usable."""
+    """Whether a session that hit a limit is usable."""
 
 
 @dataclass(slots=True)
 class WatchedGroup:
-    """One open group."""
+    """An open group."""
 
     run_id: str
     floor: int
@@ -105,11 +106,14 @@ class WatchedGroup:
     last_at: float
     sessions: dict[str, WatchedSession] = field(default_factory=dict)
     closes: int = 0
-    """Closes that came back from the log, all void: the group is open."""
+    """Number of closes that came back from the log; all were void, since the group is open."""
 
     def has_quorum(self, limits: Limits) -> bool:
-        """Under `cut`: more were asked for than are needed, and so many are there. Not while a finished one lacks
-        turns: the fold waits for them, and the deadline alone decides that they are lost."""
+        """Whether, under `cut`, a group that was requested with more rollouts than needed has enough usable ones.
+
+        False while a finished session lacks turns: the fold waits for them, and only the deadline decides that they are
+        lost.
+        """
         started = next((session.started for session in self.sessions.values() if session.started), None)
         if limits.stragglers != "cut" or started is None or started.group_size <= limits.quorum:
             return False
@@ -120,21 +124,24 @@ class WatchedGroup:
         return len(usable) >= limits.quorum
 
     def in_flight(self, now: float) -> bool:
-        """Some session finished after `now`, and not all of its turns were folded yet."""
+        """Whether some session finished after `now` and not all of its turns were folded yet."""
         return any(s.finish is not None and s.last_at > now and not s.whole() for s in self.sessions.values())
 
 
 class Watch:
-    """The open groups of one unit."""
+    """The open groups of one partition task."""
 
     def __init__(self) -> None:
         self.groups: dict[str, WatchedGroup] = {}
 
     def saw(self, event: Event, at: float, *, refused: bool = False) -> None:
-        """One record of an agent topic, after the fold took or `refused` it. Epochs and finishes count as they do in
-        the spine: a session that the fold can assemble is whole here, so a close names it."""
+        """Observe one record of an agent topic, after the fold accepted or `refused` it.
+
+        Ownership terms and finishes follow the rules of the session fold: a session that the fold can assemble is whole
+        here, so that a close names it.
+        """
         group = self.groups.get(event.group_id)
-        if isinstance(event, GroupClosed):  # our own voice breaks no silence
+        if isinstance(event, GroupClosed):  # the reaper's own records do not end a silence
             if group is not None:
                 group.closes += 1
             return
@@ -150,21 +157,21 @@ class Watch:
         session.saw(event, refused=refused)
 
     def started(self, group: str, session: str) -> SessionStarted | None:
-        """How a session of an open group began, if that was folded."""
+        """Return the SessionStarted of a session of an open group, or None."""
         return self.groups[group].sessions[session].started if group in self.groups else None
 
     def forget(self, group: str) -> None:
-        """The group is complete."""
+        """Forget a group that is complete."""
         self.groups.pop(group, None)
 
     def overdue(
         self, now: float, *, caught_up_at: float, limits: Limits, seen: int
     ) -> Iterator[SessionFinished | GroupClosed]:
-        """What time has decided by `now`, as events to append; `seen` is the unit's position in agent.sessions.
+        """Yield the events to append for what is overdue at `now`; `seen` is the task's position in agent.sessions.
 
-        The unit has folded whatever was on the log at `now`. A finish stands on the log after the turns that it names:
-        what a session that finished before `now` lacks, it lacks for ever, and a close leaves it out. For one that
-        finished later the close waits.
+        The task has folded everything that was on the log at `now`. A finish is on the log after the turns that it
+        names, so what a session that finished before `now` lacks, it lacks forever, and a close leaves it out. If a
+        session finished later, the close waits for it.
         """
         for group_id, group in self.groups.items():
             started = False
@@ -204,7 +211,9 @@ def _expired(group_id: str, group: WatchedGroup, session_id: str, session: Watch
 
 
 def _closed(group_id: str, group: WatchedGroup, reason: str, seen: int) -> GroupClosed:
-    """Members: every session that could be assembled; the fold keeps those of them that are settled."""
+    """Return a GroupClosed whose members are all sessions that could be assembled; the fold retains those of them that
+    are settled.
+    """
     return GroupClosed(
         event_id=digest("GroupClosed", group_id, reason, seen),
         run_id=group.run_id,

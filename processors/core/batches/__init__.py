@@ -1,1 +1,1 @@
-"""From scored groups to the batches that a trainer steps on: rollout batches, rows, weights, and staleness."""
+"""Formation of the batches that a trainer steps on: rollout batches, rows, weights, and staleness."""

@@ -1,8 +1,8 @@
-"""From scored groups to batches: length limit, version mask, lag, admission, whole-group drops, weights
-(docs/folds.md).
+"""Formation of batches from scored groups: length limit, version mask, lag, admission, whole-group drops, weights.
 
-A rollout batch (`draw`) is `prompts_per_draw` groups taken together. Its composition is a recorded decision; everything
-else here is a function of it, so replay recomputes rows, weights and hashes from the manifest alone.
+The rules are described in docs/folds.md. A rollout batch (`draw`) is `prompts_per_draw` groups taken together. Its
+composition is a recorded decision; everything else here is a function of it, so replay recomputes rows, weights and
+hashes from the manifest alone.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ class WeightChain:
         self._places: dict[int, int] = {}
         """Version -> its place on the chain. Versions with the same bytes after the same step share one place."""
         self._links: list[tuple[int, str]] = []
-        """By place: (optimizer steps, hash of the tensors' checksums)."""
+        """Place -> (optimizer steps, hash of the tensors' checksums)."""
         self._heads: list[int] = []
-        """By place: the newest version there."""
+        """Place -> the newest version there."""
         self._lost: dict[tuple[int, str], list[int]] = {}
         """Versions that are off the chain, by link."""
         self._steps: dict[int, int] = {}

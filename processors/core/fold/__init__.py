@@ -1,1 +1,1 @@
-"""The fold: records of the agent topics to turn trees, samples and group scores, group by group."""
+"""The fold: records of the agent topics become turn trees, samples and group scores, group by group."""

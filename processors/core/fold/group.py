@@ -1,7 +1,7 @@
 """The fold of one group: agent.sessions, agent.turns and agent.token-snapshots to trees, samples and a score.
 
-agent.sessions, in its own order, decides; the other topics supply data. So every interleaving of the topics gives the
-same outputs, and records that come again change nothing.
+agent.sessions, in offset order, decides; the other topics supply data. Every interleaving of the topics therefore gives
+the same outputs, and repeated records change nothing.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ Need = tuple[str, TurnKey]
 
 
 class GroupFold:
-    """State of one group. Payloads are inline: the role fetches blobs before it folds."""
+    """The state of one group. Payloads must be inline: the role fetches blobs before it folds."""
 
     def __init__(self, group_id: str, floor: int, rules: FoldRules) -> None:
         self.group_id = group_id
         self.floor = floor
         self.first: dict[str, int] = {}
-        """Topic to the offset of the group's first record in it: what a refold must start from."""
+        """Topic -> offset of the group's first record in it, from which a refold must start."""
         self.complete = False
-        """GroupScored was emitted; the group may be forgotten."""
+        """True once GroupScored was emitted; the group may be forgotten."""
         self._rules = rules
         self._last: dict[str, int] = {}
         self._spine = Spine(rules.version)
         self._records: dict[str, SessionRecords] = {}
         self._listens = rules.cutting.needs_messages
         self._dialogues: dict[str, Dialogues] = {}
-        """Of sessions, if the policy needs messages."""
+        """Dialogues by session, if the trajectory rule needs messages."""
         self._waiting: dict[str, set[Need]] = {}
-        """Settled sessions to what they still need; in order of settlement."""
+        """Settled session -> records that it still needs; in order of settlement."""
         self._trees: dict[str, SessionTree] = {}
 
     def apply(self, topic: str, offset: int, event: Event) -> list[Event]:
-        """Fold one record and return what became due, in order.
+        """Fold one record and return the events that became due, in order.
 
-        Outputs: a TurnTreeAssembled when a session is settled and supplied; once, when the group is settled and every
-        session that settled before it (or that the reaper's close names) is supplied, its SegmentSamples and
-        GroupScored. Records of one topic come in offset order; one that came before is absorbed. Raises FoldError:
-        park the record and emit `error.outputs` in its place; the state is then as if the record had been folded as
-        refused. Raises FoldDefect: stop.
+        The outputs are a TurnTreeAssembled once a session is settled and all records that it needs have been folded,
+        and, once per group, its SegmentSamples and GroupScored: when the group is settled and every session that
+        settled before it (or that the reaper's close names) has its records. Records of one topic must come in offset
+        order; a repeated record is ignored. Raises FoldError if the record is rejected: dead-letter it and emit
+        `error.outputs` in its place; the state is then as if the record had been folded as rejected. Raises FoldDefect
+        if the partition task must stop.
         """
         if self.complete or offset <= self._last.get(topic, -1):
             return []
@@ -65,11 +66,11 @@ class GroupFold:
         return self._due() if self._waiting or self._spine.members is not None else []
 
     def trees(self) -> frozenset[str]:
-        """Sessions whose TurnTreeAssembled was emitted."""
+        """Return the sessions whose TurnTreeAssembled was emitted."""
         return frozenset(self._trees)
 
     def key(self) -> object:
-        """Canonical comparable value of the whole state."""
+        """Return a canonical, comparable value of the whole state."""
         return (
             self.group_id, self.floor, tuple(sorted(self.first.items())), tuple(sorted(self._last.items())),
             self._spine.key(), tuple(sorted((session, own.key()) for session, own in self._records.items())),
@@ -117,7 +118,9 @@ class GroupFold:
         return records
 
     def _add_turn(self, event: TurnCompleted) -> None:
-        """Kinship, and messages if the policy needs them; what either refuses is refused as a whole."""
+        """Fold the conversation data of a turn, and its messages if the trajectory rule needs them. If either is
+        rejected, the whole turn is.
+        """
         records = self._of(event.session_id)
         if not self._listens:
             records.add_turn(event)
@@ -137,7 +140,7 @@ class GroupFold:
             self._waiting[event.session_id].discard((topic, key_of(event.turn)))
 
     def _due(self) -> list[Event]:
-        """Emit every tree that is supplied, then the score if nothing is missing."""
+        """Emit every tree whose records are complete, then the score if nothing is missing."""
         outputs: list[Event] = []
         if self._spine.named_by_reaper is not None:
             self._waiting = {s: needs for s, needs in self._waiting.items() if s in self._spine.named_by_reaper}
@@ -155,28 +158,30 @@ class GroupFold:
         return outputs
 
     def _floor(self) -> int:
-        """As the spine's first start says it: whichever topic is read first, the score is the same."""
+        """Return the start offset named by the first SessionStarted, so that the score does not depend on which topic
+        is read first.
+        """
         return self._spine.task.floor if self._spine.task else self.floor
 
 
 Recorded = tuple[str, int, int, Event]
-"""(topic, partition, offset, event), payloads inline."""
+"""(topic, partition, offset, event); payloads are inline."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a recorded history folds to."""
+    """The result of folding a recorded history."""
 
     outputs: list[Event] = field(default_factory=list)
-    """Each event_id once: group by group in order of completion where the records of a group lie together."""
+    """Each event_id once; group by group in order of completion if the records of a group are adjacent."""
     refused: list[tuple[str, int, int, FoldError]] = field(default_factory=list)
-    """(topic, partition, offset, error) of what a stream would have parked."""
+    """(topic, partition, offset, error) of records that a stream would have dead-lettered."""
     open: dict[str, GroupFold] = field(default_factory=dict)
     """Groups that the history does not complete."""
 
 
 def fold_history(records: Iterable[Recorded], rules: FoldRules) -> History:
-    """Fold records, those of one topic and partition in offset order, topics interleaved in any way."""
+    """Fold records: those of one topic and partition in offset order, topics interleaved in any way."""
     history = History()
     done: set[str] = set()
     for topic, partition, offset, event in records:
@@ -197,5 +202,5 @@ def fold_history(records: Iterable[Recorded], rules: FoldRules) -> History:
 
 
 def offline(records: Iterable[Recorded], rules: FoldRules) -> list[Event]:
-    """The outputs of a recorded history, each event_id once."""
+    """Return the outputs of a recorded history, each event_id once."""
     return fold_history(records, rules).outputs

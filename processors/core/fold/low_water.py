@@ -1,13 +1,13 @@
-"""Which offsets a fold of the log may forget: the bookkeeping of one unit, without I/O.
+"""The offsets that a fold of the log may forget: the bookkeeping of one partition task, without I/O.
 
-A unit folds partition p of its input topics into groups. It commits, per input topic, the low-water mark (the first
-record that an open group still needs) and, as metadata, what a restart must know. After a restart the same groups are
-folded again from the low-water marks; what the outputs already hold does not come out twice.
+A partition task folds partition p of its input topics into groups. Per input topic it commits the low-water mark (the
+first record that an open group still needs) and, as metadata, what a restart must know. After a restart the same groups
+are folded again from the low-water marks; events that the outputs already contain are not emitted twice.
 
 LowWaterError
-├── MigrationNeeded    the commit was made by another fold version or other settings
+├── MigrationNeeded    the commit was made under another fold version or other settings
 ├── BrokenMetadata     the commit's metadata is not ours: another program uses this consumer group
-└── LogTruncated       the log no longer holds what the commit points at
+└── LogTruncated       the log no longer contains what the commit refers to
 """
 
 from __future__ import annotations
@@ -24,50 +24,55 @@ METADATA_LIMIT_BYTES = 4096
 
 
 class LowWaterError(Exception):
-    """Base of the tree above."""
+    """Base of the errors above."""
 
 
 class MigrationNeeded(LowWaterError):
-    """Open groups belong to another fold than the run recorded: something else commits into its consumer group.
-    Remedy: as of BrokenMetadata."""
+    """The committed open groups belong to another fold than the run recorded: another program commits into its consumer
+    group. Remedy: see BrokenMetadata.
+    """
 
 
 class BrokenMetadata(LowWaterError):
-    """Remedy: give this run a consumer group of its own ([run] id, [kafka] prefix)."""
+    """The commit's metadata is not ours. Remedy: give this run a consumer group of its own ([run] id, [kafka]
+    prefix).
+    """
 
 
 class LogTruncated(LowWaterError):
-    """Remedy: restore the topics from the archive, or start a new run; going on would lose groups silently."""
+    """The log no longer holds what the commit needs. Remedy: restore the topics from the archive, or start a new run;
+    to go on would lose groups silently.
+    """
 
 
 class Fold(Protocol):
-    """The state of one group; `GroupFold` is the real one."""
+    """The state of one group; `GroupFold` implements it."""
 
     first: dict[str, int]
     """Topic -> first offset that this group still needs."""
     complete: bool
-    """Its last output is out: the group may be forgotten."""
+    """True once its last output was emitted: the group may be forgotten."""
 
     def apply(self, topic: str, offset: int, event: Event) -> list[Event]:
-        """Fold one record; outputs in order. Raises FoldError to have the record parked."""
+        """Fold one record and return its outputs in order. Raises FoldError if the record must be dead-lettered."""
         ...
 
     def trees(self) -> frozenset[str]:
-        """Session ids whose tree came out of this state."""
+        """Return the ids of sessions whose tree this state emitted."""
         ...
 
     def key(self) -> object:
-        """A comparable value of the whole state."""
+        """Return a comparable value of the whole state."""
         ...
 
 
 FoldFactory = Callable[[str, int], Fold]
-"""(group_id, floor) -> a group without records."""
+"""Creates the state of a group without records from (group_id, start offset)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldName:
-    """What a fold's results depend on besides its inputs."""
+    """Everything that a fold's results depend on besides its inputs."""
 
     version: str
     settings_sha256: str
@@ -75,28 +80,30 @@ class FoldName:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What one commit says. Offsets by topic."""
+    """The content of one commit; offsets by topic."""
 
     low: Mapping[str, int]
-    """Inputs: where to begin to fold."""
+    """Input topic -> offset from which to fold."""
     high: Mapping[str, int]
-    """Inputs: the first record that was not folded yet."""
+    """Input topic -> offset of the first record that was not folded yet."""
     tree_low: int = 0
-    """First tree of a group that is open."""
+    """Offset of the first tree of an open group."""
     score_low: int = 0
-    """First score of a group that is remembered."""
+    """Offset of the first score of a group that is remembered."""
     horizon: int = 0
-    """A position of the spine: groups admitted below it are over, and forgotten."""
+    """Position of the session control stream (agent.sessions): groups admitted below it are complete and forgotten."""
 
     @classmethod
     def start(cls, topics: Iterable[str]) -> Marks:
-        """Of a unit that never committed."""
+        """Return the marks of a partition task that never committed."""
         zeros = dict.fromkeys(topics, 0)
         return cls(low=zeros, high=zeros)
 
 
 def encode_marks(marks: Marks, fold: FoldName, topic: str) -> str:
-    """Commit metadata of one input topic: compact JSON, at most 4,096 bytes."""
+    """Encode the commit metadata of one input topic as compact JSON. Raises BrokenMetadata if it exceeds 4,096
+    bytes.
+    """
     values = {
         "fold": fold.version,
         "settings": fold.settings_sha256,
@@ -112,9 +119,9 @@ def encode_marks(marks: Marks, fold: FoldName, topic: str) -> str:
 
 
 def decode_marks(commits: Mapping[str, tuple[int, str]], topics: Sequence[str], fold: FoldName) -> Marks | None:
-    """The marks in a unit's commits, {topic: (offset, metadata)}; None when there is none on any topic.
+    """Return the marks in a partition task's commits, {topic: (offset, metadata)}; None if no topic has a commit.
 
-    Raises BrokenMetadata, MigrationNeeded.
+    Raises BrokenMetadata if the metadata is not ours or incomplete, MigrationNeeded if it is of another fold.
     """
     if not commits:
         return None
@@ -136,12 +143,12 @@ def decode_marks(commits: Mapping[str, tuple[int, str]], topics: Sequence[str], 
 
 
 def committed_version(metadata: str) -> str:
-    """The fold version of this commit. Raises BrokenMetadata."""
+    """Return the fold version of a commit. Raises BrokenMetadata."""
     return str(_values("the input", metadata)["fold"])
 
 
 def committed_high(metadata: str) -> int:
-    """The first input record that was not folded at this commit. Raises BrokenMetadata."""
+    """Return the offset of the first input record that was not folded at this commit. Raises BrokenMetadata."""
     return _values("the input", metadata)["high"]
 
 
@@ -175,16 +182,16 @@ class OpenGroup:
 
 @dataclass(slots=True)
 class Done:
-    """What the outputs hold already: session -> offset of its tree, group -> offset of its score (None: unsent)."""
+    """Content of the outputs: session -> offset of its tree, group -> offset of its score (None: not sent yet)."""
 
     trees: dict[str, int | None] = field(default_factory=dict)
     scores: dict[str, int | None] = field(default_factory=dict)
-    """In order of offset."""
+    """Group -> offset of its score, in order of offset."""
     floors: list[tuple[int, str]] = field(default_factory=list)
-    """(floor, group) of `scores`, as a heap."""
+    """(start offset, group) of `scores`, as a heap."""
 
     def score(self, group: str, floor: int, offset: int | None) -> None:
-        """Remember a group."""
+        """Remember a scored group."""
         self.scores[group] = offset
         heapq.heappush(self.floors, (floor, group))
 
@@ -195,50 +202,52 @@ class Done:
 
 
 class LowWater:
-    """The groups of one unit and its marks.
+    """The groups of one partition task and its marks.
 
-    Per record: `pass_over` or `open_group`, then the caller folds; per transaction: `note_tree` or `note_score` for
-    each output, then `advance` for the marks to commit with it. Nothing may be committed while `refolding`.
+    Per record, call `pass_over` or `open_group` and fold. Per transaction, call `note_tree` or `note_score` for each
+    output, then `advance` for the marks to commit with it. Nothing may be committed while `refolding`.
     """
 
     def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, spine: str, horizon_records: int) -> None:
-        """`horizon_records`: spine records between a group's admission and its first record, at most."""
+        """`horizon_records` is the maximum number of control-stream records between a group's admission and its first
+        record.
+        """
         self.position: dict[str, int] = dict(marks.low)
-        """Next offset to fold, by topic."""
+        """Topic -> next offset to fold."""
         self.high: dict[str, int] = dict(marks.high)
         """`position` at the last commit."""
         self.open: dict[str, OpenGroup] = {}
         self.late = 0
-        """Records that came after their group was forgotten."""
+        """Number of records that arrived after their group was forgotten."""
         self._done = done
         self._factory = factory
         self._spine = spine
         self._horizon = marks.horizon
         self._horizon_records = horizon_records
         self._stale_trees = True
-        """`done` may hold trees of groups that are not open."""
+        """True if `done` may hold trees of groups that are not open."""
 
     @property
     def refolding(self) -> bool:
-        """Some topic has not passed what was folded before."""
+        """Whether some topic has not yet passed what was folded before the restart."""
         return any(self.position[topic] < high for topic, high in self.high.items())
 
     def repeated(self, topic: str, offset: int) -> bool:
-        """The record was folded by a committed transaction: what was refused then was parked then."""
+        """Whether a committed transaction already folded the record; if it was rejected, it was dead-lettered then."""
         return offset < self.high[topic]
 
     def pass_over(self, topic: str, offset: int) -> None:
-        """Nothing below `offset` + 1 is to be read again by this process."""
+        """Advance beyond `offset`: this process will not read the record again."""
         self.position[topic] = offset + 1
 
     def is_done(self, group: str) -> bool:
-        """The group's score is out."""
+        """Whether the group's score was emitted."""
         return group in self._done.scores
 
     def open_group(self, group: str, floor: int) -> Fold | None:
-        """The group's state, made on its first record; None for a late record, which is counted.
+        """Return the group's state, created on its first record; None for a late record, which is counted.
 
-        A group that is unknown and was admitted below the horizon is over: it was scored and forgotten.
+        An unknown group that was admitted below the horizon is complete: it was scored and forgotten.
         """
         found = self.open.get(group)
         if found is None:
@@ -249,32 +258,36 @@ class LowWater:
         return found.fold
 
     def new_tree(self, session: str) -> bool:
-        """True once per session: its tree must be sent."""
+        """Return True once per session: its tree must then be sent."""
         if session in self._done.trees:
             return False
         self._done.trees[session] = None
         return True
 
     def close(self, group: str, floor: int) -> None:
-        """The group is complete; its score, which says `floor`, must be sent."""
+        """Mark a group as complete. Its score, which names the start offset `floor`, must be sent."""
         del self.open[group]
         self._done.score(group, floor, None)
         self._stale_trees = True
 
     def note_tree(self, session: str, offset: int) -> None:
-        """Where the tree stands in its topic, at least. Nothing is noted for one that is forgotten."""
+        """Note a lower bound of the tree's offset in its topic. Trees that are already forgotten are ignored."""
         if session in self._done.trees:
             self._done.trees[session] = offset
 
     def note_score(self, group: str, offset: int) -> None:
-        """Where the score stands in its topic, at least; scores stand in the order of `close`. Nothing is noted for a
-        group that is forgotten."""
+        """Note a lower bound of the score's offset in its topic; scores are sent in the order of `close`. Groups that
+        are already forgotten are ignored.
+        """
         if group in self._done.scores:
             self._done.scores[group] = offset
 
     def advance(self, ends: tuple[int, int]) -> Marks:
-        """The marks as of now, when every output was sent; `ends`: where the next tree and the next score will stand,
-        at least. Forgets what a restart would not be told."""
+        """Return the current marks; every output must have been sent.
+
+        `ends` holds lower bounds of the offsets of the next tree and the next score. Also forgets everything that a
+        restart would not know.
+        """
         floors = [group.floor for group in self.open.values()]
         self._horizon = max(self._horizon, min([*floors, self.position[self._spine] - self._horizon_records]))
         self._done.forget(self._horizon)

@@ -1,7 +1,7 @@
-"""Turn trees rendered as text: one line per segment, <trained> and {masked} outputs, then the session's books.
+"""Turn trees rendered as text: one line per segment with <trained> and {masked} outputs, then the session's accounting.
 
-a0* main 0,1: 12 <34> 5 <20>          session a, segment 0, the anchor, its turns, tokens by number
-a1 side_call 2: (9 tokens)            nothing of it is a sample
+a0* main 0,1: 12 <34> 5 <20>          session a, segment 0, which is the anchor; its turns; tokens by number
+a1 side_call 2: (9 tokens)            a segment without a sample
 a 60 = 54 trained + 6 side_call
 """
 
@@ -17,7 +17,9 @@ Text = Callable[[Ids], str]
 
 
 def render(trees: Iterable[TurnTreeAssembled], samples: Iterable[SegmentSample], text: Text, *, gap: str = "") -> str:
-    """The pictures of sessions. `text` says a piece of tokens, `gap` stands between two; payloads are inline."""
+    """Render sessions as text. `text` renders a piece of tokens, `gap` separates two pieces; payloads must be
+    inline.
+    """
     found = {(sample.session_id, sample.segment_index): sample for sample in samples}
     lines: list[str] = []
     for tree in trees:
@@ -33,7 +35,7 @@ def render(trees: Iterable[TurnTreeAssembled], samples: Iterable[SegmentSample],
 
 
 def sizes(ids: Ids) -> str:
-    """A piece of tokens as their number."""
+    """Return the number of tokens in a piece."""
     return str(len(ids))
 
 

@@ -1,4 +1,4 @@
-"""A settled session with its records becomes a tree: turns, lineages, segments, and why each turn is masked."""
+"""The tree of a settled session, built from its records: turns, lineages, segments, and why each turn is masked."""
 
 from __future__ import annotations
 
@@ -40,31 +40,33 @@ from turnlog.schemas.types import TurnId
 
 make_turn, make_node, make_tree = constructor(Turn), constructor(TreeNode), constructor(TurnTreeAssembled)
 NO_VERSION = (-1,)
-"""Of a turn without output."""
+"""Versions of a turn without output."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTree:
-    """One session, assembled. A refused session has no turns and no segments."""
+    """An assembled session. A rejected session has no turns and no segments."""
 
     session: Session
     records: SessionRecords
     turns: tuple[Turn, ...]
-    """In order of (epoch, index)."""
+    """Turns in order of (epoch, index)."""
     lineages: Lineages
     segments: Segments
     masked: dict[int, MaskReason]
-    """By turn order; the others are trained if their group is."""
+    """Turn order -> reason. The other turns are trained if their group is."""
     refused: bool
     end: int
-    """Snapshots of the session up to this offset are in its books."""
+    """Highest offset of a snapshot that the session's token accounting includes."""
     trained: tuple[int, ...]
-    """Output tokens of each segment that the tree does not mask."""
+    """Number of output tokens of each segment that the tree does not mask."""
     anchor: int | None
-    """Index of the segment that holds the last turn of the main lineage."""
+    """Index of the segment that holds the last turn of the main lineage; None if there is none."""
 
     def entries(self, end: int) -> Iterator[tuple[int, MaskReason | None]]:
-        """(output tokens, why masked) of every turn of the session whose snapshot stands at or below `end`."""
+        """Yield (output tokens, mask reason or None) of every turn of the session whose snapshot lies at or below
+        `end`.
+        """
         assert self.session.finish is not None
         named = {key_of(turn.id): self.masked.get(order) for order, turn in enumerate(self.turns)}
         undelivered = {key_of(turn) for turn in self.session.finish.undelivered}
@@ -82,7 +84,7 @@ class SessionTree:
 
 
 def named_turns(session: Session) -> tuple[TurnId, ...]:
-    """The turns of the counting finish, once each, in order of (epoch, index)."""
+    """Return the turns of the effective finish, once each, in order of (epoch, index)."""
     assert session.finish is not None
     rank = {epoch: order for order, epoch in enumerate(session.epochs)}
     named = {(rank[turn.epoch], turn.index): turn for turn in session.finish.turns}
@@ -92,7 +94,7 @@ def named_turns(session: Session) -> tuple[TurnId, ...]:
 def assemble(
     session: Session, records: SessionRecords, rules: FoldRules, dialogues: Dialogues | None = None
 ) -> SessionTree:
-    """The tree of a settled session whose named turns have both records, by the policy of `rules`."""
+    """Build the tree of a settled session whose named turns have both records, by the trajectory rule of `rules`."""
     named = named_turns(session)
     keys = [key_of(turn) for turn in named]
     refused = session.refused or records.refused(keys)
@@ -116,7 +118,9 @@ def _anchor(tree: Lineages, segments: Segments) -> int | None:
 
 
 def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAssembled:
-    """The record of a tree: structure and books, no tokens. Raises BooksDoNotBalance."""
+    """Return the record of a tree: structure and token accounting, no tokens. Raises BooksDoNotBalance if the
+    accounting does not balance.
+    """
     session = tree.session
     assert session.started is not None
     assert session.finish is not None
@@ -149,7 +153,9 @@ def _turn(records: SessionRecords, dialogues: Dialogues | None, turn: TurnId, ke
 def _masked(
     outcome: Outcome, turns: Sequence[Turn], tree: Lineages, segments: Segments, rules: FoldRules
 ) -> dict[int, MaskReason]:
-    """Turns of segments that the settings keep as context, or whose log-probs are not those of what was sampled."""
+    """Return the turns of segments that the settings keep as context, or whose log-probs are not those of the sampling
+    distribution.
+    """
     trains = {MAIN: True, SUB_AGENT: rules.train_sub_agents, SIDE_CALL: rules.train_side_calls}
     kept = [order for run in segments.runs for order in run]
     masked = {order: MaskReason.side_call for order in kept if not trains[tree.kinds[tree.of[order]]]}
@@ -177,7 +183,9 @@ def _segment(tree: SessionTree, index: int) -> TreeSegment:
 
 
 def _books(tree: SessionTree) -> TreeBooks:
-    """Trained is counted over segments, sampled over snapshots, masked over turns: three ways to find a lost token."""
+    """Count trained tokens over segments, sampled tokens over snapshots and masked tokens over turns: three independent
+    counts reveal a lost token.
+    """
     ledger = Ledger()
     ledger.enter(sum(tree.trained), None)
     sampled = 0
@@ -189,23 +197,23 @@ def _books(tree: SessionTree) -> TreeBooks:
 
 
 class SessionRecords:
-    """Data of one session. Each topic alone, in its own order, decides what stands here."""
+    """The records of one session. Each topic alone, in its own order, decides what is stored here."""
 
     def __init__(self) -> None:
         self.kinships: dict[TurnKey, Kinship | None] = {}
-        """None: refused."""
+        """Turn -> its conversation data; None if the record was rejected."""
         self.snapshots: dict[TurnKey, Tokens | RefusedTokens] = {}
         self._epochs: dict[str, str] = {}
 
     def add_turn(self, event: TurnCompleted) -> None:
-        """Keep the first record of a turn. Raises BaseNotBefore after keeping it as refused."""
+        """Store the first record of a turn. Raises BaseNotBefore after storing the record as rejected."""
         turn = self._key(event.turn)
         if turn not in self.kinships:
             self.kinships[turn] = None
             self.kinships[turn] = kinship(event)
 
     def add_snapshot(self, offset: int, event: TokenSnapshot) -> None:
-        """Keep the first record of a turn. Raises SnapshotError after keeping it as refused."""
+        """Store the first record of a turn. Raises SnapshotError after storing the record as rejected."""
         turn = self._key(event.turn)
         if turn in self.snapshots:
             return
@@ -217,30 +225,31 @@ class SessionRecords:
             raise
 
     def refused(self, named: Iterable[TurnKey]) -> bool:
-        """Whether a record of a named turn was refused."""
+        """Whether a record of a named turn was rejected."""
         return any(self.kinships[turn] is None or isinstance(self.snapshots[turn], RefusedTokens) for turn in named)
 
     def end(self, named: Iterable[TurnKey]) -> int:
-        """Highest snapshot offset of the named turns, -1 for none.
+        """Return the highest snapshot offset of the named turns, -1 if there are none.
 
-        What stands at or below it has been read whenever the named turns are supplied, whatever the order of topics.
+        Everything at or below it has been read once the records of the named turns are complete, whatever the order of
+        topics.
         """
         return max((self.snapshots[turn].offset for turn in named), default=-1)
 
     def key(self) -> object:
-        """Canonical comparable value."""
+        """Return a canonical, comparable value."""
         return (
             tuple(sorted((turn, repr(kin)) for turn, kin in self.kinships.items())),
             tuple(sorted(_snapshot_key(turn, snapshot) for turn, snapshot in self.snapshots.items())),
         )
 
     def _key(self, turn: TurnId) -> TurnKey:
-        """A key on one copy of its epoch's name: thousands of turns share it."""
+        """Return a key that shares one copy of the epoch's name, because thousands of turns have the same."""
         return self._epochs.setdefault(turn.epoch, turn.epoch), turn.index
 
 
 def output_tokens(snapshot: Tokens | RefusedTokens) -> int:
-    """How many tokens the turn sampled."""
+    """Return the number of tokens that the turn sampled."""
     return len(snapshot.output) if isinstance(snapshot, Tokens) else snapshot.output_tokens
 
 

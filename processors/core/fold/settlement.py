@@ -1,5 +1,6 @@
-"""A settled and supplied group becomes samples and its GroupScored: validity, status, advantages, the last books; of
-each segment its token ids, spans by (turn, version), log-probs, one advantage.
+"""Samples and GroupScored of a settled group: validity, status, advantages and the final token accounting.
+
+A sample holds, for one segment, its token ids, spans by (turn, version), log-probs and one advantage.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ make_span, make_sample = constructor(SampleSpan), constructor(SegmentSample)
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What a valid trajectory is worth, as its samples say it."""
+    """Reward and advantage of a valid trajectory, as its samples carry them."""
 
     reward: float
-    """As the verifiers said it, before any transform."""
+    """The verifiers' reward, before any transform."""
     advantage: float
     per_turn: Mapping[int, float] = field(default_factory=dict)
-    """By turn order; the others carry `advantage`."""
+    """Turn order -> advantage; the other turns carry `advantage`."""
 
 
 def samples(group_id: str, tree: SessionTree, credit: Credit, rules: FoldRules) -> Iterator[SegmentSample]:
-    """The samples of a valid session's segments that train anything, in order of segment."""
+    """Yield the samples of a valid session, in order of segment; segments that train nothing are left out."""
     for index, trained in enumerate(tree.trained):
         if trained:
             yield _sample(group_id, tree, index, index == tree.anchor, credit, rules)
@@ -103,7 +104,7 @@ def _sample(
 
 
 def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules) -> Iterator[SampleSpan]:
-    """Runs of one version and, where the fold version tells caches apart, of one cache."""
+    """Yield spans of one version and, if the fold version distinguishes KV caches, of one cache."""
     start, length, version, cache = turn.tokens.prompt_len, 0, -1, None
     for span in turn.tokens.versions:
         its_cache = span.kv_version if rules.version.spans_by_cache else None
@@ -118,9 +119,9 @@ def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules)
 
 
 def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
-    """References that cover a segment, or none and the reason ("" where no turn of it has rows).
+    """Return the references that cover a segment, or none and the reason ("" if no turn of it has rows).
 
-    `run`: the segment's turns in order, each the beginning of the next (policies.check). Every turn of storage is
+    `run` holds the segment's turns in order, each a prefix of the next (see `policies.check`). Every stored turn is
     visited about once.
     """
     if all(turn.experts is None for turn in run):
@@ -141,7 +142,7 @@ def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
 
 
 def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
-    """(owner, first, end) of positions `done` to len - 2, first position first."""
+    """Return (owner, first, end) of positions `done` to len - 2, first position first."""
     found: list[tuple[Tokens, int, int]] = []
     owner: Tokens | None = turn
     stop = turn.length - 1
@@ -155,32 +156,34 @@ def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
 
 
 TOO_FEW = "too_few_valid"
-"""Reason of a group that was discarded since too few of its rollouts ended validly."""
+"""Reason of a group that was discarded because too few of its rollouts were valid."""
 PASS = 1.0
-"""The least reward of a rollout that passed."""
+"""Lowest reward of a rollout that passed."""
 VALID = frozenset({Outcome.completed, Outcome.truncated, Outcome.agent_error})
-"""Outcomes of an agent that lived to its end; every other one is a failure of ours and no reward 0."""
+"""Outcomes of an agent that ran to its end. Any other outcome is an infrastructure failure, not a reward of 0."""
 NEVER_ACTED_ON = frozenset({MaskReason.aborted, MaskReason.undelivered})
 
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What was decided of a group."""
+    """The decision about a group."""
 
     status: GroupStatus
     reason: str
     advantages: Advantages | None
-    """Of the valid members, in canonical order."""
+    """Advantages of the valid members, in canonical order."""
 
     def without_tokens(self) -> Settlement:
-        """Of a group whose samples would all be empty: nothing to draw, so it gives its place back."""
+        """Return the settlement for a group whose samples would all be empty: it is discarded, so that it takes no
+        place in a rollout batch.
+        """
         if self.status is not GroupStatus.trained:
             return self
         return Settlement(GroupStatus.discarded, "nothing_to_train", self.advantages)
 
 
 def excluded(tree: SessionTree, rules: FoldRules) -> str | None:
-    """Why a member is no valid trajectory; None if it is one."""
+    """Return why a member is not a valid trajectory; None if it is one."""
     finish = tree.session.finish
     assert finish is not None
     if tree.refused:
@@ -191,7 +194,7 @@ def excluded(tree: SessionTree, rules: FoldRules) -> str | None:
 
 
 def settle(purpose: Purpose, trajectories: Sequence[Trajectory], rules: FoldRules) -> Settlement:
-    """Decide on the valid members, in order of rollout_index. Raises BrokenMethod, SettingsError."""
+    """Decide about the valid members, given in order of rollout_index. Raises BrokenMethod, SettingsError."""
     if purpose is not Purpose.train:
         return Settlement(GroupStatus.not_training, "purpose", None)
     if len(trajectories) < rules.least_valid:
@@ -211,9 +214,10 @@ def score(
     trees: Mapping[str, SessionTree],
     rules: FoldRules,
 ) -> list[Event]:
-    """SegmentSamples in order of (rollout_index, segment_index), then GroupScored.
+    """Return the SegmentSamples in order of (rollout_index, segment_index), then GroupScored.
 
-    `trees`: of every session that settled before the group did. Raises BooksDoNotBalance, BrokenMethod, SettingsError.
+    `trees` holds every session that settled before the group did. Raises BooksDoNotBalance, BrokenMethod,
+    SettingsError.
     """
     assert spine.members is not None
     members = sorted((trees[member] for member in spine.members), key=_rollout)
@@ -253,7 +257,7 @@ def score(
 
 
 def _credits(valid: Sequence[SessionTree], settlement: Settlement, rules: FoldRules) -> dict[str, Credit]:
-    """By session; none unless the group is trained."""
+    """Return the credit of each session; empty unless the group is trained."""
     advantages = settlement.advantages
     if settlement.status is not GroupStatus.trained or advantages is None:
         return {}
@@ -297,10 +301,10 @@ def _books(
     trained: set[str],
     status: GroupStatus,
 ) -> TreeBooks:
-    """Every snapshot of the group up to the last one that a settled session needs, once.
+    """Count every snapshot of the group, up to the last one that a settled session needs, once.
 
-    That end does not depend on the order in which topics are read; what stands behind it is late, as is a session that
-    had not settled when its group did.
+    That end does not depend on the order in which topics are read. Later snapshots are `late`, and so are those of a
+    session that had not settled when its group did.
     """
     end = max((tree.end for tree in trees.values()), default=-1)
     ledger, sampled = Ledger(), 0
@@ -316,7 +320,7 @@ def _books(
 
 
 def _final(tree: SessionTree, reason: MaskReason | None, trained: bool, status: GroupStatus) -> MaskReason | None:
-    """The last word about one turn's tokens."""
+    """Return the final mask reason of one turn's tokens; None if they are trained."""
     if status is not GroupStatus.trained:
         return MaskReason.discarded_group
     if tree.refused:
@@ -325,8 +329,10 @@ def _final(tree: SessionTree, reason: MaskReason | None, trained: bool, status: 
 
 
 def own_reward(tree: SessionTree, rules: FoldRules) -> float | None:
-    """The verdict; of an estimator by steps, the sum of what the turns of a session earned that expects no verdict;
-    None for neither. A failed verdict is none, whatever the steps earned.
+    """Return the reward of a session, or None.
+
+    It is the verifier's reward. If the session expects none and the estimator works by steps, it is the sum of its
+    turns' step rewards. If the verifier failed, there is no reward, whatever the steps earned.
     """
     session = tree.session
     assert session.finish is not None
@@ -340,12 +346,14 @@ def own_reward(tree: SessionTree, rules: FoldRules) -> float | None:
 
 
 def acted_on(tree: SessionTree) -> tuple[int, ...]:
-    """Orders of the turns that the agent acted on: what is aborted or undelivered earns nothing and costs nothing."""
+    """Return the orders of the turns that the agent acted on: aborted and undelivered turns earn nothing and cost
+    nothing.
+    """
     return tuple(order for order in range(len(tree.turns)) if tree.masked.get(order) not in NEVER_ACTED_ON)
 
 
 def trajectory(tree: SessionTree, transforms: Sequence[ChosenTransform]) -> Trajectory:
-    """A valid session as its estimator sees it. A turn without a step reward has 0. Raises BrokenMethod."""
+    """Return a valid session as its estimator sees it. A turn without a step reward has 0. Raises BrokenMethod."""
     session, main = tree.session, tree.lineages.main
     steps = session.steps
     turns = tuple(
@@ -368,7 +376,7 @@ def _transformed(reward: float | None, transforms: Sequence[ChosenTransform]) ->
 
 
 def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:
-    """What a group gives, each score with its figures behind it where its fold version has them."""
+    """Yield the outputs of a group, with the GroupEmitted behind each score if its fold version has one."""
     for output in outputs:
         yield output
         if isinstance(output, GroupScored):
@@ -376,7 +384,7 @@ def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:
 
 
 def figures(scored: GroupScored) -> tuple[GroupEmitted, ...]:
-    """What goes out with a score, in its transaction; nothing under a fold version that has none."""
+    """Return the records that are written with a score, in the same transaction; none if its fold version has none."""
     version = fold_version(scored.fold_version)
     if not version.group_scores:
         return ()

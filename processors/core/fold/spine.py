@@ -1,6 +1,6 @@
-"""The spine: agent.sessions in offset order decides epochs, finishes, verdicts and the members of the group.
+"""Session control stream: agent.sessions in offset order decides ownership terms, finishes, rewards and group members.
 
-Later facts change nothing: a session is frozen when it settles, the group when it settles.
+Later facts change nothing: a session is frozen when it settles, and so is the group.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from turnlog.schemas.types import TurnId
 REAPED = frozenset({"deadline", "orphan"})
 """Reasons of a GroupClosed that names every session whose turns are all on the log."""
 MAX_REWARD = 1e100
-"""A larger magnitude would overflow the variance of its group."""
+"""Largest accepted magnitude of a reward; beyond it the variance of its group would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the verifier said first: a finite value, or None for a failure; `refused` for no number at all."""
+    """The first result of the verifier: a finite value, or None for a failure; `refused` if the value was not a usable
+    number.
+    """
 
     value: float | None
     refused: bool = False
@@ -46,45 +48,53 @@ class Verdict:
 
 @dataclass(slots=True, kw_only=True)
 class Tenure:
-    """Which epoch of a session is current, and which finish counts: who may end it. Its records come in offset order of
-    agent.sessions."""
+    """The current ownership term (`epoch`) of a session and its effective finish: who may end the session.
+
+    Its records must come in offset order of agent.sessions.
+    """
 
     epochs: list[str] = field(default_factory=list)
-    """Named by the event_id of the SessionStarted or SessionAdopted that opened them; the last one is current."""
+    """Terms, named by the event_id of the SessionStarted or SessionAdopted that opened them; the last one is
+    current.
+    """
     finish: SessionFinished | None = None
-    """The first that counts."""
+    """The effective finish: the first one written under the current term."""
 
     def open_epoch(self, event_id: str) -> None:
-        """A start or an adoption; a repeat of either opens nothing."""
+        """Open a term for a start or an adoption; a repeat of either opens nothing."""
         if event_id not in self.epochs:
             self.epochs.append(event_id)
 
     def counts(self, event: SessionFinished) -> bool:
-        """Whether it ends the session: the first finish of the latest epoch opened before it. A zombie's does not."""
+        """Whether `event` ends the session: it is the first finish, and its term is the latest one. A zombie's finish
+        does not.
+        """
         return self.finish is None and bool(self.epochs) and event.epoch == self.epochs[-1]
 
 
 @dataclass(slots=True)
 class Session(Tenure):
-    """What the spine knows of one session."""
+    """The state of one session in the control stream."""
 
     session_id: str
     started: SessionStarted | None = None
     verdict: Verdict | None = None
     steps: dict[TurnId, float | None] = field(default_factory=dict)
-    """First reward per turn; None for one that was refused. Of turns that the finish names, once it counts."""
+    """Turn -> first step reward; None if it was rejected. Once there is an effective finish, only turns that it
+    names.
+    """
     refused: bool = False
     settled: bool = False
     _named: frozenset[TurnId] | None = field(default=None, init=False, repr=False, compare=False)
-    """Turns of the counting finish, once a step was judged by them."""
+    """Turns of the effective finish; built on first use."""
 
     @property
     def reward(self) -> float | None:
-        """The verdict's value, if there is one."""
+        """The value of the verifier's reward, or None."""
         return self.verdict.value if self.verdict else None
 
     def due(self) -> bool:
-        """Whether the finish and every verdict that it expects are there."""
+        """Whether the finish and every reward that it expects are there."""
         if self.finish is None:
             return False
         expects = self.finish.expects
@@ -93,14 +103,16 @@ class Session(Tenure):
         )
 
     def names(self, turn: TurnId) -> bool:
-        """Whether the counting finish names `turn`. The set is made once: every turn may be rewarded after it."""
+        """Whether the effective finish names `turn`. The set is built once, since every turn may be rewarded after the
+        finish.
+        """
         if self._named is None:
             assert self.finish is not None
             self._named = frozenset(self.finish.turns)
         return turn in self._named
 
     def key(self) -> object:
-        """Canonical comparable value."""
+        """Return a canonical, comparable value."""
         return (
             self.session_id, self.started and self.started.event_id, tuple(self.epochs), self.finish,
             self.verdict, tuple(sorted((t.epoch, t.index, repr(v)) for t, v in self.steps.items())),
@@ -109,25 +121,27 @@ class Session(Tenure):
 
 
 class Spine:
-    """Folds agent.sessions of one group. After `members` is set nothing changes any more."""
+    """Fold of agent.sessions for one group. Nothing changes any more once `members` is set."""
 
     def __init__(self, version: FoldVersion) -> None:
         self._version = version
         self.sessions: dict[str, Session] = {}
-        """Every session that the spine mentions, in order of first mention."""
+        """Every session that the stream mentions, in order of first mention."""
         self.task: SessionStarted | None = None
-        """The first start: it says task, group size and purpose."""
+        """The first start: it names task, group size and purpose."""
         self.settled: list[str] = []
         """Sessions that settled before the group did, in that order."""
         self.members: tuple[str, ...] | None = None
-        """Of the settled group: one session per rollout."""
+        """Members of the settled group, one session per rollout; None before it settles."""
         self.named_by_reaper: frozenset[str] | None = None
-        """Set by the reaper's close: the group waits for no other session's records, since some will never come."""
+        """Sessions named by the reaper's close. The group waits for no other session's records, since some will never
+        come.
+        """
         self.last = -1
         """Offset of the group's latest record."""
 
     def fold(self, offset: int, event: Event) -> None:
-        """Apply one record. Raises SpineError or MisplacedRecord after folding it as refused."""
+        """Fold one record. Raises SpineError or MisplacedRecord after folding it as rejected."""
         before, self.last = self.last, offset
         if isinstance(event, GroupClosed):
             if event.seen > before:
@@ -157,7 +171,7 @@ class Spine:
             self._settle(session)
 
     def rollouts(self) -> dict[str, str]:
-        """Rollout id to the session that settled it: the first settled `final` attempt."""
+        """Return rollout id -> the session that settled it: the first settled `final` attempt."""
         settled: dict[str, str] = {}
         for session_id in self.settled:
             session = self.sessions[session_id]
@@ -168,7 +182,7 @@ class Spine:
         return settled
 
     def key(self) -> object:
-        """Canonical comparable value."""
+        """Return a canonical, comparable value."""
         return (
             tuple(session.key() for session in self.sessions.values()), self.task and self.task.event_id,
             tuple(self.settled), self.members, self.named_by_reaper, self.last,
@@ -223,7 +237,9 @@ class Spine:
             )  # fmt: skip
 
     def _step(self, session: Session, event: StepRewardAssigned) -> None:
-        """Before the finish that counts nobody can say whether the turn is one of the session: the reward waits."""
+        """Record a step reward. Before the effective finish nobody can tell whether the turn belongs to the session, so
+        the reward waits.
+        """
         waits = self._version.steps_need_named_turns and session.finish is None
         if self._version.steps_need_named_turns and not waits and not session.names(event.turn):
             raise UnknownTurn(
@@ -248,7 +264,9 @@ class Spine:
             self.members = tuple(rollouts.values())
 
     def _close(self, event: GroupClosed) -> None:
-        """Settle, unless settled; a close by the reaper also says which sessions' turns are all on the log."""
+        """Settle the group unless it is settled. A close by the reaper also names the sessions whose turns are all on
+        the log.
+        """
         if self.members is None:
             self.members = self._named(event.members)
         if event.reason in REAPED and self.named_by_reaper is None:
@@ -256,7 +274,9 @@ class Spine:
             self.members = tuple(member for member in self.members if member in self.named_by_reaper)
 
     def _named(self, named: tuple[str, ...]) -> tuple[str, ...]:
-        """The named sessions that are settled; of a rollout's several, the final one, else the latest."""
+        """Return the named sessions that are settled. If a rollout has several, its final session is chosen, else the
+        latest.
+        """
         members: dict[str, str] = {}
         final = self.rollouts()
         for session_id in self.settled:
@@ -287,7 +307,7 @@ def _verdict(session: Session, event: RewardAssigned) -> Verdict:
 
 
 def _finite(session: Session, event: RewardAssigned | StepRewardAssigned) -> float:
-    """The value; its components count, too: what is shown of a reward must be numbers as well."""
+    """Return the value. Components are checked too, because dashboards show them and they must be numbers as well."""
     for name, value in (("", event.value), *event.components.items()):
         if not abs(value) <= MAX_REWARD:
             raise RewardNotFinite(

@@ -1,13 +1,14 @@
-"""The fold of one unit, as every reader of its inputs does it: the assembler in the stream, replay over its history.
+"""The fold of one partition task, shared by all readers of its inputs: the assembler in the stream, replay over
+history.
 
-A unit is partition p of the inputs and outputs. Per record: is its group still open, does it stand in its place, what
-does its group make of it, which of that is new.
+A partition task is partition p of the inputs and outputs. Four questions are answered per record: is its group still
+open, is it in the right place, what does its group derive from it, and which of that is new.
 
-RefusedRecord         a record that decodes, and is not folded all the same: the assembler parks it
-├── ForeignRun        another run wrote it: one run per cluster and prefix
+RefusedRecord         the record decodes but is not folded: the assembler dead-letters it
+├── ForeignRun        another run wrote it: only one run per cluster and prefix is allowed
 ├── KeyMismatch       the record's key is not the group of its event: it may lie in another group's partition
-├── WrongTopic        the record does not belong to the topic it stands in
-└── RecordSkipped     an operator asked to pass over it (SkipRequested)
+├── WrongTopic        the record does not belong to the topic in which it was found
+└── RecordSkipped     an operator requested to skip it (SkipRequested)
 """
 
 from __future__ import annotations
@@ -28,19 +29,23 @@ DEFECTS = (
     ArithmeticError, AssertionError, AttributeError, BufferError, FoldDefect, LookupError, NameError, RuntimeError,
     TypeError, ValueError,
 )  # fmt: skip
-"""What a defect in a fold looks like: its unit stops there. Everything else (memory, transport) ends the process."""
+"""Exceptions that indicate a bug in a fold: its partition task stops. Any other (memory, transport) ends the
+process.
+"""
 
 
 class RefusedRecord(Exception):
-    """Base of the tree above."""
+    """Base of the errors above."""
 
 
 class ForeignRun(RefusedRecord):
-    """Remedy: find who writes it (header `writer`); give that run a [kafka] prefix of its own."""
+    """The record is of another run. Remedy: find its writer (header `writer`) and give that run a [kafka] prefix of its
+    own.
+    """
 
     @classmethod
     def check(cls, event: Event, run_id: str, where: str) -> None:
-        """Raises ForeignRun for a record that stands `where` and is not of the run."""
+        """Check that a record found at `where` is of the run. Raises ForeignRun if it is not."""
         if event.run_id != run_id:
             raise cls(
                 f"{where}: the {type(event).__name__} is of run {event.run_id!r}, this log is of {run_id!r}: one run "
@@ -49,55 +54,55 @@ class ForeignRun(RefusedRecord):
 
 
 class KeyMismatch(RefusedRecord):
-    """Remedy: its producer must use as the key what the catalogue says."""
+    """The record's key is wrong. Remedy: its producer must use the key that the topic catalogue names."""
 
 
 class WrongTopic(RefusedRecord):
-    """Remedy: its producer must append to the topic of the catalogue."""
+    """The record is in the wrong topic. Remedy: its producer must append to the topic that the catalogue names."""
 
 
 class RecordSkipped(RefusedRecord):
-    """The operator's reason."""
+    """An operator requested to skip the record; the message gives the reason."""
 
 
 class InputRecord(Protocol):
-    """A record of the log, as far as a fold looks at it."""
+    """The part of a Kafka record that a fold reads."""
 
     @property
     def topic(self) -> str:
-        """Its name."""
+        """Name of the topic."""
 
     @property
     def partition(self) -> int:
-        """The unit."""
+        """Number of the partition task."""
 
     @property
     def offset(self) -> int:
-        """In the partition."""
+        """Offset in the partition."""
 
     @property
     def key(self) -> bytes:
-        """The group, in UTF-8."""
+        """Id of the group, in UTF-8."""
 
 
 @dataclass(slots=True)
 class Taken:
-    """What came of one record."""
+    """The result of folding one record."""
 
     outputs: list[Event] = field(default_factory=list)
-    """In order; each is one that the unit has not given yet."""
+    """Outputs in order; each is one that the partition task has not emitted yet."""
     refusal: RefusedRecord | FoldError | UndecodableRecord | None = None
     seen: bool = False
-    """Its group took it or refused it; else it stood in a wrong place, or came late."""
+    """True if the group fold processed the record (accepted or rejected); False if it was misplaced or late."""
     late: bool = False
-    """Its group is over and forgotten."""
+    """True if its group was completed and forgotten."""
 
 
 def payloads_read(event: object, run_id: str, *, messages: bool) -> tuple[Payload, ...]:
-    """The payloads of a record that the fold of its run reads, to be fetched before it; `messages`: its policy needs
-    those. None of another run's, which is not folded.
+    """Return the payloads of a record that the fold of its run reads and that must be fetched before it.
 
-    What else is a reference stays one: only people and dashboards read it.
+    `messages` is true if the run's trajectory rule needs the messages of turns. No payload of another run's record is
+    returned, since it is not folded. All other payloads stay references: only people and dashboards read them.
     """
     if isinstance(event, TokenSnapshot) and event.run_id == run_id:
         return event.delta_ids, event.output_ids, event.output_logprobs
@@ -107,19 +112,21 @@ def payloads_read(event: object, run_id: str, *, messages: bool) -> tuple[Payloa
 
 
 class UnitFold:
-    """Folds the inputs of a unit, those of one topic in offset order. Use: `wants`, `take`, `pass_over` per record."""
+    """Fold of the inputs of a partition task, those of one topic in offset order. Call `wants`, `take` and `pass_over`
+    per record.
+    """
 
     def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, run_id: str, horizon_records: int) -> None:
-        """`run_id`: whose records are folded. `horizon_records`: see LowWater."""
+        """`run_id` is the run whose records are folded. For `horizon_records`, see LowWater."""
         self._run_id = run_id
         self.low_water = LowWater(marks, done, factory, spine=SPINE, horizon_records=horizon_records)
 
     def wants(self, record: InputRecord) -> bool:
-        """Whether its group is not scored yet; else nobody needs to decode it."""
+        """Whether the record's group is not scored yet; otherwise the record need not be decoded."""
         return not self.low_water.is_done(_group(record))
 
     def take(self, record: InputRecord, event: Event) -> Taken:
-        """Fold a record. Raises one of DEFECTS: the unit must stop before it."""
+        """Fold a record. Raises one of DEFECTS if the partition task must stop before it."""
         group = _group(record)
         if self.low_water.is_done(group):
             return Taken()
@@ -140,7 +147,7 @@ class UnitFold:
         return Taken(outputs, refusal, seen=True)
 
     def pass_over(self, record: InputRecord) -> None:
-        """The record was folded, or is no part of any fold."""
+        """Advance beyond a record that was folded, or that belongs to no fold."""
         self.low_water.pass_over(record.topic, record.offset)
 
     def _is_new(self, group: str, output: Event) -> bool:
@@ -156,12 +163,12 @@ def _group(record: InputRecord) -> str:
 
 
 def check_place(record: InputRecord, event: Event, run_id: str) -> None:
-    """Of a record of any topic. Raises ForeignRun, KeyMismatch, WrongTopic."""
+    """Check that a record of any topic is in its place. Raises ForeignRun, KeyMismatch or WrongTopic if it is not."""
     name = type(event).__name__
     topic = TOPIC_OF[name]
     key = topic.key_of(event)
     if event.run_id == run_id and topic.name == record.topic and key == record.key:
-        return  # of nearly every record: no words are made
+        return  # nearly every record: build no message
     where = f"{record.topic}[{record.partition}]@{record.offset}"
     ForeignRun.check(event, run_id, where)
     if topic.name != record.topic:

@@ -1,1 +1,3 @@
-"""What the names in [fold] mean: a file for estimators, group filters, reward transforms, and one for each policy."""
+"""Methods named in [fold]: modules for estimators, group filters, reward transforms and each trajectory rule
+(policy).
+"""

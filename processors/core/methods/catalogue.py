@@ -1,7 +1,7 @@
-"""Estimators, group filters and reward transforms by name, and what the [fold] settings choose of them.
+"""Estimators, group filters and reward transforms by name, and the ones that the [fold] settings choose.
 
-A package's own come by entry point (turnlog.infra.offers finds them; here nothing is imported by name). A setting
-names a method and gives it numbers: `clip:-1:1`.
+Methods of other packages come by entry point (turnlog.infra.offers finds them; nothing is imported by name here). A
+setting names a method and its numeric arguments: `clip:-1:1`.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ Method = Estimator | GroupFilter | RewardTransform
 
 @dataclass(frozen=True, slots=True)
 class ChosenFilter:
-    """A group filter with its numbers."""
+    """A group filter with its arguments."""
 
     filter: GroupFilter
     arguments: tuple[float, ...] = ()
 
     @property
     def label(self) -> str:
-        """As it stands in GroupScored: name/version:numbers."""
+        """Label in GroupScored: name/version:numbers."""
         return _label(self.filter, self.arguments)
 
     def discards(self, trajectories: Sequence[Trajectory], advantages: Advantages) -> bool:
-        """Whether the group is not worth a draw."""
+        """Whether the group is not worth a place in a rollout batch."""
         return bool(self.filter.discards(trajectories, advantages, *self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTransform:
-    """A reward transform with its numbers."""
+    """A reward transform with its arguments."""
 
     transform: RewardTransform
     arguments: tuple[float, ...] = ()
 
     @property
     def label(self) -> str:
-        """As it stands in GroupScored: name/version:numbers."""
+        """Label in GroupScored: name/version:numbers."""
         return _label(self.transform, self.arguments)
 
     def __call__(self, reward: float) -> float:
-        """The transformed reward. Raises BrokenMethod for what is no finite number."""
+        """Return the transformed reward. Raises BrokenMethod if it is not a finite number."""
         value = float(self.transform.transform(reward, *self.arguments))
         if not math.isfinite(value):
             raise BrokenMethod(f"reward transform {self.label}", f"makes {value} of the reward {reward}")
@@ -66,7 +66,7 @@ class ChosenTransform:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Methods:
-    """What there is, by name. Look-ups raise SettingsError and list it."""
+    """The available methods by name. Look-ups of unknown names raise SettingsError, which lists the available ones."""
 
     estimators: Mapping[str, Estimator] = field(default_factory=lambda: {one.name: one for one in ESTIMATORS})
     group_filters: Mapping[str, GroupFilter] = field(default_factory=lambda: {one.name: one for one in FILTERS})
@@ -77,13 +77,13 @@ class Methods:
     policies: Policies = field(default_factory=Policies)
 
     def estimator(self, name: str) -> Estimator:
-        """The estimator of [fold] estimator."""
+        """Return the estimator that [fold] estimator names."""
         if name not in self.estimators:
             raise _unknown("fold.estimator", name, EntryPointGroup.ESTIMATORS, self.estimators)
         return self.estimators[name]
 
     def filters(self, specs: Sequence[str]) -> tuple[ChosenFilter, ...]:
-        """The filters of [fold] group_filters, in order."""
+        """Return the filters that [fold] group_filters names, in order."""
         chosen = []
         for spec in specs:
             name, arguments = split(spec, "fold.group_filters")
@@ -94,7 +94,7 @@ class Methods:
         return tuple(chosen)
 
     def transforms(self, specs: Sequence[str]) -> tuple[ChosenTransform, ...]:
-        """The transforms of [fold] reward_transforms, in order."""
+        """Return the transforms that [fold] reward_transforms names, in order."""
         chosen = []
         for spec in specs:
             name, arguments = split(spec, "fold.reward_transforms")
@@ -111,7 +111,7 @@ BUILT_IN = Methods()
 
 
 def split(spec: str, key: str) -> tuple[str, tuple[float, ...]]:
-    """Name and numbers of `name:number:...`. Raises SettingsError."""
+    """Split `name:number:...` into name and numbers. Raises SettingsError if a number is malformed or NaN."""
     name, *numbers = spec.split(":")
     try:
         values = tuple(float(number) for number in numbers)
@@ -123,9 +123,10 @@ def split(spec: str, key: str) -> tuple[str, tuple[float, ...]]:
 
 
 def estimate(estimator: Estimator, trajectories: Sequence[Trajectory], options: EstimatorOptions) -> Advantages:
-    """What the estimator gives, checked: one finite number per trajectory, and per turn where it gives those.
+    """Run the estimator and check its result: one finite number per trajectory, and per turn if it is a per-turn
+    estimator.
 
-    Raises BrokenMethod, which names it.
+    Raises BrokenMethod, which names the estimator, if the result is malformed.
     """
     found = _as_floats(estimator.estimate(trajectories, options))
     about = f"estimator {estimator.label}"
@@ -143,7 +144,7 @@ def estimate(estimator: Estimator, trajectories: Sequence[Trajectory], options: 
 
 
 def _as_floats(found: Advantages) -> Advantages:
-    """A user's function may give lists or NumPy's numbers; records take Python's."""
+    """Convert to Python floats: a user's function may return lists or NumPy numbers, but records need Python's."""
     per_turn = found.per_turn
     return Advantages(
         tuple(map(float, found.values)),

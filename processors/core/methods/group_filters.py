@@ -1,7 +1,7 @@
-"""Which scored groups are not worth a draw: pure functions of a group's trajectories, by name and version.
+"""Filters for scored groups that are not worth training: pure functions of a group's trajectories, by name and version.
 
-A group that a filter discards stands in GroupScored as `discarded` under the filter's name; its tokens are in the books
-as `discarded_group`, and the feeder draws its task's place again (dynamic sampling, DAPO, arXiv 2503.14476).
+A group that a filter discards is recorded in GroupScored as `discarded` under the filter's name. Its tokens are
+accounted for as `discarded_group`, and the feeder samples its task again (dynamic sampling, DAPO, arXiv 2503.14476).
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from turnlog.processors.core.methods.estimators import Advantages, Trajectory, m
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """`discards(trajectories, advantages, *arguments)`: the valid trajectories, rewards transformed."""
+    """A named filter. `discards(trajectories, advantages, *arguments)` receives the valid trajectories with transformed
+    rewards.
+    """
 
     name: str
     version: int
     discards: Callable[..., bool]
     arguments: tuple[str, ...] = ()
-    """What a setting must give: `mean_outside:LOW:HIGH`."""
+    """Names of the arguments that a setting must give: `mean_outside:LOW:HIGH`."""
 
 
 def zero_variance(trajectories: Sequence[Trajectory], advantages: Advantages) -> bool:
-    """All rewards are equal; under a per-turn estimator, no turn has an advantage."""
+    """Whether all rewards are equal or, under a per-turn estimator, no turn has an advantage."""
     if advantages.per_turn is not None:
         return not any(any(turns) for turns in advantages.per_turn)
     rewards = [trajectory.reward for trajectory in trajectories]
@@ -32,17 +34,17 @@ def zero_variance(trajectories: Sequence[Trajectory], advantages: Advantages) ->
 
 
 def all_failed(trajectories: Sequence[Trajectory], _: Advantages, best: float) -> bool:
-    """No reward is above `best`."""
+    """Whether no reward is above `best`."""
     return all(trajectory.reward <= best for trajectory in trajectories)
 
 
 def all_solved(trajectories: Sequence[Trajectory], _: Advantages, least: float) -> bool:
-    """Every reward is at least `least`."""
+    """Whether every reward is at least `least`."""
     return all(trajectory.reward >= least for trajectory in trajectories)
 
 
 def mean_outside(trajectories: Sequence[Trajectory], _: Advantages, low: float, high: float) -> bool:
-    """The group's mean reward lies outside [low, high]: a task too hard or too easy for the policy."""
+    """Whether the group's mean reward lies outside [low, high]: the task is too hard or too easy for the policy."""
     return not low <= mean_of([trajectory.reward for trajectory in trajectories]) <= high
 
 

@@ -1,7 +1,8 @@
-"""Policies: how a session's turns become segments, by the name that [fold] policy gives.
+"""Trajectory rules: how a session's turns become segments, by the name in [fold] policy.
 
-A segment's tokens are always S = prompt + output of its last turn. A policy says which turns are in it, and each
-sampled token is in at most one segment; every other turn is masked under a named reason, so that the books balance.
+A segment's tokens are always S = prompt + output of its last turn. A rule chooses the turns of each segment, and each
+sampled token is in at most one segment. Every other turn is masked under a named reason, so that the token accounting
+balances.
 """
 
 from __future__ import annotations
@@ -22,46 +23,52 @@ from turnlog.settings import SettingsError
 
 @runtime_checkable
 class Policy(Protocol):
-    """A pure function of one session's named turns. A user's own comes by an entry point in group turnlog.policies."""
+    """A trajectory rule: a pure function of one session's named turns. Users add their own by an entry point in group
+    turnlog.policies.
+    """
 
     @property
     def needs_messages(self) -> bool:
-        """Whether turns must carry their `dialogue`: it is read and kept only for policies that ask."""
+        """Whether turns must carry their `dialogue`, which is read and stored only for rules that need it."""
 
     def cut(
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: PolicyOptions
     ) -> Segments:
-        """`turns`: in order of (epoch, index), by which `Segments` names them. `undelivered`: as the finish says."""
+        """Cut turns into segments.
+
+        `turns` are in order of (epoch, index), and `Segments` refers to them by that order. `undelivered` holds the
+        turns that the finish names as such.
+        """
 
 
 class Prefix:
-    """Turns whose tokens are one contiguous sequence are one segment (segments.py)."""
+    """Rule `prefix`: turns whose tokens are one contiguous sequence form one segment (segments.py)."""
 
     needs_messages = False
 
     def cut(
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: PolicyOptions
     ) -> Segments:
-        """Runs of the turns that an agent acted on."""
+        """Cut the turns that an agent acted on into runs."""
         return cut(turns, taken_out(turns, tree, undelivered, rules.version))
 
 
 class LastTurn:
-    """Each turn is a segment of its own: its prompt is context, its output trains. For debugging."""
+    """Rule `last-turn`: each turn is a segment of its own; its prompt is context, its output trains. For debugging."""
 
     needs_messages = False
 
     def cut(
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: PolicyOptions
     ) -> Segments:
-        """A run of one for each turn that an agent acted on."""
+        """Return a run of one for each turn that an agent acted on."""
         out = taken_out(turns, tree, undelivered, rules.version)
         runs = tuple((order,) for order in range(len(turns)) if order not in out)
         return Segments(runs, duplicated(turns, runs), out)
 
 
 class Checked:
-    """A user's policy whose answer is held against the rules that samples and books rely on."""
+    """A user's rule whose result is checked against the invariants that samples and token accounting rely on."""
 
     def __init__(self, name: str, policy: Policy) -> None:
         self._name = name
@@ -69,13 +76,13 @@ class Checked:
 
     @property
     def needs_messages(self) -> bool:
-        """As the policy says."""
+        """Whether the user's rule needs messages."""
         return self._policy.needs_messages
 
     def cut(
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: PolicyOptions
     ) -> Segments:
-        """Raises SegmentsDoNotFit."""
+        """Cut turns into segments by the user's rule. Raises SegmentsDoNotFit if the result violates an invariant."""
         segments = self._policy.cut(turns, tree, undelivered, rules)
         check(self._name, turns, segments)
         return segments
@@ -83,14 +90,14 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Policies:
-    """What there is, by name."""
+    """The available trajectory rules, by name."""
 
     named: Mapping[str, Policy] = field(
         default_factory=lambda: {"prefix": Prefix(), "slime": Slime(), "last-turn": LastTurn()}
     )
 
     def __getitem__(self, name: str) -> Policy:
-        """The policy of [fold] policy. Raises SettingsError."""
+        """Return the rule that [fold] policy names. Raises SettingsError if it is unknown."""
         if name not in self.named:
             raise SettingsError(
                 f"fold.policy must be one of {', '.join(sorted(self.named))}, or offered under the entry point group "
@@ -99,7 +106,9 @@ class Policies:
         return self.named[name]
 
     def with_own(self, own: Mapping[str, Policy]) -> Policies:
-        """These and a user's own, checked at every session. Raises SettingsError for a name that is taken."""
+        """Return these rules and a user's own, which are checked at every session. Raises SettingsError for a name that
+        is taken.
+        """
         taken = sorted(self.named.keys() & own.keys())
         if taken:
             raise SettingsError(f"entry point group turnlog.policies: {taken[0]!r} is taken; give yours another name")
@@ -107,9 +116,9 @@ class Policies:
 
 
 def check(name: str, turns: Sequence[Turn], segments: Segments) -> None:
-    """Every turn once, in ascending runs, each inside its last turn's tokens, at one temperature.
+    """Check that every turn occurs once, in ascending runs, each inside its last turn's tokens and at one temperature.
 
-    Raises SegmentsDoNotFit.
+    Raises SegmentsDoNotFit if that is not so.
     """
     placed = [order for run in segments.runs for order in run]
     if sorted([*placed, *segments.masked]) != list(range(len(turns))):

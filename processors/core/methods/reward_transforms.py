@@ -1,7 +1,7 @@
-"""What may be done to a reward before advantages are estimated: pure functions of one number, by name and version.
+"""Transforms of rewards before advantages are estimated: pure functions of one number, by name and version.
 
-They see each verdict and each step reward alone, in the order of the setting. What the verifier said stays in
-RolloutScore and in the samples; only advantages and group filters see the transformed value.
+They are applied to each verifier's reward and each step reward separately, in the order of the setting. RolloutScore
+and samples keep the original reward; only advantages and group filters see the transformed value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RewardTransform:
-    """`transform(reward, *arguments)`; `arguments` names what a setting must give: `clip:LOW:HIGH`."""
+    """A named transform `transform(reward, *arguments)`. `arguments` names what a setting must give:
+    `clip:LOW:HIGH`.
+    """
 
     name: str
     version: int
@@ -21,22 +23,22 @@ class RewardTransform:
 
 
 def scale(reward: float, factor: float) -> float:
-    """reward x factor."""
+    """Return reward x factor."""
     return reward * factor
 
 
 def shift(reward: float, offset: float) -> float:
-    """reward + offset: changes nothing under a centred estimator."""
+    """Return reward + offset; it changes nothing under a centred estimator."""
     return reward + offset
 
 
 def clip(reward: float, low: float, high: float) -> float:
-    """The nearest value in [low, high]."""
+    """Return the nearest value in [low, high]."""
     return min(max(reward, low), high)
 
 
 def threshold(reward: float, least: float) -> float:
-    """1 where the reward is at least `least`, else 0."""
+    """Return 1 if the reward is at least `least`, else 0."""
     return 1.0 if reward >= least else 0.0
 
 

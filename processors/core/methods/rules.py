@@ -23,64 +23,64 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldRules(PolicyOptions):
-    """How turns become segments and rewards become advantages (docs/folds.md)."""
+    """Rules by which turns become segments and rewards become advantages (docs/folds.md)."""
 
     run_id: str
     settings_sha256: str
     policy: str = "prefix"
-    """A name in `methods.policies`."""
+    """Name of a trajectory rule in `methods.policies`."""
     estimator: str = "grpo"
-    """A name in `methods.estimators`."""
+    """Name of an estimator in `methods.estimators`."""
     std_ddof: int = 1
-    """Delta degrees of freedom of the group's standard deviation: 1 sample, 0 population."""
+    """Delta degrees of freedom of the group's standard deviation: 1 for the sample's, 0 for the population's."""
     discount: float = 1.0
-    """Of `step`: per main turn, in [0, 1]."""
+    """Discount of the estimator `step` per main turn, in [0, 1]."""
     min_valid: int = 0
-    """Valid rollouts below which a group is discarded; 0 or less: what the estimator needs."""
+    """Number of valid rollouts below which a group is discarded; if 0 or less, the number that the estimator needs."""
     zero_variance: str = "keep"
-    """keep: advantage 0 | discard; without a meaning for estimators that do not compare within the group"""
+    """keep: advantage 0 | discard. Has no effect for estimators that do not compare within the group."""
     group_filters: tuple[str, ...] = ()
-    """Applied in order to groups that would be trained: `name:number:...`"""
+    """Filters applied in order to groups that would be trained: `name:number:...`"""
     reward_transforms: tuple[str, ...] = ()
-    """Applied in order to each reward: `name:number:...`"""
+    """Transforms applied in order to each reward: `name:number:...`"""
     truncated: str = "train"
-    """train | mask_last_turn | exclude"""
+    """Treatment of truncated sessions: train | mask_last_turn | exclude"""
     train_sub_agents: bool = True
     train_side_calls: bool = False
     horizon_records: int = DEFAULTS.assembler.horizon_records
-    """Of [assembler]: what comes later is late (LowWater)."""
+    """[assembler] horizon_records: a group whose first record comes later after its admission is late (LowWater)."""
     methods: Methods = BUILT_IN
-    """What the names above mean."""
+    """The methods to which the names above refer."""
 
     @property
     def cutting(self) -> Policy:
-        """The policy. Raises SettingsError."""
+        """The trajectory rule. Raises SettingsError if its name is unknown."""
         return self.methods.policies[self.policy]
 
     @property
     def formula(self) -> Estimator:
-        """The estimator. Raises SettingsError."""
+        """The estimator. Raises SettingsError if its name is unknown."""
         return self.methods.estimator(self.estimator)
 
     @property
     def options(self) -> EstimatorOptions:
-        """What the estimator reads of the settings."""
+        """The settings that the estimator reads."""
         return EstimatorOptions(self.std_ddof, self.discount)
 
     @property
     def least_valid(self) -> int:
-        """Valid rollouts that a group needs, at least 1."""
+        """Number of valid rollouts that a group needs, at least 1."""
         return self.min_valid if self.min_valid > 0 else self.formula.min_valid
 
     @property
     def filters(self) -> tuple[ChosenFilter, ...]:
-        """The group filters, zero variance first. Raises SettingsError."""
+        """The group filters, zero variance first. Raises SettingsError for an unknown name."""
         flat = self.zero_variance == "discard" and self.formula.centred
         return ((ChosenFilter(ZERO_VARIANCE),) if flat else ()) + self.methods.filters(self.group_filters)
 
     @property
     def transforms(self) -> tuple[ChosenTransform, ...]:
-        """The reward transforms. Raises SettingsError."""
+        """The reward transforms. Raises SettingsError for an unknown name."""
         return self.methods.transforms(self.reward_transforms)
 
 
@@ -91,12 +91,12 @@ class RecordedSettingsError(SettingsError):
 def recorded_settings(
     settings_json: bytes, own: Settings = DEFAULTS, kinds: Mapping[str, type] = FOLD_SECTIONS
 ) -> tuple[FoldSettings, BatcherSettings, AssemblerSettings]:
-    """The sections of a RunConfigured body. A key that its release did not record means what that release did
-    (`Since`), which may be what `own`, the settings of who reads, say; operational keys, which old releases recorded,
-    are passed over and have today's defaults. `kinds`: of the sections.
+    """Return the sections of a RunConfigured body; `kinds` maps section names to types.
 
-    Values are taken by their types: a release checks bounds before it records. Raises RecordedSettingsError for what is
-    no such body and for sections, keys and names that this version does not know.
+    A key that the body's release did not record has the meaning of that release (`Since`), which may be the value in
+    `own`, the settings of the reader. Operational keys, which old releases recorded, are ignored and have today's
+    defaults. Values are accepted by their types alone, since a release checks bounds before it records. Raises
+    RecordedSettingsError if the body is malformed or has sections, keys or names that this version does not know.
     """
     try:
         tables = json.loads(settings_json)
@@ -116,7 +116,7 @@ def recorded_settings(
 def _recorded(name: str, kind: type, table: Any, own: Any) -> Any:
     hints = declarations(kind)
     if table is None and all(_since(hints[key]) for key in recorded_keys(kind)):
-        table = {}  # of a release that recorded no key of it
+        table = {}  # recorded by a release that had no key of this section
     if not isinstance(table, dict):
         raise SettingsError(f"section [{name}] is missing")
     unknown = sorted(set(table) - set(hints))
@@ -142,10 +142,11 @@ def fold_rules(
     fold: FoldSettings, *, run_id: str, settings_sha256: str, version: str = FOLD_VERSION, methods: Methods = BUILT_IN,
     horizon_records: int = DEFAULTS.assembler.horizon_records,
 ) -> FoldRules:  # fmt: skip
-    """What trees, segments and advantages depend on.
+    """Return the rules on which trees, segments and advantages depend.
 
-    `version`: as the run recorded it. `methods`: what the names in [fold] mean, `infra.offers.installed(fold)` where
-    users bring their own. Raises SettingsError for a name, a specification or a version that cannot be used.
+    `version` is the fold version that the run recorded. `methods` resolves the names in [fold]; use
+    `infra.offers.installed(fold)` if users bring their own. Raises SettingsError for a name, a specification or a
+    version that cannot be used.
     """
     rules = FoldRules(
         run_id=run_id, settings_sha256=settings_sha256, version=fold_version(version), methods=methods,
@@ -156,7 +157,7 @@ def fold_rules(
 
 
 def _check(rules: FoldRules) -> None:
-    """Every name that a group would need, before the first group comes."""
+    """Resolve every name that a group would need, so that errors are found before the first group comes."""
     assert rules.cutting is not None
     assert rules.formula is not None
     assert rules.filters is not None

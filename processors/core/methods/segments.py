@@ -1,4 +1,4 @@
-"""Policy `prefix`: named turns become segments, runs of turns whose tokens are one contiguous sequence."""
+"""Trajectory rule `prefix`: named turns become segments, runs of turns whose tokens are one contiguous sequence."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from turnlog.processors.core.turns import Tokens, TurnKey, agree, key_of
 from turnlog.schemas.events import FinishReason, MaskReason
 
 PARTIAL = frozenset({FinishReason.abort, FinishReason.error})
-"""Outputs that the engine did not end: no answer to act on."""
+"""Finish reasons of outputs that the engine did not end: there is no answer to act on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """What a policy reads of the rules of a run."""
+    """The options of a trajectory rule."""
 
     version: FoldVersion = LATEST
-    """Of the run: which rules its records are folded by."""
+    """Fold version of the run."""
     fork_threshold_tokens: int = 1024
-    """Of policy slime: a turn with fewer output tokens realigns what drifted before it; 0 always forks."""
+    """Used by `slime`: a turn with fewer output tokens realigns a drift before it; 0 always forks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of turn orders. Every turn is in one of them or masked."""
+    """Runs of turn orders. Every turn is in exactly one run or masked."""
 
     runs: tuple[tuple[int, ...], ...]
     duplicated: int
-    """Context tokens of the segments that an earlier turn of a segment holds already."""
+    """Number of context tokens of the segments that an earlier turn of a segment already contains."""
     masked: Mapping[int, MaskReason] = field(default_factory=dict)
-    """Turns that are in no segment, and why."""
+    """Turn order -> reason, for turns that are in no segment."""
 
 
 def taken_out(
@@ -46,10 +46,11 @@ def taken_out(
     *,
     guess_retries: bool = True,
 ) -> dict[int, MaskReason]:
-    """Leaves that no agent acted on: aborted, named undelivered, or retried.
+    """Return the leaves that no agent acted on, with the reason: aborted, named undelivered, or retried.
 
-    A leaf was retried when a later turn of the same agent with the same prompt is continued or is the session's last:
-    the last of the whole session, of those that were neither aborted nor named (of all, before fold version 2).
+    A leaf was retried if a later turn of the same agent with the same prompt is continued or is the last of the whole
+    session. The last is chosen among the turns that were neither aborted nor named undelivered (among all, before fold
+    version 2).
     """
     continued = tree.continued
     leaves = [order for order in range(len(turns)) if order not in continued]
@@ -77,8 +78,11 @@ def _aborted(turn: Turn, version: FoldVersion) -> bool:
 def _asked_again(
     turns: Sequence[Turn], continued: AbstractSet[int], leaves: Sequence[int]
 ) -> dict[tuple[object, ...], int]:
-    """What leaves before the last turn asked -> the latest turn that asked it and is continued or is the last: of those
-    that are continued, and `leaves`."""
+    """Map the requests of leaves before the last turn to the latest turn that repeats them and is continued or the
+    last.
+
+    Only continued turns and `leaves` are considered.
+    """
     last = max((*continued, *leaves), default=-1)
     asked = {_asked(turns[leaf]) for leaf in leaves if leaf != last}
     if not asked:
@@ -88,16 +92,17 @@ def _asked_again(
 
 
 def _asked(turn: Turn) -> tuple[object, ...]:
-    """Who asked what: two agents may ask the same."""
+    """Return the key of a request, including the agent: two agents may send the same prompt."""
     return turn.kinship.agent_path, turn.tokens.prompt_sha256, turn.tokens.images
 
 
 def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
-    """Cut the turns that were not taken out into segments.
+    """Cut the turns that were not removed into segments.
 
     A turn extends the longest S of an earlier turn that is a prefix of its prompt, at one temperature and one kind of
-    log-prob, since a row has one of each. Where several extend one turn, the one whose subtree holds most output tokens
-    takes its segment, ties by order; the others open their own. O(new tokens) where prompts extend their parents.
+    log-prob, since a row has one of each. If several turns extend one turn, the one whose subtree holds most output
+    tokens continues its segment, ties by order; the others open their own. Costs O(new tokens) if prompts extend their
+    parents.
     """
     kept = [order for order in range(len(turns)) if order not in out]
     if _chained([turns[order].tokens for order in kept]):
@@ -123,8 +128,9 @@ def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
 
 
 def _chained(kept: Sequence[Tokens]) -> bool:
-    """Whether each turn extends exactly the one before it, as most sessions do: one segment, at 0.5 us per turn where
-    the tree takes 5."""
+    """Whether each turn extends exactly the one before it, as in most sessions: one segment, found at 0.5 us per turn
+    instead of the 5 us of the tree.
+    """
     return all(
         turn.parent is before and turn.base_len == before.length and one_row(before, turn)
         for before, turn in pairwise(kept)
@@ -132,7 +138,9 @@ def _chained(kept: Sequence[Tokens]) -> bool:
 
 
 def duplicated(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
-    """Context tokens of segments that an earlier turn of a segment holds already, for any policy."""
+    """Count the context tokens of segments that an earlier turn of a segment already contains, for any trajectory
+    rule.
+    """
     held = sorted(order for run in runs for order in run)
     tree = _token_tree([turns[order].tokens for order in held])
     for order in held:
@@ -143,13 +151,16 @@ def duplicated(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
 
 
 def one_row(one: Tokens, other: Tokens) -> bool:
-    """Whether a later turn can share a row with one whose tokens it extends: one temperature and one kind of log-prob,
-    since a row has one of each, and the same images, whose tokens are the same for any."""
+    """Whether a later turn can share a row with an earlier one whose tokens it extends.
+
+    Both must have one temperature and one kind of log-prob, since a row has one of each, and the same images, because
+    all images have the same placeholder tokens.
+    """
     return (one.temperature, one.logprob_kind) == (other.temperature, other.logprob_kind) and agree(one, other)
 
 
 def _token_tree(kept: Sequence[Tokens]) -> TokenTree:
-    """The tree of these turns and of those that they are stored against."""
+    """Return the tree of these turns and of the turns that they are stored against."""
     needed: dict[Tokens, None] = {}
     for turn in kept:
         owner: Tokens | None = turn
@@ -171,7 +182,7 @@ def _extended(turns: Sequence[Turn], tree: TokenTree, order: int) -> int | None:
 
 
 def _heirs(turns: Sequence[Turn], kept: Sequence[int], before: Mapping[int, int | None]) -> dict[int, int]:
-    """Which turn takes over the segment of each turn that has followers."""
+    """Return, for each turn with followers, the turn that continues its segment."""
     outputs = {order: len(turns[order].tokens.output) for order in kept}
     heirs: dict[int, int] = {}
     for order in reversed(kept):

@@ -1,8 +1,8 @@
-"""Policy `slime`: turns routed by their messages, for people who come from THUDM/slime (docs/folds.md, Policies).
+"""Trajectory rule `slime`: turns routed by their messages, for users who come from THUDM/slime (docs/folds.md,
+Policies).
 
-Three steps, each as slime's trajectory builder takes it: a tree of messages into which each turn is routed greedily;
-for each leaf, depth first, builders that its turns extend, realign or leave; a turn trains with the first leaf that
-has it.
+Three steps follow slime's trajectory builder. Each turn is routed greedily into a tree of messages. For each leaf,
+depth first, its turns extend, realign or leave builders. A turn trains with the first leaf that contains it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ASSISTANT = "assistant"
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A message in its place. `turn` is the order of the turn that generated it; None: it was only replayed."""
+    """A message in the tree. `turn` is the order of the turn that generated it; None if it was only replayed."""
 
     message: Message | None
     turn: int | None = None
     below: list[Node] = field(default_factory=list)
     assistants: list[Node] = field(default_factory=list)
-    """Those below that are an assistant's."""
+    """Children with an assistant message."""
     _said: dict[bytes, list[Node]] = field(default_factory=dict)
-    """Those below by the digest of their message, each in order of insertion."""
+    """Digest of a message -> the children with it, in order of insertion."""
 
     def add(self, message: Message, turn: int | None = None) -> Node:
-        """A new last child."""
+        """Add a child at the end and return it."""
         child = Node(message, turn)
         self.below.append(child)
         self._said.setdefault(message.digest, []).append(child)
@@ -44,20 +44,22 @@ class Node:
         return child
 
     def echoed(self, said: Message) -> Node | None:
-        """The first child that `said` echoes."""
+        """Return the first child that the message `said` echoes."""
         same = self._said.get(said.digest, ())
         return next((node for node in same if node.message is not None and said.echoes(node.message)), None)
 
     def rewrite(self, only: Node, message: Message) -> int | None:
-        """Put `message` in the place of the only assistant below; the turn that had generated that one."""
+        """Replace the only assistant message among the children by `message`; return the turn that had generated it."""
         assert only.message is not None
         self._said[only.message.digest].remove(only)
-        self._said.setdefault(message.digest, []).append(only)  # of one digest is one role: it is alone there
+        self._said.setdefault(message.digest, []).append(only)  # one digest means one role, so it is the only entry
         turn, only.turn, only.message = only.turn, None, message
         return turn
 
     def lines(self) -> Iterator[list[int]]:
-        """Per leaf, in order of insertion: the generated turns on the way down to it that no earlier line has."""
+        """Yield per leaf, in order of insertion, the generated turns on the path to it that no earlier line
+        contains.
+        """
         stack, line = [self], list[int]()
         while stack:
             node = stack.pop()
@@ -70,14 +72,16 @@ class Node:
 
 
 class Drift(Enum):
-    """How a turn's prompt follows the tokens that a builder holds."""
+    """Relation of a turn's prompt to the tokens of a builder."""
 
     CLEAN = auto()
-    """It extends them."""
+    """The prompt extends them."""
     REALIGN = auto()
-    """It parts from them inside the last output, and its own output is short: the prompt replaces that output."""
+    """The prompt diverges within the last output, and the turn's own output is short: the prompt replaces that
+    output.
+    """
     FORK = auto()
-    """Anything else: a builder of its own."""
+    """Anything else: the turn gets a builder of its own."""
 
 
 @dataclass(slots=True)
@@ -86,14 +90,14 @@ class Builder:
 
     last: int
     own: list[int]
-    """Turns that no earlier leaf holds and that no later turn realigned."""
+    """Turns that no earlier leaf contains and that no later turn realigned."""
 
 
 class Routes:
-    """The tree of messages. A turn is mounted from where its base's request ended, so it costs O(new messages).
+    """The tree of messages. A turn is mounted where its base's request ended, so it costs O(new messages).
 
-    That is the place to which a walk from the root leads: below every message of that request stands another one, so
-    none of them can give way, and children are only added behind those that a walk takes first.
+    A walk from the root leads to the same node: every message of that request has another one below it, so none of them
+    can give way, and children are only added after those that a walk takes first.
     """
 
     def __init__(self) -> None:
@@ -102,10 +106,10 @@ class Routes:
         """Dialogue -> the node of the last message of its request."""
 
     def mount(self, order: int, dialogue: Dialogue, outputs: Sequence[int], threshold: int) -> int | None:
-        """Mount a turn's messages and its response; the turn whose response they rewrite, if any.
+        """Mount a turn's messages and its response; return the turn whose response they rewrite, or None.
 
-        The walk takes the first child that a message echoes and never goes back. Where it ends at an assistant message
-        and exactly one assistant stands there, a childless turn of fewer than `threshold` output tokens, that turn
+        The walk takes the first child that a message echoes and never goes back. If it ends at an assistant message and
+        exactly one assistant child exists there, a childless turn of fewer than `threshold` output tokens, that turn
         gives way.
         """
         line = [dialogue]
@@ -117,7 +121,7 @@ class Routes:
                 continue
             said = line[number].new if number == len(line) - 1 else (line[number + 1].response, *line[number].new)
             for message in said:
-                found = node.echoed(message)  # below one that is added nothing stands yet: the walk ends there
+                found = node.echoed(message)  # a node that was just added has no children: the walk ends there
                 if found is None and message.role == ASSISTANT and _gives_way(node, outputs, threshold):
                     found = node.assistants[0]
                     rewritten = node.rewrite(found, message)
@@ -135,9 +139,10 @@ def _gives_way(above: Node, outputs: Sequence[int], threshold: int) -> bool:
 
 
 def build(turns: Sequence[Turn], line: Sequence[int], threshold: int) -> tuple[list[Builder], set[int]]:
-    """The builders of the turns that a leaf is the first to hold, and which of them were realigned away.
+    """Return the builders of the turns that a leaf is the first to contain, and the turns among them that were
+    realigned away.
 
-    What the builders of its whole line hold above those is an earlier leaf's, so they begin with nothing of their own.
+    Turns further up its line belong to an earlier leaf, so the builders begin without turns of their own.
     """
     builders: list[Builder] = []
     lost: set[int] = set()
@@ -156,7 +161,9 @@ def build(turns: Sequence[Turn], line: Sequence[int], threshold: int) -> tuple[l
 
 
 def _drift(turns: Sequence[Turn], last: int, order: int, threshold: int) -> Drift:
-    """Of a turn against the last one of a builder. Another temperature or kind of log-prob forks: a row has one."""
+    """Return the drift of a turn against the last one of a builder. Another temperature or kind of log-prob forks,
+    since a row has one of each.
+    """
     held, mine = turns[last].tokens, turns[order].tokens
     if not one_row(held, mine):
         return Drift.FORK
@@ -167,14 +174,16 @@ def _drift(turns: Sequence[Turn], last: int, order: int, threshold: int) -> Drif
 
 
 class Slime:
-    """See the module. Segments come in slime's order, depth first."""
+    """Rule `slime`; see the module. Segments come in slime's order, depth first."""
 
     needs_messages = True
 
     def cut(
         self, turns: Sequence[Turn], tree: Lineages, undelivered: AbstractSet[TurnKey], rules: PolicyOptions
     ) -> Segments:
-        """Route, then build. What was named undelivered, or aborted, was never shown to an agent and is not routed."""
+        """Route, then build. Turns named undelivered, and aborted turns, were never shown to an agent and are not
+        routed.
+        """
         masked = taken_out(turns, tree, undelivered, rules.version, guess_retries=False)
         threshold = rules.fork_threshold_tokens
         root = _routed(turns, masked, threshold)
@@ -187,7 +196,7 @@ class Slime:
 
 
 def _routed(turns: Sequence[Turn], masked: dict[int, MaskReason], threshold: int) -> Node:
-    """The tree of messages; adds to `masked` the turns that it has no place for."""
+    """Return the tree of messages; add the turns that it has no place for to `masked`."""
     routes = Routes()
     outputs = [len(turn.tokens.output) for turn in turns]
     for order, turn in enumerate(turns):
