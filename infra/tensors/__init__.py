@@ -1,1 +1,1 @@
-"""Tensors in files, one at a time."""
+"""Weights as files: safetensors streams, deltas, adapters, versions on disk, and their transfer into engines."""

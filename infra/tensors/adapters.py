@@ -1,4 +1,4 @@
-"""Low-rank adapters as PEFT lays them out, which SGLang loads: FILE with the factors of each matrix, CONFIG beside it.
+"""Low-rank adapters in the layout of PEFT, which SGLang loads: FILE with the factors of each matrix, CONFIG beside it.
 
 Sources: peft 0.17, `peft_model.py` (save_pretrained) and `tuners/lora/config.py`; sglang 0.5.21, `srt/lora/lora.py`.
 """
@@ -10,22 +10,22 @@ from collections.abc import Iterable, Mapping
 
 PREFIX, WEIGHT = "base_model.model.", ".weight"
 A, B = ".lora_A.weight", ".lora_B.weight"
-"""[rank, in] and [out, rank]"""
+"""Suffixes of the factors' names, with shapes [rank, in] and [out, rank]."""
 STEM = "adapter_model"
 CONFIG = "adapter_config.json"
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Matrices of a decoder layer that have adapters; of a mixture of experts those of attention alone."""
+"""Matrices of a decoder layer that have adapters. In a mixture of experts only those of attention have."""
 ATTENTION = DENSE[:4]
 
 
 def factors_of(matrix: str) -> tuple[str, str]:
-    """Names of A and B of what a Hugging Face folder calls NAME.weight."""
+    """Return the names of A and B for the matrix that a Hugging Face folder names NAME.weight."""
     stem = PREFIX + matrix.removesuffix(WEIGHT)
     return stem + A, stem + B
 
 
 def config_json(rank: int, alpha: float, names: Iterable[str]) -> bytes:
-    """CONFIG of an adapter with these tensors; what it adds is multiplied by alpha / rank."""
+    """Return the content of CONFIG for an adapter with these tensors. Its product is scaled by alpha / rank."""
     found = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -41,8 +41,8 @@ def config_json(rank: int, alpha: float, names: Iterable[str]) -> bytes:
 
 
 def expected(model: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """What an adapter with the tensors `found`, name -> shape, must hold where `model` says what it adapts: both
-    factors of each matrix, of one rank."""
+    """Return the tensors, name -> shape, that an adapter with the tensors `found` must have for the model's tensors
+    `model`: both factors of each matrix, with the same rank."""
     wanted = dict[str, tuple[int, ...]]()
     for matrix, size in model.items():
         a, b = factors_of(matrix)

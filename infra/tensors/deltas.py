@@ -1,10 +1,11 @@
-"""What changed between two safetensors files of the same tensors: their bytes xor'd, all values' first bytes before the
-second ones (small steps leave the high ones alone), in zstd. Unchanged pieces cost a zero.
+"""Deltas between two safetensors files with the same tensors. Their bytes are XORed and compressed by zstd; the first
+bytes of all values precede the second bytes, and so on, because small steps leave the high bytes unchanged.
 
-A delta is its frames one after another, then JSON, its length as u64 and MAGIC: {"header": that of the new file,
-"frames": {tensor: [bytes of each piece's frame, 0 where nothing changed]}}. Neither side holds more than a few pieces.
+A delta consists of its frames one after another, JSON, the length of the JSON as u64, and MAGIC. The JSON is {"header":
+the new file's header, "frames": {tensor: [bytes of each piece's frame, 0 if unchanged]}}. Neither side has more than a
+few pieces in memory.
 
-BrokenDelta   not a delta, or not of this base
+BrokenDelta   not a delta, or not a delta of this base
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ ZSTD = pa.Codec("zstd", compression_level=1)
 
 
 class BrokenDelta(Exception):
-    """Says which file, and why it cannot be applied."""
+    """The delta cannot be applied; the message names the file and the reason."""
 
 
 @dataclass(slots=True)
 class Unchanged:
-    """Values that two files have in common, bit for bit, by how they are held."""
+    """Counts of values that are identical in two files, bit for bit."""
 
     values: int = 0
     same: int = 0
     as_bfloat16: int = 0
-    """Of float32 alone: those that would be the same were they rounded."""
+    """Number of float32 values that would be identical after rounding to bfloat16."""
     float32: int = 0
 
     def count(self, code: str, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> None:
-        """One piece more."""
+        """Count one more piece."""
         kind = np.dtype(f"<u{WIDTHS[code]}")
         old, new = before.view(kind), after.view(kind)
         self.values += len(new)
@@ -55,25 +56,27 @@ class Unchanged:
             self.as_bfloat16 += int(np.count_nonzero(_rounded(old) == _rounded(new)))
 
     def shares(self) -> dict[str, float]:
-        """ "published": as they are; "bfloat16": of float32 values, were they published in that."""
+        """Return the shares of identical values. "published": among all, in their own types; "bfloat16": among the
+        float32 values, if they were published as bfloat16."""
         found = {"published": self.same / self.values} if self.values else {}
         return found | ({"bfloat16": self.as_bfloat16 / self.float32} if self.float32 else {})
 
 
 def _rounded(bits: NDArray[Any]) -> NDArray[Any]:
-    """To bfloat16, to the nearest, ties to even."""
+    """Round float32 bits to bfloat16: to the nearest value, ties to even."""
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
 class _Index(msgspec.Struct):
-    """What stands behind the frames."""
+    """The JSON after the frames."""
 
     header: str
     frames: dict[str, list[Annotated[int, msgspec.Meta(ge=0)]]]
 
 
 def write_delta(base: Path, new: Path, out: Path, unchanged: Unchanged) -> None:
-    """What makes `new` of `base`. Raises BrokenDelta where they do not hold the same tensors, NotSafetensors."""
+    """Write the delta that turns `base` into `new`. Raises BrokenDelta if they do not have the same tensors. Raises
+    NotSafetensors."""
     before, after = places(base), places(new)
     if [place.spec for place in before] != [place.spec for place in after]:
         raise BrokenDelta(f"{new} holds other tensors than {base}")
@@ -93,8 +96,8 @@ def write_delta(base: Path, new: Path, out: Path, unchanged: Unchanged) -> None:
 
 
 def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, str]]:
-    """The new file; its tensors with their checksums, as they were written: whether it is the one that was meant, these
-    say. Raises BrokenDelta."""
+    """Write the new file and return its tensors with the checksums of the bytes written. The caller must compare the
+    checksums to know that it is the intended file. Raises BrokenDelta."""
     try:
         with base.open("rb") as old, delta.open("rb") as file:
             header, frames = _index(file)
@@ -109,7 +112,7 @@ def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, st
             return [(spec, made.checksums[spec.name]) for spec in specs]
     except BrokenDelta:
         raise
-    # An index of other types, a frame that is none and a header of nothing each raise something else.
+    # An index of other types, a frame that is not zstd and an empty header each raise a different exception.
     except Exception as error:
         raise BrokenDelta(f"{delta.name} on {base}: {type(error).__name__}: {error}") from error
 

@@ -1,10 +1,10 @@
-"""Safetensors files as streams: tensors are written one after another behind a header that says beforehand where each
-will lie, and read back one at a time, so that no file ever stands in memory.
+"""Streaming of safetensors files. Tensors are written one after another behind a header that states their positions in
+advance, and are read back one at a time, so that no file is ever in memory as a whole.
 
-The library takes all tensors of a file at once, in copies; of it are the checks of a header.
+The safetensors library takes all tensors of a file at once, in copies. Only its checks of a header are used.
 
-NotSafetensors   a file's length is not what its header says, or it has no header
-NoWeights        a folder does not say which files its weights are in, or lacks one of them
+NotSafetensors   a file's length does not match its header, or it has no header
+NoWeights        a folder does not state which files have its weights, or lacks one of them
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from safetensors import SafetensorError, safe_open
 
 SUFFIX = ".safetensors"
 MODEL = "model"
-"""What names of files begin with."""
+"""Prefix of the names of files."""
 SHARD_BYTES = 4 << 30
 PIECE = 4 << 20
-"""Bytes that are read at once: whole values of any type."""
+"""Bytes that are read at once; a whole number of values of any type."""
 METADATA = {"format": "pt"}
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""torch's names of types in safetensors' words."""
+"""Names of types in torch -> in safetensors."""
 DTYPES = {code: name for name, code in CODES.items()}
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a value."""
+"""Bytes per value."""
 
 
 class NotSafetensors(Exception):
-    """Says what is wrong with the file."""
+    """The file is not a valid safetensors file; the message states why."""
 
 
 class NoWeights(Exception):
-    """Names the folder and what it lacks."""
+    """The folder's weights cannot be found; the message names the folder and what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its values."""
+    """Name, type and shape of a tensor."""
 
     name: str
     code: str
@@ -59,7 +59,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in its file."""
+    """Position of a tensor in its file."""
 
     spec: TensorSpec
     begin: int
@@ -68,18 +68,18 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a folder of weights holds."""
+    """Contents of a folder of weights."""
 
     sha256: dict[str, str]
-    """By file."""
+    """File name -> sha256."""
     checksums: dict[str, str]
-    """By tensor: see `checksum`."""
+    """Tensor name -> checksum; see `checksum`."""
     specs: tuple[TensorSpec, ...]
-    """Every tensor, in order."""
+    """All tensors, in order."""
 
     @property
     def dtypes(self) -> set[str]:
-        """torch's names of the types that there are."""
+        """Set of the types, by torch's names."""
         return {DTYPES[spec.code] for spec in self.specs}
 
     @property
@@ -88,13 +88,13 @@ class Written:
 
 
 def checksum(digest: str, shape: Sequence[int]) -> str:
-    """As WeightVersionPublished has it: "<hex>:2x3"."""
+    """Return a checksum in the format of WeightVersionPublished: "<hex>:2x3"."""
     return f"{digest}:{'x'.join(map(str, shape))}"
 
 
 def places(path: Path) -> tuple[Place, ...]:
-    """Every tensor of the file, in the order of their bytes. Raises NotSafetensors, also for bytes that the header does
-    not cover."""
+    """Return every tensor of the file, in the order of their bytes. Raises NotSafetensors, also if the header does not
+    cover all bytes."""
     size = path.stat().st_size
     try:
         with safe_open(path, "numpy"):
@@ -107,7 +107,7 @@ def places(path: Path) -> tuple[Place, ...]:
 
 
 def placed(header: bytes) -> tuple[Place, ...]:
-    """The same of a header that was found good."""
+    """Return every tensor of a valid header, in the order of their bytes."""
     behind = 8 + len(header)
     found = [
         Place(
@@ -121,7 +121,7 @@ def placed(header: bytes) -> tuple[Place, ...]:
 
 
 def header_of(specs: Sequence[TensorSpec]) -> bytes:
-    """Of a file with these tensors in this order; the same tensors give the same bytes."""
+    """Return the header of a file with these tensors in this order. The same tensors give the same bytes."""
     entries: dict[str, object] = {"__metadata__": METADATA}
     offset = 0
     for spec in specs:
@@ -132,7 +132,8 @@ def header_of(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def pieces(file: BinaryIO, begin: int, end: int, *, size: int = PIECE) -> Iterator[bytes]:
-    """The bytes of a file from `begin` to `end`, `size` at a time."""
+    """Yield the bytes of a file from `begin` to `end`, `size` at a time. Raises NotSafetensors if the file ends
+    early."""
     file.seek(begin)
     while begin < end:
         content = file.read(min(size, end - begin))
@@ -143,13 +144,14 @@ def pieces(file: BinaryIO, begin: int, end: int, *, size: int = PIECE) -> Iterat
 
 
 class ShardFile:
-    """A file under way: its tensors come in the order of `specs`, each in one piece or several. A context manager."""
+    """A safetensors file that is being written, as a context manager. Its tensors are added in the order of `specs`,
+    each in one piece or several."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self._file = path.open("wb")
         self._running = hashlib.sha256()
         self._beside = ThreadPoolExecutor(1, "sha256")
-        """Hashes the file while this thread hashes a tensor and writes."""
+        """Thread that hashes the file while the caller's thread hashes a tensor and writes."""
         self.checksums: dict[str, str] = {}
         header = header_of(specs)
         self._put(struct.pack("<Q", len(header)) + header)
@@ -169,7 +171,7 @@ class ShardFile:
         hashed.result()
 
     def add(self, spec: TensorSpec, content: Iterable[bytes | memoryview]) -> None:
-        """The next tensor."""
+        """Write the next tensor. Raises ValueError if its size is wrong."""
         of_tensor, count = hashlib.sha256(), 0
         for piece in content:
             self._put(piece, of_tensor)
@@ -180,14 +182,14 @@ class ShardFile:
 
     @property
     def sha256(self) -> str:
-        """Of all that was written."""
+        """Hash of all bytes written so far."""
         return self._running.hexdigest()
 
 
 def shards(
     specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, stem: str = MODEL
 ) -> list[tuple[str, list[TensorSpec]]]:
-    """File by file, in the order given: (name, tensors)."""
+    """Distribute tensors over files in the given order. Return (file name, tensors) for each."""
     found: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -209,8 +211,8 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     stem: str = MODEL,
 ) -> Written:
-    """The safetensors files of a folder, with an index when there are several. `tensors`: (name, bytes) in the
-    order of `specs`; none is held longer than it takes to write it."""
+    """Write a folder's safetensors files, with an index if there are several. `tensors` yields (name, bytes) in the
+    order of `specs`; none is retained after it has been written. Raises ValueError if the order differs."""
     planned, sha256, checksums = shards(specs, shard_bytes, stem), dict[str, str](), dict[str, str]()
     for name, shard in planned:
         with ShardFile(folder / name, shard) as file:
@@ -234,9 +236,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """The files that hold a model's weights, as transformers and engines find them, and the names of the tensors that
-    the index places in each: model.safetensors, of which it says nothing, else those that the index names. Whatever
-    else lies in the folder holds none. Raises NoWeights."""
+    """Return the files with a model's weights, as transformers and engines find them, and the names of the
+    tensors in each.
+
+    A file model.safetensors has no list of names; otherwise the index names the files and their tensors. All other
+    files in the folder are ignored. Raises NoWeights.
+    """
     single, index = folder / f"{MODEL}{SUFFIX}", folder / INDEX
     if not index.is_file():
         if single.is_file():
@@ -258,7 +263,7 @@ def weight_files(folder: Path) -> dict[Path, frozenset[str] | None]:
 
 
 def read_checksums(path: Path) -> Iterator[tuple[TensorSpec, str]]:
-    """Of each tensor of the file, as its bytes are. Raises NotSafetensors."""
+    """Yield each tensor of the file with the checksum of its bytes. Raises NotSafetensors."""
     with path.open("rb") as file:
         for place in places(path):
             running = hashlib.sha256()

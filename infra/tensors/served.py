@@ -1,9 +1,9 @@
-"""Which folder an engine starts again from.
+"""Note of the folder from which an engine starts again.
 
-The loader notes the verified folder whose weights its engine serves. The engine's next start takes the note: it begins
-with these weights, labelled with their version, and nothing has to be loaded a second time. A note is taken once, so
-that a start which fails is followed by one from the model's own folder; the loader writes it again once the engine
-answers.
+The loader writes a note of the verified folder whose weights its engine serves. The engine's next start takes the note
+and begins with these weights, labelled with their version, so that nothing is loaded a second time. A note is taken
+only once: if that start fails, the next one uses the model's own folder. The loader writes the note again once the
+engine answers.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedNote:
-    """The note of one engine. Without one, its next start is from the model's own folder."""
+    """The note of one engine. Without a note, its next start uses the model's own folder."""
 
     directory: Path
-    """The run's folders of weights."""
+    """Folder of the run's weight versions."""
     run_id: str
     engine_id: str
 
     @classmethod
     def of(cls, run_directory: str, run_id: str, engine_id: str) -> ServedNote:
-        """The note as both the loader and whoever starts the engine find it."""
+        """Return the note at the path on which the loader and the starter of the engine agree."""
         return cls(weight_folders(run_directory), run_id, engine_id)
 
     @property
@@ -42,8 +42,8 @@ class ServedNote:
         return self.directory / f".served-{quote(self.engine_id, safe='')}"
 
     def write(self, event: WeightVersionPublished, folder: Path) -> None:
-        """The engine serves that version, which is in that folder. A note that cannot be written costs the next start a
-        second load, and nothing else."""
+        """Record that the engine serves the version of `event` from `folder`. Failure to write is only logged: the next
+        start then loads the weights a second time."""
         content = {
             "run_id": self.run_id, "version": event.version, "event_id": event.event_id, "folder": folder.name,
         }  # fmt: skip
@@ -56,8 +56,8 @@ class ServedNote:
             log.warning("%s will start again from its model's own weights: %s", self.engine_id, error)
 
     def take(self) -> tuple[int, Held] | None:
-        """The version and its folder, which stays until it is released; None where there is no note, or where the
-        folder is gone or is not what was verified."""
+        """Take the note: return the version and its folder, locked until it is released. Returns None if there is no
+        note, if the folder is gone, or if it changed after verification."""
         try:
             note: dict[str, Any] = json.loads(self._file.read_bytes())
             self._file.unlink()
@@ -80,5 +80,5 @@ class ServedNote:
 
 
 def weight_folders(run_directory: str) -> Path:
-    """Where the versions that this machine has fetched are."""
+    """Return the folder of the weight versions that this machine has fetched."""
     return Path(run_directory).resolve() / "weights"

@@ -1,21 +1,21 @@
-"""Weights into a paused engine without its reading a file: [loader] transport = tensor | distributed.
+"""Transfer of weights into a paused engine without files: [loader] transport = tensor | distributed.
 
-    tensor        a bucket at a time through shared memory of the machine that loader and engine are on
-    distributed   a bucket at a time by broadcast: the loader is rank 0 of a group that it makes with the engine's ranks
-                  for each version, at an address of its own that the engine is told
+    tensor        in buckets through shared memory of the machine that runs both loader and engine
+    distributed   in buckets by broadcast: for each version, the loader is rank 0 of a group with the engine's ranks,
+                  at an address of the loader that the engine is sent
 
-What is sent are the files that the loader has verified; each bucket is a run of a file's bytes, mapped, never read into
-memory of its own. SGLang takes buckets between begin_weight_update and end_weight_update, answers 200 to names that it
-does not know and dies of other shapes, so names and shapes are checked before (versions.check_fits).
+The source is the files that the loader has verified. Each bucket is a range of a file's bytes, which is mapped and
+never read into separate memory. SGLang accepts buckets between begin_weight_update and end_weight_update. It answers
+200 to unknown names and dies of wrong shapes, so names and shapes are checked before (versions.check_fits).
 
-Half of a version is none: before the first bucket the engine's label says that it is loading, the version's own comes
-last. Who is killed in between leaves an engine that its successor, and every gateway, sees to hold no version; one that
-refuses a bucket is dead to its loader, whatever it answers.
+A partly loaded version must not be served. Before the first bucket the engine's label is set to "loading", and the
+version's own label is set last. If the loader is killed in between, its successor and every gateway see an engine
+without a version. An engine that refuses a bucket counts as dead to its loader, whatever it answers.
 
-TransportUnusable   this machine, or this engine, cannot have that transport
+TransportUnusable   this machine, or this engine, does not support that transport
 
-torch's daemon `torch_shm_manager`, which starts with the first shared bucket, removes what a killed loader leaves in
-shared memory; it stays for as long as the engine has a connection to it.
+torch's daemon `torch_shm_manager` starts with the first shared bucket and removes what a killed loader leaves in shared
+memory. It lives for as long as the engine has a connection to it.
 
 Sources: sglang 0.5.21 `managers/scheduler_components/weight_updater.py`, `utils/common.py` (MultiprocessingSerializer,
 init_custom_process_group), `weight_sync/tensor_bucket.py`.
@@ -52,17 +52,19 @@ from turnlog.infra.tensors.files import DTYPES, SUFFIX, Place, places
 
 log = logging.getLogger(__name__)
 BUCKET_BYTES = 512 << 20
-"""Of one call; a larger tensor is one of its own. An engine holds as much beside its weights."""
+"""Maximum bytes per request; a larger tensor is a bucket of its own. An engine needs as much memory beside its
+weights."""
 SHARED = Path("/dev/shm")
 
 
 class TransportUnusable(EngineRefused):
-    """The engine keeps its old weights. Remedy: what the message says, or [loader] transport = "disk"."""
+    """The transport cannot be used; the engine keeps its old weights. Remedy: see the message, or set [loader]
+    transport = "disk"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one type that lie behind one another in a file."""
+    """Consecutive tensors of one type in a file."""
 
     path: Path
     places: Sequence[Place]
@@ -72,16 +74,16 @@ class Bucket:
         return self.places[-1].end - self.places[0].begin
 
     def values(self) -> torch.Tensor:
-        """Their bytes [nbytes], mapped."""
+        """Return the bytes [nbytes], mapped from the file."""
         begin = self.places[0].begin
         return torch.from_numpy(np.memmap(self.path, np.uint8, "c", offset=begin, shape=(self.nbytes,)))
 
     def shared(self) -> torch.Tensor:
-        """The same in shared memory."""
+        """Return the bytes in shared memory."""
         return cast(torch.Tensor, self.values().share_memory_())  # type: ignore[no-untyped-call]
 
     def tensors(self, values: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) each, as views of the bytes."""
+        """Return (name, tensor) for each, as views of `values`."""
         first = self.places[0].begin
         found = []
         for place in self.places:
@@ -91,7 +93,7 @@ class Bucket:
 
 
 def buckets(folder: Path, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """All tensors of the folder's files. Raises NotSafetensors."""
+    """Divide all tensors of the folder's files into buckets. Raises NotSafetensors."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         run: list[Place] = []
         for place in places(path):
@@ -108,7 +110,7 @@ def _dtype(place: Place) -> torch.dtype:
 
 
 class Calls:
-    """Of one engine, within `timeout_s` in all."""
+    """Requests to one engine that share a total time-out of `timeout_s`."""
 
     def __init__(self, engine: SGLangControl, timeout_s: float) -> None:
         self._engine, self.url, self.until = engine, engine.url, time.monotonic() + timeout_s
@@ -118,7 +120,7 @@ class Calls:
         return max(0.1, self.until - time.monotonic())
 
     async def post(self, path: str, body: dict[str, Any]) -> None:
-        """Raises EngineRefused, EngineDead."""
+        """Send a request. Raises EngineRefused, EngineDead."""
         await self._engine.call("POST", path, body, self.left_s)
 
     async def label(self, text: str) -> None:
@@ -126,7 +128,7 @@ class Calls:
         await self._engine.label(text, timeout_s=self.left_s)
 
     async def ranks(self) -> int:
-        """Among which the engine cuts its tensors."""
+        """Return the number of ranks over which the engine splits its tensors."""
         info = await self._engine.call("GET", "/server_info", None, self.left_s)
         return int(info.get("tp_size") or 1)
 
@@ -135,7 +137,7 @@ Send = Callable[[Bucket], Awaitable[None]]
 
 
 class InBuckets(ABC):
-    """What both transports have in common."""
+    """Base class of both transports."""
 
     async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         """See Transport. Raises TransportUnusable."""
@@ -155,11 +157,11 @@ class InBuckets(ABC):
 
     @abstractmethod
     def _sender(self, calls: Calls, found: Sequence[Bucket], flush: bool) -> Any:
-        """A context of Send. Raises TransportUnusable, EngineDead."""
+        """Return a context manager that yields a Send. Raises TransportUnusable, EngineDead."""
 
 
 async def _begin(calls: Calls) -> None:
-    """Open a session, in place of one that a killed loader left."""
+    """Begin an update. If a killed loader has left one open, end that first."""
     try:
         await calls.post("/begin_weight_update", {})
     except EngineRefused:
@@ -168,18 +170,18 @@ async def _begin(calls: Calls) -> None:
 
 
 def room() -> int:
-    """Bytes that are free in SHARED."""
+    """Return the free bytes in SHARED."""
     found = os.statvfs(SHARED)
     return found.f_bavail * found.f_frsize
 
 
 class SharedMemory(InBuckets):
-    """[loader] transport = "tensor"."""
+    """Transport for [loader] transport = "tensor"."""
 
     def __init__(self, room: Callable[[], int] = room) -> None:
-        """`room`: bytes that may be shared now."""
+        """`room` returns the bytes that may be shared now."""
         self._room = room
-        # Of a file descriptor, torch's other way to share, the engine would have to prove that it may ask for it.
+        # With file descriptors, torch's other strategy, the engine would have to prove that it may request them.
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
 
     @asynccontextmanager
@@ -201,17 +203,17 @@ class SharedMemory(InBuckets):
 
 
 def _pickled(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """As SGLang's MultiprocessingSerializer: names of shared memory, no values."""
+    """Serialize as SGLang's MultiprocessingSerializer does: names of shared memory instead of values."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(tensors)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 class Broadcast(InBuckets):
-    """[loader] transport = "distributed"."""
+    """Transport for [loader] transport = "distributed"."""
 
     def __init__(self, backend: str) -> None:
-        """`backend`: gloo | nccl"""
+        """`backend`: gloo | nccl."""
         self._backend = backend
 
     @asynccontextmanager
@@ -239,13 +241,13 @@ class Broadcast(InBuckets):
             group.shutdown()
             try:
                 await calls.post("/destroy_weights_update_group", {"group_name": name})
-            except EngineError as error:  # of what came before there is more to be said, and the name is not used again
+            except EngineError as error:  # not raised: an earlier error matters more, and the name is not used again
                 log.warning("%s did not leave the group %s: %s", calls.url, name, error)
 
     async def _formed(self, calls: Calls, name: str) -> Any:
         size = 1 + await calls.ranks()
         host = await asyncio.to_thread(_own_address, calls.url)
-        listener = socket.create_server((host, 0))  # one that the store makes itself listens on every interface
+        listener = socket.create_server((host, 0))  # TCPStore's own listener would accept on every interface
         port, limit = listener.getsockname()[1], timedelta(seconds=calls.left_s)
         store = TCPStore(
             host, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -266,7 +268,7 @@ class Broadcast(InBuckets):
         return group
 
     def _joined(self, store: Store, name: str, size: int, limit: timedelta, host: str, url: str) -> Any:
-        """Rank 0, under the keys that torch's own helper gives a group of that name."""
+        """Join as rank 0, under the keys that torch's own helper uses for a group of that name. Raises EngineDead."""
         device = "cpu" if self._backend == "gloo" else "cuda"
         for prefix in (name, f"{name}/", f"{device}/"):
             store = PrefixStore(prefix, store)
@@ -296,8 +298,8 @@ class Broadcast(InBuckets):
 
 
 async def _both(call: Awaitable[None], work: Awaitable[Any]) -> tuple[None, Any]:
-    """The engine's answer and our own part, which ends when the engine's does; what the engine says of a failure comes
-    first."""
+    """Await the engine's answer and our own part, which ends when the engine's does. If both fail, raise the
+    engine's error."""
     results = await asyncio.gather(call, work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -306,7 +308,7 @@ async def _both(call: Awaitable[None], work: Awaitable[Any]) -> tuple[None, Any]
 
 
 def _own_address(url: str) -> str:
-    """Of this machine, as the engine there sees it."""
+    """Return this machine's address as the engine sees it. Raises EngineDead."""
     parts = urlsplit(url)
     try:
         with socket.create_connection((parts.hostname, parts.port or 80), 5.0) as there:

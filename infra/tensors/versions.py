@@ -1,14 +1,14 @@
-"""A published weight version as a folder: fetched a piece at a time, a delta put on its base, and held against all that
-its event says and an engine does not check. WeightFolders is the disk that the loaders of a machine share.
+"""A published weight version as a folder: files are fetched in pieces, deltas are applied to their base, and everything
+is compared with the event, which an engine does not check. WeightFolders is the disk that a machine's loaders share.
 
 BadWeights   SGLang would load wrong tensors and die of short files
-├── TruncatedSafetensors   a file's length is not what its header says, or it has no header
+├── TruncatedSafetensors   a file's length does not match its header, or it has no header
 ├── TensorsMismatch        names differ from those of the engine's model
 ├── ShapeMismatch          a tensor has another shape than in the engine's model
-├── DtypeMismatch          a tensor has another dtype than the event says
-├── BaseMissing            no event names what a delta is of
-├── WrongBase              a delta does not fit what its base holds
-├── ChecksumMismatch       a file or tensor does not hash to what the event says
+├── DtypeMismatch          a tensor has another dtype than the event states
+├── BaseMissing            no event describes the base of a delta
+├── WrongBase              a delta does not match the contents of its base
+├── ChecksumMismatch       a file or tensor does not hash to the value in the event
 └── UnsafeName             a file name that would leave the folder
 """
 
@@ -37,15 +37,15 @@ log = logging.getLogger(__name__)
 Shapes = Mapping[str, tuple[int, ...]]
 Chain = Sequence[WeightVersionPublished]
 AT_ONCE = 4
-"""Files of a version that are fetched or hashed together."""
+"""Number of a version's files that are fetched or hashed concurrently."""
 
 
 class BadWeights(Exception):
-    """Base of the tree above: the engine keeps its old weights."""
+    """Base class of all errors of weights; see the module docstring. The engine keeps its old weights."""
 
 
 class TruncatedSafetensors(BadWeights):
-    """Not a whole safetensors file."""
+    """The file is not a complete safetensors file."""
 
 
 class TensorsMismatch(BadWeights):
@@ -53,19 +53,19 @@ class TensorsMismatch(BadWeights):
 
 
 class ShapeMismatch(BadWeights):
-    """A tensor does not fit."""
+    """The shape of a tensor differs from the model's."""
 
 
 class DtypeMismatch(BadWeights):
-    """A tensor is of another type."""
+    """The type of a tensor differs from the event's."""
 
 
 class BaseMissing(BadWeights):
-    """A chain of deltas does not end in full weights."""
+    """A chain of deltas does not begin with full weights."""
 
 
 class WrongBase(BadWeights):
-    """The delta, or the base, is another one."""
+    """The delta or its base is not the one expected."""
 
 
 class ChecksumMismatch(BadWeights):
@@ -73,11 +73,12 @@ class ChecksumMismatch(BadWeights):
 
 
 class UnsafeName(BadWeights):
-    """File names in an event are plain names."""
+    """A file name in an event is not a plain name."""
 
 
 def model_shapes(folder: Path) -> Shapes:
-    """Tensor names and shapes of a model folder. Reads headers only. Raises FileNotFoundError, NotSafetensors."""
+    """Return tensor names and shapes of a model folder. Only headers are read. Raises FileNotFoundError,
+    NotSafetensors."""
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if not files:
         raise FileNotFoundError(f"{folder} has no {SUFFIX} file; [model] path must be the folder that engines serve")
@@ -85,13 +86,14 @@ def model_shapes(folder: Path) -> Shapes:
 
 
 def published_shapes(event: WeightVersionPublished) -> Shapes:
-    """Tensor names and shapes of the version."""
+    """Return tensor names and shapes of the version."""
     sizes = {name: text.partition(":")[2] for name, text in event.checksums.items()}
     return {name: tuple(map(int, size.split("x"))) if size else () for name, size in sizes.items()}
 
 
 def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
-    """That an engine whose model is `expected` can have the version. Raises TensorsMismatch, ShapeMismatch."""
+    """Check that an engine whose model has the tensors `expected` can load the version. Raises TensorsMismatch,
+    ShapeMismatch."""
     found = published_shapes(event)
     if event.kind == "adapter":
         expected = adapters.expected(expected, found)
@@ -109,8 +111,8 @@ def _check_names(event: WeightVersionPublished, found: Iterable[str], wanted: It
 
 
 def chain_of(event: WeightVersionPublished, known: Mapping[int, WeightVersionPublished]) -> Chain:
-    """The event behind those that it rests on, the first of which is of full weights: those of deltas one on the other,
-    or the one that an adapter is of. Raises BaseMissing."""
+    """Return the versions on which the event rests, oldest first, and the event itself. The first has full weights; the
+    others are deltas, each of the previous one, or an adapter of it. Raises BaseMissing."""
     chain = [event]
     while (first := chain[0]).kind != "full":
         base = known.get(-1 if first.base_version is None else first.base_version)
@@ -126,13 +128,13 @@ def chain_of(event: WeightVersionPublished, known: Mapping[int, WeightVersionPub
 
 @dataclass(slots=True)
 class Timer:
-    """Seconds by phase."""
+    """Durations in seconds by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block, also when it fails."""
+        """Measure the block, even if it fails."""
         start = time.monotonic()
         try:
             yield
@@ -140,20 +142,23 @@ class Timer:
             self.add(name, time.monotonic() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """To those of a phase."""
+        """Add to the seconds of a phase."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 async def nothing(_: Path) -> None:
-    """For who waits until all files are there."""
+    """Do nothing: for callers that wait until all files are fetched."""
 
 
 async def obtain(
     event: WeightVersionPublished, blobs: Blobs, folder: Path, base: Path | None, timer: Timer
 ) -> tuple[TensorSpec, ...]:
-    """The version's files in an empty folder, its deltas put on the base's, and all held against the event; its
-    tensors. Files are verified while others are fetched: the seconds of both are those until the last one is there, and
-    those behind that. Raises BadWeights, BlobError."""
+    """Fetch the version's files into an empty folder, apply its deltas to `base`, verify everything against the event,
+    and return its tensors.
+
+    Files are verified while others are fetched. The time until the last file has arrived counts as "fetch", the time
+    after it as "verify". Raises BadWeights, BlobError.
+    """
     began = there = time.monotonic()
     verification = Verification(event, base)
 
@@ -173,8 +178,8 @@ async def obtain(
 async def fetch(
     event: WeightVersionPublished, blobs: Blobs, folder: Path, landed: Callable[[Path], Awaitable[None]] = nothing
 ) -> None:
-    """Every file of the version into an empty folder; `landed` has each while others are on their way. Raises
-    ChecksumMismatch, UnsafeName, BlobMissing, NoRoom, StoreUnavailable, and what `landed` raises."""
+    """Fetch every file of the version into an empty folder. `landed` is called with each file as it arrives. Raises
+    ChecksumMismatch, UnsafeName, BlobMissing, NoRoom, StoreUnavailable, and the errors of `landed`."""
     for file in event.files:
         if file.name != Path(file.name).name or file.name in ("", ".", ".."):
             raise UnsafeName(f"version {event.version} names a file {file.name!r}")
@@ -188,23 +193,22 @@ async def fetch(
                 raise ChecksumMismatch(f"version {event.version}, {file.name}: {error}") from error
         await landed(folder / file.name)
 
-    results = await asyncio.gather(*map(one, event.files), return_exceptions=True)  # nothing writes there afterwards
+    results = await asyncio.gather(*map(one, event.files), return_exceptions=True)  # afterwards nothing writes there
     for failure in filter(None, results):
         raise failure
 
 
 class Verification:
-    """Of a version's files, as they land."""
+    """Verification of a version's files as they arrive."""
 
     def __init__(self, event: WeightVersionPublished, base: Path | None) -> None:
-        """`base`: the folder that its deltas are of."""
+        """`base` is the folder to which deltas are applied."""
         self._event, self._base = event, base
         self._limit = asyncio.Semaphore(AT_ONCE)
         self._found: list[tuple[TensorSpec, str]] = []
 
     async def landed(self, path: Path) -> None:
-        """Hash its tensors; a delta first becomes the file that it makes of the base's. Raises TruncatedSafetensors,
-        WrongBase."""
+        """Hash the tensors of a file; a delta is first applied to its base. Raises TruncatedSafetensors, WrongBase."""
         async with self._limit:
             try:
                 if path.suffix == SUFFIX:
@@ -217,8 +221,8 @@ class Verification:
                 raise WrongBase(str(error)) from error
 
     def check(self) -> tuple[TensorSpec, ...]:
-        """That they are the version's tensors, byte for byte; these. Raises TensorsMismatch, DtypeMismatch,
-        ChecksumMismatch."""
+        """Check that the files have exactly the version's tensors, byte for byte, and return them. Raises
+        TensorsMismatch, DtypeMismatch, ChecksumMismatch."""
         event = self._event
         _check_names(event, [spec.name for spec, _ in self._found], event.checksums)
         for spec, checksum in self._found:
@@ -233,7 +237,8 @@ class Verification:
 
 
 def rebuilt(base: Path, delta: Path) -> list[tuple[TensorSpec, str]]:
-    """The delta becomes the file that it makes of the base's; its tensors. Raises BrokenDelta."""
+    """Replace a delta by the file that results from applying it to the base's, and return its tensors. Raises
+    BrokenDelta."""
     name = delta.name.removesuffix(deltas.SUFFIX)
     found = deltas.apply_delta(base / name, delta, delta.with_name(name))
     delta.unlink()
@@ -242,38 +247,42 @@ def rebuilt(base: Path, delta: Path) -> list[tuple[TensorSpec, str]]:
 
 @dataclass(slots=True)
 class Held:
-    """A folder that stays until it is released, or its process ends."""
+    """A folder that is not removed until this lock is released or its process ends."""
 
     path: Path
     descriptor: int
 
     def release(self) -> None:
-        """It may go."""
+        """Release the lock."""
         os.close(self.descriptor)
 
 
 PART, ALTERED = ".part", ".altered"
-"""What ends the name of a folder that nobody may load."""
+"""Suffixes of folders that must not be loaded."""
 TURN, SEAL = ".fetching", ".verified"
 LOOK_S, PATIENCE_S = 0.1, 5.0
 KEPT = 2
-"""Newest versions that stay though nobody holds them."""
+"""Number of newest versions that are retained without a lock."""
 
 
 class WeightFolders:
-    """Versions on the disk of one machine. Whoever needs one first fetches it while the others wait; a folder is whole
-    or absent, and nothing in it ever changes. Locks are the kernel's: those of a dead process are free."""
+    """Weight versions on the disk of one machine.
+
+    The first process that needs a version fetches it while the others wait. A folder is complete or absent, and its
+    contents never change. Locks are kernel locks, so that those of a dead process are free.
+    """
 
     def __init__(
         self, directory: Path, blobs: Blobs, *, patience_s: float = PATIENCE_S, beat: Callable[[], None] = lambda: None
     ) -> None:
-        """`patience_s`: who fetches and has not said for so long that it is alive is not waited for; `beat` is called
-        while others are waited for, and between versions."""
+        """`patience_s`: a fetching process that shows no sign of life for longer is not waited for. `beat` is called
+        while waiting for other processes, and between versions."""
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._blobs, self._patience_s, self._beat = directory, blobs, patience_s, beat
 
     async def held(self, chain: Chain, timer: Timer) -> Held:
-        """The folder of the chain's last version. Raises BadWeights, BlobError."""
+        """Return the locked folder of the chain's last version, fetching what is missing. Raises BadWeights,
+        BlobError."""
         began = time.monotonic()
         async with self._turn():
             timer.seconds |= {"fetch": time.monotonic() - began, "verify": 0.0}
@@ -295,14 +304,15 @@ class WeightFolders:
         return found
 
     def _nearest(self, chain: Chain) -> tuple[int, Held | None]:
-        """The newest of the bases that is there."""
+        """Return the index and folder of the newest base that is on disk, or (-1, None)."""
         for at in reversed(range(len(chain) - 1)):
             if (found := self.found(chain[at])) is not None:
                 return at, found
         return -1, None
 
     async def _built(self, chain: Chain, base: Held | None, timer: Timer) -> Held:
-        """Version by version from the base on, which stays held."""
+        """Build the chain's versions one by one on `base`, and return the last one's folder. `base` itself
+        stays locked."""
         given = base
         for event in chain:
             self._beat()
@@ -331,7 +341,8 @@ class WeightFolders:
         return Held(part, descriptor)
 
     def found(self, event: WeightVersionPublished) -> Held | None:
-        """The folder of this version, where it is there; never one of another run that had the number."""
+        """Return the locked folder of this version, or None. A folder of another run with the same version number is
+        not used."""
         for path in self._directory.glob(f"{event.version}-*"):
             if path.suffix in (PART, ALTERED) or (held := hold(path)) is None:
                 continue
@@ -346,7 +357,8 @@ class WeightFolders:
         held.release()
 
     def _prune(self) -> None:
-        """Of versions beyond the KEPT newest, and of what nobody may load, what nobody holds."""
+        """Remove folders that no process has locked: versions other than the KEPT newest, and folders that must not
+        be loaded."""
         found = {path: int(path.name.partition("-")[0]) for path in self._directory.glob("[0-9]*-*")}
         newest = sorted({version for path, version in found.items() if not path.suffix})[-KEPT:]
         for path, version in found.items():
@@ -358,7 +370,8 @@ class WeightFolders:
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """To fetch: one at a time, unless the one whose turn it is has stopped."""
+        """Wait for the right to fetch. One process fetches at a time, but one that shows no sign of life is not
+        waited for."""
         descriptor = os.open(self._directory / TURN, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             moved, seen = time.monotonic(), -1
@@ -380,25 +393,25 @@ class WeightFolders:
 
 
 async def _alive(descriptor: int) -> None:
-    """Until it is cancelled, say so in the file's time."""
+    """Update the file's modification time until cancelled, as a sign of life."""
     while True:
         os.utime(descriptor)
         await asyncio.sleep(LOOK_S)
 
 
 def hold(folder: Path) -> Held | None:
-    """The folder, which stays until it is released; None where it is gone, or is being removed."""
+    """Lock a folder against removal. Returns None if it is gone or being removed."""
     descriptor = _locked(folder, fcntl.LOCK_SH)
     return None if descriptor is None else Held(folder, descriptor)
 
 
 def seal(folder: Path, event_id: str) -> None:
-    """Record that the files, as they are now, are those of the WeightVersionPublished with that id."""
+    """Record that the files in their present state are those of the WeightVersionPublished with that id."""
     (folder / SEAL).write_text(json.dumps({"event_id": event_id, "files": _state(folder)}))
 
 
 def sealed(folder: Path, event_id: str) -> bool:
-    """Whether the files are those of that event, and nobody has touched one since they were verified."""
+    """Return True if the files are those of that event, and none has changed since they were verified."""
     try:
         found: object = json.loads((folder / SEAL).read_bytes())
     except (OSError, ValueError):
@@ -407,13 +420,13 @@ def sealed(folder: Path, event_id: str) -> bool:
 
 
 def _state(folder: Path) -> dict[str, list[int]]:
-    """Sizes and times; that of the last change of a file cannot be set."""
+    """Return sizes and times of the files. The time of a file's last change (ctime) cannot be set by a program."""
     stats = {path.name: path.stat() for path in folder.iterdir() if path.name != SEAL}
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in sorted(stats.items())}
 
 
 def _locked(path: Path, kind: int) -> int | None:
-    """A descriptor of the folder with the lock; None where it is gone, or held otherwise."""
+    """Open a folder and lock it. Returns None if it is gone, or has a conflicting lock."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -421,7 +434,7 @@ def _locked(path: Path, kind: int) -> int | None:
     try:
         if _lock(descriptor, kind) and path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor
-    except FileNotFoundError:  # it was removed before we had the lock
+    except FileNotFoundError:  # it was removed before the lock was obtained
         pass
     os.close(descriptor)
     return None
@@ -436,8 +449,8 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 async def assembled(chain: Chain, blobs: Blobs, folder: Path) -> tuple[TensorSpec, ...]:
-    """The chain's last version in an empty folder, of an adapter its files alone; its tensors. Raises BadWeights,
-    BlobError."""
+    """Build the chain's last version in an empty folder and return its tensors; for an adapter, only the adapter's own
+    files. Raises BadWeights, BlobError."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
         base: Path | None = None
         for event in chain:
