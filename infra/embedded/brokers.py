@@ -1,11 +1,11 @@
-"""The brokers of one log: one, or three of which any may be killed, stopped or robbed of its records.
+"""The brokers of one log: one, or three of which any one may be killed, stopped or lose its records.
 
 with Brokers(directory, count=3) as brokers:
     KafkaLog(brokers.bootstrap)
 
-One keeps its folder as it ever was (`kafka`), three have theirs (`kafka-1` ...): records in `data` and, apart from them
-in `metadata`, what the controllers know of the cluster, so that a broker whose `data` is lost comes back under its own
-number and copies everything from the others.
+A single broker has the folder `kafka`, three have `kafka-1` and so on. Records are in `data`; the controllers' metadata
+is apart from them in `metadata`, so that a broker that has lost its `data` returns under its own number and copies
+everything from the others.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from turnlog.schemas.topics import CATALOGUE
 
 T = TypeVar("T")
 FILES, FILES_OF_A_PARTITION = 256, 3
-"""That a broker opens: jars, its own topics, connections and older segments; and of each partition the newest segment's
-log and index of aborted transactions, with one to spare while it begins another."""
+"""Numbers of files that a broker opens: for jars, its own topics, connections and older segments; and for each
+partition: the newest segment's log and index of aborted transactions, and one spare while it begins another segment."""
 
 
 class Brokers:
-    """They start, stop and are formatted side by side: one alone has no quorum and never gets ready. A context
-    manager."""
+    """Starts, stops and formats the brokers of a log concurrently, since a broker alone has no quorum and never becomes
+    ready. A context manager."""
 
     def __init__(
         self,
@@ -44,8 +44,9 @@ class Brokers:
         logs: Path | None = None,
         password: str = "",
     ) -> None:
-        """`port`: of the first, the others' follow; 0 picks free ones. `password`: see Broker. Raises PortTaken, and
-        OtherBrokers where the folder holds the log of another number of brokers."""
+        """`port` is that of the first broker, and the others use the following ones; 0 picks free ports. For
+        `password`, see Broker. Raises PortTaken; OtherBrokers if the folder holds the log of another number of
+        brokers."""
         controllers = tuple(free_ports(2 * count))
         ports = [port + number for number in range(count)] if port else controllers[count:]
         nodes = [Node(home=directory, number=number, controllers=controllers[:count]) for number in range(1, count + 1)]
@@ -68,11 +69,12 @@ class Brokers:
         return ",".join(broker.bootstrap for broker in self.all)
 
     def launches(self) -> list[Launch]:
-        """How each is started; see Broker.launch."""
+        """Return how to start each broker; see Broker.launch."""
         return self._each(Broker.launch)
 
     def start(self) -> str:
-        """Start all and wait until clients can connect; the address. Raises what Broker.start raises, none left."""
+        """Start all and wait until clients can connect; return the address. Stops all and raises what Broker.start
+        raises if one fails."""
         try:
             self._each(Broker.start)
         except BaseException:
@@ -81,7 +83,7 @@ class Brokers:
         return self.bootstrap
 
     def stop(self) -> list[int]:
-        """Their exit statuses."""
+        """Stop all; return their exit statuses."""
         return self._each(Broker.stop)
 
     def _each(self, work: Callable[[Broker], T]) -> list[T]:
@@ -108,9 +110,10 @@ def _check(directory: Path, wanted: list[str]) -> None:
 
 
 def check_files(kafka: KafkaSettings) -> None:
-    """Raises TooFewFiles where a broker of the run would run out of file descriptors. A JVM raises its soft limit
-    itself, so that the hard one counts. A broker that may open no more does not end: it leads no new partition, and its
-    clients wait for ever."""
+    """Raise TooFewFiles if a broker of the run would run out of file descriptors.
+
+    The hard limit counts, because a JVM raises its soft limit itself. A broker that may open no more files does not
+    end: it leads no new partitions, and its clients wait forever."""
     if kafka.bootstrap:
         return
     partitions = sum(kafka.count(topic.partitions) for topic in CATALOGUE)

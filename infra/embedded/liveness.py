@@ -1,7 +1,9 @@
-"""Whether a child that is alive for the kernel works: a protocol answer, and loops that come round.
+"""Liveness of child processes: whether one that exists still works, by an answer to a request and by heartbeats of its
+loops.
 
-A hung process (stopped, deadlocked) keeps its sockets: the kernel goes on accepting connections for it. So every look
-asks for an answer that the process itself must give, and of a role also how often each of its loops has come round.
+The sockets of a hung process (stopped, deadlocked) stay open: the kernel continues to accept connections for it. Every
+check therefore requires an answer from the process itself, and from a role also the number of heartbeats of each of its
+loops.
 """
 
 from __future__ import annotations
@@ -20,49 +22,49 @@ from turnlog.infra.engine import RELEASED
 from turnlog.infra.roles.http_clients import got
 
 LOOK_S = 2.0
-"""One look takes no longer."""
+"""Maximum duration of one check in seconds."""
 GENERATION_LOOK_S = 5.0
 ANSWER = "answer"
 
 
 def _request(key: int, version: int, body: bytes = b"") -> bytes:
-    """Size, header (with correlation id 1 and no client id: Kafka protocol guide, "Request Header v1") and body."""
+    """Return a Kafka request: size, header (with correlation id 1 and no client id: Kafka protocol guide, "Request
+    Header v1") and body."""
     return struct.pack(">ihhih", 10 + len(body), key, version, 1, -1) + body
 
 
 API_VERSIONS = _request(18, 0)
 METADATA = _request(3, 1, struct.pack(">i", 0))
-"""About no topic."""
+"""Metadata request for no topic."""
 PLAIN_HANDSHAKE = _request(17, 1, struct.pack(">h", len("PLAIN")) + b"PLAIN")
 
 Loops = Mapping[str, tuple[float, float]]
-"""Loop -> (a number that changes when it comes round, seconds within which it must; 0: whenever)"""
+"""Loop -> (a number that changes with each heartbeat, maximum seconds between two heartbeats; 0: no limit)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """How one sees that a child works."""
+    """Description of how to check that a child works."""
 
     look: Callable[[], Loops | None]
-    """One look of LOOK_S or so; None: no answer."""
+    """Checks once, for about LOOK_S; returns None if there is no answer."""
     within_s: float
-    """It answers at least so often; 0: whenever."""
+    """Maximum seconds between two answers; 0: no limit."""
 
     @property
     def every_s(self) -> float:
-        """Pause between looks."""
+        """Pause between checks in seconds."""
         return min(max(self.within_s / 10, 0.25), 5.0) if self.within_s else 5.0
 
 
 class Silence:
-    """For how long each loop of a child has not come round, by the looks that were taken.
+    """Time for which each loop of a child has had no heartbeat, according to the checks.
 
-    What lies between two looks counts for no more than the looks were apart by intention: a watcher that was stopped
-    itself, or a machine that slept, accuses nobody.
-    """
+    The time between two checks counts at most as much as it was planned to be, so that a supervisor that was stopped
+    itself, or a machine that slept, does not make a child look hung."""
 
     def __init__(self, liveness: Liveness, now: float) -> None:
-        """`now`: seconds of any clock that is given to `looked`, too."""
+        """`now`: current time in seconds of any clock that `looked` gets, too."""
         self._most_s = 2 * (liveness.every_s + LOOK_S)
         self._at = now
         self._seen: dict[str, float] = {ANSWER: 0.0}
@@ -70,7 +72,7 @@ class Silence:
         self._silent_s = {ANSWER: 0.0}
 
     def looked(self, loops: Loops | None, now: float) -> None:
-        """A look ended at `now`."""
+        """Record the result of a check that ended at `now`."""
         passed_s, self._at = min(now - self._at, self._most_s), now
         self._silent_s = {loop: silent_s + passed_s for loop, silent_s in self._silent_s.items()}
         if loops is None:
@@ -83,7 +85,8 @@ class Silence:
         self._within_s = {ANSWER: self._within_s[ANSWER]} | {loop: within_s for loop, (_, within_s) in loops.items()}
 
     def hung(self, *, at_least_s: float = 0.0) -> str:
-        """What has been silent for too long (and `at_least_s`), in words; empty: nothing."""
+        """Return which loop has been silent for longer than allowed (and longer than `at_least_s`), in words; empty if
+        none."""
         for loop, silent_s in self._silent_s.items():
             allowed_s = self._within_s[loop]
             if allowed_s and silent_s > max(allowed_s, at_least_s):
@@ -93,25 +96,26 @@ class Silence:
 
 
 def answering(ask: Callable[[], bool]) -> Callable[[], Loops | None]:
-    """A look that asks a server for one answer."""
+    """Return a check that asks a server for one answer."""
     return lambda: {} if ask() else None
 
 
 def broker_answers(port: int) -> bool:
-    """Whether a broker answers ApiVersions, the first request of every client, which it answers before a login."""
+    """Whether a broker answers ApiVersions, the first request of every client, which needs no login."""
     return _broker_says(port, API_VERSIONS) != b""
 
 
 def broker_takes_part(port: int, user: str = "", password: str = "") -> bool:
-    """Whether the cluster's brokers that a broker tells of are any: it listens before it is one of them. `password`:
-    where it asks for a login, that of `user` (RFC 4616)."""
+    """Whether the broker's metadata lists any broker of the cluster: a broker listens before it joins. `password` is
+    that of `user`, if it requires a login (RFC 4616)."""
     token = f"\0{user}\0{password}".encode()
     login = (PLAIN_HANDSHAKE, _request(36, 0, struct.pack(">i", len(token)) + token)) if password else ()
-    return any(_broker_says(port, *login, METADATA)[8:12])  # behind size and correlation id: how many
+    return any(_broker_says(port, *login, METADATA)[8:12])  # after size and correlation id: the number of brokers
 
 
 def _broker_says(port: int, *requests: bytes) -> bytes:
-    """Its answer to the last request, as much as came; nothing of a broker that does not answer them all."""
+    """Return the bytes received of the answer to the last request, or nothing if the broker does not answer all
+    requests."""
     answer = b""
     with contextlib.suppress(OSError), socket.create_connection((HOST, port), LOOK_S) as broker:
         for request in requests:
@@ -125,7 +129,7 @@ def _broker_says(port: int, *requests: bytes) -> bytes:
 
 
 def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
-    """Whether an HTTP server answers GET, whatever it says."""
+    """Whether an HTTP server answers GET, with whatever status."""
     try:
         with got(url, timeout_s=timeout_s):
             return True
@@ -137,8 +141,8 @@ def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
 
 
 def generates(url: str) -> bool:
-    """Whether an SGLang engine gives tokens (to a request of its own where it is idle, else to anybody), or has given
-    its memory back: it answers 503 then."""
+    """Whether an SGLang engine generates tokens (for a request of its own if it is idle, else for any request), or has
+    released its memory, in which case it would answer 503."""
     return _released(url) or is_well(f"{url}/health_generate", timeout_s=GENERATION_LOOK_S)
 
 
@@ -163,7 +167,7 @@ def is_well(url: str, *, timeout_s: float) -> bool:
 
 
 def role_loops(health: str) -> Loops | None:
-    """What a role's /healthz says of its loops, also where it says that one is stale."""
+    """Return the heartbeats of a role's loops from /healthz, whatever its status; None without a usable answer."""
     try:
         with contextlib.closing(_opened(f"{health}/healthz")) as answer:
             said = json.load(answer).get("loops", {})

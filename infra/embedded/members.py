@@ -1,4 +1,4 @@
-"""An engine, or a role, as a member of whoever hosts it: the supervisor of a run, or an actor on a node of Ray's."""
+"""Engines and roles as members of a supervisor: that of a run, or that in an actor on a node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,41 +22,43 @@ from turnlog.settings import LivenessSettings, Settings
 THREADED = frozenset({"trainer"})
 """Roles that compute; all others get OMP_NUM_THREADS=1."""
 LOG_AND_STORE, ON_LOG, GATEWAY, ROLE = 0, 1, 2, 3
-"""Tiers: the highest is stopped first, so that a role can drain into what it writes to."""
+"""Tiers: the highest is stopped first, so that a role can drain into the servers that it writes to."""
 ENGINE_DEATHS = 2
 PROBE_TIMEOUT_S = 1.0
 STOP_S = 15.0
-"""Whoever takes down a run of his own does not wait for a step or a turn to end: what they were about is done again."""
+"""Seconds to stop a role. Users who take down their own run do not wait for the end of a step or a turn, because the
+next start repeats it."""
 CLEANS_UP = frozenset({"sandbox"})
-"""Roles that are given their whole grace: what they leave behind, others must remove."""
+"""Roles that get their full grace period, since others would have to remove what they leave behind."""
 ROLE_START_S = 300.0
-"""A role that is not ready is hung after so long a silence at the earliest: imports, a restore, a warm start."""
+"""Seconds without an answer after which a role that is not ready yet counts as hung at the earliest: imports, a restore
+and a warm start take long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One process of a role."""
+    """A process of a role."""
 
     role: str
     label: str
-    """Number; of a loader what sets its engine apart."""
+    """Number of the process; for a loader, the distinguishing part of its engine's id."""
     engine: str = ""
-    """Id of a loader's engine."""
+    """Id of a loader's engine; else empty."""
 
     @property
     def name(self) -> str:
-        """Log file, TURNLOG_INSTANCE and key in endpoints.json."""
+        """Name of the log file, TURNLOG_INSTANCE and key in endpoints.json."""
         return f"{self.role}-{self.label}"
 
     @classmethod
     def loader(cls, engine: str) -> Slot:
-        """Of the engine's loader."""
+        """Return the slot of the engine's loader."""
         return cls("loader", engine.removeprefix("engine-"), engine)
 
 
 def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member, str]:
-    """An engine at [engine] host, and its address; port 0 picks a free one. Raises PortTaken, ModelMissing,
-    NotInstalled."""
+    """Return an engine at [engine] host as a member, and its address; port 0 picks a free one. Raises PortTaken,
+    ModelMissing, NotInstalled."""
     engine = Engine(
         Path(settings.model.path),
         settings.engine,
@@ -72,7 +74,7 @@ def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member,
 
 
 def _generating(url: str, settings: Settings) -> Liveness:
-    """An engine generates nothing while its weights are swapped."""
+    """Return the liveness check of an engine, which allows for a weight update, during which it generates nothing."""
     bound_s = settings.liveness.engine_s
     within_s = bound_s and bound_s + settings.loader.timeout_s
     return Liveness(look=answering(partial(generates, url)), within_s=within_s)
@@ -81,7 +83,7 @@ def _generating(url: str, settings: Settings) -> Liveness:
 def role_member(
     settings: Settings, slot: Slot, health: str, env: Mapping[str, str], *, after: tuple[str, ...] = ()
 ) -> Member:
-    """A role that serves its health there; `env`: what is its own in the environment."""
+    """Return a role as a member; it serves its health at `health`, and `env` is added to its environment."""
     of_all = {"TURNLOG_INSTANCE": slot.name, "TURNLOG_HEALTH_PORT": port_of(health)}
     launch = Launch(
         name=slot.name,
@@ -107,31 +109,31 @@ def role_member(
 
 
 def loaders_own(engine: str, url: str) -> dict[str, str]:
-    """What a loader's environment says of its engine."""
+    """Return the environment by which a loader knows its engine."""
     return {"TURNLOG_ENGINE_ID": engine, "TURNLOG_ENGINE_URL": url}
 
 
 def role_liveness(health: str, bounds: LivenessSettings) -> Liveness:
-    """Of the role that serves its health there."""
+    """Return the liveness check of a role that serves its health at `health`."""
     return Liveness(look=lambda: role_loops(health), within_s=bounds.role_s)
 
 
 def answers(url: str) -> bool:
-    """Whether GET answers 2xx, while a start is waited for."""
+    """Whether GET answers 2xx, for polling during a start."""
     return is_well(url, timeout_s=PROBE_TIMEOUT_S)
 
 
 def turnlog(settings: Settings, *verb: str) -> tuple[str, ...]:
-    """The command line of a verb with the settings that the run's folder keeps."""
+    """Return the command line of a verb with the settings saved in the run's folder."""
     kept = Path(settings.run.directory) / SETTINGS
     return (sys.executable, "-m", "turnlog.cli", "--settings", str(kept), *verb)
 
 
 def log_of(settings: Settings, name: str) -> Path:
-    """Where a member's output goes."""
+    """Return the log file of a member."""
     return Path(settings.run.directory) / LOGS / f"{name}.log"
 
 
 def port_of(url: str) -> str:
-    """Of http://host:port"""
+    """Return the port in http://host:port."""
     return url.rpartition(":")[2].rstrip("/")

@@ -1,9 +1,10 @@
-"""What a supervisor obeys of its run's log, and what it says there: engines that come and go, roles that failed.
+"""Engine requests and failures in the run's log, from the supervisor's side: it starts and stops engines, and reports
+failed roles.
 
-What the settings name is asked for at each start, unless somebody else has said something of it since. A newcomer is
-started with its loader; one that is to go is stopped once its loader has said that it is gone, or in any case a while
-after it should have. One on Ray takes its loader with it when it dies: that it is gone is said here. A log that is away
-is waited for: what runs goes on, and what there is to say is said later.
+The engines in the settings are requested at each start, unless somebody else has requested something for them since. A
+new engine is started with its loader. An engine that leaves is stopped once its loader has reported it gone, or after a
+time-out. The loader of an engine on Ray dies with it, so the supervisor reports that engine as gone. While the log is
+not available, engines and roles continue to run, and reports are sent later.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ log = logging.getLogger(__name__)
 PLACES = (Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0))
 POLL_S = 0.5
 PATIENCE_S = 30.0
-"""Beyond [engine] drain_s for an engine to drain and its loader to say so."""
+"""Seconds beyond [engine] drain_s for an engine to drain and its loader to report it."""
 LOOK_S = 2.0
-"""Between two looks at the load, and for an engine to tell it."""
+"""Seconds between two checks of the load, and maximum seconds for an engine to report its load."""
 AGAIN_S = 5.0
-"""Before the log is tried again."""
+"""Seconds before the next attempt to open the log."""
 
 
 class OnLog:
-    """Keeps the supervisor's engines and loaders as the log wants them, and tells it of failures."""
+    """Keeps the supervisor's engines and loaders as the log requests, and reports failures to the log."""
 
     def __init__(self, settings: Settings, plan: LaunchPlan, supervisor: Supervisor, told: Callable[[], None]) -> None:
-        """`told` hears when addresses of the plan change."""
+        """`told` is called when addresses of the plan change."""
         self._settings, self._plan, self._supervisor, self._told = settings, plan, supervisor, told
         self._asked_at: dict[str, float] = {}
-        """Engine -> time.monotonic() at which it was first seen to be leaving."""
+        """Engine -> time.monotonic() at which it was first seen leaving."""
         wanted = settings.engine
         rules = AutoscaleRules(
             wanted.autoscale_min, wanted.autoscale_max, wanted.autoscale_requests, wanted.autoscale_after_s
@@ -60,12 +61,12 @@ class OnLog:
         self._looked_at = float("-inf")
         self._stopping: dict[str, asyncio.Task[None]] = {}
         self._failures: deque[RoleFailed] = deque()
-        """Yet to be said."""
+        """Failures that are not reported yet."""
         self._lost: dict[str, str] = {}
-        """Engine on Ray that died -> why; not said yet, and not there again."""
+        """Engine on Ray -> cause of its death, until that is reported or the engine is ready again."""
 
     def failed(self, failure: Failure) -> None:
-        """Hear of a member whose restarts did not help; the log is told as soon as it can be."""
+        """Report a member whose restarts did not help, as soon as the log is available."""
         run_id, host, ended = self._settings.run.id, socket.gethostname(), failure.cause.partition("\n")[0]
         event = RoleFailed(
             event_id=digest("RoleFailed", run_id, failure.name, host, time.time_ns()),
@@ -76,14 +77,14 @@ class OnLog:
         self._failures.append(event)
 
     def changed(self, watched: Watched) -> None:
-        """Hear of each step of a member."""
+        """Handle a state change of a member."""
         if watched.state in (State.RESTARTING, State.FAILED) and self._plan.on_ray(watched.name):
             self._lost[watched.name] = _cause_of(str(watched.error))
         elif watched.state is State.READY:
             self._lost.pop(watched.name, None)
 
     async def run(self) -> None:
-        """For ever."""
+        """Follow the log forever, reopening it after errors."""
         await self._supervisor.watched["topics"].satisfied.wait()
         while True:
             try:
@@ -94,7 +95,7 @@ class OnLog:
             await asyncio.sleep(AGAIN_S)
 
     async def follow(self, role: Role) -> None:
-        """Obey, and say what there is to say, for ever. Raises LogError."""
+        """Apply requests of the log to the supervisor, and append reports, forever. Raises LogError."""
         fleet = Fleet()
         async with role.log.reader() as reader:
             reader.assign(await role.log.start_offsets(PLACES))
@@ -113,7 +114,7 @@ class OnLog:
                 await self._hear(role, reader, fleet)
 
     async def _scale(self, role: Role, fleet: Fleet, autoscale: Autoscale) -> None:
-        """Ask for as many hosted engines as the load asks for."""
+        """Request as many hosted engines as the load needs."""
         hosted = fleet.hosted()
         serving = [engine for engine in hosted if engine.state == SERVING]
         loads = await self._loads([engine.url for engine in serving])
@@ -126,7 +127,7 @@ class OnLog:
             await requests.ask(role, fleet, changes, by=AUTOSCALE, reason=reason)
 
     async def _loads(self, urls: Sequence[str]) -> list[int]:
-        """Requests at each engine that tells."""
+        """Return the number of requests at each engine that answers."""
 
         async def asked(url: str) -> int:
             control = SGLangControl(url, ca_file=self._settings.engine.ca_file)
@@ -149,7 +150,7 @@ class OnLog:
                 fleet.apply(event)
 
     async def _obey(self, role: Role, fleet: Fleet) -> None:
-        """Start what is wanted and does not run, stop what has left."""
+        """Start engines that are wanted and do not run, stop those that have left."""
         for engine in list(fleet.engines.values()):
             runs = self._plan.has(engine.id)
             if not engine.leaving:
@@ -190,7 +191,7 @@ class OnLog:
                 del self._lost[name]
 
     async def _give_up(self, role: Role, fleet: Fleet, engine: Engine) -> None:
-        """Say in place of its loader that an engine is gone."""
+        """Report an engine as gone in place of its loader."""
         here = self._plan.has(engine.id)
         cause = "its loader did not let it drain in time" if here else "nothing of it runs here"
         await self._say_gone(role, fleet, engine, cause)
@@ -206,5 +207,5 @@ class OnLog:
 
 
 def _cause_of(death: str) -> str:
-    """In a line: what the process said last of itself, or else what the supervisor says of its end."""
+    """Return the cause of a death in one line: the process's own last words, or else the supervisor's description."""
     return cause_of(death) or death.partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What a run consists of: servers (embedded where no setting names the user's own) and roles, with their addresses."""
+"""Composition of a run: servers (embedded unless a setting names the user's own) and roles, with their addresses."""
 
 from __future__ import annotations
 
@@ -44,18 +44,21 @@ ROLES = (
     "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "archive", "index",
     "dashboard", "alerts",
 )  # fmt: skip
-"""What `turnlog up` runs; a name given twice is two processes, `loader` is one per engine, those from `views` on have a
-switch in their settings (of alerts that is urls), and a dashboard has its indexer. Tasks are fed by `turnlog run`."""
+"""Roles that `turnlog up` runs. A name given twice means two processes; `loader` means one per engine. Those from
+`views` on can be switched off in their settings (for alerts: urls), and a dashboard includes its indexer. `turnlog run`
+feeds the tasks."""
 READING = ("reading",)
-"""In their place: no role and no engine, for who reads what a run has left."""
+"""Value in place of ROLES for reading what a run has recorded: no role and no engine."""
 SERVER_DEATHS = 3
 
 
 class LaunchPlan:
-    """Members in no order, and where clients reach them. Ports are chosen, nothing runs. Engines may come and go."""
+    """Members of a run, in no particular order, and their addresses. Ports are chosen, but nothing is started. Engines
+    may be added and removed."""
 
     def __init__(self, settings: Settings, roles: Sequence[str] = ROLES) -> None:
-        """Formats Kafka's folder and fetches its jars when needed.
+        """Plan a run; formats Kafka's folder and fetches its jars if needed.
+
         Raises EmbeddedError (PortTaken, NoJava, JarError, ModelMissing, ...)."""
         self._settings, self._live = settings, settings.liveness
         self._directory = Path(settings.run.directory)
@@ -64,14 +67,14 @@ class LaunchPlan:
         self._brokers: list[str] = []
         self._with_loaders = "loader" in roles
         self._urls: dict[str, str] = {}
-        """Engine -> address; empty: its loader says it."""
+        """Engine -> address; empty if only its loader knows it."""
         self._held: dict[str, str] = {}
-        """Engine on Ray -> health of the process that holds it."""
+        """Engine on Ray -> health address of the local process that owns it."""
         reads = tuple(roles) == READING
         if reads:
             roles = ()
         else:
-            self._engines()  # first: what is wrong with a model shows before Kafka's folder is made
+            self._engines()  # first: a model error must show before Kafka's folder is created
         kafka, store = self._kafka(), self._store()
         registry = self._registry()
         self._topics()
@@ -92,15 +95,15 @@ class LaunchPlan:
         self.members += [self._role(slot) for slot in slots]
 
     def declared(self) -> list[tuple[str, str]]:
-        """(engine, address) that the settings name; hosted ones have none."""
+        """Return (engine, address) of the engines in the settings; the address of hosted ones is empty."""
         urls = self._settings.engine.urls
         return [
             (f"engine-{each}", urls[each] if urls else "") for each in range(len(urls) or self._settings.engine.count)
         ]
 
     def join(self, engine_id: str, url: str) -> list[Member]:
-        """Members of an engine that comes while the run is up: its loader, and where `url` is empty the engine itself;
-        of one that Ray places, the process here that holds both. Raises NotInstalled, ModelMissing, PortTaken."""
+        """Add an engine to a running run; return its members: its loader and, if `url` is empty, the engine itself. For
+        an engine on Ray this is the local process that owns both. Raises NotInstalled, ModelMissing, PortTaken."""
         members = []
         if url:
             self._urls[engine_id] = url
@@ -114,7 +117,7 @@ class LaunchPlan:
         return members
 
     def leave(self, engine_id: str) -> tuple[str, str]:
-        """Names of the members of an engine that goes: its loader's and its own."""
+        """Remove an engine; return the names of its loader's and its own member."""
         slot = Slot.loader(engine_id)
         for known in (self._urls, self._held):
             known.pop(engine_id, None)
@@ -124,11 +127,11 @@ class LaunchPlan:
         return slot.name, engine_id
 
     def has(self, engine_id: str) -> bool:
-        """Whether members of the plan are that engine's."""
+        """Whether the engine is part of the plan."""
         return engine_id in self._urls
 
     def on_ray(self, engine_id: str) -> bool:
-        """Whether its loader is where Ray has placed it, and its address is its loader's to say."""
+        """Whether Ray has placed the engine: its loader runs beside it and reports its address."""
         return engine_id in self._held
 
     def _tell_engines(self) -> None:
@@ -147,7 +150,7 @@ class LaunchPlan:
         self.members.append(Member(launch=launch, after=after, essential=True, deaths=deaths, tier=tier))
 
     def _there(self, *names: str) -> tuple[str, ...]:
-        """Those that this run starts itself; the user's own servers are there already."""
+        """Return those of the servers that this run starts itself; the user's own servers run already."""
         mine = {member.launch.name for member in self.members}
         return tuple(name for name in names if name in mine)
 
@@ -188,7 +191,7 @@ class LaunchPlan:
                 self.members.append(self._engine(engine_id, next(self._ports)))
 
     def _engine(self, name: str, port: int) -> Member:
-        """Its own or, where Ray places it, that of the process here which holds it."""
+        """Return the engine's member; for an engine on Ray, that of the local process that owns it."""
         if self._settings.engine.launcher == "local":
             member, self._urls[name] = engine_member(self._settings, name, port)
             return member
@@ -206,14 +209,14 @@ class LaunchPlan:
         wanted = self._settings.registry
         if wanted.url:
             return wanted.url
-        kept_secret(self._directory / REGISTRY_KEY)  # asked for by the registry, and told by its clients
+        kept_secret(self._directory / REGISTRY_KEY)  # password of the registry, with which its clients log in
         url = self._address(wanted, "[registry] port")
         launch = Launch(
             name="registry",
             argv=turnlog(self._settings, "registry"),
             log=log_of(self._settings, "registry"),
             env={"TURNLOG_REGISTRY_PORT": port_of(url), "OMP_NUM_THREADS": "1"},
-            ready=lambda: answers(f"{url}/"),  # the one path that asks for no login
+            ready=lambda: answers(f"{url}/"),  # the only path that requires no login
             died=RegistryDied,
             liveness=Liveness(look=answering(lambda: http_answers(f"{url}/")), within_s=self._live.registry_s),
         )
@@ -221,7 +224,7 @@ class LaunchPlan:
         return url
 
     def _topics(self) -> None:
-        """A process that makes what is missing and ends; roles wait for it."""
+        """Add the process that creates missing topics and ends; roles wait for it."""
         launch = Launch(
             name="topics",
             argv=turnlog(self._settings, "topics", "apply"),
@@ -264,7 +267,7 @@ class LaunchPlan:
 
 
 def waiting_for(health: str) -> str:
-    """What a role says that it waits for (/readyz); empty when it is ready or does not answer."""
+    """Return the failing readiness conditions of a role (/readyz); empty if it is ready."""
     try:
         with got(f"{health}/readyz", timeout_s=PROBE_TIMEOUT_S):
             return ""

@@ -1,7 +1,7 @@
-"""Free ports for embedded servers, below the range that the kernel gives to outgoing connections.
+"""Free ports for embedded servers, below the range that the kernel assigns to outgoing connections.
 
-A port of that range would be unsafe across a restart: a client that keeps connecting to a dead server's port may be
-given that very port as its own, connect to itself and hold it.
+A port in that range would be unsafe across a restart: a client that keeps connecting to a dead server's port may be
+assigned that very port as its own, connect to itself and occupy it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from turnlog.infra.roles.probe import bindable
 
 HOST = "127.0.0.1"
 ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment of ranks that are all on this machine: Gloo and NCCL listen on the loopback."""
+"""Environment of ranks that are all on this machine, so that Gloo and NCCL listen on loopback."""
 FIRST = 15000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, host: str = HOST) -> list[int]:
-    """`count` distinct ports of the address on which nothing listens now."""
+    """Return `count` distinct ports of the address on which nothing listens now."""
     candidates = list(range(FIRST, max(_first_ephemeral(), FIRST + 1000)))
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []
@@ -55,7 +55,8 @@ def listens(port: int, *, timeout_s: float = 0.2) -> bool:
 
 
 def claim(port: int, setting: str, host: str = HOST) -> int:
-    """The port itself when free, a free one for 0. Raises PortTaken, naming `setting` and who holds the port."""
+    """Return the port if it is free, or a free one for 0. Raises PortTaken, which names `setting` and the process that
+    holds the port."""
     if port == 0:
         return free_ports(1, host)[0]
     if not is_free(port, host):

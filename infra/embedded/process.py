@@ -1,9 +1,10 @@
-"""A server or role as a child process: own session, log in a file, ready by a probe, gone when its parent is gone.
+"""A server or role as a child process: in a session of its own, logging to a file, ready according to a probe, and
+killed if its parent ends.
 
-A child dies with its parent, also when the parent is killed: the kernel sends it SIGKILL (prctl PR_SET_PDEATHSIG).
-The kernel means the parent *thread*, so every child is started from one thread that lives as long as the process.
-What a child leaves behind (its own children) is found by a mark in the environment: `sweep`. `stop` and `kill` do
-that; for the case that nobody is left to call them, `swept_by_another` starts a process that does.
+A child dies with its parent, even if the parent is killed: the kernel sends it SIGKILL (prctl PR_SET_PDEATHSIG). To the
+kernel the parent is a *thread*, so every child is started from one thread that lives as long as the process. Processes
+that a child leaves behind are found by a mark in their environment and killed (`sweep`). `stop` and `kill` do so; in
+case nobody is left to call them, `swept_by_another` starts a process that does.
 """
 
 from __future__ import annotations
@@ -49,18 +50,19 @@ FILES_REMEDY = (
     f"it may not open as many files as it needs: {RAISE_FILES}, or begin a run with fewer partitions ([kafka])"
 )
 OPEN_FILES = 65_536
-"""As many as a process of ours may open, where the user may."""
+"""Limit of open files that processes of ours request, as far as the user may have it."""
 OF_ITS_END = 400
-"""Lines in which a process said why it ended: a broker prints a stack trace for each of its threads."""
+"""Number of log lines searched for the cause of a process's end: a broker prints a stack trace for each of its
+threads."""
 OWN_LAST_LINE = re.compile(r"turnlog [\w-]+: \w+: ")
 EXEC_S = 1.0
-"""For a process to become the program that it executes."""
+"""Maximum seconds for a process to become the program that it executes."""
 CLEAN_EXITS = frozenset({0, 128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGINT})
-"""The JVM ends with 143 after SIGTERM."""
+"""Exit statuses of a process that was stopped. The JVM exits with 143 after SIGTERM."""
 
 DIE_WITH_PARENT = (
     "import ctypes, os, sys\n"
-    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL; kept over exec
+    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL; preserved across exec
     "if os.getppid() != int(sys.argv[1]): sys.exit('the parent is gone')\n"
     "os.execvpe(sys.argv[2], sys.argv[2:], os.environ)\n"
 )
@@ -68,30 +70,30 @@ DIE_WITH_PARENT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a child is started, and how one sees that it works."""
+    """Command, environment and log of a child, and the checks that it works."""
 
     name: str
     argv: tuple[str, ...]
     log: Path
-    """Standard output and error are appended here."""
+    """File to which standard output and error are appended."""
     arguments: Callable[[], tuple[str, ...]] = tuple
-    """Further ones, which each start asks for anew."""
+    """Returns additional arguments; called at each start."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the inherited environment."""
+    """Variables added to the inherited environment."""
     without: frozenset[str] = frozenset({"PYTHONDONTWRITEBYTECODE"})
     """Variables that the child does not inherit."""
     ready: Callable[[], bool] = lambda: True
-    """One quick look (below a second)."""
+    """Checks once, quickly (below a second), whether the child is ready."""
     ready_timeout_s: float = 60.0
     stop_timeout_s: float = 15.0
     liveness: Liveness | None = None
-    """How one sees that it goes on working; None: nobody looks."""
+    """Check that the child continues to work; None for no check."""
     died: type[ServerDied] = ServerDied
     remedy: str = "see its log"
 
 
 def raise_file_limit() -> None:
-    """From now on this process and its children may open as many files as the user may, OPEN_FILES at most."""
+    """Raise the limit of open files for this process and its children to what the user may have, OPEN_FILES at most."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -100,25 +102,25 @@ def raise_file_limit() -> None:
 
 @functools.cache
 def scope() -> str:
-    """What the marks of all children of this process begin with."""
+    """Return the prefix of the marks of all children of this process."""
     return f"{os.getpid()}-{time.time_ns()}"
 
 
 class Child:
-    """One run of a Launch. Not thread-safe."""
+    """A single run of a Launch. Not thread-safe."""
 
     def __init__(self, launch: Launch, *, restarts: int = 0) -> None:
-        """`restarts`: runs of it that there were before."""
+        """`restarts`: number of earlier runs of the launch."""
         self.launch = launch
         self._restarts = restarts
         self.mark = f"{scope()}:{launch.name}-{next(_numbers)}"
         self._process: subprocess.Popen[bytes] | None = None
         self._log_from = 0
-        """Where this run's lines begin."""
+        """Offset in the log file at which this run's lines begin."""
 
     def start(self) -> Self:
-        """Start the process; does not wait until it is ready. Without a log where the disk takes none. Raises the
-        launch's `died`."""
+        """Start the process without waiting until it is ready. It runs without a log file if the log cannot be opened.
+        Raises the launch's `died`."""
         launch = self.launch
         env = {key: value for key, value in os.environ.items() if key not in launch.without}
         env |= {MARK: self.mark, RESTARTS_VARIABLE: str(self._restarts), **launch.env}
@@ -141,16 +143,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process (leader of its own process group)."""
+        """Pid of the process, which leads its own process group."""
         return self._started.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative signal number when it was killed by one."""
+        """Exit status; None while the process runs, the negative signal number if a signal killed it."""
         return None if self._process is None else self._process.poll()
 
     def wait_ready(self) -> None:
-        """Return when the probe says so. Raises the launch's `died` with the log's tail, or NotReady."""
+        """Return when the probe succeeds. Raises the launch's `died` with the end of the log, or NotReady."""
         deadline = time.monotonic() + self.launch.ready_timeout_s
         while not self.launch.ready():
             if self.wait(PROBE_EVERY_S):
@@ -160,11 +162,11 @@ class Child:
                     f"{self.launch.name} was not ready after {self.launch.ready_timeout_s:.0f} s: "
                     f"{self.remedy}; log {self.launch.log}\n{self.tail()}"
                 )
-        if self.returncode is not None:  # someone else answered the probe
+        if self.returncode is not None:  # another process answered the probe
             raise self.death()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the process has ended, waiting for that at most so long."""
+        """Wait at most `timeout_s` for the end of the process; return whether it has ended."""
         if self.returncode is not None:
             return True
         with contextlib.suppress(ProcessLookupError):  # another thread has just seen its end
@@ -176,7 +178,8 @@ class Child:
         return self.returncode is not None
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL after the launch's time, then whatever it left behind; its exit status."""
+        """Send SIGTERM, SIGKILL after the launch's `stop_timeout_s`, and kill what it has left behind; return its exit
+        status."""
         if self._process is None:
             return 0
         with contextlib.suppress(ProcessLookupError):
@@ -188,7 +191,7 @@ class Child:
         return status
 
     def kill(self) -> None:
-        """SIGKILL, now, its process group and everything else that it started."""
+        """Kill the process, its process group and everything else that it has started, at once."""
         if self._started.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._started.pid, signal.SIGKILL)
@@ -196,18 +199,19 @@ class Child:
         sweep(self.mark)
 
     def death(self) -> ServerDied:
-        """The typed error of a process that has ended."""
+        """Return the typed error of a process that has ended."""
         kind = LacksServer if self.returncode == ExitStatus.UNREACHABLE else self.launch.died
         said = f"ended with status {self.returncode}: {self.remedy}; log {self.launch.log}\n{self.tail()}"
         return kind(f"{self.launch.name} {said}")
 
     @property
     def remedy(self) -> str:
-        """What to do about its end, or about its not becoming ready, by what it wrote."""
+        """Remedy if the process has ended or does not become ready, according to its log."""
         return FILES_REMEDY if NO_FILES in self.tail(OF_ITS_END) else self.launch.remedy
 
     def with_cause(self, death: EmbeddedError) -> EmbeddedError:
-        """The death, as DiskFull where a full disk has led to it: it wrote so, or its disk is."""
+        """Return the death as DiskFull if a full disk caused it (its log says so, or its disk is full), else
+        unchanged."""
         if isinstance(death, LacksServer):
             return death
         full = lacks_room(self.launch.log.parent)
@@ -217,7 +221,7 @@ class Child:
         return DiskFull(f"{self.launch.name} stopped: {said}")
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines that this run has put into its log."""
+        """Return the last lines of this run in its log."""
         return log_tail(self.launch.log, lines, since=self._log_from)
 
     @property
@@ -228,15 +232,15 @@ class Child:
 
 
 class Server:
-    """A server that can be started, stopped and killed, again and again, at one address. A context manager."""
+    """A server that can be started, stopped and killed repeatedly at the same address. A context manager."""
 
     setting: ClassVar[str]
-    """What chooses its port."""
+    """The setting that chooses its port."""
     port: int
     _child: Child | None = None
 
     def launch(self) -> Launch:
-        """How it is started. Raises EmbeddedError where something for that is missing."""
+        """Return how to start the server. Raises EmbeddedError if something that it needs is missing."""
         raise NotImplementedError
 
     @property
@@ -245,14 +249,14 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Raises RuntimeError before the first start."""
+        """Pid of the process. Raises RuntimeError before the first start."""
         if self._child is None:
             raise RuntimeError(f"the {type(self).__name__.lower()} was not started")
         return self._child.pid
 
     def start(self) -> str:
-        """Start and wait until clients can connect; the address. Raises PortTaken, NotReady, the launch's `died`, and
-        what `launch` raises."""
+        """Start the server and wait until clients can connect; return its address. Raises PortTaken, NotReady, the
+        launch's `died`, and what `launch` raises."""
         claim(self.port, self.setting)
         self._child = Child(self.launch()).start()
         try:
@@ -263,11 +267,11 @@ class Server:
         return self.address
 
     def stop(self) -> int:
-        """See Child; 0 where it was never started."""
+        """Stop the process (see Child); return its exit status, or 0 if it was never started."""
         return 0 if self._child is None else self._child.stop()
 
     def kill(self) -> None:
-        """See Child."""
+        """Kill the process (see Child)."""
         if self._child is not None:
             self._child.kill()
 
@@ -282,15 +286,16 @@ class Server:
 
 
 def cause_of(death: str) -> str:
-    """What a process said last of its own end, in the tail of its log below what we say of it; empty: it said nothing.
-    A verb of ours ends with a line of its own ("turnlog VERB: ERROR: ..."), anything else with its last line."""
+    """Return the cause of a death from the end of its log, which follows our own description; empty if there is none.
+
+    A verb of ours ends with a line of its own ("turnlog VERB: ERROR: ..."), any other process with its last line."""
     lines = [line.strip() for line in death.splitlines()[1:] if line.strip()]
     own = [line for line in lines if OWN_LAST_LINE.match(line)]
     return (own or lines or [""])[-1]
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES, *, since: int = 0) -> str:
-    """The last lines of a file from a place on; empty where it cannot be read."""
+    """Return the last lines of a file after offset `since`; empty if it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(since, log.stat().st_size - 256 * lines))
@@ -300,7 +305,7 @@ def log_tail(log: Path, lines: int = TAIL_LINES, *, since: int = 0) -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Pids of live processes whose environment carries the mark (or one that begins with it and ':')."""
+    """Return the pids of live processes whose environment has this mark, or one that begins with it and ':'."""
     begins = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -312,19 +317,20 @@ def marked(mark: str) -> list[int]:
 
 
 def _environment(folder: Path) -> bytes:
-    """Of a process, which shows none, nor a command line, while the kernel lays out the program that it becomes. Raises
-    OSError for one without a program: the kernel's own, and a zombie."""
+    """Return the environment of a process, waiting while the kernel sets up the program that it is to become: meanwhile
+    it shows no environment and no command line. Raises OSError for a process without a program: a kernel thread, or a
+    zombie."""
     deadline = time.monotonic() + EXEC_S
     while not (found := (folder / "environ").read_bytes()) and not (folder / "cmdline").read_bytes():
         os.readlink(folder / "exe")
         if time.monotonic() > deadline:
             break
-        time.sleep(PROBE_EVERY_S / 20)  # nothing tells when it is done
+        time.sleep(PROBE_EVERY_S / 20)  # there is no event to wait for
     return found
 
 
 def sweep(mark: str) -> int:
-    """SIGKILL every process that carries the mark, until there is none; how many there were."""
+    """Kill every process with the mark until there is none; return how many there were."""
     killed: set[int] = set()
     while left := marked(mark):
         for pid in left:
@@ -334,7 +340,7 @@ def sweep(mark: str) -> int:
 
 
 def _end(pid: int) -> None:
-    """SIGKILL and wait until it is gone; nothing when it is gone already."""
+    """Kill a process and wait until it is gone; do nothing if it is gone already."""
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
@@ -346,7 +352,7 @@ def _end(pid: int) -> None:
 
 @contextlib.contextmanager
 def swept_by_another() -> Iterator[None]:
-    """While the block runs, another process waits for the end of this one, then sweeps what it left behind."""
+    """While the block runs, another process waits for the end of this one, and then kills what it has left behind."""
     argv = [sys.executable, "-m", "turnlog.infra.embedded.process", scope()]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True):
         yield  # leaving closes the pipe, which is what the sweeper waits for
@@ -385,9 +391,10 @@ def _serve_spawns() -> None:
 
 
 def main() -> int:
-    """`python -m turnlog.infra.embedded.process SCOPE`: when standard input ends, kill what carries the scope's mark.
+    """Run `python -m turnlog.infra.embedded.process SCOPE`: when standard input ends, kill all processes with the
+    scope's mark.
 
-    The pipe's other end is held by one process alone: it ends when that process does, however that comes about."""
+    Only one process has the other end of the pipe, which therefore ends with that process, however it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()

@@ -1,10 +1,11 @@
-"""The embedded schema registry: the part of the Confluent REST API that serializers call, its state on the log.
+"""The embedded schema registry: the part of the Confluent REST API that serializers call, with its state in the log.
 
 `turnlog registry` runs it; so does `python -m turnlog.infra.embedded.registry_app` with TURNLOG_* in the environment.
 The state is a fold of the one-partition compacted topic `_schemas`, whose records are those of Confluent's registry
-(key {"keytype": "SCHEMA", subject, version}, value with id and schema). One process owns the topic: opening fences the
-last owner, and a change is acknowledged after its transaction. Ids are global, given in order, and never change.
-Source: Confluent Schema Registry API reference, v1; what confluent-kafka 2.16 calls was seen in an access log.
+(key {"keytype": "SCHEMA", subject, version}, value with id and schema). One process owns the topic: opening it fences
+the previous owner, and a change is acknowledged after its transaction. Ids are global, assigned in order, and never
+change. Source: Confluent Schema Registry API reference, v1; the requests of confluent-kafka 2.16 were taken from an
+access log.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ LEVELS = (
 
 
 class Refused(Exception):
-    """An answer of the registry that is not 2xx: its HTTP status, Confluent's error code, and why."""
+    """A response of the registry that is not 2xx: HTTP status, Confluent's error code, and the reason."""
 
     def __init__(self, status: int, code: int, why: str) -> None:
         super().__init__(why)
@@ -75,11 +76,11 @@ class Version:
     number: int
     schema_id: int
     schema: str
-    """JSON text as it was registered."""
+    """JSON text as registered."""
 
 
 class SchemaStore:
-    """Schemas by subject, version and id; written through to the log. Use `opened`."""
+    """Schemas by subject, version and id, written through to the log. Use `opened`."""
 
     def __init__(self, log: Log, transactor: Transactor) -> None:
         self._log = log
@@ -93,7 +94,7 @@ class SchemaStore:
     @classmethod
     @asynccontextmanager
     async def opened(cls, log: Log, *, replication: int = 1) -> AsyncIterator[SchemaStore]:
-        """The store of a log, everything read. Raises LogError."""
+        """Open the store of a log and read all its records. Raises LogError."""
         config = {"cleanup.policy": "compact"}
         if REGISTRY_TOPIC not in await log.topics():
             await log.create_topics([TopicSpec(REGISTRY_TOPIC, 1, replication, config)])
@@ -103,7 +104,8 @@ class SchemaStore:
             yield store
 
     async def register(self, subject: str, text: str) -> int:
-        """The id of the schema under `subject`, a new version when the subject does not have it.
+        """Return the id of the schema under `subject`, registering a new version if the subject does not have it.
+
         Raises Refused (413, 42201, 409) and LogError, after which the process must end."""
         schema, canonical = await _read_schema(text)
         async with self._writing:
@@ -121,7 +123,7 @@ class SchemaStore:
             return schema_id
 
     async def lookup(self, subject: str, text: str) -> Version:
-        """The version of `subject` with that schema. Raises Refused (40401, 40403, 413, 42201)."""
+        """Return the version of `subject` with that schema. Raises Refused (40401, 40403, 413, 42201)."""
         _, canonical = await _read_schema(text)
         self.versions(subject)
         version = self._find(subject, canonical)
@@ -130,23 +132,23 @@ class SchemaStore:
         return version
 
     def schema(self, schema_id: int) -> str:
-        """JSON text of an id. Raises Refused (40403)."""
+        """Return the JSON text of the schema with this id. Raises Refused (40403)."""
         if schema_id not in self._texts:
             raise Refused(404, 40403, f"no schema has id {schema_id}")
         return self._texts[schema_id]
 
     def subjects(self) -> list[str]:
-        """Every subject, sorted."""
+        """Return all subjects, sorted."""
         return sorted(self._subjects)
 
     def versions(self, subject: str) -> list[Version]:
-        """Oldest first. Raises Refused (40401)."""
+        """Return the versions of a subject, oldest first. Raises Refused (40401)."""
         if subject not in self._subjects:
             raise Refused(404, 40401, f"there is no subject {subject}")
         return self._subjects[subject]
 
     def version(self, subject: str, number: str) -> Version:
-        """`number`: digits, or `latest`. Raises Refused (40401, 40402, 42202)."""
+        """Return a version of a subject; `number` is digits, or `latest`. Raises Refused (40401, 40402, 42202)."""
         versions = self.versions(subject)
         if number == "latest" or number == "-1":
             return versions[-1]
@@ -157,16 +159,16 @@ class SchemaStore:
         return versions[int(number) - 1]
 
     async def problems(self, subject: str, text: str, number: str) -> list[str]:
-        """What stands against registering the schema, next to one version. Raises Refused."""
+        """Return why the schema is not compatible with one version; empty if it is. Raises Refused."""
         schema, _ = await _read_schema(text)
         return await self._problems(subject, schema, [self.version(subject, number)])
 
     def level(self, subject: str | None) -> str | None:
-        """The compatibility level set for a subject (None: for all others); None when none was set."""
+        """Return the compatibility level set for a subject, or None; without a subject, the default level."""
         return self._levels.get(subject, DEFAULT_LEVEL if subject is None else None)
 
     async def set_level(self, subject: str | None, level: str) -> None:
-        """Raises Refused (42203)."""
+        """Set the compatibility level of a subject, or the default level. Raises Refused (42203)."""
         if level not in LEVELS:
             raise Refused(422, 42203, f"a compatibility level is one of {', '.join(LEVELS)}, got {level!r}")
         async with self._writing:
@@ -219,12 +221,13 @@ class SchemaStore:
 
 
 SCHEMA_BYTES = 128 << 10
-"""Of a schema: unions and promotions are compared each with each, so that the time grows by the square."""
+"""Maximum size of a schema in bytes: unions and promotions are compared pairwise, so that the time grows
+quadratically."""
 
 
 async def _read_schema(text: str) -> tuple[Any, str]:
-    """A schema, and what makes another one the same, found in a thread: others are answered meanwhile. Raises Refused
-    (413, 42201)."""
+    """Parse a schema in a thread, so that other requests are served meanwhile; return it and its canonical JSON. Raises
+    Refused (413, 42201)."""
 
     def read() -> tuple[Any, str]:
         schema = parsed(text)
@@ -234,16 +237,16 @@ async def _read_schema(text: str) -> tuple[Any, str]:
 
 
 def _against(level: str, schema: Any, texts: list[str]) -> list[str]:
-    """What the compatibility level has against a schema next to others."""
+    """Return how the schema violates the compatibility level with respect to other schemas."""
     others = [json.loads(text) for text in texts]
     problems = [] if level.startswith("FORWARD") else incompatibilities(schema, others)
     if not level.startswith("BACKWARD"):
         problems += [problem for other in others for problem in incompatibilities(other, [schema])]
-    return list(dict.fromkeys(map(str, problems)))  # several versions may say the same
+    return list(dict.fromkeys(map(str, problems)))  # several versions may have the same problem
 
 
 def parsed(text: str) -> Any:
-    """The JSON of a valid Avro schema. Raises Refused (413, 42201)."""
+    """Return the JSON of a valid Avro schema. Raises Refused (413, 42201)."""
     if (size := len(text.encode(errors="surrogatepass"))) > SCHEMA_BYTES:
         raise Refused(
             413, 41301, f"the schema has {size} bytes, this registry takes {SCHEMA_BYTES}: shorten it, or name a "
@@ -254,14 +257,14 @@ def parsed(text: str) -> Any:
     try:
         schema = orjson.loads(text)
         fastavro.parse_schema(schema, _write_hint=False)
-        incompatibilities(schema, [schema])  # finds the attributes that fastavro does not miss
+        incompatibilities(schema, [schema])  # finds missing attributes that fastavro does not require
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SchemaParseException) as error:
         raise Refused(422, 42201, f"not a valid Avro schema: {type(error).__name__}: {error}") from None
     return schema
 
 
 def _canonical(schema: Any) -> str:
-    """What makes two schemas the same: their JSON, whatever its spaces and the order of its keys."""
+    """Return the canonical JSON: schemas that differ only in spaces and the order of keys are the same."""
     return json.dumps(schema, sort_keys=True, separators=(",", ":"))
 
 
@@ -271,16 +274,17 @@ REMEDY = "raise [registry] max_body_bytes, if that is a schema"
 
 
 class RegistryApi:
-    """The routes over one store. `failed` is done when the log failed a write: the process must end."""
+    """HTTP routes over one store. `failed` completes with an error when a write to the log failed: the process must
+    then end."""
 
     def __init__(self, store: SchemaStore, settings: RegistrySettings) -> None:
-        """`settings`: its own, with the login of its clients; who has none is let in where they have none."""
+        """`settings`: the registry's own, with its clients' login; without a login, everybody is allowed."""
         self._store = store
         self._settings = settings
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def application(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
             ("GET", "/", self._nothing),
             ("GET", "/subjects", self._subjects),
@@ -306,7 +310,7 @@ class RegistryApi:
                 self._check(request)
                 return _json(await call(request))
             except ClientDisconnect:
-                return Response(status_code=400)  # nobody reads it
+                return Response(status_code=400)  # the client is gone
             except Refused as refused:
                 return _error(refused.status, refused.code, str(refused))
             except LogError as error:
@@ -317,8 +321,10 @@ class RegistryApi:
         return answer
 
     def _check(self, request: Request) -> None:
-        """Raises Refused for a page of a browser, also of one that a name of another site was made to lead here, and
-        for who does not log in. `/` tells nothing, and is there for who only wants to know whether somebody answers."""
+        """Raise Refused for requests of browser pages, including those that reach the registry by DNS rebinding, and
+        without a valid login.
+
+        `/` returns no data, and needs no login, so that probes can use it."""
         if "origin" in request.headers:
             raise Refused(403, 40301, "pages of a browser are not served: a request with an Origin is refused")
         host = request.headers.get("host", "")
@@ -394,8 +400,10 @@ class RegistryApi:
 
 
 def serve_registry(settings: Settings) -> int:
-    """The role: serve until SIGTERM or SIGINT; 0. Port and broker are the settings' or the run's.
-    Raises LogError when the log fails (the supervisor starts it again), NoEndpoints, PortTaken, SecretUnusable."""
+    """Run the registry role until SIGTERM or SIGINT; return 0. Port and brokers are those of the settings or of the
+    run.
+
+    Raises LogError if the log fails (the supervisor restarts the registry), NoEndpoints, PortTaken, SecretUnusable."""
     directory, port = Path(settings.run.directory), settings.registry.port
     kafka, registry = kafka_of(settings), registry_of(settings.registry, "", directory)
     port = port or urlsplit(read_endpoints(directory).registry).port or 0
@@ -438,7 +446,7 @@ async def _first(stopped: Awaitable[object], failed: asyncio.Future[None]) -> No
 
 
 def _number(text: str) -> int:
-    """An id of a path; -1, which no schema has, for what is none."""
+    """Return the id in a path; -1, which no schema has, if it is malformed."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
@@ -460,7 +468,7 @@ def _error(status: int, code: int, why: str) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """Also for /associations, which confluent-kafka asks before each first serialisation."""
+    """Answer unknown routes, such as /associations, which confluent-kafka requests before each first serialization."""
     status = int(getattr(error, "status_code", 404))
     return _error(status, status, f"{request.method} {request.url.path} is not served here")
 

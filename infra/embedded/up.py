@@ -1,6 +1,8 @@
-"""`turnlog up`, `supervise`, `down`: a run's servers and roles under one supervisor, left running or in the foreground.
+"""`turnlog up`, `supervise`, `down`: a run's servers and roles under one supervisor, in the background or in the
+foreground.
 
-The supervisor tells `up` about every step over a pipe, a JSON line each; the last one says ready, or which error.
+The supervisor reports every state change to `up` over a pipe, as one JSON line each. The last line says that the run is
+ready, or names the error.
 """
 
 from __future__ import annotations
@@ -52,20 +54,21 @@ NOTIFY = "TURNLOG_NOTIFY_FD"
 PARENT = "TURNLOG_PARENT_FD"
 SUPERVISED_ROLES = "TURNLOG_SUPERVISED_ROLES"
 READING_LOCK = "reading.lock"
-"""In the run's directory: held by the process that has started its servers to read it."""
+"""Lock file in the run's directory, held by the process that has started its servers for reading."""
 STOP_TIMEOUT_S = 90.0
 TICK_S, SAY_EVERY_S = 1.0, 15.0
-"""Of `up`, while it waits: between two looks at the clock, and between two lines about who is waited for."""
+"""Intervals in seconds while `up` waits: between two checks of the time, and between two lines about the members that
+are not ready."""
 OPTIONAL_S = 60.0
-"""For so long `up` waits for roles that training does not need, once all others are ready."""
+"""Seconds that `up` waits for roles that training does not need, once all others are ready."""
 Say = Callable[[str], None]
 Notify = Callable[[dict[str, Any]], None]
 _held: dict[Path, int] = {}
-"""Pipes that tell an attached supervisor that we live, by the run's directory."""
+"""Run directory -> pipe by which an attached supervisor notices that this process has ended."""
 
 
 class SupervisorFailed(Exception):
-    """What the supervisor told us; becomes its `cause` at the caller."""
+    """An error that the supervisor reported; `up` raises its `cause`."""
 
     def __init__(self, cause: EmbeddedError) -> None:
         super().__init__(str(cause))
@@ -81,10 +84,11 @@ def up(
     timeout_s: float = 900.0,
     say: Say | None = None,
 ) -> Endpoints:
-    """Start a run and leave it running; returns when every server answers and every role is ready (`wait` False: when
-    the addresses are known). `attached`: it dies with this process. Raises EmbeddedError (AlreadyUp; what kept a
-    server from starting, after stopping the others; NotReady, leaving the run as it is unless it is attached),
-    SecretUnusable."""
+    """Start a run and leave it running; return when every server answers and every role is ready.
+
+    With `wait` False, it returns as soon as the addresses are known. An `attached` run ends with this process. Raises
+    EmbeddedError: AlreadyUp; the error that kept a server from starting, after stopping the others; NotReady, leaving
+    the run as it is unless it is attached. Raises SecretUnusable."""
     say = say or aside
     directory = Path(settings.run.directory)
     private_folder(directory)
@@ -113,7 +117,7 @@ def up(
 
 
 def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
-    """Run a run's servers and roles in the foreground until SIGTERM or SIGINT; 0. Raises EmbeddedError,
+    """Run a run's servers and roles in the foreground until SIGTERM or SIGINT; return 0. Raises EmbeddedError,
     SecretUnusable."""
     directory = Path(settings.run.directory)
     private_folder(directory)
@@ -121,7 +125,7 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     named = os.environ.pop(SUPERVISED_ROLES, None)
     chosen = roles if roles is not None else named.split(",") if named is not None else ROLES
     notify = _notifier()
-    check_secrets(directory)  # outside of the block below, whose end sweeps what this process has started
+    check_secrets(directory)  # outside of the block below, whose end kills what this process has started
     with locked(directory), swept_by_another():
         try:
             check_room(directory)
@@ -142,7 +146,8 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
 
 
 def down(settings: Settings, *, say: Say | None = None) -> None:
-    """Stop a run: roles drain, then the servers. Also ends what a killed supervisor left. Raises NotUp."""
+    """Stop a run: roles drain, then the servers stop. Also kills what a killed supervisor has left behind. Raises
+    NotUp."""
     say = say or aside
     directory = Path(settings.run.directory)
     state = read_state(directory)
@@ -167,12 +172,13 @@ def down(settings: Settings, *, say: Say | None = None) -> None:
 
 @contextlib.contextmanager
 def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
-    """While the block runs, the servers that hold the run's log and its objects answer: those that are up, else the
-    embedded ones alone, without roles and engines, which end with the block and with this process. One process at a
-    time starts them; another one waits. Raises EmbeddedError."""
+    """Keep the servers of the run's log and objects available while the block runs.
+
+    If they do not run already, the embedded ones are started without roles and engines, and end with the block and with
+    this process. Only one process at a time starts them; others wait. Raises EmbeddedError."""
     directory = Path(settings.run.directory)
     own = settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint
-    if own or not (directory / SETTINGS).exists():  # nothing to start; the verb itself says that the run is not there
+    if own or not (directory / SETTINGS).exists():  # nothing to start; the verb itself reports a missing run
         yield
         return
     with contextlib.ExitStack() as stack:
@@ -191,12 +197,12 @@ def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
 
 
 def _silent(_: str) -> None:
-    """Progress that nobody asked for."""
+    """Discard progress messages."""
 
 
 def status_processes(settings: Settings) -> list[dict[str, Any]]:
-    """What the supervisor says of each child (name, pid, state, restarts, since, log, error), with `waiting`: why a
-    role is not ready. Empty when the run is not up."""
+    """Return the supervisor's entry for each child (name, pid, state, restarts, since, log, error), and why a role is
+    not ready (`waiting`). Empty if the run is not up."""
     directory = Path(settings.run.directory)
     return _children(directory) if is_live(directory) else []
 
@@ -214,14 +220,15 @@ def _children(directory: Path) -> list[dict[str, Any]]:
 
 
 class Bookkeeping:
-    """What a supervisor writes of itself. A disk that does not take it costs the run nothing: it is tried again."""
+    """Writes a supervisor's state to its files. If the disk rejects a write, it is repeated later without harm to the
+    run."""
 
     def __init__(self, write: Callable[[], None], *, again_s: float = 5.0) -> None:
         self._write, self._again_s = write, again_s
         self._again: asyncio.TimerHandle | None = None
 
     def keep(self) -> None:
-        """Write the present state, now or as soon as that is possible."""
+        """Write the current state, now or as soon as that is possible."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -247,7 +254,7 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         on_log.changed(watched)
         notify({"child": watched.as_dict()})
         waits = [one.member.optional for one in supervisor.watched.values() if not one.settled]
-        if all(waits):  # for optional ones alone, or for none
+        if all(waits):  # only optional members are not settled, or none
             notify({"trains" if waits else "ready": True})
 
     supervisor = Supervisor(
@@ -262,10 +269,10 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, supervisor.stopping.set)
     if parent := os.environ.pop(PARENT, ""):
-        loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process we belong to is gone
+        loop.add_reader(int(parent), supervisor.stopping.set)  # end of file: the process that owns us is gone
     write()
     notify({"endpoints": True})
-    if tuple(roles) == READING:  # what the log asks for, engines above all, is not for a reader to start
+    if tuple(roles) == READING:  # a reader must not start what the log requests, such as engines
         await supervisor.run()
         return
     async with _followed(on_log):
@@ -274,7 +281,7 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
 
 @contextlib.asynccontextmanager
 async def _followed(on_log: OnLog) -> AsyncIterator[None]:
-    """While the block runs. An error of ours in there costs what it does, and no run."""
+    """Follow the log while the block runs. An unexpected error there ends the following, but not the run."""
     following = asyncio.create_task(on_log.run())
     following.add_done_callback(_tell_why)
     try:
@@ -290,8 +297,9 @@ def _tell_why(following: asyncio.Task[None]) -> None:
 
 
 def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[BinaryIO, int]:
-    """Start the supervisor in a session of its own; the pipe it reports on, and its pid. Not subprocess.Popen, which
-    complains about a process that it was not told to wait for."""
+    """Start the supervisor in a session of its own; return the pipe on which it reports, and its pid.
+
+    subprocess.Popen is not used because it warns about a process that is not waited for."""
     logs = directory / LOGS
     logs.mkdir(parents=True, exist_ok=True)
     reading, writing = os.pipe()
@@ -311,7 +319,7 @@ def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[Bi
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(logs / "supervisor.log"), append, 0o600),
         (os.POSIX_SPAWN_DUP2, 1, 2),
-        *((os.POSIX_SPAWN_CLOSE, number) for number in others),  # a lock of our caller is not the run's to hold
+        *((os.POSIX_SPAWN_CLOSE, number) for number in others),  # the run must not inherit a lock of our caller
     ]
     try:
         pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)
@@ -325,8 +333,9 @@ def _follow(
     pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, timeout_s: float, say: Say,
     optional_s: float = OPTIONAL_S,
 ) -> None:  # fmt: skip
-    """Say what the supervisor tells, and now and then who is waited for and why, until everything is ready, or all that
-    trains is and the rest has had `optional_s`. Raises SupervisorFailed, NotReady."""
+    """Print the supervisor's reports, and from time to time which members are not ready and why. Return when everything
+    is ready, or when the members that train are ready and the others have had `optional_s`. Raises SupervisorFailed,
+    NotReady."""
     began = said_at = time.monotonic()
     trains_at = float("inf")
     for told in _told(pipe, began + timeout_s):
@@ -360,7 +369,7 @@ def _follow(
 
 
 def _not_ready(directory: Path, timeout_s: float, *, attached: bool) -> NotReady:
-    unready = _waits(directory) or ["the supervisor"]  # which has not come up itself
+    unready = _waits(directory) or ["the supervisor"]  # without members to wait for, it has not started itself
     status, stop = (run_folder.verb_line(directory, verb) for verb in ("status", "down"))
     left = f"the run was left as it is: `{status}` says what they wait for, `{stop}` stops it; logs are in"
     left = "everything was stopped; their logs are in" if attached else left
@@ -373,7 +382,7 @@ def _say_waits(directory: Path, what: str, say: Say) -> None:
 
 
 def _waits(directory: Path) -> list[str]:
-    """Each member that is not ready, and what it says that it waits for."""
+    """Return each member that is not ready, with its failing readiness conditions or last error."""
     return [
         ": ".join(filter(None, (child["name"], child["waiting"] or cause_of(child["error"]))))
         for child in _children(directory)
@@ -382,7 +391,8 @@ def _waits(directory: Path) -> list[str]:
 
 
 def _told(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:
-    """What comes over the pipe until it ends or time is over; nothing, every TICK_S in which nothing comes."""
+    """Yield the reports from the pipe until it ends or the deadline has passed; {} after each TICK_S without a
+    report."""
     rest = b""
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([pipe], [], [], min(left, TICK_S))[0]:
@@ -396,7 +406,7 @@ def _told(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:
 
 
 def _notifier() -> Notify:
-    """Writes to the pipe of `up`, if there is one and as long as somebody reads it."""
+    """Return a function that writes to the pipe of `up`, if there is one and while somebody reads it."""
     number = os.environ.pop(NOTIFY, "")
     if not number:
         return lambda _: None
@@ -407,20 +417,20 @@ def _notifier() -> Notify:
         try:
             for open_pipe in pipe:
                 open_pipe.write(json.dumps(told).encode() + b"\n")
-        except BrokenPipeError:  # `up` has seen enough
+        except BrokenPipeError:  # `up` no longer reads
             pipe.clear()
 
     return notify
 
 
 def _error(name: str, message: str) -> EmbeddedError:
-    """The typed error that another process met."""
+    """Return the typed error that another process reported."""
     kind = getattr(embedded, name, EmbeddedError)
     return kind(message) if issubclass(kind, EmbeddedError) else EmbeddedError(f"{name}: {message}")
 
 
 def _end(pid: int) -> None:
-    """Ask the supervisor that we started to stop, and wait for it."""
+    """Stop the supervisor that we started, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
     with contextlib.suppress(ChildProcessError):

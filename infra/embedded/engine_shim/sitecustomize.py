@@ -1,6 +1,7 @@
-"""Lets SGLang's engine run on CPU; Python runs this at its start, before anything else.
+"""Makes SGLang's engine run on CPU; Python runs this file at its start, before anything else.
 
-Each part waits in the import system for the module that it mends. It does nothing beside a build for GPUs.
+Only engines on CPU have this folder in PYTHONPATH. Each patch waits in the import system for the module that it
+changes.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 
 
 class TorchvisionOperators(importlib.abc.MetaPathFinder):
-    """Finds nothing; declares the operators torchvision::nms and ::qnms when torchvision is looked for, so that it can
-    be imported.
+    """Declares the operators torchvision::nms and ::qnms when torchvision is imported; finds no module itself.
 
-    It declares fakes for them, and they exist only when its compiled part loads. That does not load beside a CPU-only
-    torch. Beside a CUDA build it does, also without a GPU, and a second declaration would abort the process."""
+    torchvision declares fakes for these operators, which exist only if its compiled part loads. Beside a CPU-only torch
+    it does not load, and the import would fail. Beside a CUDA build it loads even without a GPU, and a second
+    declaration would abort the process."""
 
     library: Any = None
-    """Kept: the declarations end with it."""
+    """Reference to the library: the declarations last as long as it does."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """None, always."""
+        """Declare the operators if torchvision is imported; always return None."""
         if fullname == "torchvision" and self.library is None:
             import torch
 
@@ -39,17 +40,18 @@ class TorchvisionOperators(importlib.abc.MetaPathFinder):
 
 
 class CpuOperators(importlib.abc.MetaPathFinder):
-    """Finds nothing; gives torch.ops.sgl_kernel its names when sglang is looked for, so that vision models load.
+    """Gives torch.ops.sgl_kernel the missing names when sglang is imported, so that vision models load; finds no module
+    itself.
 
-    The Qwen-VL modules look SGLang's CPU kernels up when they are imported, and compute with torch where the machine
-    has none: the names resolve, calling one raises."""
+    The Qwen-VL modules look up SGLang's CPU kernels at import, and compute with torch where the machine has none. The
+    names resolve, and calling one raises."""
 
     given = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """None, always."""
+        """Replace the namespace if sglang is imported; always return None."""
         if fullname == "sglang" and not self.given:
             self.given = True
             import torch
@@ -60,12 +62,13 @@ class CpuOperators(importlib.abc.MetaPathFinder):
 
 
 ASKED_FOR = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
-"""Kernels that mixtures in half precision take where their names resolve, and compute without where they do not."""
+"""Kernels that half-precision mixtures of experts use if their names resolve, and do without if not."""
 
 
 def _named(namespace: Any) -> Any:
     class Named(namespace):  # type: ignore[misc]
-        """The namespace; what it lacks and ends in _cpu is an operator that raises, unless it is asked for."""
+        """The namespace, in which a missing name that ends in _cpu is an operator that raises, unless it is in
+        ASKED_FOR."""
 
         def __getattr__(self, name: str) -> Any:
             named = name.endswith("_cpu") and name not in ASKED_FOR
@@ -75,7 +78,7 @@ def _named(namespace: Any) -> Any:
 
 
 def absent(name: str) -> Any:
-    """An operator that this machine does not have."""
+    """Return an operator that raises NotImplementedError, since it does not exist on this machine."""
 
     def operator(*_: object, **__: object) -> object:
         raise NotImplementedError(f"torch.ops.sgl_kernel.{name} was called, and it has no build for this machine")
@@ -84,12 +87,12 @@ def absent(name: str) -> Any:
 
 
 class Mended(importlib.abc.MetaPathFinder):
-    """Finds a module of MENDED as Python would, and mends it once it is loaded."""
+    """Finds the modules in MENDED as Python would, and patches each once it is loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec with a loader that mends it; None for every other module."""
+        """Return the module's own spec with a loader that patches it; None for all other modules."""
         if fullname not in MENDED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -106,27 +109,27 @@ class Mended(importlib.abc.MetaPathFinder):
 
 
 def with_plain_buffer(module: Any) -> None:
-    """Give "cpu" an allocator, so that routed experts come back.
+    """Add an allocator for "cpu", so that routed experts can be returned.
 
-    SGLang pins their buffer through the CUDA driver on every device that has no allocator of its own; a CPU has none,
+    SGLang pins their buffer through the CUDA driver on every device that has no allocator of its own. A CPU has none,
     and without a GPU there is no driver. Plain memory holds the same rows."""
     functions: Any = module.__dict__.get("ALLOC_MEMORY_FUNCS", {})  # other versions may have none
     functions.setdefault("cpu", plain)
 
 
 def plain(dims: tuple[int, ...], dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any) -> Any:
-    """The buffer that SGLang's own allocator makes, not pinned."""
+    """Allocate the buffer with SGLang's own allocator, without pinning it."""
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 def without_pinning(module: Any) -> None:
-    """Let the module make tensors in plain memory, so that adapters serve: it pins what describes a batch for the copy
-    to a GPU, which asks for the CUDA driver."""
+    """Let the module create tensors in unpinned memory, so that adapters work: it pins batch metadata for the copy to a
+    GPU, which requires the CUDA driver."""
     module.torch = Unpinned(module.torch)
 
 
 class Unpinned:
-    """torch, but that nothing is pinned."""
+    """torch without pinned memory."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -136,11 +139,11 @@ class Unpinned:
         return getattr(self._torch, name)
 
     def tensor(self, *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
-        """torch.tensor"""
+        """Call torch.tensor without pinning."""
         return self._torch.tensor(*arguments, **named)
 
     def zeros(self, *arguments: Any, pin_memory: bool = False, **named: Any) -> Any:
-        """torch.zeros"""
+        """Call torch.zeros without pinning."""
         return self._torch.zeros(*arguments, **named)
 
 

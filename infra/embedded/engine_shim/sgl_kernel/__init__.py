@@ -1,6 +1,6 @@
-"""Stands in for sgl_kernel, which has no build for CPU: every name resolves, calling one raises.
+"""Stand-in for sgl_kernel, which has no build for CPU: every name resolves, and calling one raises.
 
-SGLang's CPU engine imports names from it and computes with its own torch code.
+SGLang's CPU engine imports names from it, but computes with its own torch code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PREFIX = "sgl_kernel."
 
 
 class Absent:
-    """A kernel, or a namespace of kernels, that this machine does not have."""
+    """A kernel, or a namespace of kernels, that does not exist on this machine."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,12 +25,12 @@ class Absent:
         return _absent(self._name, name)
 
     def __call__(self, *_: object, **__: object) -> object:
-        """Raises NotImplementedError."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(f"{self._name} was called, and there is no CUDA device: set [engine] device")
 
 
 class AbsentModule(ModuleType):
-    """A submodule whose every name is absent."""
+    """A submodule in which every name is an Absent."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -46,15 +46,15 @@ class AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """A spec for names below sgl_kernel, else None."""
+        """Return a spec for names below sgl_kernel, else None."""
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if fullname.startswith(PREFIX) else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """The empty module."""
+        """Return the empty module."""
         return AbsentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: the module has no code."""
 
 
 def _absent(owner: str, name: str) -> Absent:
