@@ -1,7 +1,7 @@
-"""The archive of a log: files of closed ranges in the store, their index (one small immutable object per file), and a
-Log that is read from them, by every reader of topics alike, without Kafka and without a registry.
+"""The archive of a log: files of closed offset ranges in the store, their index (one small immutable object per file),
+and a Log that reads them, so that every reader of topics works on an archive without Kafka and without a registry.
 
-Names are functions of what they hold, so a killed writer's successor writes the same names again:
+Names are functions of the contents, so that the successor of a killed writer writes the same names again:
   archive/NAME/topics.json                                          topics and their partition counts
   archive/NAME/schemas/ID.json                                      a registered schema: {"subject", "schema"}
   archive/NAME/topic=T/partition=P/START-END.avro                   records of [START, END)
@@ -10,8 +10,8 @@ Names are functions of what they hold, so a killed writer's successor writes the
 
 ArchiveError
 ├── ArchiveDamaged    the index has a gap or an overlap, or a file is not the one that the index names
-├── NoArchive         nothing stands under the archive's name
-└── ReadOnlyArchive   an archive takes no records
+├── NoArchive         the store has no archive of that name
+└── ReadOnlyArchive   an archive accepts no records
 """
 
 from __future__ import annotations
@@ -58,25 +58,28 @@ JSON = "application/json"
 
 
 class ArchiveError(LogError):
-    """Base of the tree above."""
+    """Base class of all errors of archives; see the module docstring."""
 
 
 class ArchiveDamaged(ArchiveError):
-    """Remedy: restore the object that the message names from a copy of the store."""
+    """The archive is inconsistent. Remedy: restore the object that the message names from a copy of the store."""
 
 
 class NoArchive(ArchiveError):
-    """Remedy: check [archive] name and [store]; `turnlog archive` writes one."""
+    """The archive does not exist. Remedy: check [archive] name and [store]; `turnlog archive` writes one."""
 
 
 class ReadOnlyArchive(ArchiveError):
-    """Records are written to topics; the archive role copies them."""
+    """An archive cannot do what only a live log can. Records are written to topics; the archive role copies them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchivedRange:
-    """One file: every record of [start, end) of a partition. Offsets between records are markers and aborted records.
-    `bytes` and `sha256` are of the file, times in ms since 1970."""
+    """Index entry of one file, which has every record of [start, end) of a partition.
+
+    Offsets without a record are transaction markers and aborted records. `bytes` and `sha256` are those of the file;
+    times are in ms since 1970.
+    """
 
     topic: str
     partition: int
@@ -90,25 +93,25 @@ class ArchivedRange:
     bytes: int
     sha256: str
     key: str
-    """The file's name in the store."""
+    """Name of the file in the store."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """What the name of an index object says: offsets [start, end) of a partition are archived."""
+    """Offsets [start, end) of a partition that are archived, as stated in the name of an index object."""
 
     start: int
     end: int
 
 
 class ArchiveIndex:
-    """The objects of one archive."""
+    """The objects of one archive: topics, schemas, files, index and cuts."""
 
     def __init__(self, blobs: Blobs, name: str) -> None:
         self._blobs = blobs
         self.root = f"archive/{name}"
         self.spans: dict[Partition, list[Span]] = {}
-        """In order of offset, without gaps; as of `load`, with what was added since."""
+        """Archived spans by partition, in order of offset and without gaps. Spans added after `load` are included."""
         self.topics: dict[str, int] = {}
 
     async def load(self) -> None:
@@ -134,7 +137,7 @@ class ArchiveIndex:
         self.spans = spans
 
     async def put_topics(self, topics: Mapping[str, int]) -> None:
-        """Name the topics and their partition counts. Raises ArchiveDamaged when they are others than before."""
+        """Write the topics and their partition counts. Raises ArchiveDamaged if they differ from the archived ones."""
         if any(self.topics[name] != topics.get(name) for name in self.topics):
             raise ArchiveDamaged(
                 f"{self.root} holds topics {self.topics}, the log has {dict(topics)}: give this log an [archive] name "
@@ -145,18 +148,18 @@ class ArchiveIndex:
             await self._put("topics.json", self.topics)
 
     async def put_schema(self, schema_id: int, schema: Mapping[str, Any]) -> None:
-        """Keep a schema, before the first file that needs it."""
+        """Store a schema. To be called before the first file that needs it is stored."""
         await self._put(f"schemas/{schema_id}.json", {"subject": schema.get("name"), "schema": schema})
 
     async def schemas(self) -> dict[int, Mapping[str, Any]]:
-        """Every schema by id."""
+        """Return all schemas by id."""
         names = await self._blobs.names(f"{self.root}/schemas/")
         bodies = await asyncio.gather(*(self._blobs.get_named(name) for name in names))
         ids = [int(name.rpartition("/")[2].removesuffix(".json")) for name in names]
         return {schema_id: json.loads(body)["schema"] for schema_id, body in zip(ids, bodies, strict=True)}
 
     async def put_range(self, found: ArchivedRange, content: bytes, *, media_type: str) -> None:
-        """File first, then the index object that names it."""
+        """Store a file, and then the index object that names it."""
         await self._blobs.put_named(found.key, content, media_type=media_type)
         place = Partition(found.topic, found.partition)
         span = Span(found.start, found.end)
@@ -164,7 +167,7 @@ class ArchiveIndex:
         self.spans.setdefault(place, []).append(span)
 
     async def range(self, place: Partition, span: Span) -> ArchivedRange:
-        """The index object of a span. Raises ArchiveDamaged."""
+        """Return the index object of a span. Raises ArchiveDamaged."""
         name = f"{self.root}/{self._entry(place, span)}"
         try:
             return ArchivedRange(**json.loads(await self._blobs.get_named(name)))
@@ -172,7 +175,7 @@ class ArchiveIndex:
             raise ArchiveDamaged(f"{name}: {error}") from error
 
     async def file(self, place: Partition, span: Span) -> bytes:
-        """The verified file of a span. Raises ArchiveDamaged, StoreUnavailable."""
+        """Return the verified file of a span. Raises ArchiveDamaged, StoreUnavailable."""
         found = await self.range(place, span)
         try:
             content = await self._blobs.get_named(found.key)
@@ -186,21 +189,21 @@ class ArchiveIndex:
         return content
 
     async def put_cut(self, cut: Cut) -> None:
-        """Keep a cut; later ones have later names."""
+        """Store a cut. Later cuts have later names."""
         await self._put(f"marks/{cut.group}/{cut.unit:05d}/{cut.order:020d}.json", cut.as_json())
 
     async def newest_cut(self, group: str, unit: int) -> Cut | None:
-        """The last cut of a unit; None when there is none."""
+        """Return the last cut of a partition task, or None if there is none."""
         names = await self._blobs.names(f"{self.root}/marks/{group}/{unit:05d}/")
         return Cut.from_json(json.loads(await self._blobs.get_named(names[-1]))) if names else None
 
     def end(self, place: Partition) -> int | None:
-        """First offset behind the archived ones; None when there are none."""
+        """Return the first offset after the archived ones, or None if there are none."""
         found = self.spans.get(place)
         return found[-1].end if found else None
 
     def key(self, place: Partition, span: Span) -> str:
-        """The name of a range's file."""
+        """Return the name of a range's file."""
         folder = f"{self.root}/topic={place.topic}/partition={place.number:05d}"
         return f"{folder}/{span.start:020d}-{span.end:020d}.avro"
 
@@ -213,19 +216,20 @@ class ArchiveIndex:
 
 
 def archive_name(settings: Settings) -> str:
-    """[archive] name, or the run's id."""
+    """Return [archive] name, or else the run's id."""
     return settings.archive.name or settings.run.id
 
 
 def partitions_of(topics: Mapping[str, int], only: Iterable[str] = ()) -> Sequence[Partition]:
-    """Every partition of `topics`, or of those in `only`."""
+    """Return every partition of `topics`, or of those in `only`."""
     wanted = set(only) or set(topics)
     return [Partition(name, number) for name in sorted(wanted) for number in range(topics[name])]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Offsets by topic: `high`, the first input that is not folded; `ends`, where the outputs of what is folded end."""
+    """Consistent position of a partition task. `high`: first input offset per topic that is not folded; `ends`: end
+    offset per output topic of what has been folded."""
 
     group: str
     unit: int
@@ -236,22 +240,23 @@ class Cut:
 
     @property
     def order(self) -> int:
-        """Grows with every later cut of the unit."""
+        """Number that increases with every later cut of the partition task."""
         return sum(self.high.values()) + sum(self.ends.values())
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes."""
+        """Return the cut as JSON, the inverse of `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Cut:
-        """The inverse of `as_json`."""
+        """Parse the result of `as_json`."""
         commits = {topic: (offset, metadata) for topic, (offset, metadata) in value["commits"].items()}
         return cls(**{**value, "commits": commits})
 
 
 async def live_cut(log: Log, run_id: str, unit: int) -> Cut | None:
-    """The unit's present cut; None while a transaction is under way. Raises LogError, BrokenMetadata."""
+    """Return the present cut of a partition task, or None while a transaction is open. Raises LogError,
+    BrokenMetadata."""
     group = ConsumerGroup.ASSEMBLER.format(run=run_id)
     inputs = [Partition(topic, unit) for topic in INPUTS]
     before = await log.commits(group, inputs)
@@ -276,20 +281,20 @@ def _cut(group: str, unit: int, commits: Mapping[Partition, Commit], ends: Mappi
 
 
 MADE_UP_IDS = 1 << 31
-"""Ids of schemas that no archived record was written with; registries count from 1."""
+"""First id for schemas that no archived record was written with. Registries count from 1."""
 
 
 class ArchiveLog:
-    """See Log; the index is read once, by `open`. What writes raises ReadOnlyArchive."""
+    """See Log. The index is read once, by `open`. Methods that write raise ReadOnlyArchive."""
 
     def __init__(self, index: ArchiveIndex, schemas: Mapping[int, Mapping[str, Any]]) -> None:
         self.index = index
         self.schemas = dict(schemas)
-        """Every schema that an archived record was written with, by its id."""
+        """All schemas with which archived records were written, by id."""
 
     @classmethod
     async def open(cls, blobs: Blobs, name: str) -> ArchiveLog:
-        """Raises NoArchive, ArchiveDamaged, StoreUnavailable."""
+        """Open the archive `name`. Raises NoArchive, ArchiveDamaged, StoreUnavailable."""
         index = ArchiveIndex(blobs, name)
         await index.load()
         if not index.topics:
@@ -297,24 +302,25 @@ class ArchiveLog:
         return cls(index, await index.schemas())
 
     def events(self, *, writer: str) -> EventLog:
-        """The events of the archive: decodes without a registry."""
+        """Return an event log that decodes the archive's records without a registry."""
         registry = ArchiveRegistry(self.schemas)
         return EventLog(self, registry, Codec(registry.ids()), writer)
 
     async def close(self) -> None:
-        """Nothing to release: the store belongs to who opened it."""
+        """Do nothing: the store belongs to the caller of `open`."""
 
     async def cluster(self) -> str:
-        """Raises ReadOnlyArchive: it outlives its cluster."""
+        """See Log. Raises ReadOnlyArchive, because an archive outlives its cluster."""
         self._refuse()
 
     async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
-        """See Log. An archive keeps no configuration."""
+        """See Log. An archive has no configurations."""
         return {name: TopicSpec(name, count, 1, {}) for name, count in self.index.topics.items()}
 
     @asynccontextmanager
     async def reader(self, *, patient: bool = False, committed: bool = True) -> AsyncIterator[Reader]:
-        """See Log. A poll at the end waits: nothing new will come. Only committed records are archived."""
+        """See Log. A poll at the end returns nothing after its time-out, because nothing new will come. Only committed
+        records are archived."""
         yield ArchiveReader(self)
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
@@ -325,15 +331,15 @@ class ArchiveLog:
         return {place: (self.spans(place) or [Span(0, 0)])[-1].end for place in partitions}
 
     async def offset_since(self, partition: Partition, since_ms: int) -> int:
-        """Raises ReadOnlyArchive: an archive is read from its spans, never from a moment on."""
+        """See Log. Raises ReadOnlyArchive: an archive is read by its spans, never from a point in time."""
         self._refuse()
 
     async def groups(self) -> frozenset[str]:
-        """See Log. Raises ReadOnlyArchive: of groups, only the assembler's marks are archived."""
+        """See Log. Raises ReadOnlyArchive: of all groups, only the assembler's cuts are archived."""
         self._refuse()
 
     async def commits(self, group: str, partitions: Sequence[Partition]) -> dict[Partition, Commit]:
-        """The group's commits at the last cut that was archived."""
+        """Return the group's commits at the last archived cut."""
         found: dict[Partition, Commit] = {}
         for unit in {place.number for place in partitions}:
             cut = await self.index.newest_cut(group, unit)
@@ -342,26 +348,26 @@ class ArchiveLog:
         return found
 
     async def members(self, group: str) -> tuple[str, ...]:
-        """See Log. Raises ReadOnlyArchive: nobody is in a group of an archive."""
+        """See Log. Raises ReadOnlyArchive: groups of an archive have no members."""
         self._refuse()
 
     async def committed(self, group: str) -> frozenset[Partition]:
-        """See Log. Raises ReadOnlyArchive: nobody goes on from an archive."""
+        """See Log. Raises ReadOnlyArchive: no group continues from an archive."""
         self._refuse()
 
     async def cut(self, group: str, unit: int) -> Cut | None:
-        """The last cut of an assembler's unit that the archive covers; None when there is none."""
+        """Return the last cut of an assembler's partition task that the archive covers, or None if there is none."""
         cut = await self.index.newest_cut(group, unit)
         if cut is None:
             return None
 
-        def held(offsets: Mapping[str, int]) -> dict[str, int]:  # what stood behind it were markers
+        def held(offsets: Mapping[str, int]) -> dict[str, int]:  # offsets beyond the archived end were only markers
             return {t: min(at, self.index.end(Partition(t, unit)) or 0) for t, at in offsets.items()}
 
         return Cut(cut.group, unit, held(cut.high), held(cut.ends), cut.commits)
 
     def spans(self, place: Partition) -> list[Span]:
-        """Archived spans of a partition, in order. Raises TopicMissing."""
+        """Return the archived spans of a partition, in order. Raises TopicMissing."""
         if place.topic not in self.index.topics:
             raise TopicMissing(f"{self.index.root} holds no topic {place.topic}: it was not archived")
         if place.number not in range(self.index.topics[place.topic]):
@@ -398,17 +404,17 @@ class ArchiveLog:
 
 @dataclass(slots=True)
 class _Place:
-    """Where one partition stands: the next offset, and records that were read and not delivered."""
+    """Reading state of one partition: the next offset, and records that were read but not delivered."""
 
     position: int
     end: int = 0
-    """Of the range under way; 0 when none is."""
+    """End of the range that is being read; 0 if none is."""
     blocks: Iterator[list[Record]] = field(default_factory=lambda: iter(()))
     ready: deque[Record] = field(default_factory=deque)
 
 
 class ArchiveReader:
-    """See Reader. Holds at most one file per partition."""
+    """See Reader. It has at most one file per partition in memory."""
 
     def __init__(self, log: ArchiveLog) -> None:
         self._log = log
@@ -419,7 +425,7 @@ class ArchiveReader:
         self._places = {place: _Place(offset) for place, offset in starts.items()}
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """See Reader. Raises KeyError for a partition that is not assigned."""
+        """See Reader. Raises KeyError if the partition is not assigned."""
         if partition not in self._places:
             raise KeyError(f"{partition.topic}[{partition.number}] is not assigned to this reader")
         self._places[partition] = _Place(offset)
@@ -431,7 +437,7 @@ class ArchiveReader:
         """See Reader. Raises OffsetOutOfRange, ArchiveDamaged, StoreUnavailable."""
         found: list[Record] = []
         names = list(self._places)
-        if names:  # no partition starves another
+        if names:  # rotate, so that no partition starves another
             self._turn = (self._turn + 1) % len(names)
         for name in names[self._turn :] + names[: self._turn]:
             if len(found) < max_records:
@@ -440,7 +446,7 @@ class ArchiveReader:
         return found
 
     async def _take(self, name: Partition, place: _Place, limit: int) -> list[Record]:
-        """Up to `limit` records of one partition, none when it is at its end."""
+        """Return up to `limit` records of one partition, or none at its end."""
         while not place.ready and await self._more(name, place):
             pass
         found: list[Record] = []
@@ -452,7 +458,8 @@ class ArchiveReader:
         return found
 
     async def _more(self, name: Partition, place: _Place) -> bool:
-        """Make the next block ready; at the end of a range step behind it. False at the end of the archive."""
+        """Load the next block. At the end of a range, move to its end offset. Returns False at the end of the
+        archive."""
         if place.end:
             try:
                 block = next(place.blocks, None)
@@ -482,18 +489,18 @@ class ArchiveReader:
 
 
 class ArchiveRegistry:
-    """See Registry; the schemas that archived records were written with."""
+    """See Registry. Its schemas are those with which archived records were written."""
 
     def __init__(self, schemas: Mapping[int, Mapping[str, Any]]) -> None:
         self._schemas = schemas
         self._by_text = {_text(schema): schema_id for schema_id, schema in schemas.items()}
 
     def ids(self) -> dict[str, int]:
-        """Record name -> the archived id of its present schema, or a made-up one where none was archived."""
+        """Return record name -> archived id of its present schema, or a made-up id if that was not archived."""
         return {name: self._by_text.get(_text(stored_schema(name)), MADE_UP_IDS + at) for at, name in enumerate(ALL)}
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        """See Registry; nothing is registered. Raises ReadOnlyArchive for a schema that is not archived."""
+        """See Registry, but nothing is registered. Raises ReadOnlyArchive if the schema is not archived."""
         try:
             return self._by_text[_text(schema)]
         except KeyError:
@@ -503,7 +510,7 @@ class ArchiveRegistry:
         return self._schemas[schema_id]
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no connections."""
 
 
 def _text(schema: Mapping[str, Any]) -> str:

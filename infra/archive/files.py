@@ -1,8 +1,8 @@
-"""The Avro schema of an archive file: an envelope whose `record` is a union of the events' schemas as written.
+"""Archive files: Avro containers of records, whose values keep the schemas that they were written with.
 
-A name may be defined once in a file, so a nested type that two events share is defined by the first and named by the
-second; the second version of a schema gets a namespace of its own.
-Source: Apache Avro 1.11 specification, "Names" and "Unions".
+Each record is an envelope whose `record` is a union of the events' schemas. A name may be defined only once in a file,
+so the first of two events that share a nested type defines it and the second refers to it. The second version of a
+schema gets its own namespace. Source: Apache Avro 1.11 specification, "Names" and "Unions".
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Schema = Any
 
 
 class Unmergeable(Exception):
-    """A schema that no union can hold: not a named record, or a name that it does not define."""
+    """The schema cannot be part of a union: it is not a named record, or it uses a name that it does not define."""
 
 
 class UnionSchema:
-    """The union under construction: arm 0 is null, each schema gets the next one when it first comes."""
+    """The union under construction. Arm 0 is null; each new schema gets the next arm."""
 
     def __init__(self) -> None:
         self.arms: list[Schema] = ["null"]
         self._defined: dict[str, Schema] = {}
 
     def add(self, schema_id: int, schema: Mapping[str, Any]) -> int:
-        """The schema's arm. Raises Unmergeable."""
+        """Return the schema's arm; add it if it is new. Raises Unmergeable."""
         whole = _expanded(dict(schema), "", {}, ())
         if not isinstance(whole, dict) or whole.get("type") != "record":
             raise Unmergeable(f"schema id {schema_id} is no record")
@@ -57,7 +57,7 @@ class UnionSchema:
         return len(self.arms) - 1
 
     def envelope(self) -> Schema:
-        """The schema of the file."""
+        """Return the schema of the file."""
         header = {
             "type": "record",
             "name": "Header",
@@ -83,7 +83,8 @@ class UnionSchema:
 
 
 def _expanded(node: Schema, space: str, names: dict[str, Schema], inside: tuple[str, ...]) -> Schema:
-    """The schema with full names and every reference replaced by what it names; a recursive one keeps its name."""
+    """Return the schema with full names, and every reference replaced by its definition. Recursive references keep
+    the name."""
     if isinstance(node, str):
         if node in PRIMITIVES:
             return node
@@ -113,7 +114,8 @@ def _expanded(node: Schema, space: str, names: dict[str, Schema], inside: tuple[
 
 
 def _placed(node: Schema, defined: dict[str, Schema]) -> Schema | None:
-    """An expanded schema with names for what is `defined` already; None when a name means something else there."""
+    """Replace definitions that are already in `defined` by their names. Returns None if a name is defined
+    differently there."""
     if isinstance(node, str):
         return node
     if isinstance(node, list):
@@ -156,7 +158,7 @@ MEDIA_TYPE = "application/avro"
 OCF_MAGIC = b"Obj\x01"
 BLOCK_BYTES = 1 << 20
 DEFLATE_LEVEL = 1
-"""Token ids hardly compress: level 6 takes three times as long for two per cent."""
+"""Compression level. Token ids hardly compress: level 6 takes three times as long and saves two per cent."""
 DEFLATE, NULL = "deflate", "null"
 NOTHING = b"\x00"
 
@@ -166,11 +168,11 @@ class CorruptArchive(Exception):
 
 
 Written = Mapping[int, Mapping[str, Any]]
-"""Schema id -> schema as registered; ids of no record of the catalogue are absent."""
+"""Schema id -> schema as registered. Ids that belong to no record of the catalogue are absent."""
 
 
 class RangeFile:
-    """One range under construction: add records in offset order, then `content`."""
+    """A file under construction: add records in offset order, then call `content`."""
 
     def __init__(self, place: Partition, *, codec: str = DEFLATE) -> None:
         self._place = place
@@ -185,9 +187,9 @@ class RangeFile:
         self._sync = b""
         self.count = 0
         self.bytes = 0
-        """Of keys and values, as they stood on the log."""
+        """Bytes of keys and values, as on the log."""
         self.held = 0
-        """Bytes of memory, about."""
+        """Approximate memory in bytes."""
         self.first: tuple[int, int] = (0, 0)
         """(offset, timestamp) of the first record."""
         self.last: tuple[int, int] = (0, 0)
@@ -195,7 +197,7 @@ class RangeFile:
         """Earliest and latest timestamp."""
 
     def add(self, record: Record, schemas: Written) -> None:
-        """Append one record; `schemas` holds the schema of its id if anybody knows it."""
+        """Append one record. `schemas` contains the schema of its id, if it is known."""
         at = (record.offset, record.timestamp_ms)
         self.first = self.first if self.count else at
         early, late = self.times if self.count else (at[1], at[1])
@@ -220,7 +222,7 @@ class RangeFile:
             self._close_block()
 
     def content(self, start: int, end: int) -> bytes:
-        """The file of range [start, end): the same bytes for the same records."""
+        """Return the file for range [start, end). The same records give the same bytes."""
         self._close_block()
         sync = hashlib.sha256(f"{self._place.topic}/{self._place.number}/{start}/{end}".encode()).digest()[:16]
         metadata = {
@@ -251,7 +253,7 @@ class RangeFile:
         self._block, self._in_block = bytearray(), 0
 
     def _arm(self, value: bytes, schemas: Written) -> int | None:
-        """The union's arm for a value that decodes under its schema; None when it must be kept raw."""
+        """Return the union's arm for a value that can be decoded with its schema, or None if it must be stored raw."""
         if len(value) < HEADER.size or value[0] != MAGIC:
             return None
         schema_id = HEADER.unpack_from(value)[1]
@@ -275,7 +277,7 @@ class RangeFile:
 
 
 def read_range(content: bytes, place: Partition) -> Iterator[list[Record]]:
-    """The records of a file, block by block, values as they stood on the log. Raises CorruptArchive."""
+    """Yield the records of a file, block by block, with their values as on the log. Raises CorruptArchive."""
     try:
         metadata, at = _file_header(content)
         sync, at = content[at : at + 16], at + 16
@@ -283,7 +285,7 @@ def read_range(content: bytes, place: Partition) -> Iterator[list[Record]]:
         while at < len(content):
             count, at = _long(content, at)
             size, at = _long(content, at)
-            if size < 0:  # the next block would be one that was read
+            if size < 0:  # otherwise the next block would be one that was already read
                 raise CorruptArchive(f"{place.topic}[{place.number}]: a block of {size} bytes")
             packed = content[at : at + size]
             if content[at + size : at + size + 16] != sync:
@@ -295,7 +297,7 @@ def read_range(content: bytes, place: Partition) -> Iterator[list[Record]]:
 
 
 def zigzag(value: int) -> bytes:
-    """Avro's variable-length zig-zag coding of a long."""
+    """Encode a long as Avro does: zig-zag, variable length."""
     value = (value << 1) ^ (value >> 63)
     if value < 128:
         return bytes((value,))
@@ -308,7 +310,7 @@ def zigzag(value: int) -> bytes:
 
 
 def _long(data: bytes, at: int) -> tuple[int, int]:
-    """(value, next position). Raises IndexError."""
+    """Decode a long. Returns (value, next position). Raises IndexError."""
     byte = data[at]
     at += 1
     if byte < 128:
@@ -397,7 +399,7 @@ def _decodes(value: bytes, schema: Any) -> bool:
     stream.seek(HEADER.size)
     try:
         fastavro.schemaless_reader(stream, schema, None)
-    except Exception:  # fastavro raises whatever it meets in bytes that are not of their schema
+    except Exception:  # fastavro may raise anything if bytes do not match their schema
         return False
     return not stream.read(1)
 

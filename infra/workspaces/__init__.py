@@ -1,13 +1,13 @@
-"""Workspaces as they lie in the store: the list of the files, and which pieces of which packs their bytes are.
+"""Workspaces in the store: the list of files, and the pieces of packs that make up their contents.
 
-A manifest is a blob of canonical JSON (`version` 1). `tree_sha256` is over paths, kinds, modes, targets and hashes of
-contents alone, so that equal trees have equal ones, however they came to be and wherever their pieces lie.
+A manifest is a blob of canonical JSON (`version` 1). `tree_sha256` covers only paths, kinds, modes, targets and content
+hashes, so that equal trees have equal hashes, however they were made and wherever their pieces are stored.
 
-ref = await kept({"calc.py": "def add(a, b): ..."}, blobs)  # files that somebody holds, as a session's first workspace
-both = await put(joined({"before": first, "after": last}), blobs)  # manifests below folders: no byte of a file is read
+ref = await kept({"calc.py": "def add(a, b): ..."}, blobs)  # store files, for example a session's first workspace
+both = await put(joined({"before": first, "after": last}), blobs)  # join manifests below folders without reading files
 
-NotAWorkspace      the blob is no manifest, or says what no workspace can hold; or is not in the store
-FilesUnusable      files that no workspace can hold; names the path
+NotAWorkspace      the blob is not a manifest, describes an impossible workspace, or is not in the store
+FilesUnusable      files that no workspace can contain; the message names the path
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ MEDIA_TYPE = "application/vnd.turnlog.workspace+json"
 PACK_TYPE = "application/vnd.turnlog.workspace-pack"
 VERSION = 1
 PIECE_BYTES = 1 << 20
-"""A file is cut every so many bytes; its last piece may be shorter."""
+"""Size of a file's pieces; the last piece may be shorter."""
 PACK_BYTES = 4 << 20
-"""No pack is longer."""
+"""Maximum size of a pack."""
 MOST_MANIFEST_BYTES = 64 << 20
 WASTE_BYTES = 16 << 20
 WASTE_FACTOR = 4
-"""A workspace of n bytes lies in packs of at most WASTE_FACTOR * n + WASTE_BYTES: else it is packed anew, and what
-somebody else has stored so is refused before a byte of it is fetched."""
+"""A workspace of n bytes may take packs of at most WASTE_FACTOR * n + WASTE_BYTES. A larger one is packed again. If
+somebody else has stored such a workspace, it is rejected before any byte is fetched."""
 MANY_PACKS = 128
-"""Small packs that a chain of snapshots may pile up before they are packed anew."""
+"""Number of small packs that a chain of snapshots may accumulate before they are packed again."""
 CANONICAL = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), sort_keys=True)
 
 MOST_ENTRIES = 100_000
@@ -52,7 +52,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 
 
 class FileKind(StrEnum):
-    """What a workspace may hold. Sockets, pipes and devices are left out of snapshots."""
+    """Kinds of entries in a workspace. Sockets, pipes and devices are left out of snapshots."""
 
     file = "file"
     folder = "folder"
@@ -61,32 +61,34 @@ class FileKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One entry of a workspace."""
+    """An entry of a workspace."""
 
     path: str
-    """Relative, / between parts, bytes that are no UTF-8 by surrogateescape; parents come before children."""
+    """Relative path with / as separator. Bytes that are not UTF-8 are escaped by surrogateescape. Parents precede
+    children."""
     kind: FileKind
     mode: int
-    """Permission bits alone (0 .. 0o777)."""
+    """Permission bits only (0 .. 0o777)."""
     size: int = 0
-    """Bytes of a file; 0 of others."""
+    """Size of a file in bytes; 0 for other kinds."""
     target: str = ""
-    """Of a link, as it is."""
+    """Target of a link, unresolved."""
     stamp: str = ""
-    """Changes whenever the file's bytes may have; empty when the backend cannot tell. Means nothing elsewhere."""
+    """Value that changes whenever the file's bytes may have changed; empty if the backend cannot tell. It is valid only
+    in the backend that made it."""
 
 
 class NotAWorkspace(Exception):
-    """No manifest, or one of something that is no tree of files."""
+    """The blob is not a manifest, or not of a tree of files."""
 
 
 class FilesUnusable(Exception):
-    """Files that somebody has put together, and no workspace can hold."""
+    """The given files cannot form a workspace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of a file, and where they lie."""
+    """A range of bytes of a file, and its location in a pack."""
 
     sha256: str
     pack: BlobRef
@@ -96,7 +98,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One entry of the tree, `stamp` empty; for a file the hash of its bytes and its pieces, in order."""
+    """An entry of the tree, with empty `stamp`. Files also have the hash of their contents and their pieces, in
+    order."""
 
     entry: FileEntry
     sha256: str = ""
@@ -105,18 +108,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole workspace."""
+    """A complete workspace."""
 
     files: tuple[Stored, ...]
-    """Sorted by path."""
+    """Entries, sorted by path."""
     interpreter: bool = False
-    """A persistent interpreter lived beside these files; what it held is nowhere but in it."""
+    """True if a persistent interpreter ran with these files; its state is not part of the manifest."""
     ref: BlobRef | None = field(default=None, compare=False)
-    """Of the manifest's own blob."""
+    """Reference of the manifest's own blob, if it is stored."""
 
     @functools.cached_property
     def tree_sha256(self) -> str:
-        """Hex sha256 that equal trees share."""
+        """Hex sha256 that is equal for equal trees."""
         about = hashlib.sha256()
         for stored in self.files:
             entry = stored.entry
@@ -126,31 +129,31 @@ class Manifest:
 
     @functools.cached_property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(stored.entry.size for stored in self.files)
 
     @functools.cached_property
     def packs(self) -> tuple[BlobRef, ...]:
-        """What must be fetched for it, each once, in order of first use."""
+        """Packs that must be fetched, each once, in order of first use."""
         return tuple(dict.fromkeys(piece.pack for stored in self.files for piece in stored.pieces))
 
     @property
     def bloated(self) -> bool:
-        """Much more would be fetched than there is."""
+        """True if the packs are much larger than the files."""
         return sum(pack.size for pack in self.packs) > WASTE_FACTOR * self.size + WASTE_BYTES
 
     @property
     def wasteful(self) -> bool:
-        """It is better packed anew: it is bloated, or lies in many small packs."""
+        """True if the files should be packed again: the packs are bloated, or too many are small."""
         return self.bloated or len(self.packs) > MANY_PACKS + 2 * self.size // PACK_BYTES
 
     @property
     def says(self) -> tuple[str, bool]:
-        """All that a session can tell of it."""
+        """Everything by which a session can distinguish two workspaces."""
         return self.tree_sha256, self.interpreter
 
     def encode(self) -> bytes:
-        """Canonical JSON."""
+        """Encode the manifest as canonical JSON."""
         number = {pack: place for place, pack in enumerate(self.packs)}
         text = CANONICAL.encode(
             {
@@ -165,8 +168,8 @@ class Manifest:
 
 
 def decode(content: bytes, ref: BlobRef) -> Manifest:
-    """The manifest of a blob, every claim checked that can be without its packs: shape, paths, sizes, ranges, tree
-    hash. Raises NotAWorkspace, which says what is wrong."""
+    """Parse a manifest and check everything that can be checked without its packs: shape, paths, sizes, ranges, tree
+    hash. Raises NotAWorkspace, whose message states the fault."""
     try:
         datum = json.loads(content)
         if not isinstance(datum, dict) or datum.get("version") != VERSION:
@@ -226,7 +229,7 @@ def _piece(place: list[Any], packs: list[BlobRef]) -> Piece:
 
 
 def _overlap(manifest: Manifest) -> str:
-    """Why pieces of one pack are not apart; the same piece may serve many files."""
+    """Return an error text if pieces of one pack overlap, else "". Several files may use the same piece."""
     ranges = {(piece.pack.sha256, piece.offset): piece for stored in manifest.files for piece in stored.pieces}
     ends: dict[str, int] = {}
     for (pack, offset), piece in sorted(ranges.items()):
@@ -265,8 +268,8 @@ def _flag(value: Any) -> bool:
 
 
 def flaw(entries: Sequence[FileEntry]) -> str:
-    """Why these are no tree: a path out of it or below something that is no folder, the same twice, a wrong order,
-    more than a snapshot holds. Empty when they are one."""
+    """Return an error text if the entries do not form a tree, else "". Faults are a path outside of it or below an
+    entry that is not a folder, a duplicate, a wrong order, or more entries than a snapshot may have."""
     if len(entries) > MOST_ENTRIES:
         return f"{len(entries)} files and folders; a workspace holds {MOST_ENTRIES}"
     folders = {""}
@@ -285,7 +288,7 @@ def flaw(entries: Sequence[FileEntry]) -> str:
 
 
 def path_flaw(path: str) -> str:
-    """Why this is no path of a workspace; empty when it is one."""
+    """Return an error text if `path` is not allowed in a workspace, else ""."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts):
         return "a path is relative and has no empty part, no . and no .."
@@ -315,14 +318,14 @@ def _entry_flaw(entry: FileEntry) -> str:
 
 
 async def opened(ref: BlobRef, blobs: Blobs) -> Manifest:
-    """What is stored under `ref`. Raises NotAWorkspace, StoreUnavailable."""
+    """Fetch and parse the manifest `ref`. Raises NotAWorkspace, StoreUnavailable."""
     if not SHA256.match(ref.sha256) or not 0 < ref.size <= MOST_MANIFEST_BYTES:
         raise NotAWorkspace(f"{ref.sha256[:80]} of {ref.size} bytes cannot be a workspace")
     return await asyncio.to_thread(decode, await _got(ref, blobs), ref)
 
 
 async def read(manifest: Manifest, blobs: Blobs) -> dict[str, bytes]:
-    """The bytes of its files by path, every hash checked. Raises NotAWorkspace, StoreUnavailable."""
+    """Return path -> contents of the files, with every hash checked. Raises NotAWorkspace, StoreUnavailable."""
     packs = {pack: await _got(pack, blobs) for pack in manifest.packs}
     contents = {}
     for stored in manifest.files:
@@ -335,8 +338,11 @@ async def read(manifest: Manifest, blobs: Blobs) -> dict[str, bytes]:
 
 
 async def kept(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
-    """The workspace that holds these files: path -> text, or {"base64": ..., "mode": 493}, or {"text": ..., "mode":
-    493}, or {"link": target}. Equal files have equal references. Raises FilesUnusable, StoreUnavailable."""
+    """Store these files as a workspace and return its reference. Equal files give equal references.
+
+    `files` maps a path to text, to {"base64": ..., "mode": 493}, to {"text": ..., "mode": 493}, or to {"link": target}.
+    Raises FilesUnusable, StoreUnavailable.
+    """
     if not isinstance(files, Mapping):
         raise FilesUnusable(f"{type(files).__name__} says no path -> file")
     entries, contents = [], {}
@@ -355,7 +361,7 @@ async def kept(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
 
 
 def joined(parts: Mapping[str, Iterable[Stored]]) -> Manifest:
-    """One tree of several, each below the folder that it is named by; folders above its files are made."""
+    """Join trees into one: each is placed below the folder that is its key. Missing parent folders are added."""
     found: dict[str, Stored] = {}
     for folder, files in parts.items():
         for stored in files:
@@ -368,8 +374,8 @@ def joined(parts: Mapping[str, Iterable[Stored]]) -> Manifest:
 
 
 async def put(manifest: Manifest, blobs: Blobs) -> BlobRef:
-    """Store it, its files packed anew where what they lie in is many times their size. Raises NotAWorkspace,
-    StoreUnavailable."""
+    """Store the manifest. If its packs are much larger than its files, the files are packed again first. Raises
+    NotAWorkspace, StoreUnavailable."""
     if manifest.bloated:
         manifest = await _packed(manifest, await read(manifest, blobs), blobs)
     return await _put(manifest, blobs)
@@ -380,7 +386,7 @@ async def _put(manifest: Manifest, blobs: Blobs) -> BlobRef:
 
 
 async def _packed(manifest: Manifest, contents: Mapping[str, bytes], blobs: Blobs) -> Manifest:
-    """The manifest with these bytes as its files', in packs of their own."""
+    """Store `contents` in new packs, and return the manifest that refers to them."""
     cut = [
         (path, content[start : start + PIECE_BYTES])
         for path, content in contents.items()
@@ -413,7 +419,7 @@ def _filled(stored: Stored, contents: Mapping[str, bytes], pieces: Mapping[str, 
 
 
 def _entry(path: str, said: Any) -> tuple[FileEntry, bytes]:
-    """Raises ValueError, TypeError, KeyError for what is no file."""
+    """Parse the description of a file. Raises ValueError, TypeError, KeyError if it is invalid."""
     if fault := path_flaw(_text(path)):
         raise ValueError(fault)
     said = {"text": said} if isinstance(said, str) else dict(said)
