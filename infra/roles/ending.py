@@ -99,7 +99,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "gateway": settings.engine.request_timeout_s + ROUND_S,  # a turn, and its records
         "sandbox": settings.sandbox.wall_s + ROUND_S,  # a call, its workspace and its answer
         "trainer": 2 * (settings.liveness.step_s or UNWATCHED_STEP_S),  # the rest of a step, then a checkpoint
-        "loader": settings.loader.timeout_s + ROUND_S,  # a swap, and its report
+        "loader": settings.loader.timeout_s + ROUND_S,  # a weight update, and its report
         "assembler": ROUND_S,
         "batcher": ROUND_S,
         "feeder": ROUND_S,
@@ -108,7 +108,7 @@ def drain_s(role: str, settings: Settings) -> float:
         "trace": settings.trace.timeout_s + ROUND_S,  # a request, and its mark
         "track": ROUND_S,
         "alerts": ROUND_S,
-        "runner": 0.0,  # rollouts go on with the next owner
+        "runner": 0.0,  # rollouts continue at the next owner
         "views": 0.0,
         "dashboard": 0.0,
         "registry": 0.0,

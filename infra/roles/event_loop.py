@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
-from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both talk through it, and no name leads there
+from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both use it; it has no public name
 
 STARTS_PROCESSES = frozenset({"sandbox"})
 """Roles that start processes as another user, which uvloop cannot do."""
@@ -54,4 +54,4 @@ def _of_a_reset_one_too(stream: AnyIOStream, info: str) -> Any:
     try:
         return _ask(stream, info)
     except AttributeError:
-        return info == "is_readable" or None  # what a closed socket answers
+        return info == "is_readable" or None  # the answers of a closed socket

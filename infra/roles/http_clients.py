@@ -62,8 +62,8 @@ def direct(*, verify: ssl.SSLContext | None = None, **options: Any) -> httpx.Asy
     """Create a client for servers of the run. Without `verify` it trusts the machine's certificate authorities."""
     import httpx  # 80 ms that not every role needs
 
-    # httpx looks for proxies only if it creates the transport itself, and then fails even for a proxy that it would
-    # not use, if it cannot speak to it (SOCKS needs another package; without it, ImportError).
+    # httpx reads the proxy variables only if it creates the transport itself. It then fails even for a proxy that it
+    # would not use, if it does not support its kind (SOCKS needs another package: ImportError).
     return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(verify=verify or True), **options)
 
 

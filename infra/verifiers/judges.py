@@ -462,7 +462,7 @@ async def _by_opponents(verifier: JudgeVerifier, means: Means) -> Verdict:
         return await group.compared(verifier.name, first, second, ask)
 
     as_first, as_second = [], []
-    for other in opponents:  # one after the other: as many requests at once as sessions are judged
+    for other in opponents:  # sequentially: one request at a time for each judged session
         as_first.append(await won(ours, other))
         as_second.append(1 - await won(other, ours))
     shares = {other: (first + second) / 2 for other, first, second in zip(opponents, as_first, as_second, strict=True)}
