@@ -1,4 +1,4 @@
-"""The gateway role: what each request does with sessions, turns and engines, served by an ASGI application."""
+"""The gateway role: the ASGI application that serves sessions, turns and engines."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ from turnlog.schemas.types import TurnId
 
 
 def dialects(keys: SigningKeys) -> tuple[Dialect, ...]:
-    """The APIs that are served."""
+    """Return the API adapters that the gateway serves."""
     return OpenAIChat(), OpenAIResponses(keys), AnthropicMessages(keys)
 
 
 ANTHROPIC = "anthropic-version"
-"""Header that tells Anthropic's clients where they ask for what other APIs have, too."""
+"""Header that Anthropic's clients send; it selects Anthropic's format on paths that several APIs share."""
 REFUSAL = OpenAIChat().refusal
-"""Of what belongs to no dialect: sessions."""
+"""Error format of requests that belong to no API adapter, such as those about sessions."""
 JUDGES = Counter(
     "turnlog_gateway_turns_by_judges", "Requests for turns by the token that also gives the verdict, not the agent's"
 )
@@ -124,15 +124,16 @@ REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that
 
 T = TypeVar("T")
 VALUES, VALUES_PER_TOKEN = 1 << 18, 4
-"""JSON values of a request for a turn: so many, and so many for each token of the window. A parser makes an object of
-each, a million in a quarter of a second, during which no other thread runs."""
+"""Upper bound on the JSON values in a turn request: `VALUES`, plus `VALUES_PER_TOKEN` for each token of the window. A
+parser allocates an object for each value, a million in a quarter of a second, during which no other thread runs."""
 RECORD_BYTES = 1 << 20
-"""Of a request to open or finish a session: what it says goes into one record, which holds far less than 8 MiB."""
+"""Maximum body size in bytes of a request to open or finish a session. Its contents go into one record, which holds far
+less than 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """Everything that the endpoints need."""
+    """All state that the endpoints need."""
 
     role: Role
     url: str
@@ -146,12 +147,12 @@ class Gateway:
     owners: Owners | None
     dialects: tuple[Dialect, ...]
     least_group: int
-    """Rollouts of a group that the run's estimator needs."""
+    """Smallest group size that the run's estimator accepts."""
 
     @classmethod
     async def assembled(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
-        """From settings and clients; `url`: as records name it.
-        Raises ModelMissing, TemplateMissing, TemplateUnusable, TopicMissing, NoRouting, ProfileError."""
+        """Build a gateway from settings and clients. `url` is its address as records name it. Raises ModelMissing,
+        TemplateMissing, TemplateUnusable, TopicMissing, NoRouting, ProfileError."""
         settings = role.settings
         folder = Path(settings.model.path)
         tokens, template = TextTokens(folder), ChatTemplate.load(folder)
@@ -190,7 +191,8 @@ class Gateway:
         sampler = Sampler(
             engines=engines,
             timeout_s=settings.engine.request_timeout_s,
-            # where the model names what ends its answers, a mark of the template may end only a part of one
+            # Where the model names its end-of-sequence ids, an end mark of the template may end only a part of an
+            # answer.
             ends=tuple(sorted(tokens.eos)) or tuple(one for one in [prompts.end_of_turn] if one is not None),
             eos=tokens.eos,
             vocabulary=tokens.vocabulary,
@@ -236,7 +238,7 @@ class Gateway:
 
     @asynccontextmanager
     async def current(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Follow sessions and engines while the block runs; the task ends only by an error."""
+        """Follow sessions and engines while the block runs. The yielded task ends only with an error."""
         known = asyncio.Event()
 
         async def run() -> None:
@@ -266,7 +268,7 @@ class Gateway:
                 await self.owners.close()
 
     async def turn(self, dialect: Dialect, request: Request) -> Response:
-        """A new turn, or the recorded one that a repeat asks for."""
+        """Answer with a new turn, or with the recorded one if the request is a repeat."""
         claims = self._claims(request)
         body = await self.body(request)
         try:
@@ -284,7 +286,7 @@ class Gateway:
         )
 
     async def body(self, request: Request, most: int | None = None) -> bytes:
-        """After the token was looked at. Raises TooLarge, TooSlow."""
+        """Read the request's body; call it only after the token was verified. Raises TooLarge, TooSlow."""
         setting = self.role.settings.gateway.max_body_bytes
         whole = most is None or setting < most
         remedy = "send less, or raise [gateway] max_body_bytes" if whole else "that is one record of the log: send less"
@@ -298,7 +300,8 @@ class Gateway:
             raise TooLarge(str(error)) from None
 
     async def _with_images(self, asked: TurnRequest, session: Session) -> TurnRequest:
-        """Raises ImagesNotServed, NotRecorded."""
+        """Store the request's images and return the request with references to them. Raises ImagesNotServed,
+        NotRecorded."""
         if self.images is None:
             raise ImagesNotServed(
                 f"{self.role.settings.model.name} takes no images: its folder names no image token and no rule for how "
@@ -312,7 +315,7 @@ class Gateway:
         return dataclasses.replace(asked, images=admitted)
 
     async def beside(self, dialect: Dialect, endpoint: Endpoint, request: Request) -> Response:
-        """What a dialect serves beside turns."""
+        """Answer a request to an endpoint that an API adapter serves besides turns."""
         try:
             claims = self._claims(request)
             body = await self.body(request)
@@ -332,9 +335,9 @@ class Gateway:
     async def _begun(
         self, dialect: Dialect, request: Request, body: bytes, claims: Claims
     ) -> tuple[Session, TurnRequest, Running | Turn]:
-        """The session, what it is asked, and the turn, begun or recorded before. What takes long waits for the store or
-        for a thread: a session that was let go meanwhile is found, and read for, again. Raises GatewayError,
-        OwnedElsewhere."""
+        """Return the session, the parsed request, and its turn, which is started here or was started or recorded
+        before. Planning may wait for the blob store or a thread. If the session was dropped meanwhile, find it and read
+        the request again. Raises GatewayError, OwnedElsewhere."""
         headers, parent = request.headers, traceparent(request.headers.getlist("traceparent"))
         key = headers.get("idempotency-key")
         JUDGES.inc(not claims.agent)
@@ -348,7 +351,7 @@ class Gateway:
                 plan = await self.turns.plan(session, asked, claims, path)
                 if self.sessions.owned(session.id) is not session:
                     continue
-                turn = session.repeated(asked.sha256, key)  # its twin may have begun meanwhile
+                turn = session.repeated(asked.sha256, key)  # its duplicate may have begun meanwhile
                 if turn is None:
                     running = self.turns.start(session, asked, claims, plan)
                     if key is not None:
@@ -358,7 +361,7 @@ class Gateway:
             return session, asked, turn
 
     async def _read(self, dialect: Dialect, body: bytes, session: Session) -> TurnRequest:
-        """What a body asks, its images in the store. Raises BadRequest, TooLarge, TooMany, ImagesNotServed,
+        """Parse a request for a turn and store its images. Raises BadRequest, TooLarge, TooMany, ImagesNotServed,
         NotRecorded."""
         most = VALUES + VALUES_PER_TOKEN * self.turns.planner.window
 
@@ -373,7 +376,7 @@ class Gateway:
         return await self._with_images(asked, session) if asked.pictures else asked
 
     async def open(self, request: Request) -> Response:
-        """POST /sessions: idempotent per (rollout_id, attempt)."""
+        """Serve POST /sessions; idempotent per (rollout_id, attempt)."""
         require_key(request.headers.get("authorization"), *self.keys.accepted)
         wanted = open_request(
             await self.body(request, RECORD_BYTES),
@@ -405,7 +408,7 @@ class Gateway:
         )
 
     def _check_group(self, wanted: OpenRequest) -> None:
-        """Raises GroupTooSmall."""
+        """Raise GroupTooSmall if the estimator needs a larger group."""
         if wanted.purpose is Purpose.train and wanted.group_size < self.least_group:
             raise GroupTooSmall(
                 f"estimator {self.role.settings.fold.estimator!r} compares at least {self.least_group} rollouts of a "
@@ -415,7 +418,7 @@ class Gateway:
             )
 
     async def reward(self, request: Request) -> Response:
-        """POST /sessions/{id}/reward: the first verdict counts."""
+        """Serve POST /sessions/{id}/reward; the first reward counts."""
 
         async def rewarded(session: Session, wanted: RewardRequest) -> Response:
             return answered({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
@@ -423,7 +426,7 @@ class Gateway:
         return await self._about(request, reward_request, rewarded, judges=True)
 
     async def finish(self, request: Request) -> Response:
-        """POST /sessions/{id}/finish: idempotent."""
+        """Serve POST /sessions/{id}/finish; idempotent."""
 
         async def finished(session: Session, wanted: FinishRequest) -> Response:
             if wanted.reward is not None:
@@ -433,7 +436,7 @@ class Gateway:
         return await self._about(request, finish_request, finished, judges=True)
 
     async def describe(self, request: Request) -> Response:
-        """GET /sessions/{id}."""
+        """Serve GET /sessions/{id}."""
 
         async def told(session: Session, _: bytes) -> Response:
             return answered(session.description() | {"base_url": f"{self.url}/v1"})
@@ -448,8 +451,9 @@ class Gateway:
         *,
         judges: bool = False,
     ) -> Response:
-        """A request about the session that its path names: read before the session is looked for, so that a malformed
-        one takes nothing over. `judges`: it is none of the agent's. Raises AgentsToken."""
+        """Answer a request about the session that its path names. The body is parsed before the session is looked up,
+        so that a malformed request takes no session over. With `judges`, the agent's own token is rejected. Raises
+        AgentsToken."""
         claims = self._claims_of_path(request)
         if judges and claims.agent:
             raise AgentsToken(
@@ -465,7 +469,7 @@ class Gateway:
         return await answer(session, wanted)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models and /v1/models/NAME: whatever name a client has for it, it is the policy."""
+        """Serve GET /v1/models and /v1/models/NAME. Every name that a client sends stands for the policy."""
         self._claims(request)
         policy = self.role.settings.model.name
         name = request.path_params.get("name", policy)
@@ -494,7 +498,7 @@ class Gateway:
 
 
 async def described(_: Request) -> Response:
-    """GET /openapi.json."""
+    """Serve GET /openapi.json."""
     return answered(document())
 
 
@@ -506,18 +510,19 @@ def _finished(event: SessionFinished) -> dict[str, object]:
 
 
 def answered(content: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
-"""What nobody reads: the client left before its request had come in (nginx's number)."""
+"""Status of a response that nobody reads: the client disconnected before its request had arrived (nginx's number)."""
 
 
 def front(gateway: Gateway) -> ASGIApp:
-    """The ASGI application. Turns pass by routing and exception stacks, which cost half of what is left."""
+    """Return the ASGI application. Turn requests bypass Starlette's router and exception middleware, which cost half of
+    the remaining overhead."""
     app = build(gateway)
     dialects = {dialect.path: dialect for dialect in gateway.dialects}
 
@@ -538,7 +543,7 @@ def front(gateway: Gateway) -> ASGIApp:
 
 
 def build(gateway: Gateway) -> Starlette:
-    """Every endpoint."""
+    """Return the Starlette application with all endpoints."""
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, GatewayError | LogError)
@@ -583,7 +588,8 @@ def build(gateway: Gateway) -> Starlette:
 
 
 def _told(role: Role, prompts: Prompts, found: Findings) -> None:
-    """What a gateway makes of a chat template, to whoever asks: a wrong guess, and what costs tokens, is seen."""
+    """Report what the gateway derived from the chat template, as metrics, health data and log lines, so that a wrong
+    guess and whatever costs tokens become visible."""
     facts = found.facts()
     for what, written in found.shown.written().items():
         WRITES.labels(what).set(bool(written))
@@ -600,7 +606,7 @@ def _joined(value: object) -> str:
 
 
 async def main(role: Role) -> None:
-    """Serve until the role stops; then refuse new connections, let running turns reach the log, and leave."""
+    """Serve until the role stops; then refuse new connections, let running turns reach the log, and return."""
     settings = role.settings.gateway
     with contextlib.closing(listening(settings.host, settings.port, "[gateway] host or port")) as listener:
         port = listener.getsockname()[1]
@@ -620,7 +626,7 @@ async def main(role: Role) -> None:
 
 @asynccontextmanager
 async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve on an open socket while the block runs; leaving waits for running turns."""
+    """Serve on an open socket while the block runs. Leaving the block waits for running turns."""
     longest = math.ceil(drain_s("gateway", gateway.role.settings))
     shown = gateway.role.settings.gateway
     tls = tls_context(shown.certificate_file, shown.key_file, "gateway")

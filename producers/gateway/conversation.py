@@ -1,10 +1,10 @@
-"""The turns of one session in memory: found by the messages that they answer, stored with the tokens that they share.
+"""The turns of one session in memory: found by the messages that they answer, stored with shared tokens.
 
-Both look-ups go down a tree. Messages: a place is a link of the hash chain h_k = H(h_(k-1), message_k); a message that
-comes in the very shape in which it was seen last at its place is that message, only another one is normalised and
-hashed. Tokens: a radix tree whose edges are arrays that grow; a strand holds the ids that come after a point of the
-strand above it, so a session takes memory in proportion to its new tokens, however often its history is rewritten.
-What a request repeats is compared and never hashed or stored again.
+Both look-ups descend a tree. In the tree of messages, a node is a link of the hash chain h_k = H(h_(k-1), message_k). A
+message that arrives in exactly the form last seen at its node is that message; only other messages are normalised and
+hashed. In the radix tree of tokens, a node (`Strand`) is a growing array of the ids that come after a point of its
+parent. A session therefore takes memory in proportion to its new tokens, however often its history is rewritten. The
+part of a request that repeats earlier turns is compared, and never hashed or stored again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """The point behind the first `depth` ids of a line, on the strand that holds the last of them."""
+    """Cursor in the token tree: the point after the first `depth` ids of a path, with the node that holds the last of
+    them."""
 
     strand: Strand
     depth: int
@@ -41,40 +42,41 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Strand:
-    """Ids from `start` on of a line whose first `start` ids the strands above hold."""
+    """Radix-tree node: the ids from `start` on of a path whose first `start` ids the ancestors hold."""
 
     above: Strand | None
     start: int
     ids: array[int] = field(default_factory=lambda: array("i"))
     turns: list[Turn] = field(default_factory=list)
-    """Those that end here, by length."""
+    """Turns that end in this node, ordered by length."""
     below: dict[tuple[int, int], Strand] = field(default_factory=dict)
-    """Strands that part from this one, by depth and first id."""
+    """Child nodes by branch depth and first id."""
 
     @property
     def end(self) -> int:
-        """How many ids a line has that ends where this strand does."""
+        """Length in ids of a path that ends at the end of this node."""
         return self.start + len(self.ids)
 
     def slice(self, start: int, end: int) -> Ids:
-        """Ids [start, end) of the line, as far as they are here: a copy, for an array that is looked into cannot
-        grow."""
+        """Return ids [start, end) of the path, as far as this node holds them. The result is a copy, because an array
+        whose buffer is exported cannot grow."""
         return np.array(self.ids[max(0, start - self.start) : max(0, end - self.start)], dtype=np.int32)
 
 
 class Strands:
-    """Lines are looked up and added; nothing is taken out."""
+    """Radix tree of token ids. Paths are looked up and added; nothing is removed."""
 
     def __init__(self) -> None:
         self.start = Place(Strand(None, 0), 0)
         self.held = 0
-        """Ids in memory."""
+        """Number of ids in memory."""
         self._images: dict[tuple[str, int], int] = {}
-        """(sha256, placeholder id) -> the number that stands for it here."""
+        """(sha256, placeholder id) -> the number that replaces the placeholders of this image in the tree."""
 
     def keyed(self, ids: Ids | Sequence[int], images: Sequence[ImageRef], start: int) -> Ids:
-        """Ids of a prompt from `start` on as they are held: with a number of its own, below 0, for each image in place
-        of its placeholders, so that prompts that differ in an image alone part there. A copy."""
+        """Return a copy of a prompt's ids from `start` on, in the form in which the tree stores them. The placeholders
+        of each image are replaced by a negative number of its own, so that prompts that differ only in an image branch
+        there."""
         keyed = np.array(ids, dtype=np.int32)
         for one in images:
             if one.position >= start:
@@ -84,14 +86,14 @@ class Strands:
         return keyed
 
     def plain(self, ids: Ids) -> Ids:
-        """Ids as the model sees them."""
+        """Return the ids as the model sees them, with image placeholders restored."""
         if not self._images:
             return ids
         placeholders = np.array([token for _, token in self._images], dtype=np.int32)
         return np.where(ids < 0, placeholders[np.minimum(ids, -1) * -1 - 1], ids)
 
     def follow(self, ids: Ids, start: Place) -> Place:
-        """Where a line that passes `start` and goes on with `ids` parts from everything that is held."""
+        """Return the cursor at which a path that passes `start` and continues with `ids` leaves everything stored."""
         strand, depth = start
         done = 0
         while True:
@@ -103,7 +105,7 @@ class Strands:
             strand = below
 
     def add(self, turn: Turn, ids: Ids, start: Place) -> None:
-        """Hold the line of a turn, which passes `start` and goes on with `ids`; sets the turn's strand."""
+        """Store the path of a turn, which passes `start` and continues with `ids`; set the turn's node."""
         strand, depth = self.follow(ids, start)
         new = array("i", ids[depth - start.depth :].tobytes())
         if new and depth < strand.end:
@@ -115,7 +117,8 @@ class Strands:
 
 
 def above(place: Place, depth: int | None = None) -> Iterator[Place]:
-    """Places that the line to `place` passes, from the lowest up: where `depth` is, and where each strand begins."""
+    """Yield the cursors at which the path to `place` leaves each node, from the lowest node up. The first one is at
+    `depth`; nodes that begin there or later are skipped."""
     strand: Strand | None = place.strand
     at = place.depth if depth is None else depth
     while strand is not None:
@@ -126,13 +129,13 @@ def above(place: Place, depth: int | None = None) -> Iterator[Place]:
 
 
 def line(place: Place) -> Ids:
-    """All ids of the line up to `place`."""
+    """Return all ids of the path up to `place`."""
     pieces = [strand.slice(strand.start, depth) for strand, depth in above(place)]
     return np.concatenate(pieces[::-1])
 
 
 def holders(place: Place) -> Iterator[Turn]:
-    """Turns whose lines pass `place`: those of its strand first, the shortest first, then those of strands below."""
+    """Yield the turns whose paths pass `place`: first those in its node, shortest first, then those in descendants."""
     waiting = [place.strand]
     while waiting:
         strand = waiting.pop()
@@ -141,14 +144,15 @@ def holders(place: Place) -> Iterator[Turn]:
 
 
 def longest(place: Place) -> Turn | None:
-    """The longest turn that ends on the strand of `place`, at or before it."""
+    """Return the longest turn that ends in the node of `place`, at or before it."""
     turns = place.strand.turns
     at = bisect_right(turns, place.depth, key=_length)
     return turns[at - 1] if at else None
 
 
 def points(place: Place) -> Iterator[int]:
-    """Depths of a strand, from `place` up, at which other turns may hold its line: where turns end or strands part."""
+    """Yield the depths in a node at which other turns may share its path: `place` itself, then the ends of turns and
+    the branch points before it, deepest first."""
     yield place.depth
     strand = place.strand
     depths = {turn.total for turn in strand.turns} | {depth for depth, _ in strand.below}
@@ -161,50 +165,51 @@ def _length(turn: Turn) -> int:
 
 @dataclass(slots=True, eq=False)
 class Said:
-    """A message at its place in a conversation."""
+    """Node of the message tree: one message after those above it."""
 
     above: Said | None
     chain: bytes
     seen: tuple[Any, Message | None]
-    """As it came last, and the same normalised; None at the start, before the first. Replaced as one, for requests are
-    read in threads."""
+    """The message as last received, and its normalised form; None in the root node. Both are replaced together as one
+    tuple, because threads read requests."""
     next: Said | None = None
     """The message that was seen last after this one."""
     answers: list[Turn] = field(default_factory=list)
     """Turns whose messages and response end here."""
     root_reason: str = ""
-    """Boundary reason of the first turn without a base that was asked exactly this."""
+    """`boundary_reason` of the first turn without a base whose request ended exactly here."""
 
     @property
     def message(self) -> Message | None:
-        """As it came last, normalised."""
+        """The message as last received, normalised."""
         return self.seen[1]
 
 
 class MessageTree:
-    """Messages of recorded turns; requests are read by it."""
+    """Messages of recorded turns, against which requests are parsed."""
 
     def __init__(self) -> None:
         self.start = Said(None, b"", (None, None))
         self._said: dict[bytes, Said] = {}
         self._calls: dict[str, Turn] = {}
-        """By the id of its first call: ids are made of session, turn and place, so none is of two turns."""
+        """Turns by the id of their first tool call. Ids are derived from session, turn and position, so no two turns
+        share one."""
 
     def unlink(self) -> None:
-        """See Conversation."""
+        """Remove the links to newer messages and to turns; see `Conversation.unlink`."""
         for said in (self.start, *self._said.values()):
             said.next = None
             said.answers.clear()
         self._calls.clear()
 
     def read(self, raw: Any, places: Sequence[str] | None = None) -> tuple[Message, ...]:
-        """The messages of a request, in whatever thread. `places`: what the client calls each; else it is messages[N].
-        Raises BadRequest naming the message."""
+        """Return the messages of a request. May run in any thread. `places` holds the client's name for each message;
+        the default is messages[N]. Raises BadRequest, which names the message."""
         read: list[Message] = []
         said: Said | None = self.start
         for index, one in enumerate(listed(raw)):
             after = said.next if said is not None else None
-            # Only calls hold values that are equal in Python and not in JSON, as 1 and true.
+            # Only tool calls hold values that are equal in Python but not in JSON, such as 1 and true.
             last, known = after.seen if after is not None else (None, None)
             if known is None or one != last or ("tool_calls" in one and _json(one) != _json(last)):
                 this = message(one, places[index] if places else f"messages[{index}]")
@@ -220,7 +225,8 @@ class MessageTree:
         return tuple(read)
 
     def _after(self, said: Said, one: Message) -> tuple[Said | None, Message]:
-        """Where a message leads, and that message: as it was said, where a client changed what a turn said here."""
+        """Return the node to which a message leads, or None, and the message. Where a client changed what a turn
+        answered here, the returned message is the recorded answer."""
         after = self._said.get(_link(said, one))
         if after is not None or one.role != "assistant":
             return after, one
@@ -235,7 +241,7 @@ class MessageTree:
         return None, one
 
     def passed(self, messages: Sequence[Message]) -> Iterator[Said]:
-        """What is known of a conversation, message by message."""
+        """Yield the known nodes of a conversation, message by message, up to the first unknown message."""
         said = self.start
         for one in messages:
             after = said.next
@@ -247,7 +253,7 @@ class MessageTree:
             said = after
 
     def add(self, above: Said, raw: Any, one: Message) -> Said:
-        """A message after another one."""
+        """Return the node of a message after `above`; add it if it is new."""
         link = _link(above, one)
         if link not in self._said:
             self._said[link] = Said(above, link, (raw, one))
@@ -255,14 +261,14 @@ class MessageTree:
         return above.next
 
     def answer(self, said: Said, turn: Turn) -> None:
-        """A turn that was answered there."""
+        """Register a turn whose answer ends at node `said`."""
         turn.answered = said
         said.answers.append(turn)
         if calls := turn.response_raw.get("tool_calls"):
             self._calls[calls[0]["id"]] = turn
 
     def alias(self, above: Said, one: Message, known: Said) -> None:
-        """Let a message after another one lead to where `known` is."""
+        """Let message `one` after `above` lead to node `known`."""
         self._said.setdefault(_link(above, one), known)
 
 
@@ -272,7 +278,7 @@ def _link(above: Said, one: Message) -> bytes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Turn:
-    """One recorded turn. Its tokens are the first `total` ids of the line to its strand: prompt, then output."""
+    """A recorded turn. Its tokens, prompt then output, are the first `total` ids of the path to its node."""
 
     id: TurnId
     base: Turn | None
@@ -280,7 +286,7 @@ class Turn:
     tools_sha256: str
     system_sha256: str
     new_raw: list[Any]
-    """The request's messages beyond the base's, as they came."""
+    """The request's messages after those of the base, as received."""
     new: tuple[Message, ...]
     response_raw: dict[str, Any]
     response: Message
@@ -291,32 +297,34 @@ class Turn:
     output_tokens: int
     reasoning_tokens: int = 0
     own_s: float = 0.0
-    """Seconds in which an engine sampled for it."""
+    """Seconds during which an engine sampled for this turn."""
     waited_s: float = 0.0
-    """Seconds in which none did."""
+    """Seconds of its life during which no engine sampled for it."""
     logprobs: bytes
-    """Of the output, little-endian float32, as recorded."""
+    """Log-probs of the output, little-endian float32, as recorded."""
     versions: tuple[int, int]
-    """Weight version of the first and of the last output token."""
+    """Weight versions of the first and the last output token."""
     total: int
     boundary_reason: str
     agent_path: str | None = None
-    """As its harness names the agent that asked."""
+    """Name of the requesting agent, as its harness reports it."""
     images: tuple[ImageRef, ...] = ()
-    """Every image in the prompt, by position."""
+    """All images in the prompt, ordered by position."""
     covered: bool = False
-    """The routed experts of all its tokens are stored: its own, and those of every turn that it is stored against."""
+    """True if the routed experts of all its tokens are stored: its own, and those of every turn that it is stored
+    against."""
     handed_over: bool = False
-    """This gateway sent its last byte to a client. Of a turn of an earlier epoch nobody knows."""
+    """True if this gateway sent the turn's last byte to a client. Unknown for turns of earlier ownership terms."""
     continued: bool = False
-    """Another turn has this one as its base."""
+    """True if another turn has this one as its base."""
     strand: Strand = field(init=False)
     hashed: _Hash
     """sha256 over prompt + output as little-endian int32."""
     asked: Said = field(init=False)
-    """The last message of its request."""
+    """Node of the last message of its request."""
     answered: Said = field(init=False)
-    """The assistant's message as an echo has it: the response, behind the prefill where the request ended in one."""
+    """Node of the assistant's message as a client echoes it: the response, appended to the prefill if the request ended
+    in one."""
 
     @classmethod
     def recorded(
@@ -331,8 +339,8 @@ class Turn:
         new: tuple[Message, ...],
         response_raw: dict[str, Any],
     ) -> Turn:
-        """The turn that two records tell of, just written or read back, payloads inline. `parent`: what its tokens are
-        stored against; `hashed`: over prompt + output."""
+        """Build the turn from its two records, just written or read back, with inline payloads. `parent` is the turn
+        that its tokens are stored against; `hashed` is the hash over prompt + output."""
         logprobs = snapshot.output_logprobs
         assert isinstance(logprobs, bytes)
         return cls(
@@ -365,17 +373,17 @@ class Turn:
 
     @property
     def whole(self) -> bool:
-        """The engine ended it; a turn that was cut off is no answer."""
+        """True if the engine finished the turn. A turn that was cut off is no answer."""
         return self.finish_reason not in CUT_OFF
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """Length of the prompt in tokens."""
         return self.total - self.output_tokens
 
     @property
     def place(self) -> Place:
-        """Where its tokens end."""
+        """Cursor at which its tokens end."""
         return Place(self.strand, self.total)
 
     @property
@@ -385,7 +393,7 @@ class Turn:
 
     @property
     def answer(self) -> Message:
-        """The assistant's message as an echo has it."""
+        """The assistant's message as a client echoes it."""
         asked = self.asked.message
         assert asked is not None
         return joined(asked, self.response_raw)[1] if asked.role == "assistant" else self.response
@@ -396,7 +404,7 @@ class Turn:
         return self.strand.ids[self.total - 1 - self.strand.start]
 
     def lineage(self) -> Iterator[Turn]:
-        """This turn, its base, and so on to the root."""
+        """Yield this turn, its base, and so on to the root."""
         turn: Turn | None = self
         while turn is not None:
             yield turn
@@ -404,12 +412,12 @@ class Turn:
 
     @property
     def root(self) -> Turn:
-        """The turn at the beginning of its lineage."""
+        """The first turn of its lineage."""
         *_, root = self.lineage()
         return root
 
     def messages(self) -> list[tuple[Any, Message]]:
-        """All messages up to and with the response, as they came and to compare."""
+        """Return all messages up to and including the response, each as received and normalised."""
         said: list[tuple[Any, Message]] = []
         for turn in reversed(list(self.lineage())):
             said += zip(turn.new_raw, turn.new, strict=True)
@@ -421,32 +429,32 @@ class Turn:
 
 
 class Conversation:
-    """Recorded turns in the order in which they were recorded."""
+    """The recorded turns of one session, in order of recording."""
 
     def __init__(self) -> None:
         self.turns: dict[TurnId, Turn] = {}
         self.messages = MessageTree()
         self.strands = Strands()
         self.shown: dict[str, BlobRef] = {}
-        """Every image of a recorded turn, by sha256."""
+        """All images of recorded turns, by sha256."""
         self.deleted: set[TurnId] = set()
-        """By a client: this gateway shows them no more."""
+        """Turns that a client deleted; this gateway no longer serves them."""
         self._requested: dict[str, list[Turn]] = {}
-        """By sha256 of the request's body."""
+        """Turns by the sha256 of the request's body."""
         self._covered = False
 
     def unlink(self) -> None:
-        """Cut what leads from older messages and tokens to newer ones: what nobody holds any more is freed at once, and
-        waits for no collection of garbage, which a gateway seldom makes (infra/roles/event_loop.py). A turn that
-        somebody holds can still be read; no other can be looked up, nor recorded."""
+        """Remove the links from older messages and tokens to newer ones. Whatever nobody else references is then freed
+        at once, instead of waiting for a garbage collection, which a gateway seldom runs (infra/roles/event_loop.py). A
+        turn that is still referenced can be read; no other turn can be looked up or recorded."""
         self.messages.unlink()
         for strand in (self.strands.start.strand, *(turn.strand for turn in self.turns.values())):
             strand.below.clear()
             strand.turns.clear()
 
     def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[Turn | None, int]:
-        """The turn whose messages and response are a prefix of `messages`: the one that is named, else the longest
-        such, then the one whose calls have these ids, then the latest; and that prefix's length."""
+        """Return the turn whose messages and response are a prefix of `messages`, and the length of that prefix. The
+        turn `named` wins; then the longest prefix, then the turn whose calls have these ids, then the latest turn."""
         passed = [(said, length) for length, said in enumerate(self.messages.passed(messages), 1) if said.answers]
         for said, length in reversed(passed):
             ids, latest = call_ids(messages[length - 1]), said.answers[::-1]
@@ -456,11 +464,11 @@ class Conversation:
         return self.base_of(messages) if named is not None else (None, 0)
 
     def tokens(self, turn: Turn) -> Ids:
-        """Prompt + output."""
+        """Return the ids of prompt + output."""
         return self.strands.plain(line(turn.place))
 
     def reason_of_root(self, messages: Sequence[Message]) -> str:
-        """Why a prompt has no base. A retry has the reason of what it asks again."""
+        """Return the reason why a prompt has no base. A retry has the same reason as the request that it repeats."""
         if not self.turns:
             return "first"
         passed = list(self.messages.passed(messages))
@@ -469,7 +477,7 @@ class Conversation:
         return "history_rewritten" if passed else "new_conversation"
 
     def extends(self, base: Turn, prompt: Ids, images: Sequence[ImageRef], known: Place) -> bool:
-        """Whether a prompt that passes `known` begins with all of the base, the same images in it."""
+        """Return whether a prompt that passes `known` begins with all of the base, including the same images."""
         if known == base.place:
             return True
         return np.array_equal(self.strands.keyed(prompt, images, 0)[: base.total], line(base.place))
@@ -477,9 +485,10 @@ class Conversation:
     def stored_against(
         self, ids: Ids | Sequence[int], known: Place, images: Sequence[ImageRef] = (), *, covered: bool = False
     ) -> tuple[Turn | None, int]:
-        """Where to store a prompt that passes `known` and goes on with `ids`: a turn with the longest common prefix of
-        tokens and images, and its length. `covered`: only turns whose routed experts are stored, where there is any,
-        so that no gap is passed on."""
+        """Return the turn that a prompt should be stored against, and the length of their common prefix. The prompt
+        passes `known` and continues with `ids`; the turn shares the longest prefix of tokens and images. With
+        `covered`, only turns whose routed experts are stored qualify, if the session has any, so that no gap is
+        inherited."""
         covered = covered and self._covered
         for place in above(self.strands.follow(self.strands.keyed(ids, images, known.depth), known)):
             for depth in points(place):
@@ -490,7 +499,7 @@ class Conversation:
         return None, 0
 
     def record(self, turn: Turn, ids: Ids | Sequence[int], output: Sequence[int], known: Place) -> None:
-        """Add a turn whose prompt passes `known` and goes on with `ids`; sets its strand and its messages' places."""
+        """Add a turn whose prompt passes `known` and continues with `ids`; set its node and those of its messages."""
         line = np.concatenate((np.array(ids, dtype=np.int32), np.array(output, dtype=np.int32)))
         self.strands.add(turn, self.strands.keyed(line, turn.images, known.depth), known)
         said = turn.base.answered if turn.base is not None else self.messages.start
@@ -508,7 +517,7 @@ class Conversation:
         self._requested.setdefault(turn.request_sha256, []).append(turn)
 
     def _answered(self, asked: Said, turn: Turn) -> Said:
-        """Where the assistant's message stands. A prefill and the response to it are one message, and two for a client
+        """Return the node of the assistant's message. A prefill and its response are one message, but two for a client
         that echoes both."""
         assert asked.message is not None
         if asked.message.role != "assistant":
@@ -519,7 +528,8 @@ class Conversation:
         return one
 
     def hashed(self, place: Place) -> _Hash:
-        """sha256 over the line to `place`, from the end of the nearest turn on: not to be updated in place."""
+        """Return the sha256 over the path to `place`, starting from the end of the nearest turn. Copy it before
+        updating it."""
         pieces, hashed = [], sha256()
         for strand, depth in above(place):
             turn = longest(Place(strand, depth))
@@ -532,14 +542,14 @@ class Conversation:
         return hashed
 
     def repeated(self, request_sha256: str) -> Turn | None:
-        """The whole turn that an identical body asks for again: nothing continues it, and this gateway has not handed
-        it over."""
+        """Return the completed turn that an identical body requests again: no turn continues it, and this gateway has
+        not delivered it."""
         turns = reversed(self._requested.get(request_sha256, ()))
         return next((turn for turn in turns if turn.whole and not turn.continued and not turn.handed_over), None)
 
     def main_line(self) -> Turn | None:
-        """The newest whole turn of the main agent, where a harness names it: also after a compaction. Else of the first
-        root's lineage, or of a root that asked the same again."""
+        """Return the newest completed turn of the main agent. If a harness names the main agent, this also works after
+        a compaction; otherwise it is the lineage of the first root, or of a root whose request is the same."""
         named = [turn for turn in self.turns.values() if turn.whole and turn.agent_path in ("", MAIN)]
         if named:
             return named[-1]
@@ -551,14 +561,14 @@ class Conversation:
 
 
 def continued(hashed: _Hash, ids: Ids | Sequence[int]) -> _Hash:
-    """sha256 over what was hashed and `ids` as little-endian int32."""
+    """Return a copy of `hashed` that is extended by `ids` as little-endian int32."""
     hashed = hashed.copy()
     hashed.update(pack_int32s(ids))
     return hashed
 
 
 def _reasoning_agrees(turn: Turn, messages: Sequence[Message]) -> bool:
-    """Reasoning that is absent in the echo matches any; present, it must match."""
+    """Return whether the reasoning in the echo matches the turn's. Reasoning that the echo omits matches any."""
     if not any(one.reasoning for one in messages):
         return True
     recorded = [own for _, own in turn.messages()]

@@ -1,10 +1,10 @@
 """Engines: which of them may serve a turn, folded from engine-status, and the sampling of one turn on them.
 
-A session stays on the engine that rendezvous hashing gives it, so that its prefix stays in that engine's cache; an
-overloaded one is passed over for the least loaded, one that failed rests behind a breaker (half open after a while).
-An engine's `abort` is not a stop: prompt + partial output are submitted again for the tokens that are left, and the
-version spans show both weights. A natural stop that races an abort is a stop. Routed experts (R3) are asked for turn by
-turn, and what the calls of a turn gave is stitched.
+A session stays on the engine that rendezvous hashing assigns to it, so that its prefix stays in that engine's cache. An
+overloaded engine is skipped in favour of the least loaded one, and a failed one rests behind a circuit breaker, which
+is half open after a while. An engine's `abort` is not a stop: prompt + partial output are submitted again for the
+remaining tokens, and the version spans show both weights. A natural stop that races an abort is a stop. Routed experts
+(R3) are requested turn by turn, and the rows from a turn's engine requests are concatenated.
 
 NoRouting   [gateway] routed_experts is on, and the model is no mixture of experts
 """
@@ -63,25 +63,25 @@ RESUBMITTED = Counter("turnlog_gateway_resubmitted", "Engine calls continued els
 
 
 class NoRouting(Exception):
-    """Remedy: [gateway] routed_experts auto or off, or another [model] path."""
+    """Remedy: set [gateway] routed_experts to auto or off, or change [model] path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Shape of a model's routing, and whether a turn without its rows is refused."""
+    """Shape of a model's routing, and whether a turn without its rows is rejected."""
 
     layers: int
     top_k: int
     required: bool
 
     def turn(self, base_len: int) -> TurnRows:
-        """The collector of a turn that takes `base_len` tokens from its storage parent."""
+        """Return the row collector of a turn that takes `base_len` tokens from its storage parent."""
         return TurnRows(self, own_rows(base_len, base_len)[0])
 
 
 @dataclass(slots=True)
 class TurnRows:
-    """Rows of one turn, from position `start` on, over all engine calls."""
+    """Rows of routed experts of one turn, from position `start` on, over all its engine requests."""
 
     routing: Routing
     start: int
@@ -89,12 +89,12 @@ class TurnRows:
 
     @property
     def next(self) -> int:
-        """The first position that is still wanted: an engine call asks from here on."""
+        """First position that is still missing; the next engine request asks from here on."""
         return self.start + sum(len(chunk) for chunk in self.chunks)
 
     def take(self, content: bytes, length: int) -> None:
-        """Add what a call gave; `length`: prompt + output so far. Raises EngineRefused unless these are the rows of
-        `next` to length - 2."""
+        """Add the rows that an engine request returned. `length` is that of prompt + output so far. Raises
+        EngineRefused unless these are the rows of positions `next` to length - 2."""
         width, count = self.routing.layers * self.routing.top_k, length - 1 - self.next
         if len(content) != 4 * width * count:
             raise EngineRefused(
@@ -105,13 +105,14 @@ class TurnRows:
         self.chunks.append(ids.reshape(count, self.routing.layers, self.routing.top_k))
 
     def rows(self, length: int) -> NDArray[np.int32] | None:
-        """The turn's own rows [rows, layers, top_k] where it has `length` tokens; None where some are missing."""
+        """Return the turn's own rows [rows, layers, top_k] if the turn has `length` tokens, or None if some are
+        missing."""
         if self.next != length - 1:
             return None
         return np.concatenate([np.empty((0, self.routing.layers, self.routing.top_k), np.int32), *self.chunks])
 
     def demand(self, length: int) -> None:
-        """Raises EngineRefused where rows are required and missing."""
+        """Raise EngineRefused if rows are required and missing."""
         if self.routing.required and self.next != length - 1:
             raise EngineRefused(
                 "it returns no routed experts: start it with --enable-return-routed-experts, or set [gateway] "
@@ -120,8 +121,8 @@ class TurnRows:
 
 
 def routing_of(config: Mapping[str, Any], wanted: str, update: str) -> Routing | None:
-    """The routing that [gateway] routed_experts asks for of a model with this config.json; `update`: see [engine].
-    Raises NoRouting."""
+    """Return the routing that [gateway] routed_experts selects for a model with this config.json, or None. `update`:
+    see [engine]. Raises NoRouting."""
     experts, top_k, layers = routing_of_model(config)
     if min(experts, layers, top_k) < 1:
         if wanted == "on":
@@ -130,7 +131,7 @@ def routing_of(config: Mapping[str, Any], wanted: str, update: str) -> Routing |
                 f"{layers} layers: set it to auto or off, or [model] path to a mixture of experts"
             )
         return None
-    mixed = update in ("retract", "in_place")  # what meets new weights would have experts of both
+    mixed = update in ("retract", "in_place")  # a request that meets new weights would have experts of both
     return None if wanted == "off" or mixed else Routing(layers, top_k, required=wanted == "on")
 
 
@@ -138,20 +139,21 @@ log = logging.getLogger(__name__)
 
 REST_S, LONGEST_REST_S = 0.5, 15.0
 RELEASED_S = 5.0
-"""A turn is not given up sooner after the last look at an engine whose device is the trainer's."""
+"""Minimum seconds after an engine was last seen `released` (its GPU is lent to the trainer) before a turn fails with
+NoEngine."""
 SILENCE_S = 2.0
-"""After which an engine is asked for a sign of life, and within which it must give one."""
+"""Seconds of silence after which an engine is probed, and within which it must answer the probe."""
 PAUSED = ("pause", "load", "check", "resume")
-"""Phases of a swap in which its engine samples nothing."""
+"""Phases of a weight update in which the engine samples nothing."""
 PAUSES = 64
-"""Swaps of weights that an engine's calls are compared with."""
+"""Number of past weight updates with which an engine's requests are compared."""
 OVERLOAD = 32
-"""Requests in flight beyond the least loaded engine's at which a session leaves its own engine."""
+"""A session leaves its own engine if that has this many more requests in flight than the least loaded one."""
 
 
 @dataclass(slots=True)
 class LiveEngine:
-    """One engine as the log and our own requests know it."""
+    """An engine, as known from the log and from our own requests."""
 
     id: str
     url: str
@@ -159,33 +161,37 @@ class LiveEngine:
     version: int
     client: Engine
     base_version: int | None = None
-    """Of its own weights, where `version` is an adapter."""
+    """Version of the base weights if `version` is an adapter; else None."""
     in_flight: int = 0
     failures: int = 0
     failed_at: float = float("-inf")
-    """When the breaker opened last, by the clock of Engines; requests that began before are of that outage."""
+    """Time at which the breaker last opened, by the clock of Engines. Requests that began before belong to that
+    outage."""
     rests_until: float = float("-inf")
     heard: float = 0.0
-    """Event loop time of the last sign of life."""
+    """Event-loop time of the last sign of life."""
     calls: set[asyncio.Timeout] = field(default_factory=set)
-    """By which running requests are given up."""
+    """Timeouts by which running requests are aborted."""
     listening: asyncio.Task[None] | None = None
     pauses: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PAUSES))
-    """From when to when it sampled nothing lately, by the clock of Engines."""
+    """Recent intervals in which it sampled nothing, by the clock of Engines."""
     away_since: float | None = None
-    """Since when it has sampled nothing: its device is the trainer's, or it gives no answer."""
+    """Start of the current interval in which it samples nothing, because its GPU is lent to the trainer or it does not
+    answer; else None."""
 
     swaps_since: float | None = None
-    """Since when a version is published that it has neither loaded nor refused: it may be paused for that."""
+    """Time since when a published version has been neither loaded nor refused here, so that the engine may be paused
+    for it; else None."""
 
     def served_s(self, since: float, until: float, *, running: bool = False) -> float:
-        """Seconds of a call in which it sampled; of a `running` one, in which it certainly did."""
+        """Return the seconds of a request in which the engine sampled; for a `running` request, those in which it
+        certainly did."""
         open_since = (self.away_since, self.swaps_since if running else None)
         away = _apart([*self.pauses, *((start, until) for start in open_since if start is not None)])
         return max(0.0, until - since - sum(max(0.0, min(until, end) - max(since, start)) for start, end in away))
 
     def stood(self, event: Event, now: float) -> None:
-        """Note what a record of engine-status says of the time in which it sampled nothing."""
+        """Update the intervals without sampling from a record of engine-status."""
         if event.state not in (SERVING, DRAINING):
             self.away_since = now if self.away_since is None else self.away_since
         elif self.away_since is not None:
@@ -198,13 +204,13 @@ class LiveEngine:
 
     @property
     def adapter(self) -> Adapter | None:
-        """Which a request must name."""
+        """Adapter that a request must name, or None."""
         return None if self.base_version is None else Adapter(str(self.version), str(self.base_version))
 
     @asynccontextmanager
     async def heard_of(self) -> AsyncIterator[None]:
-        """Raises EngineDead in the block once the engine is silent: a process that is stopped, or a host that is gone,
-        keeps its connections."""
+        """Watch the engine while the block runs a request. Raises EngineDead in the block once the engine is silent,
+        because a stopped process, or a host that is gone, keeps its connections open."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(None) as call:
@@ -222,7 +228,7 @@ class LiveEngine:
             raise EngineDead(f"{self.url} is silent: no answer to GET /model_info in {SILENCE_S:g} s") from None
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """While requests run, ask for a sign of life after each silence."""
+        """Probe the engine after each silence while requests run."""
         while self.calls:
             if (left := self.heard + SILENCE_S - loop.time()) > 0:
                 await asyncio.sleep(left)
@@ -237,7 +243,7 @@ class LiveEngine:
 
 
 def _apart(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same time in spans that do not overlap."""
+    """Yield the same time as spans that do not overlap."""
     reached = float("-inf")
     for start, end in sorted(spans):
         if end > reached:
@@ -247,23 +253,25 @@ def _apart(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which weights a turn may be sampled from."""
+    """Weights from which a turn may be sampled."""
 
     least: int = -1
     pinned: int | None = None
 
     def accepts(self, engine: LiveEngine, chain: WeightChain) -> bool:
-        """Whether the engine serves, with weights that fit: of `least` or of a later step, whatever their numbers."""
+        """Return whether the engine serves and its weights qualify: exactly the pinned ones, or those of `least` or of
+        a later step, whatever their numbers."""
         fits = not chain.is_older(engine.version, self.least) if self.pinned is None else engine.version == self.pinned
         return engine.state == SERVING and fits
 
     def gone(self, engines: Collection[LiveEngine]) -> bool:
-        """Whether no engine will have them again: all have later ones."""
+        """Return whether the pinned weights are gone for good, because all engines have later ones."""
         there = [engine.version for engine in engines if engine.state != "gone"]
         return self.pinned is not None and bool(there) and min(there) > self.pinned
 
     def check(self, piece: Piece) -> None:
-        """Raises VersionGone for tokens of other weights than the pinned: they were changed under the request."""
+        """Raise VersionGone if tokens come from other weights than the pinned ones, which were changed during the
+        request."""
         other = [label for label, _ in piece.versions if self.pinned is not None and label != str(self.pinned)]
         if other:
             raise VersionGone(f"the engine's weights became version {other[0]} in the middle of a turn of {self}")
@@ -274,13 +282,13 @@ class Wanted:
 
 @dataclass(slots=True)
 class Engines:
-    """All engines of the run. `connect` makes a client of a URL; `clock` counts seconds."""
+    """All engines of the run. `connect` makes a client of a URL; `clock` returns seconds."""
 
     connect: Callable[[str], Engine] = SGLang
     clock: Callable[[], float] = time.monotonic
     live: dict[str, LiveEngine] = field(default_factory=dict)
     chain: WeightChain = field(default_factory=WeightChain)
-    """Of what was published."""
+    """Weight versions that were published."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def apply(self, event: Event) -> None:
@@ -306,8 +314,8 @@ class Engines:
         self._wake()
 
     async def choose(self, session_id: str, wanted: Wanted, *, timeout_s: float) -> LiveEngine:
-        """The engine for a turn, waiting for one that may serve it; for as long as it takes where one has given its
-        device to the trainer for a step. Raises NoEngine."""
+        """Return the engine for a turn; wait for one that may serve it. The wait has no limit while an engine's GPU is
+        lent to the trainer for a step. Raises NoEngine."""
         deadline = self.clock() + timeout_s
         while True:
             now = self.clock()
@@ -325,8 +333,8 @@ class Engines:
             await self._change(min(rest, deadline) - now)
 
     def failed(self, engine: LiveEngine, began: float, error: EngineDead) -> None:
-        """Open the breaker for a request that began then: the engine rests, longer each time that it is found dead
-        after a rest. Requests that were in flight when it died are one outage, however many they are."""
+        """Open the breaker after a failed request that began at `began`. The engine rests, longer each time that it is
+        found dead after a rest. All requests that were in flight when it died are one outage."""
         if began <= engine.failed_at:
             return
         rest = min(REST_S * 2**engine.failures, LONGEST_REST_S)
@@ -336,11 +344,11 @@ class Engines:
         log.warning("engine %s rests for %.1f s: %s", engine.id, rest, error)
 
     def served(self, engine: LiveEngine) -> None:
-        """Close the breaker: it is alive."""
+        """Close the breaker: the engine is alive."""
         engine.failures, engine.rests_until = 0, float("-inf")
 
     async def close(self) -> None:
-        """Release every client."""
+        """Close every client."""
         for engine in self.live.values():
             if engine.listening is not None:
                 engine.listening.cancel()
@@ -368,7 +376,8 @@ class Engines:
 
 
 def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict[str, Engines]:
-    """[gateway] side_engines: those of each pattern. Nobody reports of them: they serve until they are found dead."""
+    """Return the engines of [gateway] side_engines (auxiliary models) by pattern. Nothing reports their status: they
+    serve until they are found dead."""
     found: dict[str, Engines] = {}
     for pattern, _, url in (one.partition("=") for one in specs):
         named = f"side/{url}"
@@ -378,7 +387,8 @@ def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict
 
 
 async def follow(engines: Engines, log_: Log, events: EventLog, *, current: asyncio.Event) -> None:
-    """Fold engine-status and weight-versions, for ever; sets `current` when what was there is folded."""
+    """Fold engine-status and weight-versions forever. Sets `current` once the records that were there at the start are
+    folded."""
     partitions = [Partition(ENGINES.name, 0), Partition(WEIGHTS.name, 0)]
     starts, ends = await log_.start_offsets(partitions), await log_.end_offsets(partitions)
     async with log_.reader() as reader:
@@ -394,38 +404,39 @@ async def follow(engines: Engines, log_: Log, events: EventLog, *, current: asyn
 
 
 RESUBMISSIONS = 32
-"""Aborts and deaths that one turn survives."""
+"""Maximum number of engine requests for one turn; aborts and engine deaths cause more than one."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Output so far, over all engine calls of the turn."""
+    """Output of a turn so far, over all its engine requests."""
 
     started: float
-    """Event loop time of admission."""
+    """Event-loop time of admission."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish: str = ""
-    """stop | length | abort | error"""
+    """The outcome: stop, length, abort, dead or error; empty while a request runs."""
     cached_tokens: int = 0
     engine_id: str = ""
     engine_version: int = -1
     queue_s: float = 0.0
     first_token_s: float = 0.0
     failure: Exception | None = None
-    """Why a draft with tokens ended in `error`."""
+    """Cause of a draft that has tokens and ended in `error`."""
     served_s: float = 0.0
-    """Seconds in which an engine sampled for it, over the calls that have ended."""
+    """Seconds in which an engine sampled for it, over the requests that have ended."""
     call: tuple[LiveEngine, float] | None = None
-    """The engine call that runs, and when it began, by the clock of Engines."""
+    """The engine whose request runs, and the start of that request by the clock of Engines."""
 
     sampled_at: float = 0.0
-    """When tokens of that call came last, by the same clock."""
+    """Time at which that request last returned tokens, by the same clock."""
 
     @contextmanager
     def served_by(self, engine: LiveEngine, clock: Callable[[], float]) -> Iterator[None]:
-        """Count the time of an engine call. What a dead engine had sampled and not sent is lost, and counts nothing."""
+        """Measure the sampling time of an engine request. Tokens that a dead engine had sampled and not sent are lost,
+        and their time does not count."""
         began = self.sampled_at = clock()
         self.call = engine, began
         try:
@@ -435,15 +446,15 @@ class Draft:
             self.served_s, self.call = self.served_s + engine.served_s(began, until), None
 
     def own_s(self, now: float) -> float:
-        """Seconds in which an engine sampled for it until `now`, by the clock of Engines; the rest of its life it has
-        waited."""
+        """Return the seconds in which an engine sampled for the turn until `now`, by the clock of Engines. The rest of
+        its life is waiting time."""
         if self.call is None:
             return self.served_s
         engine, began = self.call
         return self.served_s + engine.served_s(began, now, running=True)
 
     def versions(self) -> tuple[int, int]:
-        """Weight version of the first and of the last token."""
+        """Return the weight versions of the first and the last token."""
         if not self.spans:
             return self.engine_version, self.engine_version
         return self.spans[0].version, self.spans[-1].version
@@ -451,19 +462,21 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Runs drafts on live engines."""
+    """Samples drafts on live engines."""
 
     engines: Engines
     timeout_s: float
     ends: Sequence[int]
     eos: frozenset[int] = frozenset()
-    """Ids at which engines stop unasked."""
+    """Ids at which engines stop by themselves."""
     vocabulary: int = 2**31
-    """Ids of the model: one from here on is no answer, and would be no prompt."""
+    """Size of the model's vocabulary. An output with an id from here on is rejected, since it could not be prompted
+    again."""
     keyed: bool = False
-    """Engines keep the cache of old weights ([engine] update = in_place): requests share it by weight version alone."""
+    """True if engines keep the cache of old weights ([engine] update = in_place). Requests then share it only within
+    one weight version."""
     policy: bool = True
-    """False: of side engines, whose weights have no version here."""
+    """False for auxiliary models, whose weights have no version here."""
 
     async def sample(
         self,
@@ -483,9 +496,9 @@ class Sampler:
         stopped: Callable[[list[int]], bool] = lambda _: False,
         draft: Draft | None = None,
     ) -> Draft:
-        """The turn's output; `progress` is told of new ids, `stopped` whether an output holds one of `stop`, also where
-        one call gave its beginning and another its end. `draft`: a new one that the caller watches. Raises
-        EngineFailed, NoEngine when there is no token."""
+        """Sample a turn's output. `progress` is called with new ids. `stopped` returns whether an output contains one
+        of `stop`, even if one request returned its beginning and another its end. `draft` is a new draft that the
+        caller observes. Raises EngineFailed, NoEngine if there is no token."""
         loop = asyncio.get_running_loop()
         draft = draft or Draft(loop.time())
         stops = dict.fromkeys((*sampling.stop_token_ids, *self.ends))
@@ -545,7 +558,7 @@ class Sampler:
         experts: TurnRows | None,
         timeout_s: float,
     ) -> None:
-        """One engine call into the draft. Raises EngineRefused, VersionGone."""
+        """Run one engine request into the draft. Raises EngineRefused, VersionGone."""
         loop = asyncio.get_running_loop()
         begun, began, before = loop.time(), self.engines.clock(), len(draft.ids)
         labels: tuple[tuple[str, int], ...] = ()
@@ -577,8 +590,8 @@ class Sampler:
             experts.take(rows, len(request.input_ids) + len(draft.ids) - before)
 
     def _check_time(self, error: EngineDead, engine: LiveEngine, began: float) -> None:
-        """Raises EngineRefused for an engine that lives and needs longer than a turn has: asked again, it would need as
-        long, and a session that waits for engines never ends by its deadline."""
+        """Raise EngineRefused if the engine is alive but needs longer than a turn may take. A repeated request would
+        take as long, and the time that a session waits for engines never counts towards its deadline."""
         sampled_s = engine.served_s(began, self.engines.clock())
         if isinstance(error, EngineSlow) and sampled_s > self.timeout_s / 2:
             raise EngineRefused(
@@ -587,7 +600,8 @@ class Sampler:
             )
 
     def _check(self, piece: Piece, engine: LiveEngine, request: Generate, sampled: int) -> None:
-        """`sampled`: tokens of the request before the piece. Raises EngineRefused, EngineDead."""
+        """Check a piece of output; `sampled` is the number of the request's tokens before it. Raises EngineRefused,
+        EngineDead."""
         if sampled + len(piece.ids) > request.max_new_tokens:
             raise EngineRefused(
                 f"more than the {request.max_new_tokens} tokens that {engine.url} was asked for: it ignores "
@@ -611,7 +625,7 @@ class Sampler:
 
 
 def _ended(draft: Draft, ends: Set[int], max_new_tokens: int, stopped: Callable[[list[int]], bool]) -> str:
-    """How the draft ended: what an abort or a death found finished is finished."""
+    """Return how the draft ended. An output that was complete when it was aborted or its engine died is complete."""
     if draft.finish in ("abort", "dead"):
         if draft.ids and (draft.ids[-1] in ends or stopped(draft.ids)):
             return "stop"
@@ -625,12 +639,12 @@ async def _abort_when_gone(gone: asyncio.Event, engine: LiveEngine, rid: str) ->
     try:
         await engine.client.abort(rid)
     except EngineDead:
-        return  # the call itself sees it
+        return  # the request itself sees it
 
 
 def _check_labels(piece: Piece, engine: LiveEngine) -> None:
-    """Raises EngineDead, EngineRefused for a label that names no version: an engine that restarted serves the weights
-    of its model folder under such a one until its loader comes, whatever it is registered with."""
+    """Raise EngineDead or EngineRefused for a label that names no version. An engine that restarted serves the weights
+    of its model folder under such a label until its loader arrives, whatever version it is registered with."""
     label = next((label for label, _ in piece.versions if not label.isdecimal()), None)
     if label is None:
         return
@@ -646,8 +660,8 @@ def _check_labels(piece: Piece, engine: LiveEngine) -> None:
 def _spans(
     labels: Sequence[tuple[str, int]], count: int, engine: LiveEngine, kv: int | None = None
 ) -> list[VersionSpan]:
-    """Version spans of one call's tokens; `kv`: of the weights that computed what is cached. Raises EngineRefused for
-    an engine that never said."""
+    """Return the version spans of one request's tokens. `kv` is the version of the weights that computed the cache.
+    Raises EngineRefused for an engine that never reported a version."""
 
     def span(version: int, length: int) -> VersionSpan:
         return VersionSpan(version, length, None if kv == version else kv)

@@ -1,6 +1,6 @@
-"""`turnlog engines` over REST: who has the gateway's key may ask which engines serve, and for others.
+"""`turnlog engines` over REST. Holders of the gateway's key may list the engines that serve, and request changes.
 
-Answers tell what was asked for; `GET /engines` tells what came of it.
+An answer to a change repeats the request; `GET /engines` shows its effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ask = Callable[[Role, dict[str, Any]], Awaitable[Sequence[Engine]]]
 
 
 def _given(values: dict[str, Any], name: str, kind: type) -> Any:
-    """Raises BadRequest for a field that is missing or of another type."""
+    """Return a required field. Raises BadRequest if it is missing or of another type."""
     value = typed(values, name, kind, None)
     if value is None:
         raise BadRequest(f"{name} must be given", param=name)
@@ -48,7 +48,7 @@ ASKED: dict[str, Ask] = {"/engines/scale": _scale, "/engines/register": _registe
 
 
 def routes(role: Role, keys: SigningKeys, body: Callable[[Request], Awaitable[bytes]]) -> list[Route]:
-    """Every endpoint; `body` reads what a request brings. They raise Unauthorized, BadRequest, EnginesRefused."""
+    """Return the routes; `body` reads a request's body. Endpoints raise Unauthorized, BadRequest, EnginesRefused."""
 
     async def listed(request: Request) -> Response:
         require_key(request.headers.get("authorization"), *keys.accepted)

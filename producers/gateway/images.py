@@ -1,7 +1,8 @@
-"""Images in chat messages: taken as data: URLs or references to blobs, kept by reference, and as placeholder tokens.
+"""Images in chat messages: accepted as data: URLs or as references to blobs, stored by reference, and written as
+placeholder tokens.
 
-A chat template writes one image token per image; the model's image processor says how many of them the image takes, by
-its size. Blob references (`blob:SHA256;SIZE;MEDIA_TYPE`) are what the log holds in place of the bytes.
+A chat template writes one image token per image; the model's image processor decides by the image's size how many
+tokens the image takes. Blob references (`blob:SHA256;SIZE;MEDIA_TYPE`) are what the log holds in place of the bytes.
 Sources: RFC 2397 (data URLs); `smart_resize` of transformers' Qwen2VLImageProcessor.
 """
 
@@ -29,14 +30,14 @@ from turnlog.schemas.types import BlobRef
 DATA = re.compile(r"data:(image/[\w.+-]+);base64,", re.ASCII)
 BLOB = re.compile(r"blob:([0-9a-f]{64});(\d{1,18});(image/[\w.+-]+)", re.ASCII)
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-"""Qwen2VLImageProcessor's own, where preprocessor_config.json is silent."""
+"""Defaults of Qwen2VLImageProcessor if preprocessor_config.json names no limits."""
 LONGEST = 200
-"""Sides' ratio that it refuses beyond."""
+"""Largest ratio of the sides that it accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image as a message brings it: `content` for a data: URL, None for a reference."""
+    """An image as a message carries it; `content` is None for a reference."""
 
     ref: BlobRef
     content: bytes | None = None
@@ -44,7 +45,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An image that is in the store, its placeholder tokens, and the URL that an engine is given."""
+    """An image in the store, the number of its placeholder tokens, and the URL that an engine gets."""
 
     ref: BlobRef
     tokens: int
@@ -52,28 +53,28 @@ class Admitted:
 
 
 class TokenRule(Protocol):
-    """Placeholder tokens of an image of a size in pixels."""
+    """Returns the number of placeholder tokens for an image of a size in pixels."""
 
     def __call__(self, height: int, width: int) -> int:
-        """At least 1."""
+        """Return at least 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """What a model's folder says of images."""
+    """Image placeholder of a model, and the rule for how many an image takes."""
 
     token: int
-    """Its placeholder id."""
+    """Id of the placeholder."""
     rule: TokenRule
     most_pixels: int
-    """Of one image."""
+    """Maximum number of pixels of one image."""
 
     async def admitted(
         self, pictures: Sequence[Picture], shown: Mapping[str, BlobRef], blobs: Blobs
     ) -> dict[str, Admitted]:
-        """By sha256; the store holds every one. `shown`: the images of the session's own turns, which alone may be
-        named by reference. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
+        """Store all images, and return them by sha256. `shown` holds the images of the session's own turns; only those
+        may be named by reference. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
         found: dict[str, Admitted] = {}
         for picture in sorted(pictures, key=lambda picture: picture.content is None):  # bytes first: they need no proof
             if picture.ref.sha256 not in found:
@@ -100,8 +101,8 @@ class ImageTokens:
 
 
 def image_tokens(folder: Path, most_pixels: int) -> ImageTokens | None:
-    """The placeholder and its rule from config.json and preprocessor_config.json; None for a model of text, or where
-    the rule is not one that is known here."""
+    """Return the placeholder and its rule from config.json and preprocessor_config.json; None for a text model, or if
+    the rule is not known here."""
     config, processor = read_json(folder / "config.json"), read_json(folder / "preprocessor_config.json")
     token = config.get("image_token_id")
     if not isinstance(token, int) or not {"patch_size", "merge_size"} <= processor.keys():
@@ -114,9 +115,9 @@ def image_tokens(folder: Path, most_pixels: int) -> ImageTokens | None:
 
 
 def patches(factor: int, least: int, most: int) -> TokenRule:
-    """Qwen-VL: sides are rounded to multiples of `factor` pixels, the area scaled into [least, most], and one token
-    stands for a square of `factor` pixels. The rule raises BadRequest for an image more than 200 times longer than
-    wide."""
+    """Return Qwen-VL's rule: sides are rounded to multiples of `factor` pixels, the area is scaled into [least, most],
+    and one token stands for a square of `factor` pixels. The rule raises BadRequest for an image more than 200 times
+    longer than wide."""
 
     def rule(height: int, width: int) -> int:
         if max(height, width) > LONGEST * min(height, width):
@@ -134,7 +135,7 @@ def patches(factor: int, least: int, most: int) -> TokenRule:
 
 
 def picture(block: Mapping[str, Any], where: str) -> Picture:
-    """The image of an `image_url` block. Raises BadRequest."""
+    """Return the image of an `image_url` block. Raises BadRequest."""
     given = block.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if isinstance(url, str) and (match := BLOB.fullmatch(url)):
@@ -147,13 +148,13 @@ def picture(block: Mapping[str, Any], where: str) -> Picture:
         )
     try:
         content = base64.b64decode(url[match.end() :], validate=True)
-    except ValueError as error:  # binascii.Error, or characters that are none of ASCII
+    except ValueError as error:  # binascii.Error, or characters outside ASCII
         raise BadRequest(f"{where} has an image_url that is no base64: {error}", param=where) from None
     return Picture(BlobRef(hashlib.sha256(content).hexdigest(), len(content), match[1]), content)
 
 
 def by_reference(raw: Any) -> Any:
-    """A message as the log keeps it: references in place of data: URLs."""
+    """Return a message as the log stores it: with references in place of data: URLs."""
     if not isinstance(raw, dict) or not isinstance(raw.get("content"), list):
         return raw
     return {**raw, "content": [_referred(block) for block in raw["content"]]}
@@ -162,8 +163,9 @@ def by_reference(raw: Any) -> Any:
 def placed(
     ids: list[int], start: int, token: int | None, images: Sequence[Admitted]
 ) -> tuple[list[int], tuple[ImageRef, ...]]:
-    """Rendered ids with each placeholder repeated as often as its image asks, and where the images then stand in a
-    prompt of which `ids` begin at `start`. Raises ImagesNotServed where the template wrote other placeholders."""
+    """Return rendered ids with each placeholder repeated as often as its image requires, and the resulting positions of
+    the images in a prompt in which `ids` begin at `start`. Raises ImagesNotServed if the template wrote other
+    placeholders."""
     if not images:
         return ids, ()
     found = 0 if token is None else ids.count(token)
@@ -186,7 +188,8 @@ def placed(
 
 
 def check_images_alone(ids: Ids, token: int | None, images: Sequence[ImageRef]) -> None:
-    """Engines look for an image of every image token in a prompt that has images. Raises StrayImageToken."""
+    """Raise StrayImageToken if a prompt with images holds further image tokens, because engines look for an image of
+    each."""
     if images and (more := np.count_nonzero(ids == token) - sum(image.tokens for image in images)):
         raise StrayImageToken(
             f"the conversation holds {more} image tokens of no image, which the model or a message wrote: no engine "
@@ -196,7 +199,7 @@ def check_images_alone(ids: Ids, token: int | None, images: Sequence[ImageRef]) 
 
 
 def within(length: int, images: Sequence[ImageRef]) -> Iterator[ImageRef]:
-    """Images that lie wholly in the first `length` tokens."""
+    """Return the images that lie wholly within the first `length` tokens."""
     return (image for image in images if image.position + image.tokens <= length)
 
 
@@ -208,7 +211,8 @@ def _referred(block: Any) -> Any:
 
 
 def _check_whole(content: bytes) -> None:
-    """Raises BadRequest: some engines take half an image for one, and the trainer would see another half."""
+    """Raise BadRequest if an image is incomplete. Some engines accept half an image, and the trainer would see another
+    half."""
     try:
         opened_image(content, whole=True).close()
     except ImageUnreadable as error:
@@ -216,7 +220,7 @@ def _check_whole(content: bytes) -> None:
 
 
 def _size(content: bytes, most: int) -> tuple[int, int]:
-    """(height, width) in pixels, from the head alone. Raises BadRequest, also for more than `most` pixels."""
+    """Return (height, width) in pixels, read from the header. Raises BadRequest, also for more than `most` pixels."""
     try:
         with opened_image(content) as image:
             height, width = image.height, image.width

@@ -1,8 +1,8 @@
-"""Chat messages made comparable: what a client echoes must be found again although its shape has changed.
+"""Chat messages in a comparable form, so that a client's echo is recognised although its shape has changed.
 
-A string equals one text block; None, "" and [] are equal; tool arguments are compared parsed with sorted keys, numbers
-by value; call ids and indexes, cache marks and billing lines do not count. Reasoning that an echo leaves out matches
-any. What clients change in an echo without changing what it says is told by `changes` (decision 42).
+A string equals one text block; None, "" and [] are equal; tool arguments are compared parsed, with sorted keys and
+numbers by value; call ids and indexes, cache marks and billing lines do not count. Reasoning that an echo leaves out
+matches any. `as_said` recognises an echo that a client changed without changing its meaning (decision 42).
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ BILLING = "x-anthropic-billing-header:"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: what the chat template is given, and what it is compared by."""
+    """A message in two forms: for the chat template, and for comparison."""
 
     role: str
     template: dict[str, Any]
-    """For the chat template: content as text, tool arguments parsed."""
+    """Form for the chat template: content as text, tool arguments parsed."""
     digest: bytes
-    """Of everything that counts but reasoning."""
+    """Hash of everything that counts, except reasoning."""
     reasoning: str
     pictures: tuple[Picture, ...] = ()
-    """In order; the template has a part {"type": "image"} for each."""
+    """Images in order; the template has a part {"type": "image"} for each."""
     changed: Mapping[str, Any] | None = None
-    """Of an answer that its client sent back changed: those members, as they came. The others are as they were said."""
+    """Members of an answer that its client sent back changed, as received. The other members are as the turn produced
+    them."""
 
     @property
     def characters(self) -> int:
-        """Of its text."""
+        """Number of characters in its text."""
         content = self.template["content"]
         return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def listed(raw: Any) -> list[Any]:
-    """The messages of a request as they came. Raises BadRequest."""
+    """Return the messages of a request as received. Raises BadRequest."""
     if not isinstance(raw, list) or not raw:
         raise BadRequest("messages must be a list of at least one message", param="messages")
     return raw
 
 
 def in_call_order(raw: list[Any]) -> list[Any]:
-    """Messages as they came, the results behind each assistant's message in the order of the calls that they answer:
-    most templates print no ids, so that their order alone tells a model which is whose. A result without an id, or
-    with one that is none of these calls', stays at its place."""
+    """Return the messages with the results after each assistant message sorted into the order of the calls that they
+    answer. Most templates print no ids, so the order alone shows a model which result belongs to which call. A result
+    without an id, or with one that belongs to none of these calls, stays in place."""
     ordered = list(raw)
     for at in [at for at, one in enumerate(raw) if isinstance(one, dict) and "tool_calls" in one]:
         calls = raw[at]["tool_calls"]
@@ -79,12 +80,12 @@ def _is_result(raw: Any) -> bool:
 
 
 def normalised(raw: Any) -> tuple[Message, ...]:
-    """Messages. Raises BadRequest naming the message."""
+    """Return the normalised messages. Raises BadRequest, which names the message."""
     return tuple([message(one, f"messages[{index}]") for index, one in enumerate(listed(raw))])
 
 
 def message(raw: Any, where: str) -> Message:
-    """One message in OpenAI's shape. Raises BadRequest."""
+    """Normalise one message in OpenAI's shape. Raises BadRequest."""
     if not isinstance(raw, dict) or not isinstance(raw.get("role"), str) or raw["role"] not in ROLES:
         raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
     role = ROLES[raw["role"]]
@@ -107,7 +108,7 @@ def message(raw: Any, where: str) -> Message:
 
 
 def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
-    """A prefill and the response to it as the one message that an echo has: as it comes, and to compare."""
+    """Return a prefill and its response as the single message of an echo, both raw and normalised."""
     raw = {**response, "content": prefill.template["content"] + (response["content"] or "")}
     if prefill.reasoning:
         raw["reasoning_content"] = prefill.reasoning
@@ -115,19 +116,19 @@ def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def without_name(message: Message) -> Message:
-    """The same as if nobody had named its speaker: no policy gives itself a name."""
+    """Return the message without the name of its speaker; a policy never names itself."""
     return normalised([{name: value for name, value in message.template.items() if name != "name"}])[0]
 
 
 def call_ids(message: Message) -> list[str]:
-    """Of its calls, as the client sent them; empty for one without an id."""
+    """Return the ids of its calls as the client sent them; empty for a call without an id."""
     return [str(call.get("id", "")) for call in message.template.get("tool_calls", ())]
 
 
 def as_said(own: Message, echo: Message) -> Message | None:
-    """What a turn said, where an echo of it that its client changed says the same: `own`, with what was changed.
-    Clients name the speaker, leave out the text beside calls, round integers, and drop or fill in arguments. None for
-    other calls or ids, other words, and arguments that are in both and differ."""
+    """Return the turn's own message if an echo that a client changed still means the same, with `changed` set; else
+    None. Clients name the speaker, leave out the text beside calls, round integers, and drop or fill in arguments.
+    Other calls, ids or words do not match, nor do arguments that are in both and differ."""
     changed: dict[str, Any] = {}
     if name := echo.template.get("name"):
         changed["name"] = name
@@ -153,8 +154,8 @@ def as_said(own: Message, echo: Message) -> Message | None:
 
 
 def _alike(own: Any, echo: Any) -> bool:
-    """Whether arguments say the same as far as both have them: JavaScript rounds numbers, and schemas of clients drop
-    and fill in keys, trim texts, and make a number of its text."""
+    """Return whether arguments agree as far as both have them. JavaScript rounds numbers, and clients' schemas drop and
+    fill in keys, trim texts, and turn text into numbers."""
     if isinstance(own, dict) and isinstance(echo, dict):
         return all(_alike(own[name], echo[name]) for name in own.keys() & echo.keys())
     if isinstance(own, list) and isinstance(echo, list):
@@ -166,12 +167,12 @@ def _alike(own: Any, echo: Any) -> bool:
 
 
 def _plain(value: Any) -> str:
-    """A value as text."""
+    """Return a value as text."""
     return value.strip() if isinstance(value, str) else compact(_numbers(value), sort_keys=True)
 
 
 def with_ids(messages: Sequence[Message], ids: Callable[[str, int, str], str]) -> list[Message]:
-    """Messages whose calls and results have the ids that a chat template is to show: see CallFormat."""
+    """Return messages whose calls and results have the ids that a chat template should show; see CallFormat."""
     shown: dict[str, str] = {}
     rewritten, before = [], itertools.count()
     for one in messages:
@@ -187,7 +188,7 @@ def with_ids(messages: Sequence[Message], ids: Callable[[str, int, str], str]) -
 
 
 def system_digest(messages: Sequence[Message]) -> str:
-    """Hex sha256 of the system messages before the first message of another role."""
+    """Return the hex sha256 of the system messages before the first message of another role."""
     hashed = hashlib.sha256()
     for one in messages:
         if one.role != "system":
@@ -197,12 +198,12 @@ def system_digest(messages: Sequence[Message]) -> str:
 
 
 def tools_digest(tools: Any) -> str:
-    """Hex sha256 of the tool schemas in canonical JSON; none and an empty list are equal."""
+    """Return the hex sha256 of the tool schemas in canonical JSON; None and an empty list are equal."""
     return hashlib.sha256(orjson.dumps(tools or [], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _content(content: Any, where: str) -> tuple[Any, tuple[Picture, ...]]:
-    """(text, no images), or the parts of a message with images and those images."""
+    """Return (text, no images), or the parts of a message with images, and those images."""
     if not content:
         return "", ()
     if isinstance(content, str):
@@ -241,12 +242,13 @@ def _calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _canonical(function: dict[str, Any]) -> list[str]:
-    """Name and arguments, these as a text of their own: so they may be as deep as a whole body."""
+    """Return the name, and the arguments as separate text, so that they may be nested as deep as a whole body."""
     return [function["name"], compact(_numbers(function["arguments"]), sort_keys=True)]
 
 
 def _numbers(value: Any) -> Any:
-    """A JSON value with 1.0 as 1: a client that parses arguments, as JavaScript does, cannot tell them apart."""
+    """Return a JSON value with 1.0 as 1, because a client that parses arguments, as JavaScript does, cannot tell them
+    apart."""
     if isinstance(value, dict):
         return {name: _numbers(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -263,7 +265,7 @@ def _arguments(function: dict[str, Any]) -> Any:
 
 
 def response_of(parts: Sequence[Part], named: Callable[[int], str]) -> dict[str, Any]:
-    """The assistant's message that an output's parts make; `named`: the id of its n-th call."""
+    """Build the assistant's message from an output's parts; `named` returns the id of the n-th call."""
     calls = [one for one in parts if isinstance(one, Call)]
     content = "".join(one.text for one in parts if isinstance(one, Text))
     response: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
@@ -275,7 +277,7 @@ def response_of(parts: Sequence[Part], named: Callable[[int], str]) -> dict[str,
 
 
 def parts_of(response: Mapping[str, Any]) -> list[Part]:
-    """The parts of a recorded response."""
+    """Return the parts of a recorded response."""
     parts: list[Part] = []
     if reasoning := response.get("reasoning_content"):
         parts.append(Reasoning(reasoning))
@@ -286,10 +288,10 @@ def parts_of(response: Mapping[str, Any]) -> list[Part]:
 
 
 def id_of_call(session_id: str, turn: TurnId, at: int) -> str:
-    """Of the at-th call of a turn's answer."""
+    """Return the id of the at-th call in a turn's answer."""
     return call_id(session_id, turn.epoch, turn.index, at, "agent")
 
 
 def call_in(named: str, call: Call) -> dict[str, Any]:
-    """A call as a message has it."""
+    """Return a call as a message contains it."""
     return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,4 +1,6 @@
-"""The description of /sessions for services that open them from outside, and of /engines. Source: OpenAPI 3.1.0."""
+"""OpenAPI description of /sessions, for services that open sessions from outside, and of /engines. Source: OpenAPI
+3.1.0.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ REFUSED = {"description": "`error.code` and `error.message` say what and which s
 
 
 def document() -> dict[str, Any]:
-    """GET /openapi.json."""
+    """Return the body of GET /openapi.json."""
     named = {"name": "session_id", "in": "path", "required": True, "schema": TEXT}
     one = {"parameters": [named]}
     return {

@@ -1,8 +1,9 @@
-"""The other gateways of a run: whether the one that owns a session lives, and requests passed on to it.
+"""The other gateways of a run: whether the owner of a session is alive, and requests forwarded to it.
 
-Behind one public address any replica may be asked about any session. With an address of its own ([gateway] own_url) a
-replica is known on the log by that, so who is asked can ask the owner first: it takes a session over only when the
-owner gives no answer. Without one, nobody can tell, and whoever is asked takes over.
+Behind one public address, any replica may receive a request about any session. A replica with an address of its own
+([gateway] own_url) is recorded on the log by that address. Whoever receives a request can then probe the owner first,
+and takes the session over only if the owner does not answer. Without such an address nobody can tell, and whoever
+receives the request takes over.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from turnlog.infra.roles.tls import trusting
 from turnlog.producers.gateway import ERRORS, EpochLost, GatewayError
 
 LOOK_S = 2.0
-"""An owner that gives no sign of life for so long is gone; a zombie's turns do not count (its epoch is over)."""
+"""An owner that does not answer for this many seconds is gone. If it is a zombie, its turns do not count, because its
+ownership term (`epoch`) is over."""
 TRUSTED_S = 1.0
-"""After a sign of life it is not asked again for so long."""
+"""Seconds after a sign of life in which the owner is not probed again."""
 FORWARDED = "turnlog-forwarded"
-"""Header of a request that another gateway has passed on: it is passed on once."""
+"""Header of a request that another gateway has forwarded; it is forwarded only once."""
 OF_ONE_HOP = frozenset(
     {"host", "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length"}
 )
@@ -34,7 +36,7 @@ UNREACHED = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.Protocol
 
 
 class OwnedElsewhere(Exception):
-    """Another gateway, which lives, owns the session."""
+    """A live gateway other than this one owns the session."""
 
     def __init__(self, url: str, epoch: str) -> None:
         super().__init__(url)
@@ -43,11 +45,11 @@ class OwnedElsewhere(Exception):
 
 
 class Owners:
-    """Gateways by the addresses that they wrote into sessions."""
+    """The other gateways, by the addresses that they wrote into sessions."""
 
     def __init__(self, own_url: str, *, answer_s: float, ca_file: str = "") -> None:
-        """`answer_s`: the longest silence of an owner while its answer is awaited; `ca_file`: see [gateway]. Raises
-        TlsFileUnusable."""
+        """`answer_s` is the longest silence in seconds while an owner's answer is awaited; `ca_file`: see [gateway].
+        Raises TlsFileUnusable."""
         trusted = trusting(own_url, ca_file, "gateway")
         self._own = own_url
         self._read_s = answer_s
@@ -57,18 +59,18 @@ class Owners:
         self._seen: dict[str, float] = {}
 
     async def close(self) -> None:
-        """Close what is idle."""
+        """Close idle connections."""
         await self._http.aclose()
 
     async def check(self, url: str, epoch: str) -> None:
-        """Raises OwnedElsewhere when `url` is another gateway, and lives. Who had our own address is gone."""
+        """Raise OwnedElsewhere if `url` is another gateway that is alive. An owner that had our own address is gone."""
         if url == self._own:
             return
         if time.monotonic() - self._seen.get(url, float("-inf")) < TRUSTED_S or await self._lives(url):
             raise OwnedElsewhere(url, epoch)
 
     def lost(self, url: str) -> None:
-        """It gave no answer."""
+        """Forget that a gateway is alive, because it did not answer."""
         self._seen.pop(url, None)
 
     async def _lives(self, url: str) -> bool:
@@ -85,14 +87,14 @@ class Owners:
     def passed_on(
         self, other: OwnedElsewhere, request: Request, body: bytes, refusal: Callable[[GatewayError], bytes]
     ) -> Response:
-        """The owner's answer, byte for byte; `refusal`: the body that says that it gave none. Raises EpochLost for a
-        request that was passed on before."""
+        """Return a response that forwards the owner's answer byte for byte; `refusal` makes the body that reports a
+        missing answer. Raises EpochLost if the request was forwarded before."""
         if FORWARDED in request.headers:
             raise EpochLost(f"the session is at {other.url} now: open it again")
         return _PassedOn(self, other.url, request, body, refusal)
 
     def stream(self, url: str, request: Request, body: bytes) -> AbstractAsyncContextManager[httpcore.Response]:
-        """The request at another gateway; see httpcore's `stream`."""
+        """Send the request to another gateway; see httpcore's `stream`."""
         headers = [(name, value) for name, value in request.headers.items() if name not in OF_ONE_HOP]
         timeout = {"connect": LOOK_S, "read": self._read_s, "write": LOOK_S, "pool": LOOK_S}
         query = f"?{request.url.query}" if request.url.query else ""
@@ -103,7 +105,7 @@ class Owners:
 
 
 class _PassedOn(Response):
-    """Sends what the owner sends, as it comes. A client that leaves us leaves the owner, too."""
+    """Sends the owner's answer as it arrives. When our client disconnects, we disconnect from the owner."""
 
     def __init__(
         self, owners: Owners, url: str, request: Request, body: bytes, refusal: Callable[[GatewayError], bytes]

@@ -1,12 +1,12 @@
-"""Harness profiles: which agent of a session sent a request, said by what the harness itself puts into it.
+"""Harness profiles: which agent of a session sent a request, derived from what the harness itself puts into it.
 
-A profile is a pure function of a request in any API; what it answers is TurnCompleted.agent_path. The fold reads "" and
+A profile is a pure function of a request in any API; its result is TurnCompleted.agent_path. The fold reads "" and
 "main" as the main lineage, a path that starts with "side" as a side call, any other as a sub-agent of its own.
 
 ProfileError
 ├── UnknownHarness     [gateway] harness names no profile
-├── AmbiguousProfile   two packages offer one name
-└── BrokenProfile      an entry point of `turnlog.harness_profiles` that is no profile
+├── AmbiguousProfile   two packages offer the same name
+└── BrokenProfile      an entry point of `turnlog.harness_profiles` is no profile
 Sources: recorded traffic of Claude Code 2.1.329, Codex 0.169.0, opencode 1.18.33, Qwen Code 0.24.4 (docs/harnesses.md).
 """
 
@@ -26,15 +26,15 @@ GROUP = EntryPointGroup.HARNESS_PROFILES
 AUTO, NONE = "auto", "none"
 MAIN = "main"
 TITLE, NO_TOOLS = "side/title", "side/no-tools"
-"""Requests beside the conversation: titles, and whatever else a harness asks of a model without tools."""
+"""Paths of requests outside the conversation: titles, and all other requests that a harness sends without tools."""
 
 
 class ProfileError(Exception):
-    """Base of the tree above."""
+    """Base class of the tree in this module's docstring."""
 
 
 class UnknownHarness(ProfileError):
-    """Names the profiles that there are."""
+    """The message names the profiles that exist."""
 
 
 class AmbiguousProfile(ProfileError):
@@ -42,27 +42,27 @@ class AmbiguousProfile(ProfileError):
 
 
 class BrokenProfile(ProfileError):
-    """Names the entry point and why it cannot be used."""
+    """The message names the entry point and why it cannot be used."""
 
 
 class Profile(Protocol):
-    """One harness."""
+    """Rule for one harness."""
 
     def __call__(
         self, headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
     ) -> str | None:
-        """The agent path of a request; None leaves the lineage to the fold.
+        """Return the agent path of a request; None leaves the lineage to the fold.
 
         `headers`: names in any case if the mapping ignores case, else lower-case. `system`: the text of the leading
-        system messages as they came. `tools`: schemas in the API's own shape. `messages`: canonical ones.
-        """
+        system messages as received. `tools`: schemas in the API's own shape. `messages`: normalised messages."""
         ...
 
 
 def claude_code(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
-    """Claude Code: sub-agents name themselves in a header, or at least in the billing line of their system text."""
+    """Recognise Claude Code's agents: sub-agents name themselves in a header, or at least in the billing line of their
+    system text."""
     if agent := headers.get("x-claude-code-agent-id"):
         return f"agent/{agent}"
     if not tools:
@@ -73,7 +73,7 @@ def claude_code(
 def codex(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
-    """Codex: every agent has a thread; the first one's id is the session's."""
+    """Recognise Codex's agents: every agent has a thread, and the first one's id is the session's."""
     if not tools:
         return _beside(system)
     thread = headers.get("thread-id")
@@ -83,7 +83,7 @@ def codex(
 def opencode(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
-    """opencode: a sub-agent is a session with a parent; the title is asked for first, without tools."""
+    """Recognise opencode's agents: a sub-agent is a session with a parent. Titles come first, without tools."""
     if not tools:
         return _beside(system)
     if headers.get("x-parent-session-id"):
@@ -94,7 +94,8 @@ def opencode(
 def qwen_code(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
-    """Qwen Code marks nothing: requests without tools are beside the conversation, the fold decides the rest."""
+    """Recognise Qwen Code's side calls: it marks nothing, so requests without tools are side calls and the fold decides
+    about the rest."""
     return None if tools else _beside(system)
 
 
@@ -104,14 +105,14 @@ PROFILES: dict[str, Profile] = {
     "opencode": opencode,
     "qwen_code": qwen_code,
 }
-"""The built-in profiles, by the name that [gateway] harness gives them."""
+"""Built-in profiles by their names in [gateway] harness."""
 USER_AGENTS = {"claude-cli/": "claude_code", "codex": "codex", "opencode/": "opencode", "QwenCode/": "qwen_code"}
-"""How each begins its User-Agent."""
+"""Prefix of each harness's User-Agent -> its profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Harness:
-    """The profile of a gateway's requests, or the rule by which each request's is recognised."""
+    """The profile of a gateway's requests, or the rule that recognises the profile of each request."""
 
     name: str
     profiles: Mapping[str, Profile]
@@ -124,7 +125,8 @@ class Harness:
         tools: Sequence[Any] | None,
         messages: Sequence[Message],
     ) -> str | None:
-        """The path of one request; None where no profile speaks. `agent`: the session's agent name; `raw`: messages."""
+        """Return the path of one request; None if no profile decides. `agent` is the session's agent name, `raw` the
+        messages as received."""
         name = recognised(agent, headers, self.profiles) if self.name == AUTO else self.name
         if name not in self.profiles:
             return None
@@ -132,8 +134,8 @@ class Harness:
 
 
 def harness(name: str) -> Harness:
-    """The harness of [gateway] harness: auto, none, a built-in profile or one of an entry point, which wins over a
-    built-in of its name. Raises UnknownHarness, AmbiguousProfile, BrokenProfile."""
+    """Return the harness of [gateway] harness: auto, none, a built-in profile, or one of an entry point, which
+    overrides a built-in of the same name. Raises UnknownHarness, AmbiguousProfile, BrokenProfile."""
     offers = offered(GROUP, "harness profile", AmbiguousProfile)
     profiles = PROFILES | {name: _loaded(entry) for name, entry in offers.items()}
     if name not in (AUTO, NONE, *profiles):
@@ -142,7 +144,8 @@ def harness(name: str) -> Harness:
 
 
 def recognised(agent: str, headers: Mapping[str, str], profiles: Mapping[str, Profile]) -> str:
-    """The profile's name by User-Agent, else by the name that the session was opened with; "none" for neither."""
+    """Return the profile's name, by User-Agent or else by the agent name that the session was opened with; "none" for
+    neither."""
     sent = headers.get("user-agent", "")
     for start, name in USER_AGENTS.items():
         if sent.startswith(start):
@@ -152,7 +155,8 @@ def recognised(agent: str, headers: Mapping[str, str], profiles: Mapping[str, Pr
 
 
 def system_text(raw: Sequence[Any]) -> str:
-    """The text of the leading system messages as they came, billing lines included, one line break between blocks."""
+    """Return the text of the leading system messages as received, including billing lines, with a line break between
+    blocks."""
     texts: list[Any] = []
     for one in raw:
         if not isinstance(one, dict) or one.get("role") not in ("system", "developer"):

@@ -1,9 +1,9 @@
 """Prompts from the model's folder: its tokenizer, its chat template, and token-in token-out on top of both.
 
-The prompt of a turn is its base's tokens, what closes that turn, and the new messages alone: nothing that an engine saw
-is tokenised again. Whether a template allows this is decided per append kind (roles appended, reasoning, tools, images
-present) on a built-in probe corpus, once; a kind that fails falls back alone to a full render. Ids beyond the
-tokenizer's own vocabulary are legal wherever the model's is larger; they read as U+FFFD.
+The prompt of a turn consists of its base's tokens, the text that closes that turn, and the new messages only: nothing
+that an engine saw is tokenised again. Whether a template allows this is probed once for each kind of append (roles
+appended; reasoning, tools, images present) on a built-in corpus; only a kind that fails falls back to a full render.
+Ids beyond the tokenizer's own vocabulary are legal wherever the model's is larger; they decode to U+FFFD.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from turnlog.producers.gateway.rendering.template import ChatTemplate, read_json
 
 UNKNOWN = "�"
 BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
-"""What stands for each byte in the vocabulary of a byte-level tokenizer."""
+"""Characters that stand for the bytes in the vocabulary of a byte-level tokenizer."""
 KEEPS = frozenset({"ByteLevel", "Digits", "NFC", "Punctuation", "Split"})
-"""Steps before the tokens that take no character away, but for NFC and for a Split that is told to."""
+"""Steps before tokenisation that take no character away, except NFC, and Split if its behavior is Removed."""
 PLAIN = MARKS | {"<tool_response>", "</tool_response>"}
-"""Special tokens that are text like any other; the others are control marks."""
+"""Special tokens that are ordinary text; the others are control marks."""
 
 
 class ModelMissing(Exception):
@@ -37,10 +37,10 @@ class ModelMissing(Exception):
 
 
 class TextTokens:
-    """The tokenizer, and what the model's configuration says of its ids."""
+    """The tokenizer, and the model configuration's facts about token ids."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelMissing."""
+        """Load both from a model's folder. Raises ModelMissing."""
         try:
             data = (folder / "tokenizer.json").read_bytes()
             config = json.loads((folder / "config.json").read_text())
@@ -52,30 +52,30 @@ class TextTokens:
         self._tokenizer.no_padding()
         self.config: dict[str, Any] = config
         """The model's config.json."""
-        text = config | (config.get("text_config") or {})  # a vision model says it of its language part
+        text = config | (config.get("text_config") or {})  # a vision model keeps these in its language part
         self.vocabulary = int(text["vocab_size"])
-        """Of the model: every id below may be sampled."""
+        """Size of the model's vocabulary: every id below it may be sampled."""
         self.eos = _eos(config) | _eos(read_json(folder / "generation_config.json"))
-        """Ids at which engines end an output unasked."""
+        """Ids at which engines end an output by themselves."""
         self.window = int(text.get("max_position_embeddings", 0)) or 2**31 - 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special: dict[int, str] = {number: token.content for number, token in added.items()}
         """Every added token, whether control mark or not."""
         self._known = frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.longest = _longest(json.loads(data), self._tokenizer.get_vocab(with_added_tokens=True))
-        """Characters that one id can stand for; 0: any number."""
+        """Maximum number of characters that one id stands for; 0 if unbounded."""
         self._control = frozenset(
             number for number, token in added.items() if token.special and token.content not in PLAIN
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a rendered text; nothing is added."""
-        # the fast one keeps no offsets
+        """Return the ids of a rendered text; no special tokens are added."""
+        # The fast variant computes no offsets.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that agents and verifiers see: every id, control marks in full, unknown ids as U+FFFD."""
+        """Return the text that agents and verifiers see: every id, control marks in full, unknown ids as U+FFFD."""
         if self._known.issuperset(ids):
             return self._run(list(ids))
         parts: list[str] = []
@@ -89,15 +89,15 @@ class TextTokens:
         return "".join(parts) + self._run(run)
 
     def is_control(self, token: int) -> bool:
-        """Whether the id is a control mark: the last of an output may be what ended it."""
+        """Return whether the id is a control mark. As the last id of an output, it may be what ended the output."""
         return token in self._control
 
     def knows(self, token: int) -> bool:
-        """Whether the tokenizer has text for the id."""
+        """Return whether the tokenizer has text for the id."""
         return token in self._known
 
     def literal(self, ids: Sequence[int]) -> str:
-        """The text of every known id, control marks included."""
+        """Return the text of every known id, control marks included."""
         return self._run([token for token in ids if token in self._known])
 
     def _run(self, ids: list[int]) -> str:
@@ -105,14 +105,14 @@ class TextTokens:
 
 
 def _eos(config: dict[str, Any]) -> frozenset[int]:
-    """eos_token_id: one id, several, or none."""
+    """Return the ids of eos_token_id, which holds one, several, or none."""
     ids = config.get("eos_token_id")
     return frozenset(ids if isinstance(ids, list) else () if ids is None else (ids,))
 
 
 def _longest(declared: dict[str, Any], vocabulary: Mapping[str, int]) -> int:
-    """See TextTokens.longest. A bound is known where each byte has an id of its own, and nothing takes characters away
-    before: NFC alone makes one character of at most four."""
+    """Compute `TextTokens.longest`. There is a bound if each byte has an id of its own and no earlier step removes
+    characters. NFC composes at most four characters into one."""
     before = [*_steps(declared.get("normalizer")), *_steps(declared.get("pre_tokenizer"))]
     kinds = {step["type"] for step in before}
     if not vocabulary.keys() >= BYTES or "ByteLevel" not in kinds or kinds - KEEPS:
@@ -123,7 +123,7 @@ def _longest(declared: dict[str, Any], vocabulary: Mapping[str, int]) -> int:
 
 
 def _steps(declared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """What a part of a tokenizer does, one after the other."""
+    """Yield the steps of one part of a tokenizer, in order."""
     if declared is None:
         return
     inner = declared.get("normalizers") or declared.get("pretokenizers")
@@ -134,21 +134,22 @@ def _steps(declared: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 class TextStream:
-    """Text of a growing id sequence, given out only where further ids cannot change it."""
+    """Decodes a growing id sequence, and returns text only where further ids cannot change it."""
 
     WINDOW = 8
-    """Ids decoded again before new ones: what a byte-level or a word-piece decoder may look back on."""
+    """Number of earlier ids that are decoded again with new ones; byte-level and word-piece decoders may look back on
+    them."""
 
     def __init__(self, tokens: TextTokens) -> None:
         self._tokens = tokens
         self._ids: list[int] = []
         self._marks: list[int] = []
-        """Control marks at the end."""
+        """Control marks at the end, which are not decoded yet."""
         self._settled = 0
         self._text = ""
 
     def push(self, ids: Sequence[int]) -> str:
-        """All text so far but an unfinished character, or control marks, at its end."""
+        """Add ids, and return all text so far except an unfinished character, or control marks, at its end."""
         self._ids += self._marks
         self._marks = []
         self._ids += ids
@@ -167,22 +168,23 @@ class TextStream:
 
 
 SENTINEL = "Zq7"
-"""An answer that no template contains."""
+"""Content of a probe answer, which no template contains."""
 OPEN = "Zq7-and-so-on"
-"""Marks where a prefill is to go on."""
+"""Marks the point in a render where a prefill continues."""
 HISTORY: tuple[dict[str, Any], ...] = ({"role": "user", "content": "d"},)
-"""The dummy history. It does not end in an assistant message: stock Qwen3 renders the last of those differently."""
+"""The dummy history. It does not end in an assistant message, because stock Qwen3 renders the last of those
+differently."""
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}]
 KEPT_OPENINGS = 256
 
 
 CHECKED = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
-"""Roles of the messages that come after an answer, as a rule."""
+"""Roles of the messages that usually follow an answer."""
 
 
 class Kind(NamedTuple):
-    """What decides whether a template appends."""
+    """Properties of new messages that decide whether a template can append them."""
 
     roles: tuple[str, ...]
     reasoning: bool
@@ -191,8 +193,8 @@ class Kind(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How the template ends an assistant's turn: the text after its content, and that text's first id if it is an
-    end-of-turn mark."""
+    """End of an assistant's turn as the template writes it: the text after its content, and that text's first id if it
+    is an end-of-turn mark."""
 
     text: str
     mark: int | None
@@ -200,14 +202,14 @@ class Ending(NamedTuple):
 
 
 class Prompts:
-    """Prompt ids of turns, for one tokenizer and one template."""
+    """Makes prompt ids of turns, for one tokenizer and one template."""
 
     def __init__(self, tokens: TextTokens, template: ChatTemplate) -> None:
         self.tokens = tokens
         self.template = template
         self._kinds: dict[Kind, bool] = {}
         self._openings: dict[tuple[bytes, tuple[str, ...]], str] = {}
-        """Texts of the dummy history, by the tools as they came and by what the template prints of the date."""
+        """Renders of the dummy history, by the tools as sent and by the dates that the template prints."""
         self._system_anywhere = self._probe_system()
         self._arguments_as_text = self._probe_arguments()
         self._ending = self._probe_ending()
@@ -215,48 +217,48 @@ class Prompts:
 
     @property
     def end_of_turn(self) -> int | None:
-        """The id by which the template ends an assistant's turn."""
+        """Id by which the template ends an assistant's turn, or None."""
         return self._ending.mark if self._ending else None
 
     def ends(self, token: int, stops: Sequence[int]) -> bool:
-        """Whether the last id of an output that was stopped is what stopped it, and no part of what was said: a mark
-        that closes calls may be both (Apertus)."""
+        """Return whether the last id of a stopped output only ended it, and is no part of the answer. A mark that
+        closes calls may be both (Apertus)."""
         if self.tokens.special.get(token) in MARKS:
             return False
         return token in stops or token in (self.end_of_turn, *self.tokens.eos) or self.tokens.is_control(token)
 
     def full(self, messages: Sequence[Message], tools: Any, now: datetime | None = None) -> list[int]:
-        """Ids of the whole conversation up to where the model goes on. Raises BadRequest."""
+        """Return the ids of the whole conversation up to the point where the model continues. Raises BadRequest."""
         return self.tokens.encode(self.text(messages, tools, now))
 
     def text(self, messages: Sequence[Message], tools: Any, now: datetime | None = None) -> str:
-        """The whole conversation as the template writes it, up to where the model goes on; `now`: what it prints of
-        the date. Raises BadRequest."""
+        """Return the whole conversation as the template writes it, up to the point where the model continues. Dates are
+        printed as of `now`. Raises BadRequest."""
         return self._rendered([one.template for one in messages], tools, now)
 
     def ended(self, messages: Sequence[Message], tools: Any) -> str:
-        """The same with its last message brought to its end, as one that was answered so. Raises BadRequest."""
+        """Return the same text, but with the last message closed, as if it had been answered. Raises BadRequest."""
         return self.template.render(self._fitted([one.template for one in messages]), tools, generate=False)
 
     @property
     def end_mark(self) -> str:
-        """The text of `end_of_turn`; empty without one."""
+        """Text of `end_of_turn`; empty without one."""
         return self._ending.mark_text if self._ending else ""
 
     def _fitted(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """As the template takes them."""
+        """Return the messages in the form that the template accepts."""
         if self._arguments_as_text:
             messages = [_with_text(one) for one in messages]
         if not self._system_anywhere:
-            # Harnesses put system messages between others, and repeat a refused request with other tools: what such a
-            # template has no place for is said by the user.
+            # Harnesses put system messages between others, and repeat a refused request with other tools. If the
+            # template has no place for such a message, it becomes the user's.
             messages = [{**one, "role": "user"} if at and one["role"] == "system" else one
                         for at, one in enumerate(messages)]  # fmt: skip
         return messages
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, now: datetime | None = None) -> str:
-        """Up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left open, as
-        by `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
+        """Render up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left
+        open, as with `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
         messages = self._fitted(messages)
         *before, last = messages
         if last["role"] != "assistant":
@@ -274,8 +276,8 @@ class Prompts:
     def continuation(
         self, last: int, new: Sequence[Message], tools: Any, now: datetime | None = None
     ) -> list[int] | None:
-        """close + delta: the ids to put after a base whose last id is `last`. None where the template cannot append
-        this kind, or where the base ends in another role's mark. `now`: see `text`. Raises BadRequest."""
+        """Return close + delta: the ids to append to a base whose last id is `last`. None if the template cannot append
+        this kind, or if the base ends in another role's mark. `now`: see `text`. Raises BadRequest."""
         kind = Kind(
             tuple(one.role for one in new),
             any(one.reasoning for one in new),
@@ -288,13 +290,13 @@ class Prompts:
         return None if delta is None else self._closed(last, delta)
 
     def appended(self) -> dict[str, bool]:
-        """Whether the template appends what agents most often send after an answer, or writes the whole conversation
-        anew: by the roles of the messages, and whether tools are offered."""
+        """Return whether the template appends what agents most often send after an answer, or writes the whole
+        conversation anew. Keys name the roles of the messages, and whether tools are offered."""
         kinds = [Kind(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
         return {"+".join(one.roles) + " with tools" * one.tools: self._incremental(one) for one in kinds}
 
     def without_end(self, answer: str) -> str:
-        """An answer as it was sampled: without the marks that end it, but for one that ends its calls, too."""
+        """Return an answer as it was sampled, without the marks that end it; a mark that also ends its calls stays."""
         ends = [self.end_mark, *(self.tokens.special[one] for one in self.tokens.eos if one in self.tokens.special)]
         ends += [self._ending.text.strip()] if self._ending else []
         ends = [end for end in ends if end not in MARKS]
@@ -307,7 +309,7 @@ class Prompts:
             answer = shorter
 
     def attempted(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
-        """A conversation as the template writes it, None if it refuses; an answer at its end is whole."""
+        """Return a conversation as the template writes it, or None if it refuses. An answer at the end is closed."""
         try:
             return self.template.render(self._fitted(messages), tools, generate=messages[-1]["role"] != "assistant")
         except BadRequest:
@@ -329,8 +331,8 @@ class Prompts:
         return ids
 
     def _delta(self, new: list[dict[str, Any]], tools: Any, now: datetime | None = None) -> str | None:
-        """The text of new messages up to where the model goes on: the difference of two renders over a dummy
-        history."""
+        """Return the text of new messages up to the point where the model continues: the difference of two renders over
+        a dummy history. None if the second does not begin with the first."""
         now = now or datetime.now(UTC)
         written = orjson.dumps(tools)  # another order of keys is another text
         opening = self._openings.get((written, self.template.dates(now)))
@@ -343,7 +345,7 @@ class Prompts:
         return whole[len(opening) :] if whole.startswith(opening) else None
 
     def _probe_system(self) -> bool:
-        """Whether the template writes a system message that is not the first."""
+        """Return whether the template writes a system message that is not the first."""
         try:
             return SENTINEL in self.template.render(
                 [*HISTORY, {"role": "system", "content": SENTINEL}], None, generate=True
@@ -352,7 +354,8 @@ class Prompts:
             return False
 
     def _probe_arguments(self) -> bool:
-        """Whether the template writes calls whose arguments are JSON text, and refuses objects (DeepSeek's do)."""
+        """Return whether the template needs call arguments as JSON text and refuses objects, as DeepSeek's templates
+        do."""
         called = {"role": "assistant", "content": "", "tool_calls": probe_calls(1)}
         return not self._takes([*HISTORY, called]) and self._takes([*HISTORY, _with_text(called)])
 
@@ -380,7 +383,7 @@ class Prompts:
         return Ending(text, None, "")
 
     def _probe_markers(self) -> frozenset[int]:
-        """First ids of what each role's message begins with, where those are special tokens."""
+        """Return the first ids of each role's message if they are special tokens."""
         markers = set()
         for role in ("system", "user", "tool", "assistant"):
             try:
@@ -391,13 +394,14 @@ class Prompts:
         return frozenset(markers & self.tokens.special.keys())
 
     def _probe(self, kind: Kind) -> bool:
-        """Whether full renders of the probe conversations end in what `continuation` would append, text and ids."""
+        """Return whether full renders of the probe conversations end in what `continuation` would append, as text and
+        as ids."""
         verdicts = [self._probed(kind, answer, new) for answer, new in _canned(kind)]
         return True in verdicts and False not in verdicts
 
     def _probed(self, kind: Kind, answer: dict[str, Any], new: list[dict[str, Any]]) -> bool | None:
-        """Of one conversation; None where the template refuses it, so that it never comes, and where nothing tells its
-        answer."""
+        """Probe one conversation. None if the template refuses it, so that it never occurs, or if its answer cannot be
+        found in the render."""
         if self._ending is None:
             return False
         tools = TOOLS if kind.tools else None
@@ -430,7 +434,7 @@ class Prompts:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its calls as JSON text."""
+    """Return a message with the arguments of its calls as JSON text."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
@@ -440,15 +444,16 @@ def _with_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def probe_calls(count: int) -> list[dict[str, Any]]:
-    """Calls as agents send them back. Some templates write no content beside them: the sentinel is in both."""
+    """Return calls as agents send them back. The sentinel is in the arguments as well, because some templates write no
+    content beside calls."""
     function = {"name": "f", "arguments": {"a": SENTINEL}}
     return [{"type": "function", "id": f"call0000{at}", "function": function} for at in range(count)]
 
 
 def _canned(kind: Kind) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Answers, and the messages of a kind that come after them. A template may tell a result's tool by the call that
-    it answers, by the name that it brings, or not at all, and agents send results with and without either; calls come
-    alone and beside a text, several at once unless the template takes one alone."""
+    """Yield answers, each with messages of a kind that follow it. A template may find a result's tool by the call that
+    it answers, by the name that it carries, or not at all, and agents send results with and without either. Calls come
+    alone and beside a text, both a single one and as many as there are results."""
     named: list[dict[str, str]] = [{}]
     if "tool" in kind.roles:
         named = [{"tool_call_id": "call0000{at}", "name": "f"}, {"tool_call_id": "call0000{at}"}, {}]
@@ -475,5 +480,5 @@ def _canned(kind: Kind) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 def _results(roles: Sequence[str]) -> int:
-    """How many of tools come first."""
+    """Return the number of leading tool messages."""
     return next((at for at, role in enumerate(roles) if role != "tool"), len(roles))

@@ -1,10 +1,10 @@
-"""What the log says of sessions: who owns them and which are finished, and their conversations rebuilt.
+"""The sessions on the log: who owns them, which are finished, and their conversations rebuilt.
 
-`SessionTail` reads agent.sessions for ever: it starts at the end of the log and reads back to the floor of an older
-session when one is asked for; all who wait for "everything up to now" share one end-offset read. `Recovery` rebuilds a
-conversation from agent.turns and agent.token-snapshots, the same tokens on any gateway: those topics are not indexed by
-session, so a scan begins where the session's first record can stand, which the log finds by its time, and serves all
-sessions that wait for one.
+`SessionTail` follows agent.sessions forever. It starts at the end of the log and reads back to the start offset
+(`floor`) of an older session when one is requested. All who wait for "everything up to now" share one end-offset read.
+`Recovery` rebuilds a conversation from agent.turns and agent.token-snapshots, with the same tokens on any gateway.
+Those topics are not indexed by session, so a scan begins at the earliest offset that can hold the session's records,
+found by timestamp, and serves all sessions that wait for one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 WANTED = frozenset({b"SessionStarted", b"SessionAdopted", b"SessionFinished"})
 POLL_RECORDS = 2000
 FINISHED_KEPT = 512
-"""Finished sessions that the tail remembers; of older ones the log is read again when somebody asks."""
+"""Number of finished sessions that the tail remembers; for older ones the log is read again on request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One gateway's tenure."""
+    """Ownership term of one gateway."""
 
     offset: int
     id: str
@@ -49,7 +49,7 @@ class Epoch:
 
 @dataclass(slots=True)
 class Spine:
-    """What agent.sessions says of one session."""
+    """The records of one session in agent.sessions."""
 
     started: SessionStarted | None = None
     started_ms: int = 0
@@ -58,7 +58,7 @@ class Spine:
 
     @property
     def finished(self) -> SessionFinished | None:
-        """The one that counts, as the fold says it."""
+        """The SessionFinished that counts by the rule of the fold, or None."""
         tenure = Tenure()
         epochs = iter(self.epochs)
         following = next(epochs, None)
@@ -72,11 +72,11 @@ class Spine:
 
     @property
     def end(self) -> int:
-        """Offset behind its last record."""
+        """Offset after its last record."""
         return 1 + max([*(epoch.offset for epoch in self.epochs), *(offset for offset, _ in self.finishes)])
 
     def add(self, record: Record, event: SessionStarted | SessionAdopted | SessionFinished) -> None:
-        """Fold one record; records may come in any order and more than once."""
+        """Fold one record. Records may arrive in any order and more than once."""
         if isinstance(event, SessionFinished):
             if all(offset != record.offset for offset, _ in self.finishes):
                 self.finishes.append((record.offset, event))
@@ -90,7 +90,7 @@ class Spine:
 
 
 class SessionTail:
-    """`run` reads for ever; the other methods answer from what it has read."""
+    """Follows agent.sessions in `run`; the other methods answer from what it has read."""
 
     def __init__(
         self,
@@ -101,17 +101,17 @@ class SessionTail:
         beat: Callable[[], None] = lambda: None,
         finished_kept: int = FINISHED_KEPT,
     ) -> None:
-        """`beat` is called whenever the reader comes round."""
+        """`beat` is called on each iteration of the read loop."""
         self._log = log_
         self._beat = beat
         self._events = events
         self._partitions = [Partition(SESSIONS.name, number) for number in range(partitions)]
         self._spines: dict[str, Spine] = {}
         self._finished: OrderedDict[str, Partition] = OrderedDict()
-        """Those of `_spines` that are finished, the one that was read or asked for last at the end."""
+        """Finished sessions among `_spines`; the one read or requested last is at the end."""
         self._finished_kept = finished_kept
         self._covered: dict[Partition, int] = {}
-        """Offset from which on everything was read, and is remembered."""
+        """Offset from which on everything was read and is remembered."""
         self._positions: dict[Partition, int] = {}
         self._asking: list[asyncio.Future[dict[Partition, int]]] = []
         self._asked = asyncio.Event()
@@ -120,7 +120,7 @@ class SessionTail:
         self.ready = asyncio.Event()
 
     def partition(self, group_id: str) -> Partition:
-        """Where a group's records stand."""
+        """Return the partition of a group's records."""
         return self._partitions[partition_of(group_id.encode(), len(self._partitions))]
 
     async def run(self) -> None:
@@ -130,25 +130,25 @@ class SessionTail:
             tasks.create_task(self._answer())
 
     async def end_offset(self, partition: Partition) -> int:
-        """The partition's end as of now or later; one read serves all who wait."""
+        """Return the partition's end offset as of now or later. One read serves all who wait."""
         asked: asyncio.Future[dict[Partition, int]] = asyncio.get_running_loop().create_future()
         self._asking.append(asked)
         self._asked.set()
         return (await asked)[partition]
 
     async def session(self, session_id: str, group_id: str, floor: int) -> Spine | None:
-        """What the log says of a session at this moment; None when it was never started."""
+        """Return the session's records as of this moment, or None if it was never started."""
         partition = self.partition(group_id)
         await self.reached(partition, await self.end_offset(partition))
         seen = self._spines.get(session_id)
-        if seen is None or seen.started is None:  # what came after we did, an adoption, may be all that was read of it
+        if seen is None or seen.started is None:  # an adoption after our start may be all that was read so far
             await self._read_back(partition, floor)
         if session_id in self._finished:
             self._finished.move_to_end(session_id)
         return self._spines.get(session_id)
 
     def known(self, session_id: str) -> Spine | None:
-        """What was read of a session so far."""
+        """Return the session's records that were read so far."""
         return self._spines.get(session_id)
 
     async def reached(self, partition: Partition, offset: int) -> None:
@@ -194,7 +194,7 @@ class SessionTail:
                 done.set_result(None)
 
     async def _read_back(self, partition: Partition, floor: int) -> None:
-        """Read from `floor` to where coverage begins; those who ask for one partition at once share the read."""
+        """Read from `floor` to where coverage begins. Concurrent requests for one partition share the read."""
         async with self._back[partition]:
             covered = self._covered[partition]
             first = max(floor, (await self._log.start_offsets([partition]))[partition])
@@ -221,15 +221,16 @@ class SessionTail:
             self._finished[event.session_id] = Partition(record.topic, record.partition)
 
     def _forget(self) -> None:
-        """Drop finished sessions beyond those that are kept. What was covered begins behind their last record: who asks
-        for one has it read again. Not while some are read back, who is asked for among them."""
+        """Drop finished sessions beyond `finished_kept`. Coverage then begins after their last record, so that a
+        request for one reads it again. Nothing is dropped during a read-back, since the requested session may be among
+        those."""
         while len(self._finished) > self._finished_kept and not any(lock.locked() for lock in self._back.values()):
             session_id, partition = self._finished.popitem(last=False)
             self._covered[partition] = max(self._covered[partition], self._spines.pop(session_id).end)
 
 
 CLOCK_SKEW_MS = 60_000
-"""How far clocks of gateways may differ."""
+"""Assumed maximum difference between the clocks of gateways, in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ class _Found:
 
 
 class Recovery:
-    """Reads conversations back. Sessions of one partition that come while a scan runs share the next one."""
+    """Reads conversations back. Sessions of one partition that are requested while a scan runs share the next one."""
 
     def __init__(self, log_: Log, events: EventLog, blobs: Blobs) -> None:
         self._log = log_
@@ -258,7 +259,7 @@ class Recovery:
         self._busy: dict[int, asyncio.Lock] = {}
 
     async def conversation(self, sought: Sought, partition: int) -> Conversation:
-        """Every turn of the session that has both its records on the log now."""
+        """Return every turn of the session that has both its records on the log now."""
         waiting: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
         self._sought.setdefault(partition, []).append((sought, waiting))
         async with self._busy.setdefault(partition, asyncio.Lock()):

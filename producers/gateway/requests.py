@@ -1,7 +1,7 @@
-"""What a request brings: the token or key that it is entitled by, and its body, read by hand with typed errors.
+"""Credentials and bodies of requests: tokens and keys, and JSON that is parsed by hand with typed errors.
 
-No model classes on the hot path. A session's token carries what a gateway needs to find the session on the log after a
-crash of the one that opened it: base64url(claims).base64url(HMAC-SHA256), good for nothing else.
+There are no model classes on the hot path. A session's token carries what a gateway needs to find the session on the
+log after the gateway that opened it crashed: base64url(claims).base64url(HMAC-SHA256). It is good for nothing else.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from turnlog.settings import GatewaySettings
 
 LEAST = {"count": 1, "group_size": 1, "min_weight_version": -1, "max_tokens": 1, "max_completion_tokens": 1,
          "max_new_tokens": 1, "max_output_tokens": 1, "seed": -(2**63)}  # fmt: skip
-"""Of integers that do not begin at 0."""
+"""Smallest values of integer fields that do not begin at 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """What a session's token says of it."""
+    """Claims of a session's token."""
 
     session_id: str
     group_id: str
@@ -44,44 +44,46 @@ class Claims:
     min_weight_version: int = -1
     pin_weight_version: int | None = None
     max_context_tokens: int = 0
-    """0: the model's own window."""
+    """0 stands for the model's own window."""
     max_turns: int = 0
-    """0: as many as the agent asks for."""
+    """0 stands for no limit."""
     agent: bool = False
-    """It is the agent's: good for turns, for no verdict and no end."""
+    """True for the agent's token, which may request turns but neither assign rewards nor finish the session."""
 
 
 class SigningKeys:
-    """What tokens are signed with, and the keys whose tokens are accepted: as they are now, since files may change."""
+    """The key that signs tokens, and the keys whose tokens are accepted. They are read on each access, since their
+    files may change."""
 
     def __init__(self, settings: GatewaySettings, directory: Path) -> None:
-        """Without a configured key: the one in the run's directory, made with mode 0600 when it is not there."""
+        """Use the configured key, or else the one in the run's directory, which is created with mode 0600 if it is
+        missing."""
         self._first = settings.signing_key or kept_secret(directory / GATEWAY_KEY)
         self._others = settings.accepted_signing_keys
 
     @property
     def first(self) -> bytes:
-        """The one that signs."""
+        """The key that signs."""
         return present(self._first).encode()
 
     @property
     def accepted(self) -> tuple[bytes, ...]:
-        """Every one that is valid, the first before the others."""
+        """All accepted keys, the signing key first."""
         return self.first, *present(self._others).encode().split()
 
 
 def sign(claims: Claims, key: bytes) -> str:
-    """The token of a session."""
+    """Return the token of a session."""
     *claimed, agent = dataclasses.astuple(claims)
-    # Gateways of releases up to v8 add up what stands behind the sixth: to them the mark of an agent's token is no turn
-    # more, while an upgrade is under way.
+    # Gateways up to release v8 add up all items after the sixth. To them, the 0 that marks an agent's token adds no
+    # turns, so tokens stay valid during an upgrade.
     payload = _encoded(orjson.dumps([*claimed, 0] if agent else claimed))
     return f"{payload}.{_mac(payload, key)}"
 
 
 @lru_cache(maxsize=1024)
 def verify(token: str, *keys: bytes) -> Claims:
-    """The claims of a token that was signed with one of the keys. Raises Unauthorized."""
+    """Return the claims of a token that was signed with one of the keys. Raises Unauthorized."""
     payload, _, mac = token.partition(".")
     if not mac or not any(hmac.compare_digest(mac.encode(), _mac(payload, key).encode()) for key in keys):
         raise Unauthorized("the Authorization header must carry the token that POST /sessions gave: Bearer <token>")
@@ -99,13 +101,14 @@ def verify(token: str, *keys: bytes) -> Claims:
 
 
 def refer(turn: TurnId, text: str, key: bytes) -> str:
-    """A turn's name for a client to hand back with a text that the turn said: this key's word that it did."""
+    """Return a signed name of a turn that a client can send back together with a text of that turn. The signature
+    proves that the turn produced the text."""
     name = f"{turn.epoch}.{turn.index}"
     return f"{name}.{_mac(f'{name} {text}', _of_turns(key))}"
 
 
 def referred(reference: str, text: str, *keys: bytes) -> TurnId | None:
-    """The turn that `refer` named with one of the keys and this very text; None for anything else."""
+    """Return the turn that `refer` named with one of the keys and exactly this text; None for anything else."""
     name, _, mac = reference.rpartition(".")
     if not any(hmac.compare_digest(mac.encode(), _mac(f"{name} {text}", _of_turns(key)).encode()) for key in keys):
         return None
@@ -114,12 +117,12 @@ def referred(reference: str, text: str, *keys: bytes) -> TurnId | None:
 
 
 def _of_turns(key: bytes) -> bytes:
-    """A key of its own: no name of a turn is a session's token."""
+    """Derive a separate key, so that no turn's name is valid as a session's token."""
     return hmac.digest(key, b"turnlog turn", hashlib.sha256)
 
 
 def bearer(header: str | None) -> str:
-    """The credential of an Authorization header; "" when there is none."""
+    """Return the credential of an Authorization header; "" if there is none."""
     scheme, _, credential = (header or "").partition(" ")
     return credential.strip() if scheme.lower() == "bearer" else ""
 
@@ -128,9 +131,9 @@ TRACEPARENT = re.compile(r"([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a
 
 
 def traceparent(headers: Sequence[str]) -> str:
-    """The span that the traceparent headers of a request name, without flags: 00-TRACE-SPAN-00. Empty of none, of more
-    than one, and of what is none: a link that is broken is no reason to refuse a turn. Of a version later than 00 what
-    00 has counts. Source: W3C Trace Context, 2.2 and 2.2.4."""
+    """Return the span that a request's traceparent header names, without flags: 00-TRACE-SPAN-00. The result is empty
+    for no header, for more than one, and for an invalid one, because a broken link is no reason to reject a turn. Of a
+    version later than 00, the fields of version 00 count. Source: W3C Trace Context, 2.2 and 2.2.4."""
     found = TRACEPARENT.fullmatch(headers[0].strip()) if len(headers) == 1 else None
     if found is None or found[1] == "ff" or (found[1] == "00" and found[4] is not None):
         return ""
@@ -138,7 +141,7 @@ def traceparent(headers: Sequence[str]) -> str:
 
 
 def require_key(header: str | None, *keys: bytes) -> None:
-    """Raises Unauthorized unless the header carries one of the gateway's own keys."""
+    """Raise Unauthorized unless the header carries one of the gateway's own keys."""
     if not any(hmac.compare_digest(bearer(header).encode(), key) for key in keys):
         raise Unauthorized(
             "sessions are opened, and engines asked for, with the gateway's signing key: Bearer <content of "
@@ -160,7 +163,7 @@ def _decoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest:
-    """POST /sessions."""
+    """Body of POST /sessions."""
 
     run_id: str
     group_id: str
@@ -173,7 +176,7 @@ class OpenRequest:
     purpose: Purpose
     recipe: str
     floor: int | None
-    """None: read by the gateway."""
+    """Start offset; None if the gateway reads it."""
     agent: Agent
     environment: Environment
     sampling: Sampling
@@ -185,32 +188,32 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """POST /sessions/{id}/reward, or the reward of a finish."""
+    """Body of POST /sessions/{id}/reward, or the reward of a finish."""
 
     value: float
     components: dict[str, float]
     evidence: bytes
-    """JSON."""
+    """JSON text."""
     verifier: Verifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishRequest:
-    """POST /sessions/{id}/finish."""
+    """Body of POST /sessions/{id}/finish."""
 
     outcome: Outcome
     reason: str
     final: bool
     expects: Expects
     judged: TurnId | None
-    """The last turn of what got the verdict, or will."""
+    """Last turn of what the reward judges."""
     reward: RewardRequest | None
-    """The verdict, where it is known already."""
+    """The reward, if it is known already."""
 
 
 def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) -> OpenRequest:
-    """A session of a rollout; without rollout_id one of someone who tries the gateway: its group is itself, named by
-    `fresh`. Raises BadRequest."""
+    """Parse the request for a rollout's session. Without rollout_id, the session belongs to somebody who tries the
+    gateway: it is a group of its own, named by `fresh`. Raises BadRequest."""
     values = object_of(body)
     rollout = typed(values, "rollout_id", str, fresh)
     attempt = typed(values, "attempt", int, 0)
@@ -245,7 +248,7 @@ def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) ->
 
 
 def finish_request(body: bytes) -> FinishRequest:
-    """Raises BadRequest."""
+    """Parse the body. Raises BadRequest."""
     values = object_of(body)
     legal = [outcome.value for outcome in Outcome if outcome is not Outcome.unknown]
     if values.get("outcome") not in legal:
@@ -266,7 +269,7 @@ def finish_request(body: bytes) -> FinishRequest:
 
 
 def reward_request(body: bytes) -> RewardRequest:
-    """Raises BadRequest."""
+    """Parse the body. Raises BadRequest."""
     return _reward(object_of(body))
 
 
@@ -330,7 +333,7 @@ def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """A body that must be a JSON object. Raises BadRequest."""
+    """Return a body that must be a JSON object. Raises BadRequest."""
     try:
         values = orjson.loads(body)
         if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
@@ -347,7 +350,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def typed(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    """A field of exactly this type; null and absent are `default`. Raises BadRequest."""
+    """Return a field of exactly this type; null and absent give `default`. Raises BadRequest."""
     value = values.get(name)
     if value is None:
         return default

@@ -44,17 +44,17 @@ ADOPTED = Counter("turnlog_gateway_adopted", "Sessions taken over from another g
 
 MINUTE_S = 60.0
 KEPT = 256
-"""Finished sessions kept in memory; older ones are read from the log again when somebody asks."""
+"""Number of finished sessions kept in memory; older ones are read from the log again on request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What this gateway writes into the sessions that it opens."""
+    """Facts about this gateway that it writes into the sessions that it opens."""
 
     url: str
-    """Where it is reached."""
+    """Address at which this gateway is reached."""
     instance: str
-    """Unique among processes: part of the ids of its adoptions."""
+    """Unique among processes; part of the ids of its adoption records."""
     model: str
     tokenizer_sha256: str
     chat_template_sha256: str
@@ -62,13 +62,13 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A session, and who has it."""
+    """An opened session, and the gateway that owns it."""
 
     session_id: str
     epoch: str
     floor: int
     url: str
-    """Of the gateway that has it."""
+    """Address of the gateway that owns it."""
     finished: bool
 
 
@@ -79,35 +79,36 @@ class Running:
     id: TurnId
     task: asyncio.Task[Turn] = field(init=False)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Every client has left."""
+    """Set while no client waits for the turn."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Replaced at each change of `parts`, after it was set."""
+    """Set, and then replaced, at each change of `parts`."""
     parts: list[Part] = field(default_factory=list)
-    """What was said so far, if somebody asked for a stream; all of it once the task is done."""
+    """Output so far, if a client streams; all of it once the task is done."""
     clients: int = 0
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     own_s: Callable[[], float] = lambda: 0.0
-    """Seconds in which an engine has sampled for it."""
+    """Function that returns the seconds in which an engine has sampled for the turn."""
     cut_off: bool = False
-    """What was sampled is being recorded as a part: who asks again is given another turn."""
+    """True while the sampled part of a turn that was cut off is being recorded. A repeat of its request gets another
+    turn."""
 
     def age_s(self) -> float:
-        """Seconds since it was asked for."""
+        """Return the seconds since the turn was admitted."""
         return asyncio.get_running_loop().time() - self.began
 
     def wake(self) -> None:
-        """Tell those who stream."""
+        """Wake the clients that stream."""
         self.changed.set()
         self.changed = asyncio.Event()
 
     def join(self) -> None:
-        """A client waits for the turn. One that returns before its end finds it going on: what the engine cut off
-        meanwhile is continued."""
+        """Register a waiting client. If it reconnects before the turn ends, it rejoins the running turn; generation
+        that was aborted meanwhile is resumed."""
         self.clients += 1
         self.gone.clear()
 
     def leave(self) -> None:
-        """A client disconnected; the last one takes the engine request with it."""
+        """Deregister a client that disconnected. When the last one leaves, the engine request is aborted."""
         self.clients -= 1
         if self.clients <= 0:
             self.gone.set()
@@ -115,7 +116,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of each session, as [gateway] has them."""
+    """Limits of each session, from [gateway]."""
 
     life_s: float = math.inf
     turns: int = 256
@@ -129,40 +130,42 @@ class Session:
     started: SessionStarted
     epoch: str
     began: datetime
-    """The time of SessionStarted on the log: what templates print of the date, on every day and at every gateway."""
+    """Timestamp of SessionStarted on the log. Templates print dates from it, so that prompts are the same on every day
+    and at every gateway."""
     limits: Limits = Limits()
     conversation: Conversation = field(default_factory=Conversation)
     finished: SessionFinished | None = None
     next_index: int = 0
     running: dict[int, Running] = field(default_factory=dict)
-    """Turns not on the log yet, by index."""
+    """Turns that are not on the log yet, by index."""
     by_key: dict[str, tuple[str, Running]] = field(default_factory=dict)
-    """Idempotency-Key -> body's sha256 and its turn."""
+    """Idempotency-Key -> (sha256 of the body, its turn)."""
     finishing: asyncio.Task[SessionFinished] | None = None
     refused: str = ""
-    """Code of the last request for a turn, if it was refused for what it asks."""
+    """Error code of the last request for a turn if the request was refused for its content; else empty."""
     failed: str = ""
-    """Code of the last turn, if it failed and not by what was asked: no engine served, the log took no record."""
+    """Error code of the last turn if it failed for another reason than its content, such as no engine or an unavailable
+    log; else empty."""
     begun: deque[float] = field(default_factory=deque)
-    """time.monotonic() of the turns of the last minute, where they are counted."""
+    """time.monotonic() of the turns that began within the last minute, if their rate is limited."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a large request is worked on: a session gets one thread at a time."""
+    """Held while a large request is processed, so that a session occupies one thread at a time."""
     waiting: int = 0
-    """Large requests that are worked on, or wait for that."""
+    """Number of large requests that are processed or wait for that."""
 
     @property
     def id(self) -> str:
-        """session_id."""
         return self.started.session_id
 
     @property
     def turns(self) -> int:
-        """Recorded whole, or running."""
+        """Number of turns that are recorded as completed, or running."""
         whole = sum(turn.finish_reason not in CUT_OFF for turn in self.conversation.turns.values())
         return whole + len(self.running)
 
     async def work(self, size: int, work: Callable[[], T]) -> T:
-        """See off_loop. Raises TooMany where as many large requests wait as the session may have turns."""
+        """Run `work` for a request of `size` bytes; see `off_loop`. Raises TooMany if as many large requests wait as
+        the session may have turns."""
         if size < LARGE:
             return work()
         if self.waiting >= self.limits.turns:
@@ -175,7 +178,7 @@ class Session:
             self.waiting -= 1
 
     def admit(self) -> TurnId:
-        """The id of a new turn. Raises SessionEnded, TooMany."""
+        """Return the id of a new turn. Raises SessionEnded, TooMany."""
         if self.finished or self.finishing:
             raise SessionEnded(f"session {self.id} is finished; no turn can be added")
         if len(self.running) >= self.limits.turns:
@@ -193,9 +196,9 @@ class Session:
         return turn
 
     def repeated(self, request_sha256: str, key: str | None) -> Running | Turn | None:
-        """The turn that a request asks for again: the one under its Idempotency-Key, or the recorded one of an
-        identical body. One that was cut off is no answer: the request is sampled anew. Raises KeyReused, SessionEnded.
-        """
+        """Return the turn that a request repeats, or None: the one under its Idempotency-Key, or the recorded one of an
+        identical body. A turn that was cut off is no answer, so its request is sampled anew. Raises KeyReused,
+        SessionEnded."""
         if key is not None and key in self.by_key:
             sha256, running = self.by_key[key]
             if sha256 != request_sha256:
@@ -207,7 +210,7 @@ class Session:
         return self.conversation.repeated(request_sha256)
 
     def description(self) -> dict[str, Any]:
-        """GET /sessions/{id}: enough to continue, or to judge."""
+        """Return the body of GET /sessions/{id}: enough to continue the session, or to judge it."""
         main = self.conversation.main_line()
         messages = [raw for raw, _ in main.messages()] if main else []
         return {
@@ -236,7 +239,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions that this gateway has to do with."""
+    """All sessions that this gateway owns or has read."""
 
     def __init__(
         self,
@@ -247,7 +250,7 @@ class Sessions:
         owners: Owners | None = None,
         limits: Limits = Limits(),
     ) -> None:
-        """`owners`: how to ask the other gateways, if each has an address of its own."""
+        """`owners` reaches the other gateways, if each has an address of its own."""
         self._owners = owners
         self._limits = limits
         self._events = events
@@ -258,7 +261,7 @@ class Sessions:
         self._pending: dict[str, asyncio.Task[Session]] = {}
 
     async def open(self, request: OpenRequest) -> Opened:
-        """The session of (rollout_id, attempt), started when the log holds none."""
+        """Return the session of (rollout_id, attempt); start it if the log holds none."""
         floor = request.floor
         if floor is None:
             floor = await self._tail.end_offset(self._tail.partition(request.group_id))
@@ -272,8 +275,8 @@ class Sessions:
         )  # fmt: skip
 
     async def find(self, claims: Claims) -> Session:
-        """The session of a token, taken over when another gateway had it. Raises UnknownSession, EpochLost,
-        Unauthorized for an expired token, OwnedElsewhere when that gateway lives."""
+        """Return the session of a token; take it over if another gateway had it. Raises UnknownSession, EpochLost,
+        Unauthorized if the token has expired, OwnedElsewhere if that gateway is alive."""
         session = self.owned(claims.session_id)
         if session is None:
             return await self._once(claims.session_id, lambda: self._found(claims))
@@ -281,14 +284,14 @@ class Sessions:
         return session
 
     def _check_age(self, spine: Spine | None) -> None:
-        """Raises Unauthorized."""
+        """Raise Unauthorized if the session is older than [gateway] session_s."""
         if spine is not None and now_s() - spine.started_ms / 1000 > self._limits.life_s:
             raise Unauthorized(
                 f"tokens expire {self._limits.life_s:g} s after their session began: [gateway] session_s"
             )
 
     async def finish(self, session: Session, request: FinishRequest) -> SessionFinished:
-        """SessionFinished with the turns that were acted on; the first call decides, others get its answer."""
+        """Return SessionFinished with the turns that were acted on. The first call decides; others get its answer."""
         if session.finished:
             return session.finished
         if session.finishing is None:
@@ -300,7 +303,7 @@ class Sessions:
                 session.finishing = None
 
     async def reward(self, session: Session, request: RewardRequest) -> RewardAssigned:
-        """The verdict on the log. Raises BadRequest where the finish says that none comes."""
+        """Write a reward to the log. Raises BadRequest if the session was finished without expecting one."""
         if session.finished is not None and not session.finished.expects.reward:
             raise BadRequest(f"session {session.id} was finished without expecting a reward", param="value")
         started, by = session.started, request.verifier
@@ -319,12 +322,13 @@ class Sessions:
         return event
 
     async def drain(self) -> None:
-        """Wait for every turn that runs."""
+        """Wait for every running turn."""
         tasks = [running.task for session in self.held.values() for running in session.running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def owned(self, session_id: str) -> Session | None:
-        """A held session whose epoch is still the latest that the log is known to hold."""
+        """Return a session in memory if its ownership term is the latest one known from the log, or if it is finished.
+        Drop it and return None if another gateway has begun a later term."""
         session = self.held.get(session_id)
         spine = self._tail.known(session_id)
         if session is None or spine is None or not spine.epochs or session.finished:
@@ -332,13 +336,13 @@ class Sessions:
         if spine.epochs[-1].id == session.epoch:
             return session
         own = [epoch for epoch in spine.epochs if epoch.id == session.epoch]
-        if not own:  # our own record has not come back yet, so nothing after it has either
+        if not own:  # our own record has not been read back yet, so nothing after it has either
             return session
         del self.held[session_id]
         return None
 
     async def _once(self, session_id: str, work: Callable[[], Awaitable[Session]]) -> Session:
-        """One opening or adoption of a session at a time; all who ask meanwhile get its result."""
+        """Run one opening or adoption of a session at a time. Everybody who asks meanwhile gets its result."""
         task = self._pending.get(session_id)
         if task is None:
 
@@ -394,8 +398,8 @@ class Sessions:
         return await self._from_log(spine)
 
     async def _from_log(self, spine: Spine) -> Session:
-        """A finished session as it is; an open one adopted, unless its owner lives: our record first, read back, then
-        its turns. Raises EpochLost, OwnedElsewhere."""
+        """Return a finished session as it is, and adopt an open one unless its owner is alive: first write our record,
+        read it back, then read the turns. Raises EpochLost, OwnedElsewhere."""
         started, finished = spine.started, spine.finished
         assert started is not None
         epoch = spine.epochs[-1].id
@@ -457,8 +461,8 @@ class Sessions:
         return counting
 
     async def _judged(self, session: Session, turn_id: TurnId | None) -> tuple[TurnId, ...]:
-        """The turn that the runner judged and those that it continues. The log is asked for one that is not known: a
-        gateway that had lost the session may have recorded it later. Raises BadRequest."""
+        """Return the turn that the runner judged, and those that it continues. A turn that is not known is looked up on
+        the log, because a gateway that had lost the session may have recorded it later. Raises BadRequest."""
         if turn_id is None:
             return ()
         turn = session.conversation.turns.get(turn_id)
@@ -472,7 +476,7 @@ class Sessions:
         return tuple(each.id for each in turn.lineage())
 
     async def _recorded(self, started: SessionStarted) -> Conversation:
-        """The session's turns that the log holds now."""
+        """Return the session's turns that the log holds now."""
         spine = self._tail.known(started.session_id)
         assert spine is not None, "the session was opened or found by what the tail had read"
         sought = Sought(started.session_id, started.group_id, spine.started_ms)
@@ -492,6 +496,7 @@ def _moment(milliseconds: float) -> datetime:
 
 
 def _acted_on(turn: Turn, epoch: str) -> bool:
-    """As far as transport tells: another turn continues it, or its last byte was sent. Of one of an earlier epoch the
-    log tells only whether every client had left before its end."""
+    """Return whether the agent acted on a turn, as far as the transport shows: another turn continues it, or its last
+    byte was sent. For a turn of an earlier ownership term, the log only shows whether every client had disconnected
+    before its end."""
     return turn.handed_over or turn.continued or (turn.id.epoch != epoch and not turn.aborted)

@@ -1,4 +1,4 @@
-"""One turn end to end: plan, sampling, parsing, both records with acks=all, then the conversation."""
+"""A turn from end to end: plan, sample, parse, write both records with acks=all, then update the conversation."""
 
 from __future__ import annotations
 
@@ -68,33 +68,34 @@ WITHOUT_EXPERTS = Counter(
 
 
 TAIL = 32
-"""Ids of a prompt in which the mark that opens reasoning would stand."""
+"""Number of ids at the end of a prompt among which the mark that opens reasoning is searched."""
 
 
 class Prompt(NamedTuple):
-    """Ids that are sampled on, and the images in them."""
+    """Prompt ids to sample from, and the images in them."""
 
     ids: Ids
     images: tuple[ImageRef, ...]
     known: Place
-    """What of them is known to be held: they are compared, checked and stored from there on."""
+    """Cursor up to which the session already stores these ids; they are compared, checked and stored only from there
+    on."""
     reason: str
-    """The boundary's, if the ids do not extend the base."""
+    """Boundary reason to record if the ids do not extend the base."""
 
 
 class TurnPlan(NamedTuple):
-    """What is submitted, and how it relates to the base."""
+    """Submission of a turn to an engine, and its prefix relation to the base."""
 
     base: Turn | None
     kept: int
-    """Messages that the base covers."""
+    """Number of messages that the base covers."""
     prompt: Ids
     known: Place
-    """What of it the session is known to hold."""
+    """Cursor up to which the session already stores the prompt."""
     images: tuple[ImageRef, ...]
-    """Every one in the prompt, by position."""
+    """All images in the prompt, ordered by position."""
     shown: tuple[EngineImage, ...]
-    """The same images for the engine."""
+    """The same images in the form that engines take."""
     boundary: Boundary
     reason: str
     tools_sha256: str
@@ -102,40 +103,41 @@ class TurnPlan(NamedTuple):
     agent_path: str | None
     grammar: Grammar | None
     policy: bool
-    """It is sampled from the policy; else by a side engine, and is context for what the policy says after it."""
+    """True if the policy samples this turn. False: an auxiliary model does, and its output is untrained context for
+    later turns of the policy."""
     stored: tuple[Turn | None, int] | None
-    """Storage parent and base_len, where they must be known before sampling: an engine is asked for the routed experts
-    of the turn's own positions alone."""
+    """Storage parent and base_len if they must be known before sampling, because an engine returns the routed experts
+    of the turn's own positions only; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Plans turns. Shared by all sessions."""
+    """Plans turns; shared by all sessions."""
 
     prompts: Prompts
     window: int
-    """Tokens that model and engines can attend to."""
+    """Number of tokens that both the model and the engines can attend to."""
     history: str
-    """[gateway] history"""
+    """Setting [gateway] history."""
     constraints: str = "refuse"
-    """[gateway] constraints"""
+    """Setting [gateway] constraints."""
     routing: Routing | None = None
-    """Of a mixture of experts whose routed experts are recorded."""
+    """Routing shape of a mixture of experts whose routed experts are recorded; else None."""
     image_token: int | None = None
     shown: Shown
-    """What the template writes of tools, calls and results."""
+    """Tools, calls and results, as far as the chat template writes them."""
     unread: bool = False
-    """No format was found that reads the calls that the template writes."""
+    """True if no known format reads the calls that the template writes."""
     calls: CallFormat | None = None
-    """None: all stays text."""
+    """Format of tool calls; None: all output stays text."""
     thinking: Marks | None = None
-    """None: the model does not reason apart."""
+    """Marks of reasoning; None if the model does not mark it."""
 
     async def plan(
         self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
     ) -> TurnPlan:
-        """Raises BadRequest, ConstraintRefused, ImagesNotServed, ToolsNotServed, StrayImageToken, ContextOverflow,
-        TooMany."""
+        """Plan a turn. Raises BadRequest, ConstraintRefused, ImagesNotServed, ToolsNotServed, StrayImageToken,
+        ContextOverflow, TooMany."""
         _check_prefill(request.messages[-1])
         self._check_tools(request, trains=policy and session.started.purpose is Purpose.train)
         window = self._window(claims)
@@ -159,9 +161,9 @@ class Planner:
         )  # fmt: skip
 
     def _check_tools(self, request: TurnRequest, *, trains: bool) -> None:
-        """A model may know its tools otherwise, by its training or by a system text; what they answered it cannot.
-        Where nobody reads its calls, an agent ends at the first one, and that is what would train.
-        Raises ToolsNotServed."""
+        """Raise ToolsNotServed if the template omits tool results, or if a training turn offers tools whose calls
+        nobody reads: the agent would end at its first call, and exactly that would be trained. A template that omits
+        the tools is only counted, because a model may know them from training or from a system text."""
         if trains and self.unread and request.tools:
             raise ToolsNotServed(
                 "no known format reads the calls that the model's chat template writes, so that every call would be "
@@ -179,13 +181,13 @@ class Planner:
             )
 
     def _grammar(self, request: TurnRequest, prompt: Ids, *, trains: bool) -> Grammar | None:
-        """What an engine is to hold the output to. What trains takes nothing: log-probs of tokens that a grammar chose
-        among are not the policy's. Raises ConstraintRefused."""
+        """Return the grammar to which an engine must hold the output, or None. A turn that trains gets none, because
+        log-probs of tokens that a grammar chose among are not the policy's. Raises ConstraintRefused."""
         grammar = None
         for one in request.constraints:
             said = None if trains else self._said_by(one, request.tools or (), prompt)
             if said is not None:
-                grammar = grammar or said  # a call that must be comes first: what it says has a shape of its own
+                grammar = grammar or said  # a required call comes first: its output has a shape of its own
             elif self.constraints == "refuse":
                 why = (
                     "recorded log-probs are the policy's own"
@@ -213,14 +215,14 @@ class Planner:
         return None if tag is None else Grammar("structural_tag", tag)
 
     def inside(self, prompt: Ids) -> bool:
-        """Whether the model reasons where a prompt ends."""
+        """Return whether the model is still reasoning at the end of a prompt."""
         if self.thinking is None:
             return False
         return self.prompts.tokens.literal(prompt[-TAIL:].tolist()).rstrip().endswith(self.thinking.opening)
 
     async def prompt_tokens(self, session: Session, request: TurnRequest, claims: Claims) -> int:
-        """Length of the prompt that a turn would submit now. Raises BadRequest, TooMany, and ContextOverflow for one
-        that is not counted."""
+        """Return the length in tokens of the prompt that a turn would submit now. Raises BadRequest, TooMany, and
+        ContextOverflow if a lower bound of the length already exceeds the window."""
         *_, prompt = await self._prompt(session, request, self._window(claims))
         return len(prompt.ids)
 
@@ -228,9 +230,9 @@ class Planner:
         return min(self.window, claims.max_context_tokens or self.window)
 
     def _check_length(self, request: TurnRequest, window: int) -> None:
-        """Before anything is rendered: no template writes a message or a tool by less than a token, and no token holds
-        more than some characters. What assistants said does not count: templates drop some of it. Raises
-        ContextOverflow."""
+        """Raise ContextOverflow before anything is rendered if a lower bound of the prompt's length exceeds the window.
+        No template writes a message or a tool in less than a token, and no token holds more than `longest` characters.
+        The text of assistants does not count, because templates drop some of it."""
         least = max(len(request.messages), len(request.tools or ()))
         if most := self.prompts.tokens.longest:
             given = sum(one.characters for one in request.messages if one.role != "assistant")
@@ -239,7 +241,7 @@ class Planner:
             raise ContextOverflow(least, window, counted=False)
 
     def _limit(self, session: Session, request: TurnRequest, window: int, prompt: Prompt) -> int:
-        """How many tokens may be sampled. Raises BadRequest, ContextOverflow."""
+        """Return how many tokens may be sampled. Raises BadRequest, ContextOverflow."""
         vocabulary, new = self.prompts.tokens.vocabulary, prompt.ids[prompt.known.depth :]
         if len(new) and not 0 <= new.min() <= new.max() < vocabulary:
             raise BadRequest(
@@ -255,8 +257,8 @@ class Planner:
     async def _prompt(
         self, session: Session, request: TurnRequest, window: int
     ) -> tuple[Turn | None, int, str, Prompt]:
-        """The base, how many messages it covers, the digest of the tools, and the prompt. What takes long takes no
-        loop's time, and reads only what the loop never changes: messages that are known, and turns."""
+        """Return the base, the number of messages that it covers, the digest of the tools, and the prompt. Slow work
+        runs off the event loop, and reads only what the loop never changes: known messages and turns."""
         conversation = session.conversation
 
         def related() -> tuple[Turn | None, int, str, str]:
@@ -283,7 +285,8 @@ class Planner:
         return base, kept, tools_sha256, prompt
 
     def _reopened(self, session: Session, base: Turn) -> Prompt:
-        """The last message is what the base said: it goes on where it ended, before the id that ended it."""
+        """Return the prompt for a request whose last message is the base's answer: it continues where the base ended,
+        before the id that ended it."""
         held, place = session.conversation.tokens(base), base.place
         stopped = base.finish_reason is FinishReason.stop and base.output_tokens
         if stopped and self.prompts.ends(base.last, session.started.sampling.stop_token_ids):
@@ -291,7 +294,8 @@ class Planner:
         return Prompt(held, base.images, place, "reopened")
 
     async def _continued(self, session: Session, request: TurnRequest, base: Turn, kept: int) -> Prompt:
-        """New messages behind the base; all of them rendered anew where the template cannot append these."""
+        """Return the base's tokens followed by the new messages. Where the template cannot append these, render the
+        whole conversation instead."""
 
         def rendered() -> tuple[Ids, tuple[ImageRef, ...]] | None:
             new = self._shown(request)[kept:]
@@ -308,7 +312,8 @@ class Planner:
         return Prompt(held, base.images + found[1], base.place, "append")
 
     def _size(self, request: TurnRequest) -> int:
-        """By which it is decided whether rendering it is a thread's: a template that was slow once may be so again."""
+        """Return the size that decides whether the request is rendered in a thread. A template that was slow before may
+        be slow again, so it always counts as large."""
         return max(request.size, LARGE) if self.prompts.template.slow else request.size
 
     def _shown(self, request: TurnRequest) -> Sequence[Message]:
@@ -333,7 +338,7 @@ class Planner:
 
 
 def _check_prefill(last: Message) -> None:
-    """Raises PrefillNotServed for an assistant's last message that is no text."""
+    """Raise PrefillNotServed if the last message is the assistant's and has tool calls or images."""
     if last.role == "assistant" and (last.pictures or last.template.get("tool_calls")):
         raise PrefillNotServed(
             "the last message is the assistant's and has tool calls or images: answer its calls with tool messages; "
@@ -347,20 +352,20 @@ def _pictures(messages: Sequence[Message], admitted: Mapping[str, Admitted]) -> 
 
 
 class Said(NamedTuple):
-    """An output for people and agents."""
+    """An output in the form that people and agents see."""
 
     response: dict[str, Any]
     """The assistant's message."""
     parts: list[Part]
     stopped_by: str | None
-    """A stop sequence of the client's."""
+    """Stop sequence of the client's that ended the text, or None."""
     ill_formed: int
-    """Blocks that look like calls and are none."""
+    """Number of blocks that look like calls but are malformed."""
     reasoning_tokens: int
 
 
 class Stored(NamedTuple):
-    """Where a turn's tokens are stored against, and its routed experts."""
+    """Storage parent of a turn's tokens, and the turn's routed experts."""
 
     parent: Turn | None
     base_len: int
@@ -382,8 +387,8 @@ def recorded(
     gone: bool,
     now: float,
 ) -> tuple[TurnCompleted, TokenSnapshot, Turn]:
-    """Both records of a sampled turn, and the turn as the conversation keeps it. `gone`: every client has left; `now`:
-    event loop time."""
+    """Return both records of a sampled turn, and the turn for the conversation. `gone`: every client has disconnected;
+    `now`: event-loop time."""
     raw = request.raw[plan.kept :]
     new_raw = [by_reference(one) for one in raw] if plan.images else raw
     completed = _completed(session, request, plan, draft, turn, said, new_raw, gone=gone, now=now)
@@ -413,7 +418,7 @@ def _completed(
     gone: bool,
     now: float,
 ) -> TurnCompleted:
-    """What people and dashboards read."""
+    """Build the record that people and dashboards read."""
     started = session.started
     first, last = draft.versions()
     other_tools = plan.base is None or plan.base.tools_sha256 != plan.tools_sha256
@@ -455,8 +460,9 @@ def _completed(
 
 
 def _snapshot(session: Session, plan: TurnPlan, draft: Draft, turn: TurnId, stored: Stored) -> TokenSnapshot:
-    """What training reads: the delta to the storage parent, and what the policy sampled; what a side engine did is
-    behind the prompt, as context, so that it has no version and trains under no setting."""
+    """Build the record that training reads: the delta to the storage parent, and what the policy sampled. The output of
+    an auxiliary model is appended to the delta as context, so that it has no weight version and trains under no
+    setting."""
     started, prompt = session.started, stored.prompt
     delta = plan.prompt[stored.base_len :]
     sampled = draft
@@ -497,29 +503,29 @@ def _finish_reason(draft: Draft, said: Said) -> FinishReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """Makes turns. Shared by all sessions."""
+    """Runs turns; shared by all sessions."""
 
     planner: Planner
     sampler: Sampler
     events: EventLog
     blobs: Blobs
     sides: Mapping[str, Sampler] = field(default_factory=dict)
-    """Of side engines, by the pattern of the names that they answer to."""
+    """Samplers of auxiliary models, by the pattern of the model names that they serve."""
 
     def side(self, request: TurnRequest) -> Sampler | None:
-        """Whose the model of a request is, if it is not the policy."""
+        """Return the sampler of the auxiliary model that a request names, or None for the policy."""
         return next((one for pattern, one in self.sides.items() if fnmatchcase(request.model, pattern)), None)
 
     @property
     def prompts(self) -> Prompts:
-        """Tokenizer and template."""
+        """Tokenizer and chat template."""
         return self.planner.prompts
 
     async def plan(
         self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None
     ) -> TurnPlan:
-        """Of a turn that may begin. Raises BadRequest, ImagesNotServed, StrayImageToken, ContextOverflow, TurnsSpent,
-        TooMany."""
+        """Plan a turn that may begin, and note an error's code as `session.refused`. Raises BadRequest,
+        ImagesNotServed, StrayImageToken, ContextOverflow, TurnsSpent, TooMany."""
         try:
             _check_turns(session, claims)
             plan = await self.planner.plan(session, request, claims, agent_path, policy=self.side(request) is None)
@@ -530,7 +536,7 @@ class Turns:
         return plan
 
     def start(self, session: Session, request: TurnRequest, claims: Claims, plan: TurnPlan) -> Running:
-        """Admit a turn and begin it. Raises TurnsSpent, SessionEnded, TooMany before anything is sampled."""
+        """Admit a turn and start it. Raises TurnsSpent, SessionEnded, TooMany before anything is sampled."""
         _check_turns(session, claims)  # others may have begun since it was planned
         side = self.side(request)
         wanted = Wanted() if side else Wanted(claims.min_weight_version, claims.pin_weight_version)
@@ -579,7 +585,8 @@ class Turns:
         running: Running,
         experts: TurnRows | None,
     ) -> Turn:
-        """Blobs and both records acknowledged, then the turn in the conversation. Raises NotRecorded."""
+        """Store blobs, write both records, and add the turn to the conversation once both are acknowledged. Raises
+        NotRecorded."""
         said = self._said(session, request, plan, running.id, draft)
         with RECORD_S.time():
             try:
@@ -601,7 +608,7 @@ class Turns:
         return turn
 
     async def _stored(self, session: Session, plan: TurnPlan, draft: Draft, experts: TurnRows | None) -> Stored:
-        """The storage parent, and the turn's routed experts in the store. Raises BlobError."""
+        """Choose the storage parent, and put the turn's routed experts into the store. Raises BlobError."""
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
         prompt = continued(conversation.hashed(plan.known), new)
         if plan.stored is None:
@@ -614,7 +621,7 @@ class Turns:
         return Stored(*plan.stored, prompt, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
 
     def _follower(self, request: TurnRequest, plan: TurnPlan, running: Running) -> Callable[[list[int]], None]:
-        """Takes new ids apart for those who stream."""
+        """Return a callback that parses new ids for clients that stream."""
         text, parser, read = TextStream(self.prompts.tokens), self._parser(request, plan), 0
         running.parts = parser.parts
 
@@ -636,7 +643,7 @@ class Turns:
         return Parser(calls, self.planner.thinking, self.planner.inside(plan.prompt), tools)
 
     def _said(self, session: Session, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft) -> Said:
-        """The output's text without what ended it, taken apart."""
+        """Parse the output's text, without whatever ended it."""
         ids, decode = draft.ids, self.prompts.tokens.decode
         text, stopped_by = shortened(decode(ids), request.stop) if request.stop else ("", None)
         if stopped_by is None:
@@ -652,7 +659,7 @@ class Turns:
         return Said(response, parser.parts, stopped_by, parser.ill_formed, self._reasoning_tokens(parser, ids))
 
     def _reasoning_tokens(self, parser: Parser, ids: list[int]) -> int:
-        """How many ids it took to the end of reasoning; all where it does not end."""
+        """Return the number of ids up to the end of reasoning: 0 without reasoning, all of them if it does not end."""
         if parser.thinking is None or not any(isinstance(part, Reasoning) for part in parser.parts):
             return 0
         closing, decode = parser.thinking.closing, self.prompts.tokens.decode
@@ -660,14 +667,14 @@ class Turns:
 
 
 def _check_turns(session: Session, claims: Claims) -> None:
-    """Raises TurnsSpent."""
+    """Raise TurnsSpent if the session has used the turns that its token allows."""
     if claims.max_turns and session.turns >= claims.max_turns:
         raise TurnsSpent(f"session {session.id} has had its {claims.max_turns} turns: limits.max_turns")
 
 
 def _ended(session: Session, running: Running, task: asyncio.Task[Turn]) -> None:
     session.running.pop(running.id.index, None)
-    error = None if task.cancelled() else task.exception()  # retrieved here, for nobody may wait any more
+    error = None if task.cancelled() else task.exception()  # retrieved here, because nobody may wait any more
     if not task.cancelled():
         session.failed = error.code if isinstance(error, GatewayError) else ""
     if error is not None:

@@ -1,8 +1,8 @@
-"""APIs that agents speak, a module each."""
+"""API adapters, one per module."""
 
 
 def fields_page() -> str:
-    """docs/fields.md."""
+    """Return the content of docs/fields.md."""
     from turnlog.producers.gateway.dialects.anthropic_messages import AnthropicMessages
     from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
     from turnlog.producers.gateway.dialects.openai_responses import OpenAIResponses

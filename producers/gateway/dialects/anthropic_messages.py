@@ -1,9 +1,9 @@
-"""Anthropic messages: POST /v1/messages, and its count_tokens.
+"""API adapter for Anthropic messages: POST /v1/messages, and its count_tokens.
 
-A request becomes messages in the shape of OpenAI's chat before it is read. System messages between others stay where
-they are: prompts.py says what becomes of them under a template that has them first alone. Blocks say nothing but what
-they hold: cache marks and unknown members are left out, an assistant's texts are one, however a stream cut them.
-Source: Anthropic's Messages API of 2023-06-01. What turnlog adds to its objects stands under `turnlog`.
+A request is converted to messages in the format of OpenAI's chat API before it is parsed. System messages between
+others stay in place; prompts.py handles templates that allow only a leading one. Blocks are reduced to their content:
+cache marks and unknown members are dropped, and an assistant's texts are concatenated, however a stream cut them.
+Source: Anthropic's Messages API of 2023-06-01. Additions by turnlog are under the key `turnlog`.
 """
 
 from __future__ import annotations
@@ -74,26 +74,26 @@ FIELDS: Fields = {
     "mcp_servers": ("without effect", ""),
 }  # fmt: skip
 STOPS = 64
-"""Each is looked for in every text that is shown."""
+"""Maximum number of stop sequences; each is searched in every text that is sent."""
 ROLES = ("user", "assistant", "system")
 UNPARSED = "unparsed_arguments"
-"""Member of a shown `input` that holds arguments which are no JSON object, or too deep for an echo; read back."""
+"""Member of a sent `input` that holds arguments which are no JSON object, or nested too deep for an echo. It is
+understood when it comes back."""
 INPUT_DEPTH = MAX_DEPTH - 5
-"""A body has five levels around an `input`."""
+"""Maximum depth of an `input`; a body has five levels around it."""
 STOPPED = {FinishReason.stop: "end_turn", FinishReason.tool_calls: "tool_use", FinishReason.length: "max_tokens"}
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
          429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
-"""Of errors, by status; other refusals are invalid_request_error, other failures api_error."""
+"""Error types by status; other refusals are invalid_request_error, other failures api_error."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnthropicMessages:
     """See Dialect.
 
-    A thinking block's signature is a gateway's word that a turn thought this. An echo that brings back the one of the
-    last answer names the turn that it continues, also among turns that said the same; without it, or with a wrong one,
-    the block is matched by its text like any reasoning, and counted.
-    """
+    The signature of a thinking block proves that a turn produced this thinking. An echo with the signature of the last
+    answer names the turn that it continues, even among turns with the same text. Without a valid signature, the block
+    is matched by its text like any reasoning, and counted."""
 
     keys: SigningKeys
     path: ClassVar[str] = "/v1/messages"
@@ -146,7 +146,8 @@ class AnthropicMessages:
         return Response(orjson.dumps({"input_tokens": counted}), media_type="application/json")
 
     def _continued(self, thinking: Sequence[tuple[str, str]]) -> TurnId | None:
-        """The turn whose thinking the last answer brings back, every block of it."""
+        """Return the turn whose thinking the last answer brings back, if every block of it has that turn's signature;
+        else None."""
         turns = {referred(signature, text, *self.keys.accepted) for text, signature in thinking}
         if None in turns:
             UNSIGNED.inc()
@@ -155,16 +156,16 @@ class AnthropicMessages:
 
 @dataclass(slots=True)
 class History:
-    """Messages in the shape of OpenAI's chat, made one by one of Anthropic's."""
+    """Messages in the format of OpenAI's chat API, converted one by one from Anthropic's."""
 
     raw: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
-    """What the client calls each."""
+    """The client's name for each message."""
     thinking: list[tuple[str, str]] = field(default_factory=list)
-    """(text, signature) of the last answer's blocks."""
+    """(text, signature) of the thinking blocks of the last answer."""
 
     def add(self, one: Any, where: str) -> None:
-        """One message. Raises BadRequest."""
+        """Convert one message. Raises BadRequest."""
         role = one.get("role") if isinstance(one, dict) else None
         if role not in ROLES:
             raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
@@ -177,7 +178,7 @@ class History:
             self._put({"role": role, "content": _content(content, where)}, where)
 
     def _asked(self, blocks: Sequence[dict[str, Any]], where: str) -> None:
-        """Results come first: they follow the calls."""
+        """Convert a user's blocks. Results come first, because they follow the calls."""
         others = []
         for block in blocks:
             if block.get("type") == "tool_result":
@@ -198,7 +199,7 @@ class History:
                 self.thinking.append((_text(block, "thinking", where), str(block.get("signature"))))
             elif kind == "tool_use":
                 calls.append(_call(block, where))
-            elif kind != "redacted_thinking":  # which nobody can read
+            elif kind != "redacted_thinking":  # nobody can read these
                 raise _unserved(kind, where)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if thought := "".join(text for text, _ in self.thinking):
@@ -221,7 +222,8 @@ def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _content(content: Any, where: str) -> Any:
-    """Of a message: one text as such, though a billing line is told by its block."""
+    """Return a message's content; a single text as a string, except a billing line, which is recognised by its
+    block."""
     if isinstance(content, str):
         return content
     parts = [_part(block, where) for block in _blocks(content, where)]
@@ -234,7 +236,7 @@ def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
     if kind in (
         "text",
         "tool_reference",
-    ):  # what a search for tools found is among the request's tools: its name says it
+    ):  # a tool found by search is among the offered tools, so its name suffices
         return {"type": "text", "text": _text(block, "text" if kind == "text" else "tool_name", where)}
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         above = [_text(block, name, where) for name in ("title", "context") if block.get(name)]
@@ -270,7 +272,7 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tools(raw: Any) -> list[Any] | None:
-    """Functions in the shape of OpenAI's chat. Raises BadRequest."""
+    """Return the functions in the format of OpenAI's chat API, or None. Raises BadRequest."""
     functions = []
     for index, tool in enumerate(offered(raw)):
         where = f"tools[{index}]"
@@ -286,7 +288,8 @@ def _tools(raw: Any) -> list[Any] | None:
 
 
 def _check_state(values: dict[str, Any]) -> None:
-    """Raises ThreadNotHeld, BadRequest: the turns of a session are on the log, the history of a request is its own."""
+    """Raise ThreadNotHeld or BadRequest for server-side history: a request carries its own history, and the session's
+    turns are on the log."""
     thread = values.get("thread")
     if isinstance(thread, dict) and thread.get("type") == "continue":
         raise ThreadNotHeld("thread cannot be continued here: send all messages, system and tools", param="thread")
@@ -295,7 +298,7 @@ def _check_state(values: dict[str, Any]) -> None:
 
 
 def _constraints(values: dict[str, Any], choice: Mapping[str, Any]) -> tuple[Constraint, ...]:
-    """Raises BadRequest."""
+    """Return the constraints of a request. Raises BadRequest."""
     found = []
     if (kind := choice.get("type", "auto")) not in ("auto", "none"):
         named = {"any": "", "tool": choice.get("name")}.get(kind) if isinstance(kind, str) else None
@@ -315,12 +318,12 @@ class AnthropicMessage:
     model: str
     sign: Callable[[str], str]
     blocks: int = 0
-    """That are whole."""
+    """Number of blocks that were sent in full."""
     calls: int = 0
-    """That were shown."""
+    """Number of calls that were sent."""
     _open: type[Part] | None = None
     _thought: str = ""
-    """In the open block."""
+    """Thinking in the open block."""
 
     def whole(self, turn: Turn) -> bytes:
         content = [self._block(part) for part in parts_of(turn.response_raw)]
@@ -329,7 +332,7 @@ class AnthropicMessage:
         )
 
     def beginning(self) -> bytes:
-        """Counts come at the end, when engines have said them."""
+        """Return the first event. Token counts are sent at the end, when engines have reported them."""
         nothing = {"input_tokens": 0, "output_tokens": 0}
         message = {**self._envelope([]), "stop_reason": None, "stop_sequence": None, "usage": nothing}
         return _event("message_start", message=message)
@@ -352,7 +355,7 @@ class AnthropicMessage:
         return sent
 
     def ending(self, turn: Turn) -> bytes:
-        """Why it ended, and the counts."""
+        """Return the events with the stop reason and the token counts."""
         last = _event("message_delta", delta=_ended(turn), usage=_usage(turn), turnlog=about(self.session_id, turn))
         return self._closed() + last + _event("message_stop")
 
@@ -360,7 +363,7 @@ class AnthropicMessage:
         return _event("error", **_shown(error))
 
     def _block(self, part: Part, *, begun: bool = False) -> dict[str, Any]:
-        """A whole block, or one as it begins: without signature and input."""
+        """Return a whole block, or one as it begins, without signature and input."""
         if isinstance(part, Text):
             return {"type": "text", "text": part.text}
         if isinstance(part, Reasoning):
@@ -371,7 +374,7 @@ class AnthropicMessage:
         return {"type": "tool_use", "id": named, "name": part.name, "input": given}
 
     def _closed(self) -> bytes:
-        """The end of the open block, if there is one."""
+        """Return the events that end the open block, if there is one."""
         if self._open is None:
             return b""
         signed = self._delta("signature_delta", signature=self.sign(self._thought)) if self._open is Reasoning else b""
@@ -387,7 +390,7 @@ class AnthropicMessage:
 
 
 def _input(call: Call) -> bytes:
-    """Arguments as the JSON object that an `input` must be."""
+    """Return arguments as the JSON object that an `input` must be."""
     try:
         parsed = None if deeper_than(call.arguments, INPUT_DEPTH) else orjson.loads(call.arguments)
     except orjson.JSONDecodeError:
@@ -402,7 +405,7 @@ def _ended(turn: Turn) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> dict[str, Any]:
-    """Tokens. What was cached is no input; what was thought is output."""
+    """Return the token counts. Cached tokens do not count as input; thinking counts as output."""
     cached = min(turn.cached_tokens, turn.prompt_tokens)  # a resubmitted turn finds its own output cached, too
     return {
         "input_tokens": turn.prompt_tokens - cached,
@@ -414,13 +417,14 @@ def _usage(turn: Turn) -> dict[str, Any]:
 
 
 def _shown(error: GatewayError) -> dict[str, Any]:
-    """Agents compact their history where they read of an overflow in Anthropic's own words."""
+    """Return an error in Anthropic's format. An overflow is worded as Anthropic does, because agents recognise that
+    text and compact their history."""
     message = error.message
     if isinstance(error, ContextOverflow):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
     refused = error.type == "invalid_request_error"
     kind = TYPES.get(error.status, "invalid_request_error" if refused else "api_error")
-    # The SDKs' threads read this, and send the whole conversation then.
+    # The threads of the SDKs read this code, and then send the whole conversation.
     details = {"details": {"error_code": error.code}} if isinstance(error, ThreadNotHeld) else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 

@@ -1,10 +1,10 @@
-"""What a dialect is: an API that agents speak, read into one kind of request, and turns answered in its shape, whole or
-as server-sent events. The last byte leaves after the turn is on the log.
+"""The contract of an API adapter (`Dialect`). It parses the requests of one API into a `TurnRequest`, and renders turns
+in that API's format, whole or as server-sent events. The last byte is sent after the turn is on the log.
 
-To add one, write its module here and enter it in `dialects` of app.py. Inside the gateway, and on the log, messages
-have the shape of OpenAI's chat: a dialect whose requests differ makes such messages of them before they are read.
-Sources: ASGI HTTP 2.3 (http.disconnect); `x-should-retry` and `retry-after-ms` as the SDKs of OpenAI and Anthropic read
-them.
+To add one, write its module in this package and enter it in `dialects` of app.py. Inside the gateway, and on the log,
+messages have the format of OpenAI's chat API; an adapter for other formats converts messages before they are parsed.
+Sources: ASGI HTTP 2.3 (http.disconnect); `x-should-retry` and `retry-after-ms` as the SDKs of OpenAI and Anthropic
+interpret them.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from turnlog.schemas.types import TurnId, float32s
 IGNORED = Counter("turnlog_gateway_ignored_fields", "Request fields that were not honoured", ("field",))
 
 Fields = Mapping[str, tuple[str, str]]
-"""Field of a request -> what becomes of it (honoured, limited, without effect, refused), and how."""
+"""Field of a request -> its treatment (honoured, limited, without effect, refused), and details."""
 MODEL = ("honoured", "names the policy, whatever it is, but for names of `[gateway] side_engines`")
 
 
 class Constraint(NamedTuple):
-    """A field that would constrain what is sampled."""
+    """A request field that would constrain what is sampled."""
 
     field: str
     json_schema: str | None = None
-    """What the output would be held to; None: another thing, or one that no grammar of engines says."""
+    """JSON schema to which the output would be held; None for another constraint, or one that no engine grammar can
+    express."""
     tool: str | None = None
-    """The tool that the output would be a call of, "" for any; None: another thing, as above."""
+    """Tool that the output would have to call, "" for any; None for another constraint, as above."""
 
     @classmethod
     def to(cls, field: str, schema: Any) -> Constraint:
-        """To JSON that fits a schema as the client gave it."""
+        """Return a constraint to JSON that fits a schema from the client."""
         return cls(field, orjson.dumps(schema).decode() if isinstance(schema, dict) else None)
 
 
 def openai_constraints(choice: Any, field: str, shape: Any, schema: Any) -> tuple[Constraint, ...]:
-    """What OpenAI's `tool_choice` and format of an answer would hold it to; `schema`: of a format of type
+    """Return the constraints of OpenAI's `tool_choice` and output format; `schema` is that of a format of type
     json_schema."""
     found = []
     if (choice or "auto") not in ("auto", "none"):
@@ -69,7 +70,7 @@ def openai_constraints(choice: Any, field: str, shape: Any, schema: Any) -> tupl
 
 
 def offered(raw: Any) -> list[dict[str, Any]]:
-    """The tools of a request as they came. Raises BadRequest."""
+    """Return the tools of a request as received. Raises BadRequest."""
     if not isinstance(raw or [], list) or not all(isinstance(tool, dict) for tool in raw or ()):
         raise BadRequest("tools must be a list of objects", param="tools")
     return raw or []
@@ -77,127 +78,127 @@ def offered(raw: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """A request for a turn, in any dialect."""
+    """A request for a turn, in any API."""
 
     api: str
-    """As TurnCompleted has it."""
+    """Name of the API in TurnCompleted."""
     model: str
-    """As the client calls it."""
+    """Model name that the client sent."""
     raw: list[Any]
-    """messages in the shape of OpenAI's chat"""
+    """Messages in the format of OpenAI's chat API."""
     messages: tuple[Message, ...]
     tools: list[Any] | None
-    """In the shape of OpenAI's chat."""
+    """Tools in the format of OpenAI's chat API."""
     custom: frozenset[str] = frozenset()
-    """Names of those whose calls the client takes as one text, the argument `input`."""
+    """Names of the tools whose calls the client takes as one text, the argument `input`."""
     max_new_tokens: int | None
     stream: bool
     include_usage: bool
-    """In a stream."""
+    """True if a stream should report token usage."""
     stop: tuple[str, ...] = ()
     """Texts before which the client's text ends. Their tokens stay on the log."""
     calls: bool = True
-    """Whether what looks like a tool call is one; else it stays text."""
+    """Whether text that looks like a tool call is parsed as one; otherwise it stays text."""
     logprobs: bool = False
-    """The client wants them, and the sampled tokens."""
+    """True if the client wants log-probs and the sampled tokens."""
     token_ids: bool = False
-    """The client wants the ids of the output."""
+    """True if the client wants the ids of the output."""
     references: bool = False
-    """The client wants to send reasoning back as a reference to its turn."""
+    """True if the client wants to send reasoning back as a reference to its turn."""
     constraints: tuple[Constraint, ...] = ()
-    """Whether they hold is the session's to say."""
+    """Constraints in the request; the session's purpose decides whether they apply."""
     base: TurnId | None = None
-    """The turn that the request names as the one it continues; else it is found by the messages."""
+    """Turn that the request names as its base; None: it is found by the messages."""
     sha256: str
-    """Of the body's bytes."""
+    """sha256 of the body's bytes."""
     size: int
-    """How many those are."""
+    """Size of the body in bytes."""
     traceparent: str = ""
-    """As TurnCompleted has it."""
+    """Value of TurnCompleted.traceparent."""
     images: Mapping[str, Admitted] = field(default_factory=dict)
-    """By sha256, once they are in the store."""
+    """Images by sha256, once they are in the store."""
 
     @property
     def pictures(self) -> list[Picture]:
-        """Every image of the messages, in order."""
+        """All images of the messages, in order."""
         return [picture for one in self.messages for picture in one.pictures]
 
 
 class Answer(Protocol):
-    """One turn in a dialect's shape, whole or as the data of server-sent events; it belongs to one response, and may
-    keep what it has sent."""
+    """Renders one turn in an API's format, whole or as the data of server-sent events. It belongs to one response, and
+    may remember what it has sent."""
 
     def whole(self, turn: Turn) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Return the body of a response that is not streamed."""
         ...
 
     def beginning(self) -> bytes:
-        """Sent at once, before anything is sampled."""
+        """Return the first events, which are sent at once, before anything is sampled."""
         ...
 
     def part(self, part: Part) -> bytes:
-        """More of what is said: text or reasoning that goes on, or a whole call."""
+        """Return the events for more of the output: further text or reasoning, or a whole call."""
         ...
 
     def ending(self, turn: Turn) -> bytes:
-        """After the last part."""
+        """Return the events after the last part."""
         ...
 
     def failed(self, error: GatewayError) -> bytes:
-        """In place of the ending."""
+        """Return the events that report an error in place of the ending."""
         ...
 
 
 class Asked(NamedTuple):
-    """A request about a session that asks for no turn."""
+    """A request about a session that is no request for a turn."""
 
     request: Request
     session: Session
     prompt_tokens: Callable[[], Awaitable[int]]
-    """Of the prompt that a turn would submit now, if the body asked for one. Raises BadRequest, ImagesNotServed,
-    ContextOverflow."""
+    """Returns the length of the prompt that a turn would submit now, if the body requested one. Raises BadRequest,
+    ImagesNotServed, ContextOverflow."""
 
 
 class Endpoint(NamedTuple):
-    """What a dialect serves beside turns."""
+    """An endpoint that an API adapter serves besides turns."""
 
     method: str
     path: str
-    """As Starlette writes it."""
+    """Path in Starlette's syntax."""
     answer: Callable[[Asked], Awaitable[Response]]
-    """Raises GatewayError."""
+    """Answers the request. Raises GatewayError."""
 
 
 class Dialect(Protocol):
-    """One API."""
+    """Adapter of one API."""
 
     path: ClassVar[str]
-    """Where turns are asked for."""
+    """Path of requests for turns."""
     fields: ClassVar[Fields]
-    """One that is not here is counted as "other" and has no effect."""
+    """Known request fields. An unknown field is counted as "other" and has no effect."""
 
     def request(self, body: bytes, conversation: Conversation) -> TurnRequest:
-        """`conversation`: of the session, which reads messages that it knows faster. Runs in a thread where the body is
-        large. Raises BadRequest naming the field."""
+        """Parse a request. `conversation` is the session's; it recognises known messages faster. Runs in a thread if
+        the body is large. Raises BadRequest, which names the field."""
         ...
 
     def answer(
         self, request: TurnRequest, turn: TurnId, *, session_id: str, model: str, decode: Callable[[Sequence[int]], str]
     ) -> Answer:
-        """The shape of the answer to a request. `decode`: the text of ids."""
+        """Return the renderer of the response to a request. `decode` returns the text of ids."""
         ...
 
     def refusal(self, error: GatewayError) -> bytes:
-        """The body of an answer without a turn."""
+        """Return the body of an error response."""
         ...
 
     def endpoints(self) -> Sequence[Endpoint]:
-        """Beside turns."""
+        """Return the endpoints that are served besides turns."""
         ...
 
 
 class TurnResponse(Response):
-    """Waits for `running` (or has a recorded turn already) and answers with it."""
+    """Waits for a running turn, or has a recorded one, and answers with it."""
 
     def __init__(
         self, turn: Running | Turn, request: TurnRequest, dialect: Dialect, *, session_id: str, model: str,
@@ -214,7 +215,8 @@ class TurnResponse(Response):
             turn.join()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. A client that leaves is noticed while the turn runs: the last one takes the engine request along."""
+        """Send the answer. A client that disconnects is noticed while the turn runs; when the last one leaves, the
+        engine request is aborted."""
         left = asyncio.Event()
         watch = asyncio.create_task(self._watch(receive, left))
         try:
@@ -233,7 +235,8 @@ class TurnResponse(Response):
             self._turn.leave()
 
     async def _recorded(self, left: asyncio.Event) -> Turn | None:
-        """None when the client has left a turn that was cut off. Raises SessionEnded, and whatever the turn raised."""
+        """Return the completed turn, or None if the client has disconnected from a turn that was cut off. Raises
+        SessionEnded, and whatever the turn raised."""
         turn = await asyncio.shield(self._turn.task) if isinstance(self._turn, Running) else self._turn
         if turn.whole:
             return turn
@@ -272,7 +275,7 @@ class TurnResponse(Response):
             turn.handed_over |= not left.is_set()
 
     async def _follow(self, running: Running, unsent: Unsent, send: Send, left: asyncio.Event) -> None:
-        """Send what is said as it becomes certain, until the turn is on the log."""
+        """Send output as it becomes certain, until the turn is on the log."""
         while not running.task.done():
             changed = running.changed
             if new := [self._answer.part(part) for part in unsent.of(running.parts)]:
@@ -289,15 +292,15 @@ class TurnResponse(Response):
 
 @dataclass(slots=True)
 class Unsent:
-    """How much of growing parts has gone out."""
+    """Tracks how much of the growing parts was sent."""
 
     _sent: int = 0
-    """Parts that are done."""
+    """Number of parts that were sent in full."""
     _of_next: int = 0
-    """Characters of the next."""
+    """Number of characters sent of the next part."""
 
     def of(self, parts: Sequence[Part]) -> Iterator[Part]:
-        """What has not gone out yet. The last part may grow."""
+        """Yield what was not sent yet. The last part may grow."""
         for part in parts[self._sent :]:
             if isinstance(part, Call):
                 yield part
@@ -310,7 +313,8 @@ class Unsent:
 
 
 def count_ignored(values: Iterable[str], fields: Fields) -> None:
-    """Count the fields of a request that are not honoured. A label must not be a client's: unknown ones are "other"."""
+    """Count the request fields that are not honoured. Unknown fields count as "other", because a metric label must not
+    come from a client."""
     for name in values:
         treatment, _ = fields.get(name, ("", ""))
         if treatment not in ("honoured", "refused"):
@@ -318,7 +322,7 @@ def count_ignored(values: Iterable[str], fields: Fields) -> None:
 
 
 def stop_sequences(raw: Any, name: str, most: int) -> tuple[str, ...]:
-    """A text, or a list of them. Raises BadRequest."""
+    """Return the stop sequences of a text or a list of texts. Raises BadRequest."""
     stops = [raw] if isinstance(raw, str) else raw or []
     if not isinstance(stops, list) or len(stops) > most or not all(isinstance(one, str) and one for one in stops):
         raise BadRequest(f"{name} must be a text, or a list of up to {most} texts, none of them empty", param=name)
@@ -326,7 +330,7 @@ def stop_sequences(raw: Any, name: str, most: int) -> tuple[str, ...]:
 
 
 def about(session_id: str, turn: Turn) -> dict[str, Any]:
-    """What turnlog adds to an answer: the turn's id, how it really ended, its weight versions."""
+    """Return what turnlog adds to an answer: the turn's id, its real finish reason, its weight versions."""
     return {
         "session_id": session_id,
         "epoch": turn.id.epoch,
@@ -340,7 +344,8 @@ def about(session_id: str, turn: Turn) -> dict[str, Any]:
 
 
 def logprobs_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
-    """Of every sampled token, as recorded (a side engine's are not), in the shape that OpenAI's APIs share."""
+    """Return the log-prob of every sampled token as recorded, in the format that OpenAI's APIs share. An auxiliary
+    model's are not recorded."""
     content = []
     for token, logprob in zip(turn.output.tolist(), float32s(turn.logprobs).tolist(), strict=bool(turn.logprobs)):
         text = decode([token])
@@ -350,7 +355,8 @@ def logprobs_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> list[dict
 
 
 def retry_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
-    """Whether a client should ask again, and after how long: SDKs go by it whatever the status says."""
+    """Return headers that tell a client whether to retry, and after how long. SDKs follow them whatever the status
+    is."""
     headers = [(b"x-should-retry", b"true" if error.retry else b"false")]
     if error.retry:
         headers.append((b"retry-after-ms", str(error.retry_after_ms).encode()))

@@ -1,6 +1,6 @@
-"""OpenAI chat completions: POST /v1/chat/completions.
+"""API adapter for OpenAI chat completions: POST /v1/chat/completions.
 
-Source: OpenAI's chat completion and chat.completion.chunk objects. What turnlog adds to them stands under `turnlog`.
+Source: OpenAI's chat completion and chat.completion.chunk objects. Additions by turnlog are under the key `turnlog`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FIELDS: Fields = {
 STOPS = 4
 NOT_LAST: Mapping[str, Any] = {"finish_reason": None}
 SHOWN = {FinishReason.stop: "stop", FinishReason.tool_calls: "tool_calls", FinishReason.length: "length"}
-"""Those of whole turns, the only ones that are answers."""
+"""Finish reasons of completed turns, the only ones that are answers."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -132,7 +132,7 @@ class ChatCompletion:
     decode: Callable[[Sequence[int]], str]
     created: int = field(default_factory=lambda: int(time.time()))
     calls: int = 0
-    """That have gone out."""
+    """Number of calls that were sent."""
 
     def whole(self, turn: Turn) -> bytes:
         choice = {
@@ -164,7 +164,7 @@ class ChatCompletion:
         return self._chunk({"reasoning_content" if isinstance(part, Reasoning) else "content": part.text})
 
     def ending(self, turn: Turn) -> bytes:
-        """Finish reason, usage, [DONE]."""
+        """Return the events with finish reason and usage, and [DONE]."""
         parts = []
         last: dict[str, Any] = {"finish_reason": SHOWN[turn.finish_reason]}
         if self.request.logprobs:

@@ -1,10 +1,10 @@
-"""OpenAI responses: POST /v1/responses, and what becomes of a response after it.
+"""API adapter for OpenAI responses: POST /v1/responses, and requests about a response afterwards.
 
-A response is a turn, and its id names that turn: any gateway finds it on the log. Items become messages in the shape of
-OpenAI's chat: reasoning, text and calls that stand beside each other are one message of the assistant's. In a stream
-items come as they are said; the finished response has them as the log has the turn: reasoning, text, calls.
-Sources: OpenAI's response object and streaming events; vLLM and gpt-oss for reasoning_text, which OpenAI's own models
-do not show. What turnlog adds stands under `turnlog`.
+A response is a turn, and its id names that turn, so any gateway finds it on the log. Items are converted to messages in
+the format of OpenAI's chat API: adjacent reasoning, text and calls form one assistant message. A stream sends items in
+the order of the output; the finished response has them in the order of the log: reasoning, text, calls. Sources:
+OpenAI's response object and streaming events; vLLM and gpt-oss for reasoning_text, which OpenAI's own models do not
+show. Additions by turnlog are under the key `turnlog`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ FIELDS: Fields = {
 }  # fmt: skip
 REFUSED = ("background", "conversation", "prompt")
 UNTYPED = {"role": "message", "id": "item_reference"}
-"""What an item without a type is, by a field that it has."""
+"""Type of an item without a type, by a field that it has."""
 SPEAKERS = ("user", "assistant", "system", "developer")
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 BESIDE: Mapping[str, Mapping[str, Any]] = {"output_text": {"logprobs": []}, "reasoning_text": {}}
-"""What events about a text have beside it: log-probs stand in the finished response."""
+"""Further members of events about a text; log-probs are in the finished response."""
 ID = re.compile(r"resp_(\w+)_(\d{1,18})", re.ASCII)
 OF_ITEM = re.compile(r"(?:rs|msg|fc|ctc)_([^\W_]+)_(\d{1,18})(?:_\d{1,18})?", re.ASCII)
 
@@ -130,7 +130,8 @@ class OpenAIResponses:
         )
 
     def _recalled(self, reference: str, conversation: Conversation) -> str:
-        """The reasoning that a reference stands for; "", which agrees with any, for one that is none of the session."""
+        """Return the reasoning that a reference stands for; "" for a reference to no turn of the session, which agrees
+        with any."""
         named = referred(reference, "", *self.keys.accepted)
         turn = conversation.turns.get(named) if named is not None else None
         return turn.response.reasoning if turn is not None else ""
@@ -143,7 +144,7 @@ class OpenAIResponses:
 
     def refusal(self, error: GatewayError) -> bytes:
         body = error.body()
-        if error.param == "messages":  # as what is no dialect's calls them
+        if error.param == "messages":  # code outside the API adapters names the field so
             body["error"]["param"] = "input"
         return orjson.dumps(body)
 
@@ -156,7 +157,8 @@ class OpenAIResponses:
         )
 
     async def _shown(self, asked: Asked) -> Response:
-        """The response as the log has it: what was asked is not told again, and no clock was kept (`created_at` 0)."""
+        """Serve GET of a response as the log has it. The request's fields are not repeated, and no time was recorded
+        (`created_at` is 0)."""
         turn, session, query = _asked_for(asked), asked.session, asked.request.query_params
         if query.get("stream") == "true":
             raise BadRequest("a response is streamed when it is made: ask without stream", param="stream")
@@ -166,7 +168,8 @@ class OpenAIResponses:
         return Response(shape.whole(turn), media_type="application/json")
 
     async def _deleted(self, asked: Asked) -> Response:
-        """This gateway shows and continues it by name no more; the log keeps what was sampled."""
+        """Serve DELETE of a response: this gateway no longer shows it or continues it by name. The log keeps what was
+        sampled."""
         turn = _asked_for(asked)
         asked.session.conversation.deleted.add(turn.id)
         gone = {"id": _id("resp", turn.id), "object": "response", "deleted": True}
@@ -178,18 +181,18 @@ class OpenAIResponses:
 
 @dataclass(slots=True)
 class Items:
-    """Input items made messages of OpenAI's chat, one after the other."""
+    """Input items converted to messages of OpenAI's chat API, one after the other."""
 
     recalled: Callable[[str], str]
-    """The reasoning that a client has by reference only."""
+    """Returns the reasoning that a client has only by reference."""
     said: Callable[[str], dict[str, Any] | None]
-    """The output item of a name; None for a name of none."""
+    """Returns the output item with an id; None if there is none."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Functions and custom tools that items offer."""
 
     def take(self, given: Any) -> None:
-        """All of them. Raises BadRequest naming the item."""
+        """Convert all items. Raises BadRequest, which names the item."""
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         if not isinstance(items, list) or not items:
             raise BadRequest("input must be text, or a list of at least one item", param="input")
@@ -217,7 +220,7 @@ class Items:
         said["content"] = (said["content"] or "") + _text(content, where)
 
     def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        """Text counts before a reference, and begins what is said."""
+        """Convert a reasoning item. Text takes precedence over a reference. Reasoning begins an assistant message."""
         text = _text(_content(item.get("content") or item.get("summary"), where), where)
         reference = item.get("encrypted_content")
         if not text and isinstance(reference, str):
@@ -240,7 +243,7 @@ class Items:
         self._call({**item, "arguments": text if whole else orjson.dumps({"input": text}).decode()}, where)
 
     def _more_tools(self, item: Mapping[str, Any], where: str) -> None:
-        """Codex offers its tools so to the models of its own list."""
+        """Add tools from an item; Codex offers its tools this way to the models that it knows."""
         self.tools += _tools(item.get("tools"), f"{where}.tools")
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
@@ -250,7 +253,7 @@ class Items:
         )
 
     def _reference(self, item: Mapping[str, Any], where: str) -> None:
-        """The item's own content takes its place."""
+        """Convert the item that a reference names in its place."""
         [named] = _texts(item, where, "id")
         if (said := self.said(named)) is None:
             raise BadRequest(
@@ -262,7 +265,7 @@ class Items:
         read[said["type"]](said, where)
 
     def _assistant(self, *, another: bool = False) -> dict[str, Any]:
-        """The message of the assistant's that goes on, or a new one."""
+        """Return the assistant message in progress, or a new one."""
         if another or not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": None})
         return self.messages[-1]
@@ -277,18 +280,18 @@ class ResponseAnswer:
     model: str
     created: int
     reference: str | None
-    """To the turn, where reasoning is to carry one."""
+    """Reference to the turn, if reasoning should carry one; else None."""
     request: TurnRequest | None = None
-    """None: it is not known any more."""
+    """The request; None if it is no longer known."""
     decode: Callable[[Sequence[int]], str] = str
     sent: int = 0
-    """Events."""
+    """Number of events that were sent."""
     items: int = 0
-    """That have begun."""
+    """Number of items that have begun."""
     calls: int = 0
     messages: int = 0
     open: dict[str, Any] | None = None
-    """The item that goes on: text or reasoning."""
+    """The text or reasoning item in progress."""
 
     def whole(self, turn: Turn) -> bytes:
         return orjson.dumps(self._finished(turn))
@@ -306,7 +309,7 @@ class ResponseAnswer:
         return events + self._more(part.text)
 
     def ending(self, turn: Turn) -> bytes:
-        """The end of the item that goes on, and the whole response."""
+        """Return the end of the item in progress, and the whole response."""
         rest = b"" if self.calls or self.messages else self._closed("completed") + self._opened("message")
         rest += self._closed(_status(turn))
         return rest + self._event(f"response.{_status(turn)}", response=self._finished(turn))
@@ -358,7 +361,7 @@ class ResponseAnswer:
         return self._event(f"response.output_item.{what}", output_index=self.items - 1, item=item)
 
     def _of_content(self, kind: str, **fields: Any) -> bytes:
-        """About the only part of the item that goes on."""
+        """Return an event about the only part of the item in progress."""
         assert self.open is not None
         at = {"item_id": self.open["id"], "output_index": self.items - 1, "content_index": 0}
         return self._event(f"response.{kind}", **at, **fields)
@@ -369,7 +372,7 @@ class ResponseAnswer:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        """What is the same from the beginning to the end, and `more`."""
+        """Return the fields that stay the same from beginning to end, and `more`."""
         asked = self.request
         return {
             "id": _id("resp", self.turn),
@@ -404,7 +407,7 @@ class ResponseAnswer:
         )
 
     def output(self, turn: Turn) -> Iterator[dict[str, Any]]:
-        """Items, as the log has what was said."""
+        """Yield the output items as recorded."""
         said = turn.response_raw
         calls = said.get("tool_calls") or ()
         if thought := said.get("reasoning_content"):
@@ -423,7 +426,7 @@ class ResponseAnswer:
         return item if self.reference is None else {**item, "encrypted_content": self.reference}
 
     def message(self, text: str, status: str, at: int = 0) -> dict[str, Any]:
-        """The turn's text; in a stream the part of it that is `at` among those that calls interrupt."""
+        """Return the turn's text; in a stream, the piece number `at` of a text that calls interrupt."""
         item = {"type": "message", "id": _id("msg", self.turn, at), "role": "assistant", "status": status}
         return {**item, "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
 
@@ -439,7 +442,7 @@ def _id(kind: str, turn: TurnId, at: int = 0) -> str:
 
 
 def _input(call: Call) -> str:
-    """Of a custom tool's call: its text, or all arguments where the policy wrote others."""
+    """Return the text of a custom tool's call, or all arguments if the policy wrote others."""
     arguments = exact(call.arguments)
     text = arguments.get("input") if isinstance(arguments, dict) else None
     return text if isinstance(text, str) else call.arguments
@@ -450,26 +453,26 @@ def _status(turn: Turn) -> str:
 
 
 def _recorded(named: str, conversation: Conversation, names: re.Pattern[str] = ID) -> Turn | None:
-    """The whole turn of that id, unless it was deleted."""
+    """Return the completed turn with that id, unless it was deleted."""
     match = names.fullmatch(named)
     turn = conversation.turns.get(TurnId(match[1], int(match[2]))) if match else None
     return turn if turn is not None and turn.whole and turn.id not in conversation.deleted else None
 
 
 def _item(named: str, conversation: Conversation) -> dict[str, Any] | None:
-    """The output item of that name, as the log has it. A stream gives names to the pieces of a text that calls
-    interrupt: the first piece stands for all of it, the others add nothing."""
+    """Return the output item with that id as recorded. A stream gives ids to the pieces of a text that calls interrupt;
+    the first piece stands for all of it, the others add nothing."""
     if (turn := _recorded(named, conversation, OF_ITEM)) is None:
         return None
     shape = ResponseAnswer(turn.id, "", "", 0, None)
     pieces = range(1, 1 + len(turn.response_raw.get("tool_calls") or ()))
     items = [*shape.output(turn), *(shape.message("", "completed", at) for at in pieces)]
-    named = re.sub("^ctc_", "fc_", named)  # which tools were custom ones, the request knew
+    named = re.sub("^ctc_", "fc_", named)  # only the request knew which tools were custom ones
     return next((item for item in items if item["id"] == named), None)
 
 
 def _asked_for(asked: Asked) -> Turn:
-    """Raises UnknownResponse."""
+    """Return the turn that a request names. Raises UnknownResponse."""
     named = asked.request.path_params["response_id"]
     if (turn := _recorded(named, asked.session.conversation)) is None:
         raise UnknownResponse(f"this session has no response {named[:99]!r}, or it was deleted", param="response_id")
@@ -477,7 +480,7 @@ def _asked_for(asked: Asked) -> Turn:
 
 
 def _behind(base: Turn | None, instructions: str | None, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All messages of a request. The base's own instructions are known by their mark: they are not inherited."""
+    """Return all messages of a request. Instructions of the base are recognised by their mark, and not inherited."""
     raw: list[dict[str, Any]] = []
     if instructions:
         raw.append({"role": "system", "content": instructions, "instructions": True})
@@ -494,7 +497,7 @@ def _constraints(values: dict[str, Any]) -> tuple[Constraint, ...]:
 
 
 def _tools(raw: Any, where: str = "tools", *, inside: bool = False) -> list[dict[str, Any]]:
-    """Functions and custom tools as they came; of namespaces, `functions` is the one whose tools are called by their
+    """Return functions and custom tools as received. Of namespaces, only the tools of `functions` are called by their
     bare names. Raises BadRequest."""
     tools = []
     for index, tool in enumerate(offered(raw)):
@@ -510,7 +513,8 @@ def _tools(raw: Any, where: str = "tools", *, inside: bool = False) -> list[dict
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool in the shape of OpenAI's chat. A custom one takes one text, and its grammar says which."""
+    """Return a tool in the format of OpenAI's chat API. A custom tool takes one text; its grammar becomes the
+    description of that text."""
     known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
     if tool["type"] == "custom":
         shape, text = tool.get("format"), {"type": "string"}
@@ -522,14 +526,14 @@ def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_offered(function: Mapping[str, Any], custom: Container[str]) -> dict[str, Any]:
-    """The tool as a response shows it."""
+    """Return the tool as a response shows it."""
     if function["name"] in custom:
         return {"type": "custom", **{name: value for name, value in function.items() if name != "parameters"}}
     return {"type": "function", **function}
 
 
 def _texts(values: Mapping[str, Any], where: str, *names: str) -> list[str]:
-    """Fields that must be text. Raises BadRequest."""
+    """Return fields that must be text. Raises BadRequest."""
     for name in names:
         if not isinstance(values.get(name), str):
             raise BadRequest(f"{where}.{name} must be text", param=f"{where}.{name}")
@@ -537,7 +541,7 @@ def _texts(values: Mapping[str, Any], where: str, *names: str) -> list[str]:
 
 
 def _content(given: Any, where: str, name: str = "content") -> str | list[dict[str, Any]]:
-    """Text, or blocks as OpenAI's chat has them. Raises BadRequest."""
+    """Return text, or blocks in the format of OpenAI's chat API. Raises BadRequest."""
     if isinstance(given, str):
         return given
     if not isinstance(given or [], list):
@@ -557,7 +561,7 @@ def _content(given: Any, where: str, name: str = "content") -> str | list[dict[s
 
 
 def _text(content: str | list[dict[str, Any]], where: str) -> str:
-    """Of the assistant's content, which it said in one. Raises BadRequest."""
+    """Return the text of the assistant's content, joined. Raises BadRequest."""
     blocks = [{"text": content}] if isinstance(content, str) else content
     if any("text" not in block for block in blocks):
         raise BadRequest(f"{where} is the assistant's: text is all that it has", param=where)

@@ -1,5 +1,5 @@
-"""What a policy said, taken apart while it is being said: reasoning, text, tool calls.
+"""The policy's output, parsed while it is generated into reasoning, text and tool calls.
 
-`parser` has the machine and the types, `formats` how families of models write calls and reasoning, `families` the
-readers of those calls, `values` what stands in them.
+`parser` has the state machine and the types, `formats` how families of models write calls and reasoning, `families` the
+readers of those calls, `values` the values in them.
 """

@@ -1,7 +1,7 @@
-"""Readers of calls by their syntax; `formats` names the families that write them so.
+"""Readers of tool calls by their syntax; `formats` names the model families that use each.
 
-Each reads what stands between a family's marks, and gives its calls, or None where that is none as the family's
-template writes it.
+A reader gets the text between a family's marks, and returns its calls, or None if it is not exactly what the family's
+template writes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ NAME = re.compile(r"[^\s<>{}\[\]\"]+")
 
 
 def schemas(tools: Sequence[Any]) -> dict[str, Any]:
-    """Parameters of the tools that were offered, by name."""
+    """Return the parameter schemas of the offered tools, by name."""
     functions = [one.get("function") for one in tools if isinstance(one, dict)]
     named = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
     return {one["name"]: one.get("parameters") for one in named}
 
 
 def call(name: str, arguments: Any) -> Call | None:
-    """None where there is no name, or where the arguments are no object."""
+    """Make a call; None if there is no name, or if the arguments are no object."""
     return Call(name, compact(arguments)) if name and isinstance(arguments, dict) else None
 
 
 def pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
-    """Keys and values, with white space between them and nothing else; `pair` names its groups so."""
+    """Return keys and values, with nothing but white space between them; None if the text holds anything else. `pair`
+    is a pattern with the groups `key` and `value`."""
     *pieces, last = text.split(closing)
     found = [re.fullmatch(pair, piece, re.DOTALL) for piece in pieces]
     values = [(one["key"].strip(), one["value"]) for one in found if one]
@@ -42,7 +43,7 @@ def pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
 def by_schema(
     name: str, values: list[tuple[str, str]] | None, tools: Sequence[Any], otherwise: Sequence[str]
 ) -> list[Call] | None:
-    """A call whose values are read by what its tool's schema says of them."""
+    """Return a call whose values are typed by the tool's schema; None if it is malformed."""
     if values is None or not NAME.fullmatch(name):
         return None
     schema = Schema(schemas(tools).get(name))
@@ -51,7 +52,8 @@ def by_schema(
 
 
 def tagged(name_ends: str, pair: str, closing: str) -> Reader:
-    """NAME, what ends it, and parameters that `pair` fits, each up to `closing`; the schema types their values."""
+    """Return a reader of NAME, `name_ends`, and parameters that match `pair`, each up to `closing`. The schema types
+    their values."""
 
     def read(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
         name, ends, rest = body.partition(name_ends)
@@ -61,7 +63,7 @@ def tagged(name_ends: str, pair: str, closing: str) -> Reader:
 
 
 def dsml(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME"> and parameters that say themselves whether they are text or JSON."""
+    """Read NAME"> and parameters, each of which states whether it is text or JSON."""
     name, ends, rest = body.partition('">')
     pair = r'\s*<｜DSML｜parameter name="(?P<key>[^"]+" string="(?:true|false))">(?P<value>.*)'
     found = pairs(rest, pair, "</｜DSML｜parameter>") if ends else None
@@ -76,7 +78,7 @@ def dsml(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def objects(body: str) -> list[Any] | None:
-    """JSON values: a list of them, or one behind the other."""
+    """Return JSON values from a list of them, or from a sequence; None for malformed JSON."""
     found, at = list[Any](), 0
     body = body.strip()
     while at < len(body):
@@ -89,7 +91,7 @@ def objects(body: str) -> list[Any] | None:
 
 
 def keyed_by_name(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """[{NAME: arguments}, ...]"""
+    """Read [{NAME: arguments}, ...]."""
     found = []
     for one in objects(body) or [None]:
         if not isinstance(one, dict) or len(one) != 1:
@@ -99,7 +101,7 @@ def keyed_by_name(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def pythonic(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """A Python list of calls with keywords: [NAME(key='text', other=1), ...]"""
+    """Read a Python list of calls with keyword arguments: [NAME(key='text', other=1), ...]."""
     try:
         tree = ast.parse(body.strip(), mode="eval").body
         listed = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -115,7 +117,7 @@ def pythonic(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """A value of Python's, or of JSON's. Raises ValueError."""
+    """Return a Python literal or a JSON value. Raises ValueError."""
     constants = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
@@ -133,12 +135,12 @@ def _literal(node: ast.expr) -> Any:
 
 
 QUOTE = '<|"|>'
-"""What stands around texts in Gemma 4's calls."""
+"""Delimiter of texts in Gemma 4's calls."""
 BARE = re.compile(r"[^,{}\[\]:]+")
 
 
 def gemma(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """call:NAME{key:value, ...}, texts between marks of their own."""
+    """Read call:NAME{key:value, ...}, with texts between delimiters of their own."""
     started = re.match(r"\s*call:([^\s{}]+)(?=\{)", body)
     if started is None:
         return None
@@ -151,7 +153,7 @@ def gemma(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """(the value at a place, the place behind it). Raises ValueError, IndexError."""
+    """Return (the value at a position, the position after it). Raises ValueError, IndexError."""
     if depth > 100:
         raise ValueError("too deep")
     if text.startswith(QUOTE, at):
@@ -195,12 +197,13 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
 
 
 NAMESPACE = "]<]minimax[>["
-"""What stands before every tag of MiniMax M3's calls, and in no value."""
+"""Prefix of every tag in MiniMax M3's calls, which occurs in no value."""
 TAG = re.compile(r"<(?P<ends>/?)(?P<key>[^<>]+)>(?P<text>.*)", re.DOTALL)
 
 
 def elements(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME"> and an element for each argument: objects have one for each key, lists one `item` for each of theirs."""
+    """Read NAME"> and an element for each argument. An object has an element for each key, a list an `item` for each
+    entry."""
     name, ends, rest = body.partition('">')
     between, *tags = rest.split(NAMESPACE)
     if not ends or between.strip():
@@ -224,7 +227,7 @@ def elements(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _element(schema: Schema, key: str, text: str, inner: list[tuple[str, Any]]) -> Any:
-    """The value of an argument or of a part of one, of the type that the schema of what it is part of allows."""
+    """Return the value of an argument or of a part of one, of a type that the schema of the enclosing value allows."""
     kinds = schema.kinds(key) or frozenset()
     if inner:
         listed = "object" not in kinds and all(each == "item" for each, _ in inner)
@@ -241,14 +244,14 @@ XTML = re.compile(
     r"(?:<\|open\|>tools<\|sep\|>(?P<tools>.*)<\|close\|>tools<\|sep\|>)?(?:<\|close\|>message<\|sep\|>)?\s*",
     re.DOTALL,
 )
-"""An answer of Kimi K3's; the prompt may have opened its first element."""
+"""An answer of Kimi K3; the prompt may have opened its first element."""
 XTML_CALL = re.compile(r'<\|open\|>call tool="(?P<name>[^"]+)" index="\d+"<\|sep\|>(?P<arguments>.*)', re.DOTALL)
 XTML_ARGUMENT = r'<\|open\|>argument key="(?P<key>[^"]*" type="\w+)"<\|sep\|>(?P<value>.*)'
 XTML_JSON = re.compile(r'<\|open\|>json type="object"<\|sep\|>(?P<text>.*)<\|close\|>json<\|sep\|>', re.DOTALL)
 
 
 def xtml(answer: str, tools: Sequence[Any]) -> Sequence[Part] | None:
-    """A whole answer: what was thought, the response, and calls, of which every argument says its type."""
+    """Parse a whole answer: reasoning, the response, and calls, each argument of which states its type."""
     said = XTML.fullmatch(answer)
     if said is None:
         return None
@@ -282,8 +285,9 @@ def _unescaped(attribute: str) -> str:
 
 
 def recipients(answer: str, tools: Sequence[Any]) -> Sequence[Part] | None:
-    """A whole answer of messages with >>> between them, each to whoever its first line names: `all`, or a tool that was
-    offered, by its arguments. What names nobody is part of the message before it, as text may hold >>>, too."""
+    """Parse a whole answer of messages separated by >>>. The first line of each names its recipient: `all`, or an
+    offered tool, followed by its arguments. A piece that names no recipient belongs to the message before it, because
+    text may contain >>> as well."""
     known = "|".join(map(re.escape, ("all", *sorted(schemas(tools), key=len, reverse=True))))
     _, *said = re.split(rf"(?:^|>>>)({known})\n", answer)
     if not re.match(rf"(?:>>>)?(?:{known})\n", answer):
@@ -302,12 +306,12 @@ HARMONY = re.compile(
     r"\s*(?:(?:<\|constrain\|>)?\w+)?\s*<\|message\|>(?P<text>.*)",
     re.DOTALL,
 )
-"""A message of an answer, behind its role."""
+"""A message of an answer, after its role."""
 
 
 def harmony(answer: str, tools: Sequence[Any]) -> Sequence[Part] | None:
-    """A whole answer of several messages: analysis is reasoning, commentary to a function a call, and what is final, or
-    commentary to nobody, text. Without tools nothing is a call."""
+    """Parse a whole answer of several messages. Analysis is reasoning, commentary to a function is a call, and final
+    messages, or commentary to nobody, are text. Without tools, nothing is a call."""
     parts = list[Part]()
     for one in re.split(r"<\|(?:end|call)\|>\s*<\|start\|>assistant", answer):
         said = HARMONY.fullmatch(re.sub(r"<\|(?:end|call|return)\|>\s*$", "", one))

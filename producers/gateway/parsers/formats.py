@@ -1,7 +1,8 @@
-"""How families of models write tool calls and reasoning.
+"""The formats in which families of models write tool calls and reasoning.
 
-Sources: the models' chat templates, which show it to them. A value that a family writes without JSON (strings bare, and
-so everything else, too) is typed by the tool's schema. What is not exactly as a template writes it is no call.
+Sources: the models' chat templates, which show the format to the model. If a family writes values without JSON (bare
+strings, and so bare values of any kind), the tool's schema types them. Text that is not exactly what a template writes
+is no call.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from turnlog.producers.gateway.parsers.values import exact, leading
 
 
 def _listed(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """Objects of {"name", "arguments"}: a list of them, or one behind the other."""
+    """Read objects of {"name", "arguments"}, in a list or one after the other."""
     return _calls(objects(body)) or None
 
 
 def _cohere(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """A list of {"tool_call_id", "tool_name", "parameters"}"""
+    """Read a list of {"tool_call_id", "tool_name", "parameters"}."""
     found = objects(body) or [None]
     if not all(isinstance(one, dict) and one.keys() <= {"tool_call_id", "tool_name", "parameters"} for one in found):
         return None
@@ -50,7 +51,7 @@ def _cohere(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _solar(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """ID, a mark, NAME, a mark, the arguments."""
+    """Read ID, a mark, NAME, a mark, the arguments."""
     _, _, rest = body.partition("<|tool_call:name|>")
     name, _, arguments = rest.partition("<|tool_call:args|>")
     made = call(name.strip(), exact(arguments))
@@ -58,19 +59,19 @@ def _solar(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _function(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME>{...}"""
+    """Read NAME>{...}."""
     name, _, arguments = body.partition(">")
     made = call(name.strip(), exact(arguments))
     return [made] if made else None
 
 
 def _hermes(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """{"name", "arguments"}"""
+    """Read {"name", "arguments"}."""
     return _calls(exact(body))
 
 
 def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """{"name", "parameters"}, several with ; between them."""
+    """Read {"name", "parameters"}, or several separated by `;`."""
     found, at = list[Call](), 0
     body = body.strip()
     while at < len(body):
@@ -84,8 +85,8 @@ def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _llama_bare(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
-    """The same as a whole answer, without a mark: nothing tells it from an answer in JSON but the name of a tool that
-    was offered, and arguments beside it."""
+    """Read the same as a whole answer without a mark. Only the name of an offered tool, with arguments beside it,
+    distinguishes it from an answer in JSON."""
     value = exact(body)
     if not isinstance(value, dict) or len(value.keys() - BESIDE) != 1:
         return None
@@ -97,15 +98,15 @@ CODER = tagged(">", r"\s*<parameter=(?P<key>[^<>\s]+)>\n?(?P<value>.*?)\n?", "</
 
 
 def _glm(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value> ..."""
+    """Read NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value> ..."""
     name, key, rest = body.partition("<arg_key>")
     values = pairs(key + rest, r"\s*<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*)", "</arg_value>")
     return by_schema(name.strip(), values, tools, otherwise=())
 
 
 def _glm4(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME, a new line, the arguments; several with <|assistant|> between them. Only a tool that was offered: nothing
-    else tells it from text."""
+    """Read NAME, a new line and the arguments, or several calls separated by <|assistant|>. The name must be that of an
+    offered tool, because nothing else distinguishes a call from text."""
     offered, found, at = schemas(tools), list[Call](), 0
     body = body.strip()
     while at < len(body):
@@ -122,7 +123,7 @@ def _glm4(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _mistral(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """A list of {"name", "arguments"}, or NAME[ARGS]{...}, several with [TOOL_CALLS] between them."""
+    """Read a list of {"name", "arguments"}, or NAME[ARGS]{...}, or several of those separated by [TOOL_CALLS]."""
     if body.lstrip().startswith("["):
         return _calls(exact(body))
     found, at = list[Call](), 0
@@ -138,7 +139,8 @@ def _mistral(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _deepseek(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """NAME, a separator, the arguments (V3.1); "function", a separator, NAME, the arguments in a fence (V3, R1)."""
+    """Read NAME, a separator, the arguments (V3.1); or "function", a separator, NAME, the arguments in a fence (V3,
+    R1)."""
     name, _, arguments = body.partition("<｜tool▁sep｜>")
     if "\n```json\n" in arguments and arguments.rstrip().endswith("\n```"):
         name, _, arguments = arguments.rstrip()[:-3].partition("\n```json\n")
@@ -147,7 +149,7 @@ def _deepseek(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _kimi(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
-    """functions.NAME:COUNT, a mark, the arguments."""
+    """Read functions.NAME:COUNT, a mark, the arguments."""
     name, _, arguments = body.partition("<|tool_call_argument_begin|>")
     named = re.fullmatch(r"(?:functions\.)?([\w.-]+):\d+", name.strip())
     made = call(named[1] if named else "", exact(arguments))
@@ -155,12 +157,12 @@ def _kimi(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
 
 
 def _mistral_id(_: str, __: int, given: str) -> str:
-    """Nine letters and digits: Mistral's templates refuse others."""
+    """Return nine letters and digits; Mistral's templates refuse other ids."""
     return hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def _kimi_id(tool: str, before: int, given: str) -> str:
-    """As the model writes it."""
+    """Return the id in the form that the model writes."""
     return f"functions.{tool}:{before}" if tool else given
 
 
@@ -259,7 +261,7 @@ FORMATS: Mapping[str, CallFormat] = {
         around_arguments=('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
     ),
 }  # fmt: skip
-"""By the names of [gateway] tool_calls."""
+"""Call formats by their names in [gateway] tool_calls."""
 TOLD_BY: Mapping[str, tuple[str, ...]] = {
     "gpt_oss": ("<|start|>assistant<|channel|>",),
     "kimi_k3": ("<|open|>call tool=",),
@@ -293,8 +295,8 @@ TOLD_BY: Mapping[str, tuple[str, ...]] = {
     "tool_calls": ("<tool_calls>",),
     "hermes": ("<tool_call>",),
 }
-"""What tells that a model has a format, in its chat template or in what that writes: the first that is found. A model
-without any writes no calls that are known here."""
+"""Marks that reveal a model's format, in its chat template or in what that writes; the first match wins. A model
+without any of them writes no calls in a known format."""
 THINKING: Mapping[str, Marks] = {
     "think": Marks("<think>", "</think>"),
     "thinking": Marks("<thinking>", "</thinking>"),
@@ -308,7 +310,8 @@ THINKING: Mapping[str, Marks] = {
     "minimax": Marks("<mm:think>", "</mm:think>"),
     "hunyuan": Marks("<think:opensource>", "</think:opensource>"),
 }
-"""By the names of [gateway] reasoning. A model has the first whose closing mark is in its chat template."""
+"""Marks of reasoning by their names in [gateway] reasoning. A model has the first whose closing mark is in its chat
+template."""
 HERMES, THINK = FORMATS["hermes"], THINKING["think"]
 MARKS = frozenset(
     [
@@ -331,14 +334,14 @@ MARKS = frozenset(
         ),
     ]
 )
-"""What stands in outputs as text does, though tokenizers may hold it for special."""
+"""Marks that appear in outputs as ordinary text, though tokenizers may declare them special."""
 
 
 def formats_of(
     template: str, tool_calls: str = "auto", reasoning: str = "auto"
 ) -> tuple[CallFormat | None, Marks | None]:
-    """How a model writes calls and reasoning, each None where it has none. `template`: its chat template, and what that
-    writes; the other two: [gateway] tool_calls and reasoning."""
+    """Return how a model writes calls and reasoning; None for each that it lacks. `template` is its chat template
+    together with what that writes; the other two are [gateway] tool_calls and reasoning."""
     if tool_calls == "auto":
         tool_calls = next((name for name, told in TOLD_BY.items() if any(one in template for one in told)), "none")
     if reasoning == "auto":
@@ -349,8 +352,9 @@ def formats_of(
 def only_call(
     calls: CallFormat | None, tools: Sequence[Any], wanted: str, thinking: Marks | None = None, *, inside: bool = False
 ) -> str | None:
-    """The structural tag, as JSON, of an answer that is one call of the tool that is `wanted`, "" for any, behind what
-    the model thinks; `inside`: where it thinks already. None: no such tool, or a family that writes no JSON."""
+    """Return the structural tag, as JSON, of an answer that consists of optional reasoning and one call of the tool
+    `wanted` ("" for any). `inside`: the model is reasoning already. None if there is no such tool, or if the family
+    writes no JSON."""
     offered = {name: schema for name, schema in schemas(tools).items() if wanted in ("", name)}
     if calls is None or calls.around_arguments is None or not offered:
         return None
@@ -368,31 +372,33 @@ def only_call(
 
 
 def only_json(schema: str, thinking: Marks, *, inside: bool = False) -> str:
-    """The structural tag of an answer that is JSON which fits a schema, behind what the model thinks; see only_call."""
+    """Return the structural tag of an answer that consists of optional reasoning and JSON that fits a schema; see
+    only_call."""
     return _tag(thinking, {"type": "json_schema", "json_schema": orjson.loads(schema)}, inside=inside)
 
 
 def _tag(thinking: Marks | None, answer: dict[str, Any], *, inside: bool) -> str:
-    """As SGLang takes them (xgrammar, `structural_tag`)."""
+    """Return the tag as SGLang takes it (xgrammar, `structural_tag`)."""
     elements = [answer]
     if thinking is not None:
         opening = "" if inside else thinking.opening
         thought = {"type": "tag", "begin": opening, "content": {"type": "any_text"}, "end": thinking.closing}
         thought = thought if inside else {"type": "optional", "content": thought}
-        # what JSON calls white space: xgrammar's \s also takes a vertical tab, before which no reader of JSON begins
+        # White space as JSON defines it. xgrammar's \s also includes a vertical tab, before which no JSON parser
+        # begins.
         elements = [thought, {"type": "regex", "pattern": r"[ \t\r\n]*"}, *elements]
     return orjson.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}).decode()
 
 
 ARGUMENTS = ("arguments", "parameters")
-"""Keys of a call as JSON has it: templates of one family write the one, others the other, and models mix them up.
-Whichever comes alone counts; no family writes `args` or `input`, so that who says that has said no call."""
+"""Keys of a call in JSON. Templates of one family write the first, others the second, and models mix them up. If only
+one is present, it counts. No family writes `args` or `input`, so text with those is no call."""
 BESIDE = frozenset({"name", "id", "type"})
-"""Keys that tell nothing of the arguments."""
+"""Keys that carry no arguments."""
 
 
 def _calls(value: Any) -> list[Call] | None:
-    """Of a call as JSON has it, or a list of them. A call may lack its arguments, but not have them elsewhere."""
+    """Read a call in JSON, or a list of calls. A call may lack its arguments, but not have them under another key."""
     found: list[Call | None] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):

@@ -1,8 +1,9 @@
-"""An output's text read as it grows, into parts that only grow: what is unstreamed is the fold of the same stream.
+"""Incremental parser of an output's text, into parts that only grow: an answer that is not streamed is the fold of the
+same stream.
 
-Text and reasoning come out as soon as nothing that follows can change them, a call when it closes. What is no
-well-formed call, or one that never closes, stays text: nothing that was sampled is lost, or a failure. White space
-around reasoning and calls belongs to neither.
+Text and reasoning are emitted as soon as nothing that follows can change them, a call when it closes. A malformed call,
+or one that never closes, stays text: nothing that was sampled is lost or causes a failure. White space around reasoning
+and calls belongs to neither.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Any, NamedTuple
 
 @dataclass(slots=True)
 class Text:
-    """Content. The last part of a growing output may grow."""
+    """Content. Only the last part of a running output grows."""
 
     text: str
 
 
 @dataclass(slots=True)
 class Reasoning:
-    """What was thought. The last part of a growing output may grow."""
+    """Reasoning. Only the last part of a running output grows."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call; `arguments` is compact JSON text."""
+    """A tool call; `arguments` is compact JSON text."""
 
     name: str
     arguments: str
@@ -39,7 +40,7 @@ Part = Text | Reasoning | Call
 
 
 class Marks(NamedTuple):
-    """The texts between which something stands."""
+    """Opening and closing text around an element of the output."""
 
     opening: str
     closing: str
@@ -47,75 +48,76 @@ class Marks(NamedTuple):
 
 JSON_STRING = Marks('"', '"')
 IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-"""What of a JSON string comes before its end, or before a backslash of which more must come."""
+"""Matches a JSON string up to its end, or up to a backslash whose escape is incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls: a block between marks, that `read` makes calls of."""
+    """The way in which a family of models writes calls: a block between marks, which `read` turns into calls."""
 
     marks: Marks
-    """An empty closing mark is the end of the output."""
+    """Marks of a block. An empty closing mark stands for the end of the output."""
     read: Callable[[str, Sequence[Any]], Sequence[Call] | None]
-    """(what stands between the marks, the schemas of the tools that were offered) -> its calls; None if it is none."""
+    """(text between the marks, schemas of the offered tools) -> its calls; None if the text is malformed."""
     around: Marks | None = None
-    """What may stand around blocks, and belongs to the text only where there is none."""
+    """Optional marks around blocks, which belong to the text only if there is no block."""
     bare: Callable[[Sequence[Any]], Sequence[str]] = lambda _: ()
-    """The schemas of the tools -> how an answer may begin that is a block as a whole, without marks."""
+    """Schemas of the tools -> possible beginnings of an answer that as a whole is one block without marks."""
     read_bare: Callable[[str, Sequence[Any]], Sequence[Call] | None] | None = None
-    """As `read`, of such a block; None: `read` itself."""
+    """Reader of such a block, with the signature of `read`; None: `read` itself."""
     values: Marks | None = JSON_STRING
-    """Between which a block's closing mark is part of a value. None: no value can hold it."""
+    """Delimiters of a value in which a block's closing mark is part of the value. None: no value can contain the
+    mark."""
     around_arguments: tuple[str, str] | None = None
-    """What an answer says before and after the arguments of its only call, NAME for the tool's name, where these are
-    JSON: a grammar holds answers to it."""
+    """Text before and after the arguments of an answer's only call, with NAME for the tool's name, if the family writes
+    arguments as JSON. A grammar holds answers to it."""
     ids: Callable[[str, int, str], str] | None = None
-    """(tool, number of calls before, a client's id) -> the id that the chat template shows, where it takes no other or
-    the model writes it itself; of a result that answers no call, the tool is empty. None: the client's."""
+    """(tool, number of earlier calls, a client's id) -> the id that the chat template shows, if the template accepts no
+    other or the model writes ids itself. The tool is empty for a result that answers no call. None: the client's id."""
     whole: Callable[[str, Sequence[Any]], Sequence[Part] | None] | None = None
-    """Takes a whole answer apart, at its end, where a family writes no block but messages; None: what it is given is
-    no such answer."""
+    """Parses a whole answer at its end, for a family that writes messages instead of blocks. The result is None if the
+    text is no such answer."""
 
 
 @dataclass(slots=True)
 class Parser:
-    """Reads one output. Without `calls` or `thinking` there is no such thing: all is text."""
+    """Parser of one output. Without `calls` or `thinking`, the output has none of these: all is text."""
 
     calls: CallFormat | None
     thinking: Marks | None = None
     inside: bool = False
-    """Reasoning goes on: at first, where the prompt ended in its opening mark."""
+    """True while reasoning goes on; at the start, if the prompt ended in its opening mark."""
     tools: Sequence[Any] = ()
-    """Schemas of the tools that were offered."""
+    """Schemas of the offered tools."""
     parts: list[Part] = field(default_factory=list)
-    """In the order in which they were said."""
+    """Parts in the order of the output."""
     ill_formed: int = 0
-    """Blocks that look like calls and are none."""
+    """Number of blocks that look like calls but are malformed."""
     _pending: str = ""
-    """Not decided yet."""
+    """Text that is not assigned to a part yet."""
     _space: str = ""
-    """White space behind what was given out: of the text if text follows."""
+    """White space after the emitted text; it belongs to the text if more text follows."""
     _bare: bool = False
-    """The white space that comes now belongs to nothing."""
+    """True if white space that comes now belongs to no part."""
     _sought: int = 0
-    """How far a pending block was searched for the mark that closes it."""
+    """Position up to which a pending block was searched for its closing mark."""
     _in_value: bool = False
-    """That place is in a value of the block."""
+    """True if that position is inside a value of the block."""
     _first: int = -1
-    """The first closing mark in a pending block, where it stands in a value."""
+    """Position of the first closing mark in a pending block, if it is inside a value; -1 if there is none."""
     _begun: bool = False
-    """Reasoning does not begin any more."""
+    """True once reasoning can no longer begin."""
     _bare_block: bool | None = None
-    """Whether the whole answer may be a block without marks; None: not decided."""
+    """True if the whole answer may be a block without marks; None while undecided."""
 
     def push(self, text: str) -> None:
-        """More of the output."""
+        """Parse more of the output."""
         self._pending += text
         while self._step():
             pass
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Parse what is pending; nothing follows."""
         calls, opened = self.calls, False
         if calls is not None and calls.whole is not None:
             self._messages(calls.whole(self._pending, self.tools))
@@ -145,7 +147,7 @@ class Parser:
         self._pending = ""
 
     def _step(self) -> bool:
-        """Decide about the next piece of what is pending; whether there is another one to decide about."""
+        """Assign the next piece of the pending text. Return whether there may be another."""
         if self.calls is not None and self.calls.whole is not None:
             return False
         if self.thinking is not None and self.inside:
@@ -199,8 +201,8 @@ class Parser:
         return True
 
     def _end_of_block(self, calls: CallFormat) -> int | None:
-        """Where the mark stands that closes the pending block: the first outside of values. None: nowhere yet; below 0:
-        a block that never closed is followed by another."""
+        """Return the position of the mark that closes the pending block: the first one outside values. None: not found
+        yet. A negative result: the block never closed, and another follows."""
         text, (opening, closing), values = self._pending, calls.marks, calls.values
         overlap = max(map(len, (opening, closing, *(values or ()))))
         at = max(len(opening), self._sought)
@@ -234,14 +236,15 @@ class Parser:
             self._in_value, at = False, end + len(values.closing)
 
     def _break(self, calls: CallFormat) -> None:
-        """What is pending begins with a block that is none: text up to its first closing mark."""
+        """Turn the malformed block at the start of the pending text into text, up to its first closing mark."""
         closing = calls.marks.closing
         end = self._pending.index(closing, len(calls.marks.opening)) + len(closing)
         whole, self._pending = self._pending[:end], self._pending[end:]
         self._block(calls, whole, None)
 
     def _block(self, calls: CallFormat, whole: str, body: str | None) -> None:
-        """What looks like calls, and what `read` is to make calls of; None: it never closed."""
+        """Read a block `whole` whose inner text is `body`, or None if it never closed; keep a malformed block as
+        text."""
         read = (calls.read_bare if self._bare_block else None) or calls.read
         found = None if body is None else read(body, self.tools)
         if found is not None:
@@ -253,13 +256,13 @@ class Parser:
         self._grow(Text, whole)
 
     def _called(self, found: Sequence[Call]) -> None:
-        """What was pending was a block of calls."""
+        """Add the calls of a block, and reset the search state."""
         self.parts += found
         self._space, self._bare = "", True
         self._sought, self._in_value, self._first = 0, False, -1
 
     def _given_out(self, kind: type[Text | Reasoning], mark: str, around: Marks | None = None) -> None:
-        """Give out what is pending before the mark, or before what may be its beginning."""
+        """Emit the pending text before the mark, or before what may be its beginning."""
         at = beginning(self._pending, mark)
         if around is not None:
             at = min(at, unfinished(self._pending, around.opening), unfinished(self._pending, around.closing))
@@ -292,29 +295,31 @@ class Parser:
 
 
 def _end_of_string(text: str, at: int) -> int:
-    """How far the JSON string goes in which a place of a text stands: to its closing quote, as far as it is known."""
+    """Return the end of the JSON string that contains position `at`: its closing quote, or the end of the known
+    text."""
     found = IN_STRING.match(text, at)
     assert found is not None, "it matches the empty text"
     return found.end()
 
 
 def beginning(text: str, mark: str) -> int:
-    """Where the mark begins, or may be beginning at the end of a growing text; the text's length if nowhere."""
+    """Return the position at which the mark begins, or may begin at the end of a growing text; the text's length if
+    nowhere."""
     at = text.find(mark)
     return at if at >= 0 else unfinished(text, mark)
 
 
 def unfinished(text: str, mark: str) -> int:
-    """Where the mark may be beginning at the end of a growing text; the text's length if nowhere."""
+    """Return the position at which the mark may begin at the end of a growing text; the text's length if nowhere."""
     return next((len(text) - size for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), len(text))
 
 
 def shortened(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """(the text before the first of the stop sequences, that one); of a text with none of them, all and None."""
+    """Return (the text before the first stop sequence, that sequence); the whole text and None if it contains none."""
     at, stop = min(((found, stop) for stop in stops if (found := text.find(stop)) >= 0), default=(len(text), None))
     return text[:at], stop
 
 
 def certain(text: str, stops: Sequence[str]) -> str:
-    """As much of a growing text as comes before every stop sequence, whatever follows."""
+    """Return the beginning of a growing text that precedes every stop sequence, whatever follows."""
     return text[: min((beginning(text, stop) for stop in stops), default=len(text))]

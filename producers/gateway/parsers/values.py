@@ -1,8 +1,8 @@
-"""Values of tool calls: JSON that keeps every digit, and bare text that a tool's JSON Schema gives a type.
+"""Values of tool calls: JSON that keeps every digit, and bare text that is typed by a tool's JSON Schema.
 
-A schema is followed through references within it (`#/$defs/...`), `allOf`, `anyOf`, `oneOf`, `enum` and `const`; where
-it names no type, its other keywords may tell one (`properties`: an object). What it leaves open counts as open, never
-as the one type that some branch of it names.
+A schema is followed through internal references (`#/$defs/...`), `allOf`, `anyOf`, `oneOf`, `enum` and `const`. If it
+names no type, its other keywords may imply one (`properties`: an object). A type that the schema leaves open stays
+open, and is never taken from a single branch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 DECODER = json.JSONDecoder()
 LONG = re.compile(r"[0-9]{19}")
-"""Digits of an integer that may be beyond 64 bits, of which orjson makes a float."""
+"""Matches the digits of an integer that may exceed 64 bits, which orjson reads as a float."""
 
 
 def exact(text: str, levels: int = MAX_DEPTH) -> Any:
-    """The value of a JSON text, integers with all their digits. None for what is no JSON, or deeper than the log takes,
-    and for a number that Python does not read (4,300 digits)."""
+    """Return the value of a JSON text, with integers in full. None for malformed JSON, for JSON nested deeper than the
+    log accepts, and for a number too long for Python (4,300 digits)."""
     try:
         value = None if deeper_than(text, levels) else orjson.loads(text)
         return json.loads(text) if value is not None and LONG.search(text) else value
@@ -32,7 +32,7 @@ def exact(text: str, levels: int = MAX_DEPTH) -> Any:
 
 
 def compact(value: Any, *, sort_keys: bool = False) -> str:
-    """JSON without white space, integers with all their digits."""
+    """Return JSON without white space, with integers in full."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None).decode()
     except orjson.JSONEncodeError:  # an integer beyond 64 bits
@@ -40,12 +40,13 @@ def compact(value: Any, *, sort_keys: bool = False) -> str:
 
 
 def leading(text: str, at: int) -> tuple[Any, int]:
-    """(the JSON value that begins at a place of a text, the place behind it and behind white space); None if none."""
+    """Return (the JSON value that begins at a position, the position after it and after white space); the value is None
+    if there is none."""
     while text[at : at + 1].isspace():
         at += 1
     try:
         end = DECODER.raw_decode(text, at)[1]
-    except (ValueError, RecursionError):  # what is deeper than the log takes is none, wherever json gives up
+    except (ValueError, RecursionError):  # what is deeper than the log accepts is no value, wherever json gives up
         return None, at
     value = exact(text[at:end])
     while text[end : end + 1].isspace():
@@ -54,7 +55,7 @@ def leading(text: str, at: int) -> tuple[Any, int]:
 
 
 PYTHON = {"True": True, "False": False, "None": None}
-"""What templates in Jinja write where they forget `tojson`, and so their models, too."""
+"""Python constants that Jinja templates write without `tojson`, and that their models therefore write as well."""
 KINDS: Mapping[type, tuple[str, ...]] = {
     bool: ("boolean",), int: ("integer", "number"), float: ("number",), dict: ("object",), list: ("array",),
     type(None): ("null",), str: ("string",),
@@ -65,34 +66,35 @@ TELLING: Mapping[str, str] = {
     **dict.fromkeys(("pattern", "minLength", "maxLength", "format"), "string"),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
 }
-"""Keywords of a schema without a type -> the type that they are about. JSON Schema has them bind no other type, but
-whoever writes one means it."""
+"""Keyword of a schema without a type -> the type that it implies. By JSON Schema it constrains no other type, but
+whoever writes it means this type."""
 BRANCHES = ("allOf", "anyOf", "oneOf")
 
 
 class Schema:
-    """The JSON Schema of a tool's arguments. What it is may be anything: clients send what they have."""
+    """The JSON Schema of a tool's arguments. It may be anything, since clients send whatever they have."""
 
     def __init__(self, root: Any, part: Any = None) -> None:
-        """`part`: the schema within the root that is meant, where it is not the root itself."""
+        """`part` is the schema within `root` to use, if it is not `root` itself."""
         self._root = root
         self._known: dict[int, frozenset[str] | None] = {}
-        """Types by the identity of a schema within the root; empty where they are being looked for: schemas may refer
-        to themselves, and many to one."""
+        """Types by the identity of a schema within the root; empty while they are being computed, because schemas may
+        refer to themselves, and many to one."""
         self._properties: dict[str, Any] = {}
         self._collect(root if part is None else part, set())
 
     def within(self, name: str) -> Schema:
-        """The schema of a property, of which values have parts of their own."""
+        """Return the schema of a property whose values have parts of their own."""
         return Schema(self._root, self._properties.get(name, {}))
 
     def kinds(self, name: str) -> frozenset[str] | None:
-        """The JSON types that a property may have; None where the schema leaves them open."""
+        """Return the JSON types that a property may have; None if the schema leaves them open."""
         return self._kinds(self._properties.get(name))
 
     def value(self, name: str, text: str, *, otherwise: Sequence[str]) -> Any:
-        """An argument that is written without JSON: of a type that its schema allows, text where that is one of them
-        and no other fits. `otherwise`: the types of what no schema tells of, any if none."""
+        """Return the value of an argument written without JSON. It gets a type that its schema allows: text only if
+        that is allowed and no other type fits. `otherwise` holds the types to assume if the schema names none; empty
+        for any type."""
         kinds = self.kinds(name) or frozenset(otherwise) or None
         bare = text.strip()
         if kinds == frozenset({"string"}):
@@ -108,8 +110,8 @@ class Schema:
         return text
 
     def _collect(self, schema: Any, seen: set[int]) -> None:
-        """The properties of an object, whichever part of its schema has them; the outermost counts. A list has `item`,
-        of which its elements are."""
+        """Collect the properties of an object from all parts of its schema; the outermost wins. A list has the property
+        `item`, which is the schema of its elements."""
         if not isinstance(schema, dict) or id(schema) in seen:
             return
         seen.add(id(schema))
@@ -120,7 +122,7 @@ class Schema:
             self._collect(one, seen)
 
     def _kinds(self, schema: Any) -> frozenset[str] | None:
-        """The JSON types that a schema allows; None where it leaves them open."""
+        """Return the JSON types that a schema allows; None if it leaves them open."""
         if not isinstance(schema, dict):
             return None
         if id(schema) not in self._known:
@@ -144,7 +146,8 @@ class Schema:
         return kinds | {"integer"} if "number" in kinds else kinds
 
     def _referred(self, schema: Mapping[str, Any]) -> Any:
-        """What `$ref` names within the root (RFC 6901); None without one, or where nothing stands there."""
+        """Return the schema that `$ref` names within the root (RFC 6901); None without `$ref`, or if it names
+        nothing."""
         name = schema.get("$ref")
         if not isinstance(name, str) or not name.startswith("#"):
             return None
@@ -155,7 +158,7 @@ class Schema:
 
 
 def _named(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """By `type`, else by the values that `enum` or `const` list."""
+    """Return the types from `type`, or else from the values that `enum` or `const` list."""
     said = schema.get("type")
     if kinds := frozenset(one for one in _listed(said) or [said] if isinstance(one, str)):
         return kinds

@@ -1,4 +1,1 @@
-"""Chat templates: found in a model's folder, and rendered as transformers renders them.
-
-`template` does both.
-"""
+"""Chat templates, found in a model's folder and rendered as transformers renders them; `template` does both."""

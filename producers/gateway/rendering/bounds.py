@@ -1,5 +1,7 @@
-"""Bounds of what a chat template, a program of the model's makers, may do for one conversation: rounds of its loops and
-calls, and characters that it puts together. They count work and no time, so that every gateway finds the same."""
+"""Bounds on what a chat template, a program written by the model's makers, may do for one conversation: iterations of
+its loops and calls, and characters that it builds. They count work instead of time, so that every gateway reaches the
+same result.
+"""
 
 from __future__ import annotations
 
@@ -16,45 +18,47 @@ from turnlog.producers.gateway import TemplateSpent
 
 ROUNDS = 1_000_000
 ROUNDS_PER_PAIR = 8
-"""Beyond ROUNDS, of any two messages or tools: templates look for one message while they write another."""
+"""Iterations allowed beyond ROUNDS for each pair of messages or tools, because templates search for one message while
+they write another."""
 ROUNDS_PER_CALL = 5
-"""A macro takes as long as some rounds of a loop."""
+"""Iterations that one macro call counts as."""
 CHARACTERS = 1 << 28
 SLOW = 20_000
-"""Rounds that take some milliseconds."""
+"""Number of iterations that take some milliseconds."""
 WORK = " work"
-"""The variable that holds a rendering's Work: no template can name it."""
+"""Variable that holds the Work of a rendering. Its name contains a space, so that no template can access it."""
 REPEATS = frozenset({
     "batch", "center", "expandtabs", "generate_lorem_ipsum", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap",
     "zfill",
 })  # fmt: skip
-"""Filters, functions and methods that write as much as a number says."""
+"""Filters, functions and methods whose output is as long as a number argument demands."""
 FORMATS = ("format", "format_map")
 WIDTH = re.compile(r"[0-9]{6}|[%.]\*|:[^}]*\{")
-"""Of a format that does."""
+"""A format directive that sets a width, and so the length of the output."""
 TOLD_LENGTHS = REPEATS | {"format", "join", "replace"}
 COUNTED, MEASURED, TOLD = "counted ", "measured ", "told "
-"""Filters that no template can name."""
+"""Filters whose names contain a space, so that no template can use them."""
 
 
 class Work:
-    """What a rendering has done."""
+    """Work that a rendering has done."""
 
     def __init__(self, described: str, entries: int) -> None:
-        """`described`: the template, as errors name it; `entries`: messages and tools of the conversation."""
+        """`described` is the template as errors name it; `entries` is the number of messages and tools of the
+        conversation."""
         self.rounds = 0
         self._described = described
         self._most = ROUNDS + ROUNDS_PER_PAIR * entries**2
         self._characters = 0
 
     def go(self, rounds: int = 1) -> None:
-        """Raises TemplateSpent."""
+        """Count iterations. Raises TemplateSpent."""
         self.rounds += rounds
         if self.rounds > self._most:
             raise self._spent(f"{self._most} rounds of its loops")
 
     def build(self, characters: int) -> None:
-        """Raises TemplateSpent."""
+        """Count characters. Raises TemplateSpent."""
         self._characters += characters
         if characters > CHARACTERS or self._characters > CHARACTERS:
             raise self._spent(f"{CHARACTERS} characters")
@@ -71,9 +75,9 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | list | tuple) else 0
 
 
-@pass_context  # which also keeps it from being computed once for all when the template is compiled
+@pass_context  # the decorator also keeps Jinja from computing it once at compile time
 def _counted(context: Context, values: Any) -> Any:
-    """What a loop goes over, each of its rounds counted."""
+    """Return the values that a loop iterates over, with each iteration counted."""
     work: Work = context.parent[WORK]
     if isinstance(values, Sized):
         work.go(len(values))
@@ -89,13 +93,13 @@ def _each(work: Work, values: Iterable[Any]) -> Iterator[Any]:
 
 @pass_context
 def _measured(context: Context, value: Any) -> Any:
-    """What an expression has put together."""
+    """Count the text that an expression has built."""
     context.parent[WORK].build(_size(value))
     return value
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with every loop, call and text that grows counted against `Work`."""
+    """Jinja's sandbox, with every loop, call and growing text counted in `Work`."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -107,7 +111,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(_Measures().visit(source), *rest, **options)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """See SandboxedEnvironment: of a function, a method or a macro."""
+        """See SandboxedEnvironment. Covers functions, methods and macros."""
         work: Work = __context.parent[WORK]
         work.go(ROUNDS_PER_CALL)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps those that format
@@ -136,7 +140,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _check_told(work: Work, name: str, text: str, args: Iterable[Any]) -> None:
-    """Before a text is made as long as somebody says. Raises TemplateSpent."""
+    """Count a text before it is built, if an argument sets its length. Raises TemplateSpent."""
     args = list(args)
     if name in REPEATS:
         lines = 1 + sum(map(text.count, "\n\t"))
@@ -157,7 +161,8 @@ def _told(context: Context, value: Any, name: str, *args: Any) -> Any:
 
 
 class _Measures(NodeTransformer):
-    """Has what loops go over counted, and what expressions and blocks put together measured."""
+    """Wraps what loops iterate over so that it is counted, and what expressions and blocks build so that it is
+    measured."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -182,5 +187,5 @@ class _Measures(NodeTransformer):
 
 
 def _filtered(node: nodes.Node | None, name: str, args: Iterable[nodes.Node] = ()) -> nodes.Filter:
-    """`node` None: what the block around holds."""
+    """Wrap a node in a filter. None as `node` stands for the content of the enclosing block."""
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno if node else 1)

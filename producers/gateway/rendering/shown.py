@@ -1,5 +1,6 @@
-"""What a model's chat template shows of a conversation, found out by having it write one: what it drops, which format
-reads its calls, and which messages are appended to a prompt."""
+"""The parts of a conversation that a model's chat template writes, found by rendering probes: what it drops, which
+format reads its calls, and which messages are appended to a prompt.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +14,39 @@ from turnlog.producers.gateway.prompts import PARAMETERS, SENTINEL, TOOLS, Promp
 
 ANSWER = {"role": "assistant", "content": ""}
 IN_PYTHON_OR_JSON = re.compile(r"""["']type["']: ["']image["']""")
-"""A block that a template wrote as it came is no image."""
+"""Matches a content block that a template wrote verbatim, instead of as an image."""
 TEXT = "Zq8"
-"""Stands where it is asked whether a template writes something."""
+"""Probe text; its presence in a render shows that the template writes a part."""
 
 
 class Shown(NamedTuple):
-    """What a template writes of a conversation. None: it refuses every conversation that has it."""
+    """Parts of a conversation that a template writes. None: it refuses every conversation that has that part."""
 
     plain: bool | None
-    """A conversation without any of what follows."""
+    """A conversation without any of the following parts."""
     system: bool | None
-    """A system message that comes first."""
+    """A leading system message."""
     names: bool | None
-    """Of those who speak."""
+    """Names of speakers."""
     images: bool | None
     reasoning: bool | None
-    """What was thought before a call."""
+    """Reasoning before a call."""
     tools: bool | None
-    """The tools that are offered."""
+    """The offered tools."""
     calls: bool | None
     results: bool | None
     answer: str
     """An answer that is one call of f, {"a": SENTINEL}, as the template writes it; empty if it does not."""
     sample: str
-    """A conversation with as much of all this as the template takes."""
+    """A conversation with as many of these parts as the template accepts."""
 
     def written(self) -> dict[str, bool | None]:
-        """Whether the template writes each of these."""
+        """Return whether the template writes each part."""
         told = self._asdict()
         return {what: written for what, written in told.items() if what not in ("plain", "answer", "sample")}
 
     def reads(self, calls: CallFormat | None) -> bool:
-        """Whether a format reads the call in `answer`."""
+        """Return whether a format reads the call in `answer`."""
         parser = Parser(calls, tools=TOOLS)
         parser.push(self.answer)
         parser.end()
@@ -53,7 +54,7 @@ class Shown(NamedTuple):
 
 
 def shown(prompts: Prompts) -> Shown:
-    """Of the template of these prompts."""
+    """Probe the template of these prompts."""
     asked = {"role": "user", "content": "u"}
     call = ANSWER | {"tool_calls": probe_calls(1)}
     result = {"role": "tool", "content": TEXT, "tool_call_id": "call00000", "name": "f"}
@@ -63,7 +64,7 @@ def shown(prompts: Prompts) -> Shown:
         return prompts.attempted([*messages], tools)
 
     def among(*texts: str | None) -> bool | None:
-        """Whether the text is in one of those that were written."""
+        """Return whether the probe text is in one of the renders; None if all were refused."""
         said = [TEXT in text for text in texts if text is not None]
         return any(said) if said else None
 
@@ -92,19 +93,19 @@ def shown(prompts: Prompts) -> Shown:
 
 
 class Findings(NamedTuple):
-    """What a gateway makes of its template."""
+    """All that a gateway derives from its template."""
 
     shown: Shown
     format: str
-    """The one that reads calls, by its name; empty if none does."""
+    """Name of the format that reads calls; empty if none does."""
     reasoning: Marks | None
     appended: dict[str, bool]
-    """By the messages that come behind an answer, whether the template appends them or writes all anew."""
+    """Whether the template appends messages after an answer or writes all anew, by the kind of messages."""
     doubts: tuple[str, ...]
-    """What goes wrong without an error, or is refused later."""
+    """Faults that cause no error now: silent losses, and requests that will be refused."""
 
     def facts(self) -> dict[str, object]:
-        """As /state has it."""
+        """Return the findings as /state shows them."""
         return {
             "writes": [what for what, written in self.shown.written().items() if written],
             "drops": [what for what, written in self.shown.written().items() if written is False],
@@ -117,7 +118,7 @@ class Findings(NamedTuple):
 
 
 def findings(prompts: Prompts, written: Shown, calls: CallFormat | None, thinking: Marks | None) -> Findings:
-    """Of a template, and the formats that were chosen for it."""
+    """Collect the findings on a template and on the formats that were chosen for it."""
     name = next((name for name, one in FORMATS.items() if one is calls), "")
     return Findings(written, name, thinking, prompts.appended(), tuple(_doubts(prompts, written, name)))
 
@@ -128,7 +129,7 @@ MEANS = {
     "calls": "a prompt that is written anew would lack them, and is refused",
     "results": "the model would never see them, and requests that have some are refused",
 }
-"""What it means that a template drops something that agents send as a rule."""
+"""Consequences if a template drops something that agents usually send."""
 
 
 def _doubts(prompts: Prompts, written: Shown, name: str) -> Iterator[str]:

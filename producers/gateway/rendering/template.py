@@ -1,4 +1,4 @@
-"""A model's chat template, rendered exactly as transformers renders it, without it (0.1 s of import against 4 s).
+"""A model's chat template, rendered exactly as transformers renders it, without importing it (0.1 s instead of 4 s).
 
 Sources: transformers 5.12 `utils/chat_template_utils.py` (sandboxed environment, tojson, loop controls, generation
 blocks) and `PreTrainedTokenizerBase.apply_chat_template` (special tokens are template variables).
@@ -30,7 +30,8 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 
 REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template, which is a program of the model's makers, ends by on messages that it was not written for."""
+"""Exceptions with which a template, a program written by the model's makers, fails on messages that it was not written
+for."""
 
 
 class TemplateMissing(Exception):
@@ -38,7 +39,7 @@ class TemplateMissing(Exception):
 
 
 class TemplateUnusable(Exception):
-    """The model's chat template serves no conversation; says why, and what to do."""
+    """The model's chat template serves no conversation. The message says why, and what to do."""
 
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -52,23 +53,24 @@ class ChatTemplate:
     """Renders messages to the text that is tokenised."""
 
     def __init__(self, source: str, variables: Mapping[str, str], tool_use: str | None = None) -> None:
-        """`variables`: special tokens by name, as the template may use them; `tool_use`: the template of conversations
-        that offer tools, where it is another one."""
+        """`variables` holds special tokens by the names that the template uses; `tool_use` is the template of
+        conversations that offer tools, if it is a separate one."""
         sources = [source] if tool_use is None else [source, tool_use]
         self.source = "\n".join(sources)
         self.sha256 = hashlib.sha256("\0".join(sources).encode()).hexdigest()
         self.described = f"the model's chat template ({self.sha256[:12]})"
-        """As errors name it."""
+        """The template as errors name it."""
         self.slow = False
-        """It has taken many rounds to write a conversation, however small that was: it is rendered in a thread."""
+        """True once it has taken many iterations to write a conversation, however small. It is rendered in a thread
+        then."""
         self._variables = dict(variables)
         self._templates = [_compiled(one) for one in sources]
         self._patterns: list[str] = []
-        """Of dates, as far as the template has printed some."""
+        """Date formats that the template has printed so far."""
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
-        """As transformers and its processors take it from a model's folder. Raises TemplateMissing."""
+        """Load the template from a model's folder as transformers and its processors do. Raises TemplateMissing."""
         config = read_json(folder / "tokenizer_config.json")
         named = _named(folder, config)
         if DEFAULT not in named:
@@ -83,8 +85,9 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, *, generate: bool, now: datetime | None = None
     ) -> str:
-        """The text of a conversation; `generate` adds the generation prompt, `now` is what it prints of the date: of
-        this moment, if none. Raises BadRequest where the template refuses the conversation, TemplateSpent."""
+        """Return the text of a conversation. `generate` adds the generation prompt; `now` is the time from which dates
+        are printed, by default the current time. Raises BadRequest if the template refuses the conversation,
+        TemplateSpent."""
 
         def strftime_now(pattern: str) -> str:
             if pattern not in self._patterns:
@@ -112,14 +115,15 @@ class ChatTemplate:
             self.slow = self.slow or work.rounds > SLOW
 
     def dates(self, now: datetime) -> tuple[str, ...]:
-        """What the template prints of a moment, as far as it has printed any: texts that it writes at two moments are
-        equal where these are."""
+        """Return what the template prints of a moment, in all date formats that it has used so far. Its texts at two
+        moments are equal if these values are."""
         return tuple(now.strftime(pattern) for pattern in self._patterns)
 
 
 def check_ends(folder: Path, *, cpu_s: int = 10, memory_bytes: int = 2**30) -> None:
-    """Render a question in a process of its own that is held to so much, since a loop of a template ends for nobody
-    else in this one; constants are multiplied when a template is but compiled. Raises TemplateUnbounded."""
+    """Render a question in a separate process with limits on CPU seconds and memory, because an endless loop of a
+    template cannot be stopped in this one, and constants are multiplied as soon as a template is compiled. Raises
+    TemplateUnbounded."""
     bounds = (str(cpu_s), str(memory_bytes), str(folder))
     argv = [sys.executable, "-m", "turnlog.producers.gateway.rendering.template", *bounds]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -131,22 +135,22 @@ def check_ends(folder: Path, *, cpu_s: int = 10, memory_bytes: int = 2**30) -> N
 
 
 def _end_in_bounds(cpu_s: int, memory_bytes: int, folder: Path) -> None:
-    """Of the process that `check_ends` starts."""
+    """Render the question in the process that `check_ends` starts."""
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     try:
         template = ChatTemplate.load(folder)
-    except TemplateMissing:  # which is found by who loads it
+    except TemplateMissing:  # reported by whoever loads it
         return
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
     for tools in (None, [tool]):
-        with contextlib.suppress(BadRequest):  # that it refuses the question is found when somebody asks it
+        with contextlib.suppress(BadRequest):  # a refusal of the question is reported when somebody asks it
             template.render([{"role": "user", "content": "?"}], tools, generate=True)
 
 
 def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates of a folder, by name: files of Jinja before a processor's chat_template.json, that before the
-    tokenizer's configuration."""
+    """Return the templates of a folder, by name. Jinja files take precedence over a processor's chat_template.json, and
+    that over the tokenizer's configuration."""
     files = {DEFAULT: folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if found := {name: file.read_text() for name, file in files.items() if file.exists()}:
@@ -166,12 +170,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for those who train on it; it renders its body."""
+    """Implements `{% generation %}`, which marks assistant text for training; it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type that jinja2 asks for
 
     def parse(self, parser: Parser) -> Node:
-        """One block up to endgeneration."""
+        """Parse one block up to endgeneration."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -192,7 +196,7 @@ def _environment() -> BoundedEnvironment:
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter of transformers, which escapes nothing for HTML."""
+    """Implement transformers' filter, which escapes nothing for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -201,7 +205,7 @@ def _raise(message: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file of a model's folder; empty where there is none."""
+    """Return the contents of a JSON file of a model's folder; empty if there is none."""
     values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return values
 
