@@ -68,7 +68,7 @@ class BlobError(Exception):
 
 
 class BlobMissing(BlobError):
-    """The store holds no such object."""
+    """The store has no such object."""
 
 
 class BlobCorrupt(BlobError):
@@ -110,7 +110,7 @@ class Owner:
     cluster: str
     """Kafka's cluster id."""
     prefix: str
-    """[kafka] prefix."""
+    """The log's [kafka] prefix."""
     run: str
 
     @property
@@ -148,7 +148,7 @@ class Listed:
 
     name: str
     size: int
-    """Bytes."""
+    """Size in bytes."""
     modified: float
     """Time of its last put by the store's clock, in seconds since 1970."""
 

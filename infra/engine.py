@@ -67,7 +67,7 @@ class EngineImage:
     """An image, and the position of its placeholder ids in input_ids."""
 
     url: str
-    """data: URL"""
+    """The image as a data: URL."""
     position: int
     tokens: int
 

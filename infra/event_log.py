@@ -208,7 +208,7 @@ def passed_over(record: Record, later: LaterKind) -> None:
 
 
 def where(record: Record) -> str:
-    """topic[partition]@offset"""
+    """Return the position of a record as "topic[partition]@offset"."""
     return f"{record.topic}[{record.partition}]@{record.offset}"
 
 

@@ -487,7 +487,7 @@ def murmur2(key: bytes) -> int:
     return value ^ value >> 15
 
 
-@functools.lru_cache(maxsize=1 << 12)  # the records of a group come together, and all have its key
+@functools.lru_cache(maxsize=1 << 12)  # consecutive records of a group share its key
 def partition_of(key: bytes, partitions: int) -> int:
     """Return the partition of `key` among `partitions`."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions

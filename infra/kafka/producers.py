@@ -86,7 +86,7 @@ async def producing(connection: Connection, transactional_id: str | None = None)
         yield producer
     finally:
         async with parting(connection, producer.client):
-            await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
+            await asyncio.sleep(0)  # aiokafka's stop fails if its own tasks have not started yet
             await producer.stop()
         # A stop that was cut off leaves the sender task running, which would retry for ever.
         if producer._sender.sender_task is not None:

@@ -216,7 +216,7 @@ async def consuming(
         yield consumer
     finally:
         async with parting(connection, consumer._client):
-            await asyncio.sleep(0)  # aiokafka's stop falls over tasks of its own that have not run yet
+            await asyncio.sleep(0)  # aiokafka's stop fails if its own tasks have not started yet
             await _stop(consumer)
 
 

@@ -49,7 +49,7 @@ class TensorSpec:
 
     name: str
     code: str
-    """A value of CODES."""
+    """Type, as a value of CODES."""
     shape: tuple[int, ...]
 
     @property
