@@ -1,4 +1,4 @@
-"""Types shared by event records, and how a Python annotation says its Avro type."""
+"""Types shared by event records, and the annotations that map Python types to Avro types."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Logical:
 class BlobRef:
     """Immutable bytes in the object store, named by what they are; the object's key is derived from the hash.
 
-    Key in the run's bucket: RunConfigured.blob_folder and "/" where it names one, "blobs/", the first two hex digits of
-    sha256, "/", all of them. Who finds nothing there looks without the folder.
+    The key in the run's bucket is RunConfigured.blob_folder followed by "/" (if it names a folder), "blobs/", the first
+    two hex digits of sha256, "/" and the whole sha256. A reader that finds nothing there looks without the folder.
     """
 
     sha256: str
-    """Hex, of the bytes: whoever fetches them checks it."""
+    """Hex sha256 of the bytes; readers verify it."""
     size: int
-    """Bytes."""
+    """Length in bytes."""
     media_type: str = "application/octet-stream"
-    """Of the bytes, for people."""
+    """Media type of the bytes, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TurnId:
     epoch: str
     """event_id of the SessionStarted or SessionAdopted that opened it; epochs are in the order of those records."""
     index: int
-    """Of the turn in its epoch, from 0."""
+    """Index of the turn in its epoch, from 0."""
 
 
 Int32s = Annotated[bytes, Logical("turnlog-int32-le")]
@@ -50,7 +50,7 @@ Json = Annotated[bytes, Logical("turnlog-json")]
 """UTF-8 JSON."""
 
 Payload = bytes | BlobRef
-"""Inline up to the catalogue's inline limit, else in the object store."""
+"""Bytes inline up to the catalogue's inline limit, else in the object store."""
 Int32Payload = Int32s | BlobRef
 Float32Payload = Float32s | BlobRef
 JsonPayload = Json | BlobRef
@@ -58,21 +58,21 @@ JsonPayload = Json | BlobRef
 
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
-"""Made once: numpy parses a name at every call."""
+"""Created once, since numpy parses a type name at every call."""
 
 
 def int32s(data: bytes) -> NDArray[np.int32]:
-    """A read-only view of packed int32s. Raises ValueError when the length is no multiple of 4."""
+    """Return a read-only view of packed int32s. Raises ValueError if the length is not a multiple of 4."""
     return np.frombuffer(data, INT32)
 
 
 def float32s(data: bytes) -> NDArray[np.float32]:
-    """A read-only view of packed float32s. Raises ValueError when the length is no multiple of 4."""
+    """Return a read-only view of packed float32s. Raises ValueError if the length is not a multiple of 4."""
     return np.frombuffer(data, FLOAT32)
 
 
 def pack_int32s(values: object) -> bytes:
-    """Little-endian int32 bytes of a sequence or array of integers. Raises OverflowError beyond int32."""
+    """Pack a sequence or array of integers as little-endian int32. Raises OverflowError beyond int32."""
     if isinstance(values, np.ndarray) and values.dtype == INT32:
         return values.tobytes()
     array = np.asarray(values, dtype=np.int64)
@@ -82,5 +82,5 @@ def pack_int32s(values: object) -> bytes:
 
 
 def pack_float32s(values: object) -> bytes:
-    """Little-endian float32 bytes of a sequence or array of floats."""
+    """Pack a sequence or array of floats as little-endian float32."""
     return np.asarray(values, dtype="<f4").tobytes()

@@ -1,6 +1,7 @@
-"""Every fact that may be written to the log: one frozen dataclass per record, one .avsc beside it.
+"""Every event that may be written to the log: one frozen dataclass per record, with a .avsc file of the same name in
+schemas/avro.
 
-`ALL` maps a record's name to its class; `Event` is their union by structure (every record has `event_id` and `run_id`).
+`ALL` maps a record's name to its class. `Event` is their structural union (every record has `event_id` and `run_id`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ from turnlog.schemas.events.weights import (
 )
 
 Event = Any
-"""One of the records of `ALL`. The fold and the codec narrow it by class."""
+"""An instance of any class in `ALL`. The fold and the codec narrow it by class."""
 
 ALL: dict[str, type] = {
     cls.__name__: cls
@@ -99,8 +100,9 @@ ALL: dict[str, type] = {
     )
 }  # fmt: skip
 UNWRITTEN: frozenset[str] = frozenset()
-"""Kinds, and records that are a new arm of a union, which this release reads and does not write: the release before it,
-which may run beside it, knows nothing of them. The next release takes them out and writes them."""
+"""Record kinds, and records that are a new arm of a union, which this release reads but does not write. Roles of the
+previous release, which may still run beside it, do not know them. The next release removes them from this set and
+writes them."""
 
 __all__ = [
     "ALL",

@@ -1,4 +1,4 @@
-"""Batches and steps: what one optimizer step eats, and what came of it."""
+"""Records of batches and of optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class BatchSample:
     group_id: str
     session_id: str
     rollout_index: int
-    """Of the rollout in its group, from 0."""
+    """Index of the rollout in its group, from 0."""
     segment_index: int
-    """Of the segment in its session, from 0."""
+    """Index of the segment in its session, from 0."""
     tokens: int
-    """Of the row, after the length cut."""
+    """Tokens of the row, after the length cut."""
     trained_tokens: int
-    """Of them, those that carry loss: length cut and version mask are behind it."""
+    """Tokens of the row that carry loss, after length cut and version mask."""
     weight_divisor: int
-    """Each trained token of the row weighs 1 / weight_divisor."""
+    """Divisor of the loss: each trained token of the row weighs 1 / weight_divisor."""
     partition: int
-    """Of segment-samples."""
+    """Partition of the SegmentSample in segment-samples."""
     offset: int
-    """Where the SegmentSample stands in segment-samples."""
+    """Offset of the SegmentSample in segment-samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class DroppedSample:
     sample_id: str
     group_id: str
     reason: str
-    """stale | length_cut | version_mask | discarded_group | raw_logprobs"""
+    """stale, length_cut, version_mask, discarded_group or raw_logprobs."""
     sampled_tokens: int
-    """Output tokens that would have trained, in tokens: what the length cut and the version mask took before is in
-    `masked` (0 where they took all of them)."""
+    """Output tokens that would have trained. Those that the length cut and the version mask removed before are counted
+    in `masked` (so this is 0 if they removed all of them)."""
     partition: int
-    """Of segment-samples."""
+    """Partition of the SegmentSample in segment-samples."""
     offset: int
-    """Where the SegmentSample stands in segment-samples."""
+    """Offset of the SegmentSample in segment-samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class SourcePosition:
     """Next segment-samples offset to read after this batch's draw."""
 
     partition: int
-    """Of segment-samples."""
+    """Partition of segment-samples."""
     offset: int
-    """Of the first sample of a group that is not drawn yet, or the next record to read: a batcher that starts again
+    """Offset of the first sample of a group that is not drawn yet, or of the next record to read. A restarted batcher
     reads from there."""
 
 
@@ -77,55 +77,56 @@ class SampleBatchFormed:
     event_id: str
     run_id: str
     batch_index: int
-    """Of the run: 0, then +1 with each batch and each skipped draw."""
+    """Index in the run: 0, then +1 with each batch and each skipped draw."""
     draw_index: int
-    """Of the run: 0, then +1 with each draw; the parts of a draw share it."""
+    """Index of the draw (rollout batch) in the run: 0, then +1 with each draw; the parts of a draw share it."""
     part: int
-    """Of the draw's batches, from 0."""
+    """Index of this batch among those of its draw, from 0."""
     parts: int
-    """Batches of the draw."""
+    """Number of batches of the draw."""
     file: BlobRef
     """Arrow IPC file, one row per entry of `samples`, in that order (docs/attach.md)."""
     rows_sha256: str
-    """Hex sha256 over the columns of `file` that `rows_version` lists, by the rule in docs/attach.md."""
+    """Hex sha256 over those columns of `file` that `rows_version` lists, by the rule in docs/attach.md."""
     samples: tuple[BatchSample, ...]
-    """The rows."""
+    """Rows of the batch."""
     groups: tuple[str, ...]
-    """Group ids of the draw that are in this batch; part 0 names those that fell out whole, too."""
+    """Ids of the draw's groups in this batch; part 0 also names the groups that were dropped whole."""
     weighting: Weighting
-    """What weight_divisor is made of: P x trained tokens of the prompt, J x those of the trajectory, M, or J x L."""
+    """Rule for weight_divisor: P x trained tokens of the prompt, J x trained tokens of the trajectory, M, or J x L."""
     prompts: int
-    """P: groups with a trained token in this batch."""
+    """P: number of groups with a trained token in this batch."""
     trajectories: int
-    """J: trajectories with a trained token in this batch."""
+    """J: number of trajectories with a trained token in this batch."""
     trained_tokens: int
-    """M: tokens of this batch that carry loss."""
+    """M: number of tokens of this batch that carry loss."""
     constant_length: int
-    """L of `constant`; 0 otherwise."""
+    """L of the weighting `constant`; 0 for others."""
     masked: dict[str, int]
-    """Sampled tokens that the batcher masked, by reason (version_mask, length_cut); in part 0 also those of dropped
+    """Sampled tokens that the batcher masked, by reason (version_mask, length_cut); part 0 also counts those of dropped
     samples."""
     trainer_version: int
-    """The weight version that the trainer will hold at this draw; a trainer that was killed meanwhile holds another."""
+    """Weight version that the trainer is expected to hold at this draw; after a restart of the trainer it may differ.
+    """
     max_lag: int
     """Largest lag among trained tokens: publications between the weights that sampled them and `trainer_version`."""
     dropped: tuple[DroppedSample, ...]
-    """Of the whole draw; in its part 0 only."""
+    """Dropped samples of the whole draw; only in part 0."""
     whitening_mean: float | None
-    """Of the advantages over the trained tokens of the batch, before whitening; null where the estimator does not
+    """Mean of the advantages over the trained tokens of the batch before whitening; null if the estimator does not
     whiten."""
     whitening_std: float | None
-    """Population deviation of the same."""
+    """Population standard deviation of the same advantages; null if the estimator does not whiten."""
     positions: tuple[SourcePosition, ...]
-    """One per partition of segment-samples: where a batcher that starts after this draw reads on."""
+    """Position for each partition of segment-samples from which a batcher that starts after this draw reads on."""
     settings_sha256: str
     lags: dict[str, int] = field(default_factory=dict)
-    """Weight version -> its lag, of each that sampled for the draw: weights that a killed trainer's successor published
-    again are as old as they were (2^31 - 1: they are of no step of the live trainer). Records of before name only those
-    whose lag is not trainer_version minus the version."""
+    """Weight version -> its lag, for each version that sampled for the draw. A republication by the successor of a
+    killed trainer does not make weights younger; 2^31 - 1 marks weights of no step of the live trainer. Older records
+    name only the versions whose lag is not trainer_version minus the version."""
     rows_version: int = 1
-    """Of the list of columns. A column that comes later stands in a later list, so that the batches before stay whole
-    without it."""
+    """Version of the list of columns in `rows_sha256`. A later column belongs to a later list, so that the hashes of
+    earlier batches stay valid without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,32 +139,34 @@ class BatchSkipped:
     event_id: str
     run_id: str
     batch_index: int
-    """Used up, as is draw_index: the next manifest has the next ones."""
+    """Index as in SampleBatchFormed. It is used up, as is draw_index: the next manifest has the next ones."""
     draw_index: int
-    """As in SampleBatchFormed."""
+    """Index of the draw, as in SampleBatchFormed."""
     reason: str
-    """In words."""
+    """Reason as text."""
     groups: tuple[str, ...]
-    """Group ids of the draw."""
+    """Ids of the draw's groups."""
     masked: dict[str, int]
     """Sampled tokens of the dropped samples that the batcher masked, by reason (version_mask, length_cut)."""
     dropped: tuple[DroppedSample, ...]
     """Every sample of the draw."""
     positions: tuple[SourcePosition, ...]
-    """As in SampleBatchFormed."""
+    """Positions, as in SampleBatchFormed."""
     settings_sha256: str
 
 
 HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX = "held_gap_max", "held_old_cache_gap_max"
-"""Of StepCompleted.metrics: as logprob_gap_max and old_cache_gap_max, over the tokens that the weights which the step
-began with are known to have sampled. So they tell of a step with a lag, too; absent without such a token."""
+"""Keys of StepCompleted.metrics: like logprob_gap_max and old_cache_gap_max, but only over the tokens that are known to
+have been sampled by the weights that the step began with. So they are meaningful for a step with a lag, too. They are
+absent if there is no such token."""
 
 
 def same_weights_gap(
     lag_max: int, whole: float | None, metrics: Mapping[str, float], name: str = HELD_GAP_MAX
 ) -> float | None:
-    """A step's largest |trainer - engine| log-prob, nats, where both have the same weights (others are two policies):
-    what it measured, else of a step without a lag `whole`, the gap of all its tokens. None without any."""
+    """Return a step's largest |trainer - engine| log-prob difference, in nats, over tokens for which both had the same
+    weights (otherwise two different policies would be compared). That is the measured metric or, for a step without a
+    lag, `whole`, the gap of all its tokens. None if neither exists."""
     return metrics.get(name, None if lag_max else whole)
 
 
@@ -174,56 +177,57 @@ class StepCompleted:
     event_id: str
     run_id: str
     batch_index: int
-    """Of the manifest that was stepped on."""
+    """Index of the batch, as in its manifest."""
     draw_index: int
-    """Of that manifest."""
+    """Index of the draw, as in the manifest."""
     incarnation: int
-    """As in WeightVersionPublished."""
+    """Generation of the trainer, as in WeightVersionPublished."""
     step: int
-    """Optimizer steps taken so far, this one included: 1 for the first."""
+    """Number of optimizer steps taken so far, including this one: 1 for the first."""
     loss: float
     """Sum over trained tokens of token loss / weight_divisor."""
     grad_norm: float
-    """Before clipping."""
+    """Global norm of the gradient before clipping."""
     learning_rate: float
-    """Of this step."""
+    """Learning rate of this step."""
     lag_max: int
-    """Largest among trained tokens, against the weights that the trainer really held."""
+    """Largest lag among trained tokens, against the weights that the trainer actually held."""
     tokens: int
-    """Of all rows of the batch."""
+    """Tokens of all rows of the batch."""
     trained_tokens: int
-    """Of them, those that carry loss."""
+    """Tokens of the batch that carry loss."""
     masked: dict[str, int]
-    """Trained tokens of the manifest that this step did not train, by reason (trainer_mask, unrouted,
-    step_skipped)."""
+    """Trained tokens of the manifest that this step did not train, by reason (trainer_mask, unrouted, step_skipped)."""
     skipped: bool
-    """The gradient was not finite: weights and optimizer are as before."""
+    """True if the gradient was not finite, so that weights and optimizer are unchanged."""
     reward_mean: float
     """Mean reward over the batch's trajectories."""
     logprob_gap_max: float
-    """max |trainer - engine| log-prob over trained tokens but `old_cache_tokens`, before the step, nats."""
+    """Maximum |trainer - engine| log-prob difference over the trained tokens except `old_cache_tokens`, before the
+    step, in nats."""
     logprob_gap_mean: float
-    """Mean of that difference over the same tokens, nats."""
+    """Mean of that difference over the same tokens, in nats."""
     entropy: float | None
-    """Mean over trained tokens at the row's temperature, nats."""
+    """Mean entropy over trained tokens at the row's temperature, in nats."""
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped."""
     seconds: dict[str, float]
-    """By phase: step, export (of weights); and for how long training stood still since the step before for the manifest
-    (wait), its rows (read), a checkpoint, or weights of an earlier step (publish)."""
+    """Duration by phase: step and export (of weights), and the time since the previous step in which training waited
+    for the manifest (wait), its rows (read), a checkpoint, or the weights of an earlier step (publish)."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
     lag_excess: int = 0
-    """By how much lag_max is above [batcher] max_lag: a batch is stepped as it was formed, whatever happened since."""
+    """Amount by which lag_max exceeds [batcher] max_lag: a batch is trained as it was formed, even if the trainer has
+    restarted since."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the algorithm measured before the step, by name: docs/algorithms.md says what each is."""
+    """Metrics that the algorithm measured before the step, by name (docs/algorithms.md)."""
     token_file: BlobRef | None = None
-    """Parquet, one row per trained token of the batch that the step computed: what the trainer made of it before the
-    step (docs/attach.md); null where [trainer] token_files_every passes the step over."""
+    """Parquet file with one row per trained token of the batch that the step computed: its values in the trainer before
+    the step (docs/attach.md). Null for steps that [trainer] token_files_every passes over."""
     old_cache_tokens: int = 0
-    """Of trained_tokens, those sampled on a cache that older weights filled ([engine] update = "in_place"), where the
-    batch tells: from fold version 4 on."""
+    """Trained tokens that were sampled on a cache filled by older weights ([engine] update = "in_place"), if the batch
+    records it: from fold version 4 on."""
     old_cache_gap_max: float = 0.0
-    """As logprob_gap_max, over old_cache_tokens."""
+    """Maximum difference as in logprob_gap_max, over old_cache_tokens."""
     old_cache_gap_mean: float = 0.0
-    """As logprob_gap_mean, over old_cache_tokens."""
+    """Mean difference as in logprob_gap_mean, over old_cache_tokens."""

@@ -1,4 +1,4 @@
-"""Records of a run itself, and of what could not be processed."""
+"""Records of a run itself, and of records that could not be processed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunPlace:
     epoch: int
     """Passes through the dataset before this one."""
     row: int
-    """From 0."""
+    """Row of the dataset, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,62 +22,64 @@ class RunParent:
     """The checkpoint of another run that a run begins from, and what its feeder finds behind it."""
 
     run_id: str
-    """Of the parent."""
+    """Id of the parent run."""
     checkpoint: str
-    """Name of its folder."""
+    """Name of the checkpoint's folder."""
     step: int
-    """Optimizer steps behind it; those of the run go on from there."""
+    """Optimizer steps before the checkpoint; the steps of the run continue from there."""
     draws: int
-    """Draws of the parent that it has seen; the run's own begin at 0."""
+    """Draws of the parent that the checkpoint has seen; the run's own draws begin at 0."""
     dataset: str
-    """Of the parent's tasks, as in RolloutRequested; the rest is about no other. Empty: it asked for none."""
+    """Dataset of the parent's tasks, as in RolloutRequested; the fields below concern no other dataset. Empty if the
+    parent requested no task."""
     places: int
-    """Places of the dataset that were passed, in the feeder's order: the first fresh one of the run is behind them."""
+    """Number of places of the dataset that the parent has passed, in the feeder's order; the run's first fresh place
+    follows them."""
     left: tuple[RunPlace, ...]
-    """Of them, those that the checkpoint has not seen: the run's feeder asks for them first."""
+    """Places among them that the checkpoint has not seen; the run's feeder requests them first."""
     last: RunPlace | None = None
-    """The last of them, which says where the feeder goes on when its parent passed tasks over. Null before v5."""
+    """The last of them, from which the feeder continues if its parent skipped tasks. Null before v5."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfigured:
     """The settings that folds depend on, as canonical JSON, and their hash, which stands in every derived record.
 
-    The first one on the topic says whose log this is: one run per cluster and prefix.
+    The first RunConfigured on the topic determines which run owns the log: there is one run per cluster and prefix.
     """
 
     event_id: str
     run_id: str
     settings: Json
-    """Canonical JSON: sorted keys, no spaces."""
+    """Canonical JSON with sorted keys and no spaces."""
     settings_sha256: str
     """Hex sha256 of `settings`."""
     fold_version: str
-    """Of the rules by which every role and every reader folds this run."""
+    """Version of the rules by which every role and every reader folds this run."""
     parent: RunParent | None = None
-    """Null of a run that begins with first weights."""
+    """Parent of a forked run; null if the run begins with initial weights."""
     blob_folder: str = ""
-    """Of the bucket: below it lie the blobs that roles of the run put. Empty of runs that an earlier release began."""
+    """Folder in the bucket below which the run's roles store blobs. Empty for runs that an earlier release began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlanned:
     """What lag and admission are counted by, beside the recorded settings. Written when the run is configured and at
-    each later `turnlog run` with other values; the latest counts. `turnlog run pause`, `resume` and `close` write it,
-    too: a phase holds until a later record names another."""
+    each later `turnlog run` with other values; the latest record counts. `turnlog run pause`, `resume` and `close`
+    write it as well: a phase holds until a later record names another."""
 
     event_id: str
     run_id: str
     draws: int
-    """Draws to train before the run ends ([feeder] draws)."""
+    """Number of draws to train before the run ends ([feeder] draws)."""
     publish_every: int
-    """Draws between published weights ([trainer] publish_every)."""
+    """Number of draws between published weights ([trainer] publish_every)."""
     groups: int
-    """Partitions of the topics keyed by group_id ([kafka] groups)."""
+    """Number of partitions of the topics keyed by group_id ([kafka] groups)."""
     rollouts: int
-    """Partitions of the topics keyed by rollout_id ([kafka] rollouts)."""
+    """Number of partitions of the topics keyed by rollout_id ([kafka] rollouts)."""
     phase: str = ""
-    """running | paused | closed, which is the last; empty leaves it as it was, running at first."""
+    """running, paused or closed; closed is final. Empty leaves the phase unchanged; a run starts as running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +91,13 @@ class RoleFailed:
     role: str
     """Name of the process, as `turnlog status` shows it."""
     cause: str
-    """Of its last death, in a line."""
+    """Cause of its last death, in one line."""
     remedy: str
-    """run_restarted | given_up | retried, of a role that training does not need"""
+    """run_restarted, given_up, or retried (for a role that training does not need)."""
     restart: int
-    """How often the supervisor has started the run again since it began, this time included."""
+    """Number of times that the supervisor has restarted the run since it began, including this time."""
     host: str
-    """Of the supervisor."""
+    """Host of the supervisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +107,18 @@ class DeadLetter:
     event_id: str
     run_id: str
     topic: str
-    """Where the refused record stands."""
+    """Topic of the dead-lettered record."""
     partition: int
-    """There."""
+    """Partition of the dead-lettered record."""
     offset: int
-    """There."""
+    """Offset of the dead-lettered record."""
     key: bytes
-    """As it stands there."""
+    """Key of the record, unchanged."""
     value: bytes
-    """As it stands there, schema id included; cut to 1 MiB."""
+    """Value of the record, unchanged and with its schema id; cut to 1 MiB."""
     role: str
-    """That refused it."""
+    """Role that dead-lettered the record."""
     cause: str
-    """The error's class name, for example `UndecodableRecord` or `PromptHashMismatch`."""
+    """Class name of the error, for example `UndecodableRecord` or `PromptHashMismatch`."""
     message: str
-    """What, where, and what to do."""
+    """Error message: what, where, and what to do."""

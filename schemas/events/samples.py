@@ -1,4 +1,4 @@
-"""What the assembler derives: trees, segments as samples, group scores."""
+"""Records that the assembler derives: turn trees, segments as samples, group scores."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ class TreeNode:
     """One turn of the tree."""
 
     turn: TurnId
-    """Whose turn this is."""
+    """Turn that this node stands for."""
     base: TurnId | None
     """The turn that its request continues; null for a root."""
     lineage: int
     """Index into `lineages`."""
     prompt_tokens: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     output_tokens: int
-    """Sampled."""
+    """Sampled tokens."""
     version_min: int
-    """Oldest weight version that sampled a token of it; -1 without one."""
+    """Oldest weight version that sampled a token of the turn; -1 without a token."""
     version_max: int
-    """Newest; -1 without one."""
+    """Newest weight version that sampled a token of the turn; -1 without a token."""
     finish_reason: FinishReason
-    """As in TurnCompleted."""
+    """Finish reason, copied from TurnCompleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class TreeLineage:
     """Turns that continue one conversation; kind is main | sub_agent | side_call."""
 
     id: int
-    """Place in `lineages`, from 0."""
+    """Index in `lineages`, from 0."""
     kind: str
-    """main | sub_agent | side_call"""
+    """main, sub_agent or side_call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,15 @@ class TreeSegment:
     """A maximal run of turns whose tokens are one contiguous sequence."""
 
     index: int
-    """Of the segment in its session, from 0."""
+    """Index of the segment in its session, from 0."""
     turns: tuple[TurnId, ...]
-    """In order of their tokens."""
+    """Turns in the order of their tokens."""
     tokens: int
-    """Length of the sequence."""
+    """Length of the token sequence."""
     trained: int
     """Output tokens that the tree does not mask."""
     context: int
-    """Tokens that none of its turns sampled."""
+    """Tokens that no turn of the segment sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class TreeBooks:
     sampled: int
     """Output tokens of all turns."""
     trained: int
-    """Of them, those that nothing masks so far."""
+    """Output tokens that nothing masks so far."""
     masked: dict[str, int]
-    """The others, by reason."""
+    """Masked output tokens by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +115,22 @@ class TurnTreeAssembled:
     session_id: str
     rollout_id: str
     nodes: tuple[TreeNode, ...]
-    """Turns of the counting finish, in order of (epoch, index); none of a refused session."""
+    """Turns of the effective SessionFinished, in order of (epoch, index); empty for a rejected session."""
     lineages: tuple[TreeLineage, ...]
-    """By id."""
+    """Lineages, in order of `id`."""
     segments: tuple[TreeSegment, ...]
-    """By index."""
+    """Segments, in order of `index`."""
     anchor_segment: int | None
-    """Index of the segment that holds the last turn of the main lineage, which the reward is about."""
+    """Index of the segment that holds the last turn of the main lineage, to which the reward belongs; null without one.
+    """
     books: TreeBooks
-    """Of the snapshots that the session's named turns need."""
+    """Token accounting of the snapshots that the turns named by the session need."""
     outcome: Outcome
-    """As in SessionFinished."""
+    """Outcome, copied from SessionFinished."""
     reward: float | None
-    """The verdict; null without one."""
+    """Reward of the session; null without one."""
     duplicated_prefix_tokens: int
-    """Context tokens of segments that an earlier turn of another segment holds already."""
+    """Context tokens of segments that repeat tokens of an earlier turn in another segment."""
     fold_version: str
     settings_sha256: str
 
@@ -140,20 +141,20 @@ class SampleSpan:
     token_ids."""
 
     start: int
-    """First token, as an index into token_ids."""
+    """Index of the first token in token_ids."""
     length: int
-    """Tokens."""
+    """Number of tokens."""
     turn: TurnId
-    """That sampled them."""
+    """Turn that sampled the tokens."""
     version: int
-    """Weight version that sampled them."""
+    """Weight version that sampled the tokens."""
     trained: bool
-    """Whether the tree lets them train; length cut and version mask come later."""
+    """True if the tree lets the tokens train; the length cut and the version mask come later."""
     advantage: float | None = None
-    """Set by per-turn estimators only; else the sample's advantage holds."""
+    """Advantage of these tokens, set only by per-turn estimators; null means the advantage of the sample."""
     kv_version: int | None = None
-    """As in VersionSpan: of the cache that they were sampled on, where it is another. Written by fold version 4 and
-    later."""
+    """Weight version of the cache that the tokens were sampled on, if it differs (see VersionSpan). Written by fold
+    version 4 and later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +162,13 @@ class ExpertRows:
     """Routed-expert rows of a blob that land in the segment."""
 
     rows: BlobRef
-    """NumPy's npy format, [rows, layers, top_k]."""
+    """Blob in NumPy's npy format, [rows, layers, top_k]."""
     row_start: int
-    """First row of the blob that is taken."""
+    """First row that is taken from the blob."""
     row_count: int
-    """Rows taken."""
+    """Number of rows taken."""
     target_start: int
-    """Position in the segment of the first."""
+    """Position of the first row in the segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,46 +181,46 @@ class SegmentSample:
     session_id: str
     rollout_id: str
     rollout_index: int
-    """Of the rollout in its group, from 0."""
+    """Index of the rollout in its group, from 0."""
     task_id: str
     sample_id: str
-    """Of this row."""
+    """Id of this row."""
     purpose: Purpose
     """Always train."""
     segment_index: int
-    """Of the segment in its session, from 0."""
+    """Index of the segment in its session, from 0."""
     segment_count: int
-    """Segments of the session, those without a sample included."""
+    """Number of segments of the session, including those without a sample."""
     is_anchor: bool
-    """Whether it holds the last turn of the main lineage."""
+    """True if the segment holds the last turn of the main lineage."""
     token_ids: Int32Payload
-    """The whole sequence."""
+    """The whole token sequence."""
     spans: tuple[SampleSpan, ...]
-    """In order of start; tokens outside all spans are context."""
+    """Spans in order of start; tokens outside all spans are context."""
     logprobs: Float32Payload
-    """Of the output tokens in spans, concatenated."""
+    """Log-probs of the output tokens in spans, concatenated."""
     temperature: float
-    """Of sampling; the trainer divides logits by it."""
+    """Sampling temperature; the trainer divides logits by it."""
     logprob_kind: str
-    """at_temperature | raw"""
+    """Kind of `logprobs`: at_temperature or raw."""
     advantage: float
-    """Of the trajectory: the same in all of its samples."""
+    """Advantage of the trajectory; equal in all of its samples."""
     reward: float
-    """Of the trajectory, before transforms."""
+    """Reward of the trajectory, before transforms."""
     outcome: Outcome
-    """As in SessionFinished."""
+    """Outcome, copied from SessionFinished."""
     recipe: str
-    """Name of the recipe."""
+    """Name of the environment ([feeder] recipe)."""
     weight_version_min: int
-    """Oldest among the spans that train."""
+    """Oldest weight version among the spans that train."""
     weight_version_max: int
-    """Newest among them."""
+    """Newest weight version among the spans that train."""
     experts: tuple[ExpertRows, ...] = ()
-    """Cover positions 0 to tokens - 2 exactly, or are none."""
+    """Routed experts. They cover positions 0 to tokens - 2 exactly, or the list is empty."""
     images: tuple[ImageRef, ...] = ()
-    """Every image whose tokens are in token_ids, by position."""
+    """Images whose tokens are in token_ids, in order of position."""
     experts_gap: str = ""
-    """Why there are no experts although some turn has them: turn_without_rows | layouts_differ."""
+    """Reason why `experts` is empty although a turn of the segment has experts: turn_without_rows or layouts_differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +230,13 @@ class RolloutScore:
     rollout_id: str
     session_id: str
     outcome: Outcome
-    """As in SessionFinished."""
+    """Outcome, copied from SessionFinished."""
     reward: float | None
-    """The verdict, or the sum of step rewards of a session that expects none; null without either."""
+    """Reward of the session, or the sum of step rewards if the session expects no reward; null without either."""
     advantage: float | None
-    """Null unless its samples train."""
+    """Advantage of the rollout; null unless its samples train."""
     excluded_reason: str | None
-    """None for a valid rollout; else an outcome name or verifier_failure | refused."""
+    """Null for a valid rollout; else the name of an outcome, verifier_failure or refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,29 +249,31 @@ class GroupScored:
     floor: int
     task_id: str
     purpose: Purpose
-    """Of its sessions."""
+    """Purpose of the group's sessions."""
     rollouts: tuple[RolloutScore, ...]
     """Members of the settled group, by rollout_index."""
     baseline: float | None
-    """That the estimator took off; null where it has none."""
+    """Baseline that the estimator subtracted; null if it has none."""
     std: float | None
-    """Of the rewards, as the estimator took it; null where it has none."""
+    """Standard deviation of the rewards as the estimator computed it; null if it computes none."""
     estimator: str
-    """name/version"""
+    """Estimator as name/version."""
     status: GroupStatus
-    """What becomes of the group."""
+    """Status of the group."""
     reason: str
-    """Empty when trained; else too_few_valid | nothing_to_train | purpose | the name of the filter that discards it."""
+    """Empty if the group is trained; else too_few_valid, nothing_to_train, purpose or the name of the filter that
+    discarded it."""
     samples: int
-    """How many SegmentSamples of this group precede this record."""
+    """Number of SegmentSamples of this group that precede this record."""
     books: TreeBooks
-    """Of every session of the group, up to the last snapshot that a settled one needs."""
+    """Token accounting of every session of the group, up to the last snapshot that a settled session needs."""
     fold_version: str
     settings_sha256: str
     group_filters: tuple[str, ...] = ()
-    """name/version:numbers, in order of application."""
+    """Group filters as name/version:numbers, in order of application."""
     reward_transforms: tuple[str, ...] = ()
-    """name/version:numbers, in order of application; rewards in this record are as the verifiers said them."""
+    """Reward transforms as name/version:numbers, in order of application. The rewards in this record are those of the
+    verifiers, untransformed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,19 +286,19 @@ class GroupEmitted:
     group_id: str
     floor: int
     purpose: Purpose
-    """As in GroupScored."""
+    """Purpose, copied from GroupScored."""
     status: GroupStatus
-    """As in GroupScored."""
+    """Status, copied from GroupScored."""
     reason: str
-    """As in GroupScored."""
+    """Reason, copied from GroupScored."""
     samples: int
-    """As in GroupScored."""
+    """Number of samples, copied from GroupScored."""
     books: TreeBooks
-    """As in GroupScored."""
+    """Token accounting, copied from GroupScored."""
     fold_version: str
     settings_sha256: str
     rewards: tuple[float, ...] = ()
-    """Of its valid rollouts, by rollout_index, as in GroupScored. Written by fold version 3 and later."""
+    """Rewards of the valid rollouts, by rollout_index, copied from GroupScored. Written by fold version 3 and later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +309,8 @@ class SampleScored:
     run_id: str
     group_id: str
     sample_id: str
-    """Of the SegmentSample."""
+    """Id of the SegmentSample."""
     scorer: str
     """Name of the model that scored."""
     logprobs: Float32s
-    """As in SegmentSample: of the output tokens in spans, concatenated."""
+    """Log-probs of the output tokens in spans, concatenated as in SegmentSample."""

@@ -1,4 +1,5 @@
-"""The spine: agent.sessions, in offset order, alone decides who and what."""
+"""Records of the topic agent.sessions, the session control stream: in offset order, it alone decides which sessions and
+turns count."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ class Agent:
     """Who acts."""
 
     name: str
-    """Of the program that acts."""
+    """Name of the agent program."""
     version: str
-    """Its release."""
+    """Release of the agent program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +37,17 @@ class Environment:
     """What the agent acts on, for reproducibility."""
 
     name: str
-    """Of the environment."""
+    """Name of the environment."""
     version: str
-    """Its release."""
+    """Release of the environment."""
     image: str | None = None
-    """Of the sandbox; null for the worker's own root."""
+    """Image of the sandbox; null for the worker's own root."""
     data_snapshot: str | None = None
     """sha256 of the workspace that the session's first call starts from."""
     root_sha256: str | None = None
-    """Of the files that tools see: the image, or the runner's own root when the recipe names none."""
+    """Hex sha256 of the files that tools see: the image, or the runner's own root if the environment names no image."""
     policy_sha256: str | None = None
-    """Of backend, limits and network rules that the recipe asks for."""
+    """Hex sha256 of the backend, limits and network rules that the environment asks for."""
     tools: dict[str, str] = field(default_factory=dict)
     """Tool -> version."""
 
@@ -56,9 +57,9 @@ class Verifier:
     """Who judged."""
 
     name: str
-    """Of the verifier."""
+    """Name of the verifier."""
     version: str
-    """Its release."""
+    """Release of the verifier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +73,18 @@ class SessionStarted:
     floor: int
     task_id: str
     group_size: int
-    """Rollouts of the group."""
+    """Number of rollouts in the group."""
     rollout_id: str
     rollout_index: int
-    """Of the rollout in its group, from 0."""
+    """Index of the rollout in its group, from 0."""
     attempt: int
-    """At the rollout: 0, then +1 with each retry."""
+    """Attempt at the rollout: 0, then +1 with each retry."""
     purpose: Purpose
-    """As in RolloutRequested."""
+    """Purpose of the session, copied from RolloutRequested."""
     recipe: str
-    """Name of the recipe."""
+    """Name of the environment ([feeder] recipe)."""
     agent: Agent
-    """Who acts."""
+    """Agent program of the session."""
     model: str
     """Name under which the gateway serves the policy."""
     tokenizer_sha256: str
@@ -91,11 +92,11 @@ class SessionStarted:
     chat_template_sha256: str
     """Hex sha256 of the chat template."""
     sampling: Sampling
-    """As in RolloutRequested."""
+    """Sampling parameters, copied from RolloutRequested."""
     environment: Environment
-    """What the agent acts on."""
+    """Environment that the agent acts on."""
     writer_url: str
-    """Where the gateway that owns this epoch is reached."""
+    """URL of the gateway that owns this epoch (ownership term)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,7 @@ class SessionAdopted:
     session_id: str
     floor: int
     writer_url: str
-    """Where the gateway that owns this epoch is reached."""
+    """URL of the gateway that owns this epoch (ownership term)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +122,13 @@ class RewardAssigned:
     session_id: str
     floor: int
     value: float
-    """The reward; finite."""
+    """The reward, a finite number."""
     components: dict[str, float]
-    """Parts of it, by name, for people."""
+    """Parts of the reward by name, for people."""
     verifier: Verifier
-    """Who judged."""
+    """Verifier that judged."""
     evidence: JsonPayload
-    """What the verifier saw."""
+    """Evidence that the verifier saw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,9 @@ class RewardFailed:
     session_id: str
     floor: int
     verifier: Verifier
-    """Who could not judge."""
+    """Verifier that could not judge."""
     cause: str
-    """Why, in words."""
+    """Cause of the failure, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +156,13 @@ class StepRewardAssigned:
     session_id: str
     floor: int
     turn: TurnId
-    """Which turn it is for."""
+    """Turn that the reward is for."""
     value: float
-    """The reward; finite."""
+    """The reward, a finite number."""
     components: dict[str, float]
-    """Parts of it, by name, for people."""
+    """Parts of the reward by name, for people."""
     verifier: Verifier
-    """Who judged."""
+    """Verifier that judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,9 @@ class Expects:
     """What must be on the log before the session is settled."""
 
     reward: bool
-    """A RewardAssigned or RewardFailed."""
+    """True if a RewardAssigned or RewardFailed is expected."""
     step_rewards: int = 0
-    """How many turns have a StepRewardAssigned."""
+    """Number of turns that have a StepRewardAssigned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,19 +185,19 @@ class SessionFinished:
     session_id: str
     floor: int
     epoch: str
-    """event_id of the SessionStarted or SessionAdopted that its writer took to be the latest."""
+    """event_id of the SessionStarted or SessionAdopted that the writer of this record took to be the latest."""
     turns: tuple[TurnId, ...]
-    """That the agent acted on; no other turn trains."""
+    """Turns that the agent acted on; no other turn trains."""
     undelivered: tuple[TurnId, ...]
-    """Recorded turns that it did not act on, apart from `turns`: none stands in both."""
+    """Recorded turns that the agent did not act on; disjoint from `turns`."""
     outcome: Outcome
-    """How the session ended."""
+    """Outcome of the session."""
     reason: str
-    """In words; empty for an ordinary end."""
+    """Reason as text; empty for an ordinary end."""
     final: bool
-    """False iff the runner will retry the rollout."""
+    """False if and only if the runner will retry the rollout."""
     expects: Expects
-    """What else must be on the log before the session is settled."""
+    """Records that must also be on the log before the session is settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +209,12 @@ class GroupClosed:
     group_id: str
     floor: int
     members: tuple[str, ...]
-    """Session ids."""
+    """Ids of the sessions with which the group is closed."""
     reason: str
-    """deadline | quorum | operator | orphan"""
+    """deadline, quorum, operator or orphan."""
     seen: int
-    """Position in agent.sessions; void if a record of the group lies between it and this record."""
+    """Read position of the writer in agent.sessions. The record is void if another record of the group lies between
+    that position and it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,10 +226,10 @@ class SkipRequested:
     group_id: str
     floor: int
     topic: str
-    """Where the record stands."""
+    """Topic of the record to skip."""
     partition: int
-    """There."""
+    """Partition of the record to skip."""
     offset: int
-    """There."""
+    """Offset of the record to skip."""
     reason: str
-    """In the operator's words."""
+    """Reason in the operator's words."""

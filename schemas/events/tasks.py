@@ -1,4 +1,4 @@
-"""What the task feeder asks for."""
+"""Records by which the task feeder requests rollouts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Sampling:
     """The policy's sampling parameters; a client may only lower the token limit."""
 
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     max_new_tokens: int = 1024
-    """Per turn."""
+    """Maximum output tokens per turn."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own."""
+    """Stop tokens in addition to the model's own."""
     seed: int | None = None
-    """Of the engine's generator; null leaves it to the engine."""
+    """Seed of the engine's random number generator; null lets the engine choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class Limits:
     """What a live agent may use; hitting one ends the session as `truncated`."""
 
     max_turns: int = 16
-    """Turns of a session."""
+    """Maximum turns of a session."""
     max_context_tokens: int = 32768
-    """Prompt and output of one turn."""
+    """Maximum tokens of prompt and output of one turn."""
     deadline_s: float = 600.0
-    """Seconds from the session's start."""
+    """Seconds of the session's own work; waiting for engines, sandboxes and gateways does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,15 @@ class RolloutRequested:
     run_id: str
     group_id: str
     floor: int
-    """End offset of the group's agent.sessions partition read before admission."""
+    """End offset of the group's agent.sessions partition, read before admission."""
     task_id: str
     rollout_id: str
     rollout_index: int
-    """Of the rollout in its group, from 0."""
+    """Index of the rollout in its group, from 0."""
     group_size: int
-    """Rollouts of the group."""
+    """Number of rollouts in the group."""
     draw: int
-    """Which drawing of this task this group is: 0, then +1 each time the task is asked for again."""
+    """Number of earlier groups of this task: 0, then +1 each time the task is requested again."""
     dataset: str
     """File name, "@", and the first 16 hex digits of its sha256."""
     dataset_epoch: int
@@ -66,19 +66,19 @@ class RolloutRequested:
     index: int
     """Row of the dataset, from 0."""
     recipe: str
-    """Name of the recipe that runs it."""
+    """Name of the environment ([feeder] recipe) that runs the rollout."""
     purpose: Purpose
-    """Why it runs."""
+    """Purpose of the rollout."""
     task: JsonPayload
     """The dataset row."""
     sampling: Sampling
-    """The policy's."""
+    """Sampling parameters of the policy."""
     limits: Limits
-    """Of one session."""
+    """Limits of one session."""
     min_weight_version: int
-    """An engine that serves an older one may not sample for it."""
+    """Oldest weight version that may sample for the rollout."""
     pin_weight_version: int | None = None
-    """The one version that may sample for it; null for any."""
+    """The only weight version that may sample for the rollout; null allows any from min_weight_version on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +89,14 @@ class GroupRequested:
     run_id: str
     group_id: str
     draw: int
-    """As in RolloutRequested."""
+    """Number of earlier groups of this task, as in RolloutRequested."""
     dataset: str
-    """As in RolloutRequested."""
+    """Dataset, as in RolloutRequested."""
     dataset_epoch: int
-    """As in RolloutRequested."""
+    """Passes through the dataset before this one."""
     index: int
-    """As in RolloutRequested."""
+    """Row of the dataset, from 0."""
     purpose: Purpose
-    """As in RolloutRequested."""
+    """Purpose of the rollouts."""
     group_size: int
-    """Rollouts of the group."""
+    """Number of rollouts in the group."""

@@ -1,4 +1,4 @@
-"""Tool calls: requested by agent runners, run by sandbox workers."""
+"""Records of tool calls, which agent runners request and sandbox workers run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from turnlog.schemas.types import BlobRef, Json
 
 UNISOLATED = "+subprocess"
-"""Ends the name of a worker that was to isolate calls and runs them as plain processes."""
+"""Suffix of the name of a worker that should isolate calls but runs them as plain processes."""
 
 
 class ToolStatus(StrEnum):
@@ -28,17 +28,17 @@ class SandboxLimits:
     """Limits of one call; each is enforced and reported as its own status."""
 
     cpu_s: float = 10.0
-    """Seconds of processor time of all its processes."""
+    """CPU seconds of all processes of the call."""
     wall_s: float = 30.0
-    """Seconds from its start."""
+    """Seconds from the start of the call."""
     memory_bytes: int = 512 * 2**20
-    """Of all its processes."""
+    """Memory of all processes of the call, in bytes."""
     pids: int = 64
-    """Processes and threads at once."""
+    """Maximum processes and threads at a time."""
     disk_bytes: int = 64 * 2**20
-    """Written below the workspace and the temporary folders."""
+    """Bytes written below the workspace and the temporary folders."""
     output_bytes: int = 64 * 2**10
-    """Of what the agent sees; the rest is in full_output."""
+    """Bytes of output that the agent sees; the whole output is in full_output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +46,22 @@ class SandboxSpec:
     """Where a call runs."""
 
     backend: str = "bubblewrap"
-    """bubblewrap | subprocess | docker | e2b | wasm"""
+    """bubblewrap, subprocess, docker, e2b or wasm."""
     image: str | None = None
-    """Name of the root; null for the worker's own."""
+    """Name of the root file system; null for the worker's own."""
     network: str = "none"
-    """none | allowlist: what [egress] allow of the worker grants, and only what `allow` names if it names anything."""
+    """Network access: none, or allowlist for what the worker's [egress] allow permits, restricted to the rules in
+    `allow` if there are any."""
     limits: SandboxLimits = SandboxLimits()
-    """Of each call."""
+    """Limits of each call."""
     durable_workspace: bool = False
-    """Files stay from call to call, and every result names a snapshot of them."""
+    """True if files persist from call to call, and every result names a snapshot of them."""
     fresh: bool = False
-    """The call's sandbox has never run anything."""
+    """True if the call needs a sandbox that has never run anything."""
     allow: tuple[str, ...] = ()
-    """Rules of this task, as in [egress] allow."""
+    """Network rules of this task, in the form of [egress] allow."""
     env: dict[str, str] = field(default_factory=dict)
-    """Added to the environment of every call; no place for secrets, since the log keeps it."""
+    """Variables added to the environment of every call. Never put secrets here, since the log stores them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +76,15 @@ class ToolCallRequested:
     rollout_id: str
     call_id: str
     call_seq: int
-    """Of the session: 0, then +1 with each call."""
+    """Number of the call in its session: 0, then +1 with each call."""
     tool: str
     """Name of the tool."""
     arguments: Json
-    """A JSON object."""
+    """Arguments as a JSON object."""
     sandbox: SandboxSpec
-    """Where it runs."""
+    """Sandbox that the call needs."""
     workspace: BlobRef | None
-    """Of the last result; null for an empty one."""
+    """Workspace of the last result; null for an empty one."""
     deadline_s: float
     """Seconds from the request's timestamp after which nobody waits for the answer."""
 
@@ -100,7 +101,7 @@ class ToolCallCancelled:
     rollout_id: str
     call_id: str
     reason: str
-    """In a word."""
+    """Reason, in one word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +116,11 @@ class ToolCallStarted:
     rollout_id: str
     call_id: str
     attempt: int
-    """At the call: 1, then +1 each time that its sandbox went away."""
+    """Attempt at the call: 1, then +1 each time that its sandbox went away."""
     worker: str
     environment_sha256: str = ""
-    """Of what the call runs in: backend, root or image, init, network rules. Equal for equal surroundings."""
+    """Hex sha256 of the execution environment: backend, root or image, init, network rules. Equal environments have
+    equal hashes."""
 
 
 class EgressSource(StrEnum):
@@ -135,28 +137,28 @@ class EgressRequest:
     """One request of a call to the network, through the worker's proxy."""
 
     method: str
-    """GET and so on."""
+    """HTTP method, such as GET."""
     url: str
-    """Without user, password and fragment; of a tunnel host and port alone."""
+    """URL without user, password and fragment; for a tunnel only host and port."""
     status: int
-    """Of the answer that the sandbox got; 403 for a refused one."""
+    """Status of the answer that the sandbox received; 403 for a refused request."""
     source: EgressSource
-    """Where the answer came from."""
+    """Source of the answer."""
     reason: str
-    """Empty unless refused: rule | private_address | request_bytes | response_bytes | requests | not_recorded | tls |
-    certificate | unreachable | timeout_s | malformed | upgrade | call_ended"""
+    """Empty unless refused; else rule, private_address, request_bytes, response_bytes, requests, not_recorded, tls,
+    certificate, unreachable, timeout_s, malformed, upgrade or call_ended."""
     request_sha256: str
-    """Key of the recording: method, url, body and the headers that select an answer."""
+    """Key of the recording: hex sha256 of method, url, body and the headers that select an answer."""
     response: BlobRef | None
-    """Body of the answer, when it was recorded or replayed."""
+    """Body of the answer, if it was recorded or replayed."""
     request_bytes: int
-    """Of the body."""
+    """Length of the request's body in bytes."""
     response_bytes: int
-    """Of the body."""
+    """Length of the answer's body in bytes."""
     duration_s: float
-    """Until the last byte of the answer."""
+    """Seconds until the last byte of the answer."""
     answer: BlobRef | None = None
-    """Status and headers of that answer, as JSON: with it a re-run gives the answer again."""
+    """Status and headers of the answer, as JSON. With it a re-run can give the same answer again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,28 +173,29 @@ class ToolCallCompleted:
     rollout_id: str
     call_id: str
     call_seq: int
-    """As in ToolCallRequested."""
+    """Number of the call in its session, as in ToolCallRequested."""
     status: ToolStatus
-    """How it ended."""
+    """Status of the call."""
     reason: str
-    """Empty for ok; else for example wall_s, memory_bytes, sandbox_ended, workspace_lost."""
+    """Empty for ok; else for example wall_s, memory_bytes, sandbox_ended or workspace_lost."""
     exit_code: int | None
-    """Of the program; null where none ended."""
+    """Exit code of the program; null if no program ended."""
     output: bytes
-    """Cut to the limit: what the agent sees."""
+    """Output that the agent sees, cut to the limit."""
     full_output: BlobRef | None
-    """All of it, where it was cut."""
+    """The whole output, if `output` was cut."""
     duration_s: float
-    """Seconds that it ran."""
+    """Seconds for which the call ran."""
     queue_s: float
     """Seconds from the request's timestamp to the start."""
     workspace: BlobRef | None
     """Snapshot after the call, for durable workspaces."""
     attempt: int
-    """How often it was started; 0 of a call that never ran."""
+    """Number of times that the call was started; 0 for a call that never ran."""
     worker: str
-    """Its name; with UNISOLATED behind it where that is so."""
+    """Name of the sandbox worker; it ends in `+subprocess` if a worker that should isolate calls does not."""
     cached: bool
-    """A repeat of an answer that is on the log already, otherwise equal to it, event_id included."""
+    """True if the record repeats an answer that is on the log already; it is otherwise equal to it, including event_id.
+    """
     requests: tuple[EgressRequest, ...] = ()
-    """What the call asked of the network, in order."""
+    """Network requests of the call, in order."""

@@ -1,4 +1,4 @@
-"""One generation by the policy: what people read (TurnCompleted) and what training reads (TokenSnapshot)."""
+"""Records of one turn: TurnCompleted, which people read, and TokenSnapshot, which training reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
 
 CUT_OFF = frozenset({FinishReason.abort, FinishReason.error})
-"""Of turns that are not all of what the policy would have said."""
+"""Finish reasons of turns whose output is incomplete."""
 
 
 class Boundary(StrEnum):
@@ -40,48 +40,50 @@ class TurnCompleted:
     session_id: str
     floor: int
     turn: TurnId
-    """Which turn this is."""
+    """Id of this turn."""
     request_sha256: str
     """Hex sha256 of the request's body."""
     api: str
-    """chat | responses | messages"""
+    """chat, responses or messages."""
     agent_path: str | None = None
-    """Who asked, where the harness says so: empty or "main", a side call ("side" and more), or else a sub-agent."""
+    """Agent that made the request, if the harness tells: empty or "main" for the main agent, "side" (or a path that
+    begins with it) for a side call, anything else for a sub-agent."""
     base_turn: TurnId | None = None
     """The turn whose messages and response this request continues; null for a root."""
     base_echo: JsonPayload | None = None
-    """The members of the base's response (name, content, tool_calls) that the client sent back changed, as it sent
-    them; null where it changed nothing. What was said stays what it was."""
+    """Members of the base's response (name, content, tool_calls) that the client sent back changed, as it sent them;
+    null if it changed nothing. The recorded response itself stays unchanged."""
     system_sha256: str
-    """Of the leading system messages, canonical; equal for equal ones."""
+    """Hex sha256 of the leading system messages in canonical form, so that equal messages have equal hashes."""
     tools_sha256: str
-    """Of the tool schemas as JSON with sorted keys."""
+    """Hex sha256 of the tool schemas as JSON with sorted keys."""
     new_messages: JsonPayload
-    """The request's messages beyond those of the base."""
+    """Messages of the request that follow those of the base."""
     tools: JsonPayload | None = None
-    """The tool schemas, when they differ from the base's."""
+    """The tool schemas, if they differ from the base's."""
     response: JsonPayload
-    """The assistant message as sent. Each of its tool_calls has as `id` the call_id of its ToolCallRequested."""
+    """The assistant message as sent. The `id` of each of its tool_calls is the call_id of its ToolCallRequested."""
     finish_reason: FinishReason
-    """Why the engine stopped."""
+    """Reason why the engine stopped."""
     stopped_by: str | None = None
-    """The client's stop sequence before which its text ends; the tokens go on to where the engine stopped."""
+    """Stop sequence of the client before which the text ends; the tokens continue to the point where the engine
+    stopped."""
     ill_formed_calls: int = 0
-    """Blocks of the output that look like tool calls and are none: they stay text."""
+    """Number of blocks of the output that look like tool calls but are malformed; they stay text."""
     aborted: bool
-    """The client was seen gone, or the engine failed, before the end."""
+    """True if the client was gone, or the engine failed, before the end."""
     prompt_tokens: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     output_tokens: int
-    """Sampled."""
+    """Sampled tokens."""
     reasoning_tokens: int = 0
-    """Of the output, up to the end of its reasoning."""
+    """Output tokens up to the end of the reasoning."""
     cached_tokens: int
-    """Of the prompt, from the engine's cache."""
+    """Prompt tokens that came from the engine's cache."""
     weight_version_first: int
-    """That sampled the first token; without one, that of the engine."""
+    """Weight version that sampled the first token; without a token, the version of the engine."""
     weight_version_last: int
-    """That sampled the last one; without one, that of the engine."""
+    """Weight version that sampled the last token; without a token, the version of the engine."""
     queue_s: float
     """Seconds until an engine was chosen."""
     first_token_s: float
@@ -89,13 +91,13 @@ class TurnCompleted:
     total_s: float
     """Seconds from the request to the record."""
     engine_id: str
-    """Of the engine that sampled last."""
+    """Id of the engine that sampled last."""
     traceparent: str = ""
-    """The agent's span that asked, as W3C Trace Context writes it, without its flags: 00-TRACE-SPAN-00; empty where the
-    request named none."""
+    """Span of the agent that made the request, in W3C Trace Context format without its flags: 00-TRACE-SPAN-00. Empty
+    if the request named none."""
     waited_s: float = 0.0
-    """Of total_s, seconds in which nothing sampled for the turn: no engine served it, its engine was paused for new
-    weights, or it died and what it had sampled was lost."""
+    """Seconds of total_s in which nothing was sampled for the turn: no engine served it, its engine was paused for new
+    weights, or the engine died and its output was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,13 @@ class VersionSpan:
     """`length` consecutive output tokens sampled by weight version `version`."""
 
     version: int
-    """Weight version."""
+    """Weight version that sampled the tokens."""
     length: int
-    """Output tokens."""
+    """Number of output tokens."""
     kv_version: int | None = None
-    """Weight version of the cached prompt, where it is another. Of a prompt that was cached whole, the newer weights
-    compute its last position once more and give the first token; what is cached of that position stays the older one's.
-    """
+    """Weight version that computed the cached prompt, if it differs from `version`. If the whole prompt was cached, the
+    newer weights recompute only its last position, which yields the first token; the cache entry of that position stays
+    the older version's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,9 @@ class ImageRef:
     image: BlobRef
     """The picture."""
     position: int
-    """First of its tokens, as an index into the prompt."""
+    """Index in the prompt of the first token of the image."""
     tokens: int
-    """How many."""
+    """Number of tokens of the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,13 @@ class ExpertsLayout:
     """What a turn's blob of routed experts holds, so that a fold can check it without fetching it."""
 
     rows: int
-    """Positions: one less than the turn's tokens, less those that its storage parent gives."""
+    """Positions: one less than the number of the turn's tokens, minus those that the storage parent provides."""
     layers: int
-    """With experts."""
+    """Layers that have experts."""
     top_k: int
     """Experts per token and layer."""
     dtype: str
-    """uint8 | uint16 | int32, little-endian: the narrowest that holds the largest id"""
+    """uint8, uint16 or int32, little-endian: the narrowest type that holds the largest id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,42 +150,44 @@ class TokenSnapshot:
     session_id: str
     floor: int
     turn: TurnId
-    """Which turn this is."""
+    """Id of this turn."""
     parent_turn: TurnId | None
     """Storage parent: the turn with the longest common token prefix."""
     base_len: int
-    """Tokens taken from parent_turn's prompt + output."""
+    """Number of tokens taken from the prompt + output of parent_turn."""
     delta_ids: Int32Payload
     """Prompt ids after base_len. prompt = (parent prompt + output)[:base_len] + delta."""
     output_ids: Int32Payload
-    """As sampled, stop token included."""
+    """Output ids as sampled, including the stop token."""
     output_logprobs: Float32Payload
-    """One per output id, nats, of the engine."""
+    """Log-probs of the engine in nats, one per output id."""
     version_spans: tuple[VersionSpan, ...]
-    """Cover output_ids exactly."""
+    """Spans that cover output_ids exactly."""
     boundary: Boundary
-    """Kinship to the base: append, branch or root."""
+    """Prefix relation to the base: append, branch or root."""
     boundary_reason: str
-    """first | append | tools_changed | history_rewritten | template_not_incremental | new_conversation | reopened: the
-    assistant's last message is continued, without the id that ended it"""
+    """first, append, tools_changed, history_rewritten, template_not_incremental, new_conversation, or reopened (the
+    assistant's last message is continued, without the id that ended it)."""
     prompt_sha256: str
     """Hex sha256 of the whole prompt as little-endian int32 ids."""
     temperature: float
-    """Of sampling."""
+    """Sampling temperature."""
     logprob_kind: str
-    """at_temperature | raw"""
+    """Kind of `output_logprobs`: at_temperature or raw."""
     experts: BlobRef | None = None
-    """NumPy's npy format, [rows, layers, top_k]: the experts that the engine chose at positions max(base_len - 1, 0) to
-    len - 2 of prompt + output."""
+    """Blob in NumPy's npy format, [rows, layers, top_k]: the experts that the engine chose at positions max(base_len -
+    1, 0) to len - 2 of prompt + output."""
     images: tuple[ImageRef, ...] = ()
-    """Images in the prompt that the storage parent does not give whole, by position in the whole prompt."""
+    """Images in the prompt that the storage parent does not contain whole, by position in the whole prompt."""
     experts_layout: ExpertsLayout | None = None
-    """Of `experts`."""
+    """Layout of `experts`."""
     constrained: bool = False
-    """An engine's grammar chose among the tokens: their log-probs are not those of what was sampled from."""
+    """True if a grammar in the engine restricted the choice of tokens, so that the log-probs are not those of the
+    distribution that was sampled from."""
 
 
 def sampled_tokens(snapshot: TokenSnapshot) -> int:
-    """Output tokens of a snapshot by the size of its output_ids, whatever the version spans of a broken one say."""
+    """Return the number of output tokens of a snapshot, computed from the size of output_ids, so that broken version
+    spans do not matter."""
     ids = snapshot.output_ids
     return (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4

@@ -1,5 +1,7 @@
-"""Weight versions (integers, +1 per published weights, never reused), and what weight loaders say of their engine: each
-such record repeats url, state and version. What is asked of engines is EngineRequested, on a topic of its own.
+"""Records of weight versions (integers, +1 per publication, never reused) and of the status of engines.
+
+Weight loaders write the engine records, each of which repeats url, state and version. Requests to engines are
+EngineRequested, on a topic of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ class WeightFile:
     """One file of an exported model folder."""
 
     name: str
-    """In the model folder."""
+    """Name of the file in the model folder."""
     blob: BlobRef
-    """Its bytes."""
+    """Contents of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,32 +30,32 @@ class WeightVersionPublished:
     version: int
     """0 for the initial weights, then +1 with each publication, never reused."""
     step: int
-    """Optimizer steps behind these weights."""
+    """Number of optimizer steps before these weights."""
     batch_index: int
     """Last batch trained; -1 for the initial weights."""
     incarnation: int
-    """Of the trainer: 0, then higher with each start, by more than 1 where one died before it published; each publishes
-    the weights that it starts from."""
+    """Generation of the trainer: 0, then higher with each start, by more than 1 if a trainer died before it published.
+    Each generation publishes the weights that it starts from."""
     kind: str
-    """full | delta | adapter"""
+    """full, delta or adapter."""
     base_version: int | None
-    """Of a delta: the version that its tensors are told apart from; of an adapter: the full one that it rests on; null
-    for full."""
+    """Version that a delta changes, or the full version that an adapter rests on; null for full."""
     files: tuple[WeightFile, ...]
-    """The folder; of a delta a file NAME.delta stands for what it makes of the base's file NAME; of an adapter as PEFT
-    writes it."""
+    """Files of the folder. In a delta, NAME.delta holds the changes to the base's file NAME. An adapter has the files
+    that PEFT writes."""
     dtype: str
-    """Of the tensors; several joined by +."""
+    """Data type of the tensors; several types are joined by +."""
     checksums: dict[str, str]
-    """Tensor name -> "HEX:SHAPE": sha256 of its little-endian bytes in row order, and its shape as 2x3 (empty of a
-    scalar)."""
+    """Tensor name -> "HEX:SHAPE": sha256 of its little-endian bytes in row order, and its shape in the form 2x3 (empty
+    for a scalar)."""
     checkpoint: str | None
     """Path or URI of the checkpoint that holds the same weights, if one was written."""
     dtypes: dict[str, str] = field(default_factory=dict)
-    """Tensor name -> its type, where `dtype` names several."""
+    """Tensor name -> data type, if `dtype` names several."""
     unchanged: dict[str, float] = field(default_factory=dict)
-    """Share of the values that are, bit for bit, those of the version before: "published" as they are, "bfloat16" of
-    float32 values were they rounded to that. Empty of the first weights of an incarnation, and without delta_chain."""
+    """Share of the values that equal those of the previous version bit for bit: "published" compares them as published,
+    "bfloat16" compares float32 values rounded to bfloat16. Empty for the first weights of a generation of the trainer,
+    and without delta_chain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +66,13 @@ class EngineRequested:
     run_id: str
     engine_id: str
     url: str
-    """Where it runs; empty of one that the run's supervisor starts itself."""
+    """URL of the engine; empty for an engine that the run's supervisor starts itself."""
     wanted: str
-    """serving | gone"""
+    """serving or gone."""
     by: str
-    """settings | operator | autoscale"""
+    """settings, operator or autoscale."""
     reason: str
-    """In words; empty of who gave none."""
+    """Reason as text; empty if none was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +84,13 @@ class EngineRegistered:
     engine_id: str
     url: str
     state: str
-    """starting | serving | released | draining | silent | gone"""
+    """starting, serving, released, draining, silent or gone."""
     version: int
     """Weight version served; -1 before the first."""
     model: str
     """Name of the model that it serves."""
     base_version: int | None = None
-    """As in EngineWeightsLoaded."""
+    """Version of the engine's own weights, as in EngineWeightsLoaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +103,15 @@ class EngineWeightsLoaded:
     url: str
     state: str
     version: int
-    """Served from here on."""
+    """Weight version served from here on."""
     superseded: tuple[int, ...]
-    """Versions that were skipped because this newer one was there already."""
+    """Versions that were skipped because this newer one was already available."""
     seconds: dict[str, float]
-    """By phase: fetch, verify, pause, load, check, resume; of an adapter, which pauses nothing: fetch, verify, load,
-    check."""
+    """Duration by phase: fetch, verify, pause, load, check, resume; for an adapter, which pauses nothing: fetch,
+    verify, load, check."""
     base_version: int | None = None
-    """Of the engine's own weights, where `version` is an adapter: a request names it (lora_path, its decimal digits)
-    and is answered by it. null: they are `version`."""
+    """Version of the engine's own weights if `version` is an adapter. A request selects the adapter by its name
+    (lora_path, the decimal digits of `version`). null: the engine's own weights are `version`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +124,13 @@ class EngineWeightsRefused:
     url: str
     state: str
     version: int
-    """Still served."""
+    """Weight version that is still served."""
     refused_version: int
-    """Which was not loaded."""
+    """Weight version that was not loaded."""
     cause: str
     """Class name of the error."""
     message: str
-    """What, where, and what to do."""
+    """Error message: what, where, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +145,8 @@ class EngineDraining:
     state: str
     version: int
     published: int = -1
-    """Of a released one: the newest version on the log when its loader saw that the device is the trainer's; it stays
-    so until a later one is published."""
+    """Newest version on the log when the loader of a released engine saw that the device is lent to the trainer; the
+    engine stays released until a later version is published. -1 for other states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,6 @@ class EngineGone:
     url: str
     state: str
     version: int
-    """Served last."""
+    """Weight version served last."""
     cause: str
-    """In words."""
+    """Cause, as text."""
