@@ -1,9 +1,9 @@
 """`turnlog archive run|flush|status|prune`.
 
-Prune deletes records of topics that the archive has and that no role will read again, of every topic but the control
-topics, which roles read from the beginning. What a role still reads of another one is on the log: commits of consumer
-groups, the batcher's last manifest, the requests of rollouts that are not over. Of an index of this machine its file
-says how far it is; one that is not there is built from the archive.
+Prune deletes records that are archived and that no role will read again. It covers every topic except the control
+topics, which roles read from the beginning. What roles still need is determined from the log: the commits of consumer
+groups, the batcher's last manifest, and the requests of unfinished rollouts. An index on this machine states its
+position in its own file; an index that does not exist yet can be built from the archive.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from turnlog.settings import Settings
 
 
 class BadMoment(ArchiveError):
-    """`--before` is no time. Remedy: 2026-01-31T08:00, or milliseconds since 1970."""
+    """The value of `--before` is not a time. Remedy: 2026-01-31T08:00, or milliseconds since 1970."""
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run one action; the exit status."""
+    """Run one action and return the exit status."""
     match arguments.action:
         case "run":
             return serve("archive", main, settings)
@@ -52,7 +52,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def flush_all(settings: Settings) -> int:
-    """Archive what is there; say how many files that made."""
+    """Archive everything on the log, and print how many files were written."""
     async with opened("archive", settings) as role:
         files = await flush(role)
     say(f"{files} files written: everything on the log is in archive/{archive_name(settings)}")
@@ -60,7 +60,7 @@ async def flush_all(settings: Settings) -> int:
 
 
 async def status(settings: Settings) -> int:
-    """Print what is archived per topic, and how many offsets are not."""
+    """Print what is archived per topic, and how many offsets are not archived yet."""
     async with opened("archive", settings) as role:
         index = ArchiveIndex(role.blobs, archive_name(settings))
         await index.load()
@@ -77,7 +77,7 @@ async def status(settings: Settings) -> int:
 
 
 async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
-    """Print what may be deleted from topics and, where asked for, delete it. Raises BadMoment."""
+    """Print what may be deleted from topics, and delete it if `delete`. Raises BadMoment."""
     if before is None:
         raise BadMoment("prune needs --before TIME: only older records are deleted")
     limit = _milliseconds(before)
@@ -105,14 +105,15 @@ def _milliseconds(text: str) -> int:
 
 
 OUT_LOW = "trees"
-"""In the assembler's commit metadata: the first tree that a restart reads."""
+"""Key in the assembler's commit metadata: the first tree that a restart reads."""
 RESULTS = "results"
-"""In a sandbox worker's: the first result that a restart reads."""
+"""Key in a sandbox worker's commit metadata: the first result that a restart reads."""
 
 
 async def prunable(role: Role, index: ArchiveIndex, before_ms: int) -> dict[Partition, int]:
-    """Partition -> first offset to keep: below it every record is archived, older than `before_ms`, and of no use to
-    any role of the run. Partitions of which nothing goes are absent. Raises LogError, ArchiveDamaged, DamagedIndex."""
+    """Return the first offset to keep of each partition. Below it every record is archived, older than `before_ms`, and
+    needed by no role of the run. Partitions without anything to delete are absent. Raises LogError, ArchiveDamaged,
+    DamagedIndex."""
     control = {topic.name for topic in CONTROL}
     places = [Partition(name, number) for name, count in sorted(index.topics.items()) if name not in control
               for number in range(count)]  # fmt: skip
@@ -128,23 +129,24 @@ async def prunable(role: Role, index: ArchiveIndex, before_ms: int) -> dict[Part
 
 @dataclass(slots=True)
 class Needs:
-    """What roles of the run read again when they are restarted. 0, everything, of a role that never committed."""
+    """Offsets from which roles of the run read again after a restart; 0 (everything) for a role that never
+    committed."""
 
     assembler: Mapping[Partition, Commit]
     runner: Mapping[Partition, Commit]
     sandbox: Mapping[Partition, Commit]
     views: Mapping[Partition, Commit]
     batcher: dict[int, int] = field(default_factory=dict)
-    """By partition: the positions of the last manifest."""
+    """Partition -> position in the last manifest."""
     floors: dict[int, int] = field(default_factory=dict)
-    """By partition of agent.sessions: a gateway reads back to there for a rollout that is not over."""
+    """Partition of agent.sessions -> start offset: for an unfinished rollout, a gateway reads the topic from there."""
     noted: bool = False
-    """Groups that were asked for stand on group-requests, and their scores on group-scores: a feeder reads neither
-    tasks nor samples."""
+    """True if group-requests and group-scores hold the requested groups and their scores, so that a feeder reads
+    neither tasks nor samples."""
 
     @classmethod
     async def read(cls, role: Role) -> Needs:
-        """Of the present moment."""
+        """Read the present needs from the log."""
         run_id, commits = role.settings.run.id, role.log.commits
         unit = [place for topic in (SESSIONS, TURNS, SNAPSHOTS) for place in partitions(role, topic)]
         calls, tasks = partitions(role, topics.TOOL_CALLS), partitions(role, topics.TASKS)
@@ -164,16 +166,16 @@ class Needs:
 
     @property
     def has_group_scores(self) -> bool:
-        """By the fold version of the assembler's commits."""
+        """Whether scores are on group-scores, according to the fold versions in the assembler's commits."""
         versions = {committed_version(commit.metadata) for commit in self.assembler.values()}
         return bool(versions) and all(scores_topic(version) is topics.GROUP_SCORES for version in versions)
 
     def of_runner(self, place: Partition) -> int:
-        """Where the oldest rollout that is not over begins."""
+        """Return the offset of the oldest unfinished rollout."""
         return self.runner[place].offset if place in self.runner else 0
 
     def first(self, place: Partition) -> int:
-        """The first offset that a role reads again."""
+        """Return the first offset that a role reads again."""
         number = place.number
         match place.topic:
             case "agent.turns" | "agent.token-snapshots":
@@ -193,7 +195,7 @@ class Needs:
             case "agent.tool-results":
                 calls = self.sandbox.get(Partition(topics.TOOL_CALLS.name, number))
                 return min(self.of_runner(place), _value(calls, RESULTS))
-        return 0  # of a topic that this release does not know
+        return 0  # a topic that this release does not know
 
     def _marked(self, number: int, what: str) -> int:
         return min(_value(self.assembler.get(Partition(topic.name, number)), what) for topic in (TURNS, SNAPSHOTS))
@@ -208,7 +210,7 @@ def _value(commit: Commit | None, what: str) -> int:
 
 
 async def _floors(role: Role, since: Mapping[Partition, int]) -> dict[int, int]:
-    """Of the rollouts that stand at or behind the runner's marks."""
+    """Return the start offsets of the rollouts at or after the runner's low-water marks."""
     groups, found = role.settings.kafka.groups, dict[int, int]()
     async for record in records(role, list(since), await role.log.end_offsets(list(since)), since=since):
         try:
@@ -221,7 +223,7 @@ async def _floors(role: Role, since: Mapping[Partition, int]) -> dict[int, int]:
 
 
 async def _old(index: ArchiveIndex, place: Partition, before_ms: int) -> int:
-    """End of the archived files whose records are all older."""
+    """Return the end of the leading archived files whose records are all older than `before_ms`."""
     end = 0
     for span in index.spans.get(place, []):
         if (await index.range(place, span)).last_time >= before_ms:

@@ -1,12 +1,12 @@
-"""The archive role: closed ranges of every topic, copied into the object store as Avro container files with an index.
+"""The archive role: copies closed ranges of every topic into the object store, as Avro container files with an index.
 
-One archiver per archive: it owns the transactional id `<name>.archive`. Where a range ends is decided by committing it
-to Kafka under that fence, before its file is written; what the file holds then follows from the log. So a killed
-archiver's successor, or a zombie of it, writes the same bytes under the same names, and readers trust the index alone.
-The schemas that records were written with are kept before any file that needs them.
+Each archive has one archiver, which owns the transactional id `<name>.archive`. The end of a range is decided by
+committing it to Kafka under that fence before its file is written; the content of the file then follows from the log.
+So the successor of a killed archiver, or a zombie of it, writes the same bytes under the same names, and readers rely
+on the index alone. The writer schemas of records are stored before any file that needs them.
 
 ArchiveError
-├── GapInArchive    the log lost records before they were archived, or is another log than before
+├── GapInArchive    the log lost records before they were archived, or is not the same log as before
 └── BusyAssembler   no moment between two transactions was found
 """
 
@@ -46,17 +46,17 @@ from turnlog.schemas.topics import BY_NAME, SESSIONS
 
 
 class WrittenSchemas:
-    """Schema id -> schema, of records of the catalogue."""
+    """Schema id -> schema, for records of the catalogue."""
 
     def __init__(self, events: EventLog, index: ArchiveIndex) -> None:
         self._events = events
         self._index = index
         self._known: dict[int, Mapping[str, Any]] = {}
         self._unknown: set[int] = set()
-        """Ids that the registry does not have, or of no record of the catalogue: such values stay raw."""
+        """Ids that are not in the registry, or belong to no record of the catalogue. Such values stay raw."""
 
     async def of(self, record: Record) -> Mapping[int, Mapping[str, Any]]:
-        """Every schema known, the record's own among them if anybody has it. Raises RegistryUnavailable,
+        """Return all known schemas, including the record's own if it can be found. Raises RegistryUnavailable,
         StoreUnavailable."""
         value = record.value
         if len(value) >= HEADER.size and value[0] == MAGIC:
@@ -94,13 +94,13 @@ class BusyAssembler(ArchiveError):
 
 
 class GapInArchive(ArchiveError):
-    """Remedy: give the log an [archive] name of its own; what is missing was deleted before it was archived."""
+    """Remedy: give the log an [archive] name of its own; the missing records were deleted before they were archived."""
 
 
 async def main(role: Role) -> None:
-    """Archive until the role stops. Open ranges are read again by the next archiver.
+    """Archive until the role stops. The next archiver reads open ranges again.
 
-    Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable: the process ends and is started again.
+    Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable, which end the process; it is then restarted.
     """
     async with _opened(role) as archiver:
         role.health.started()
@@ -110,8 +110,8 @@ async def main(role: Role) -> None:
 
 
 async def flush(role: Role) -> int:
-    """Archive everything that is on the log now, whatever its age; the number of files written. The archive role must
-    not run meanwhile: the two would fence each other. Raises as `main`."""
+    """Archive everything that is on the log now, regardless of age. Return the number of files written. The archive
+    role must not run at the same time, because the two would fence each other. Raises what `main` raises."""
     async with _opened(role) as archiver:
         return await archiver.flush()
 
@@ -126,7 +126,7 @@ async def _opened(role: Role) -> AsyncIterator[Archiver]:
 
 
 class Archiver:
-    """Open ranges, one per partition, and what is on its way into the index."""
+    """Collects one open range per partition and writes closed ranges to the archive."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Archiver:
         clock: Clock = time.monotonic,
         topics: Collection[str] = BY_NAME,
     ) -> None:
-        """`transactor` was entered: whoever owned the archive before is fenced."""
+        """`transactor` must be entered already, so that the previous owner of the archive is fenced."""
         self._role = role
         self._topics = topics
         self._transactor = transactor
@@ -149,19 +149,19 @@ class Archiver:
         self._open: dict[Partition, RangeFile] = {}
         self._opened_at: dict[Partition, float] = {}
         self._ends: dict[Partition, int] = {}
-        """Where the next range starts."""
+        """Start offset of the next range."""
         self._commits: dict[Partition, Commit] = {}
-        """As they stand."""
+        """Current commits of the group."""
         self._schemas = WrittenSchemas(role.events, self.index)
         self._cuts: dict[int, Cut] = {}
-        """Not yet covered by the index, by unit."""
+        """Partition task -> cut that the index does not cover yet."""
         self._uncut: set[int] = set()
-        """Units whose cut is due; one that is in a transaction is tried again."""
+        """Partition tasks whose cut is due. One that is in a transaction is tried again."""
         self._cut_at = clock()
         self._files = 0
 
     async def open(self) -> None:
-        """Finish what the last owner decided, then stand behind what is archived."""
+        """Write the ranges that the last owner decided, then continue after what is archived."""
         topics = {
             name: spec.partitions for name, spec in (await self._role.log.topics()).items() if name in self._topics
         }
@@ -176,7 +176,7 @@ class Archiver:
         self._reader.assign(self._ends)
 
     async def turn(self) -> int:
-        """One poll, and the ranges that became due; the number of records read."""
+        """Poll once, and close the ranges that are due. Return the number of records read."""
         records = await self._reader.poll(max_records=POLL_RECORDS, timeout_s=0.5)
         due: dict[Partition, int] = {}
         if records:
@@ -190,11 +190,11 @@ class Archiver:
         return len(records)
 
     async def _take(self, records: list[Record]) -> dict[Partition, int]:
-        """Into open ranges; where those that are full end."""
+        """Add records to open ranges. Return the ends of those that are full."""
         due: dict[Partition, int] = {}
         for record in records:
             place = Partition(record.topic, record.partition)
-            if place in due:  # of a range that is closed first
+            if place in due:  # the next record belongs to a new range
                 await self._close(due)
                 due = {}
             await self._add(place, record)
@@ -204,8 +204,9 @@ class Archiver:
         return due
 
     async def flush(self) -> int:
-        """Archive up to the present ends (of what is committed already, markers may be on their way), close everything,
-        keep a cut of each unit; files written."""
+        """Archive up to the present ends, close everything, and write a cut of each partition task. Return the number
+        of files written. The ends include open transactions, since the markers of committed records may still be on
+        their way."""
         units = range(self.index.topics.get(SESSIONS.name, 0))
         self._cuts = {unit: await self._patient_cut(unit) for unit in units}
         ends = await self._role.log.end_offsets(list(self._ends), committed=False)
@@ -222,7 +223,7 @@ class Archiver:
         self._open[place].add(record, await self._schemas.of(record))
 
     def _too_much(self) -> list[Partition]:
-        """The largest open ranges, as long as all together hold too much memory."""
+        """Return the largest open ranges that must be closed to bring the memory of all ranges below the limit."""
         held = sum(file.held for file in self._open.values())
         HELD.set(held)
         found: list[Partition] = []
@@ -234,7 +235,7 @@ class Archiver:
         return found
 
     async def _close(self, ends: Mapping[Partition, int]) -> None:
-        """Decide the ranges that end there, in one transaction; then write each file and its index object."""
+        """Decide the ranges that end there in one transaction; then write each file and its index object."""
         if not ends:
             return
         with DECIDE_S.time():
@@ -278,7 +279,7 @@ class Archiver:
         )
 
     async def _resume(self, place: Partition, commit: Commit | None, start: int, end: int) -> None:
-        """Where to go on; a range that was decided and is not in the index is written first."""
+        """Determine where to continue. A range that was decided and is not in the index is written first."""
         archived = self.index.end(place)
         self._ends[place] = start if archived is None else archived
         decided = _decided(commit)
@@ -302,7 +303,7 @@ class Archiver:
             )
 
     async def _read(self, place: Partition, span: Span) -> RangeFile:
-        """A decided range, once more from the log."""
+        """Read a decided range from the log again."""
         file = RangeFile(place, codec=self._rules.codec)
         async with self._role.log.reader() as reader:
             reader.assign({place: span.start})
@@ -313,7 +314,7 @@ class Archiver:
         return file
 
     async def _follow_cuts(self, now: float) -> None:
-        """Take a cut of each unit now and then, and keep it when the index covers it."""
+        """Take a cut of each partition task from time to time, and write it once the index covers it."""
         if now - self._cut_at >= self._rules.max_age_s:
             self._cut_at = now
             self._uncut |= set(range(self.index.topics.get(SESSIONS.name, 0))) - self._cuts.keys()
@@ -332,7 +333,7 @@ class Archiver:
                 del self._cuts[unit]
 
     def _covers(self, place: Partition, offset: int) -> bool:
-        """Every record below `offset` is in the index; behind the last one only markers were passed."""
+        """Whether every record below `offset` is in the index, given that only markers follow the last one."""
         return self._ends[place] >= offset or (place not in self._open and self._reader.position(place) >= offset)
 
     async def _patient_cut(self, unit: int) -> Cut:
@@ -342,7 +343,7 @@ class Archiver:
                     cut = await live_cut(self._role.log, self._role.settings.run.id, unit)
                     if cut is not None:
                         return cut
-                    await asyncio.sleep(0.02)  # another process's transaction: there is nothing to wait on
+                    await asyncio.sleep(0.02)  # polled: another process's transaction cannot be awaited
         except TimeoutError as error:
             raise BusyAssembler(
                 f"unit {unit}: a transaction of its assembler has been open for {CUT_PATIENCE_S:.0f} s; flush again "
@@ -351,5 +352,5 @@ class Archiver:
 
 
 def _decided(commit: Commit | None) -> Span | None:
-    """The last range that was decided."""
+    """Return the last range that was decided."""
     return None if commit is None else Span(int(json.loads(commit.metadata)["start"]), commit.offset)

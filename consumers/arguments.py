@@ -1,4 +1,5 @@
-"""The arguments of the verbs that read the past; argparse alone, so that --help stays instant."""
+"""Command-line arguments of the commands that read recorded data. It imports argparse alone, so that --help stays
+instant."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Examples:
 
 
 def archive_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its actions."""
+    """Add the arguments of `turnlog archive`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = ARCHIVE_EPILOG
     verb.add_argument(
@@ -39,7 +40,7 @@ Examples:
 
 
 def index_arguments(verb: argparse.ArgumentParser) -> None:
-    """Follow, or build and end."""
+    """Add the arguments of `turnlog index`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = INDEX_EPILOG
     verb.add_argument(
@@ -63,7 +64,7 @@ Examples:
 
 
 def dashboard_arguments(verb: argparse.ArgumentParser) -> None:
-    """Serve, or print a login link."""
+    """Add the arguments of `turnlog dashboard`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = DASHBOARD_EPILOG
     verb.add_argument(
@@ -94,7 +95,7 @@ Exit status: 0 done, 2 cannot.
 
 
 def engines_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its actions."""
+    """Add the actions of `turnlog engines`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = ENGINES_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -124,7 +125,7 @@ Examples:
 
 
 def query_arguments(verb: argparse.ArgumentParser) -> None:
-    """What to ask, and what the answer looks like."""
+    """Add the arguments of `turnlog query`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = QUERY_EPILOG
     verb.add_argument("sql", metavar="SQL", help="one SELECT; - reads it from standard input")
@@ -145,7 +146,7 @@ Examples:
 
 
 def tail_arguments(verb: argparse.ArgumentParser) -> None:
-    """Which events."""
+    """Add the arguments of `turnlog tail`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TAIL_EPILOG
     verb.add_argument("--session", default="", metavar="ID", help="only of sessions that begin so")
@@ -168,7 +169,7 @@ Examples:
 
 
 def why_arguments(verb: argparse.ArgumentParser) -> None:
-    """About what."""
+    """Add the arguments of `turnlog why`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = WHY_EPILOG
     verb.add_argument("about", metavar="ID", help="a session, a group, or SESSION:TURN:TOKEN")
@@ -188,7 +189,7 @@ Examples:
 
 
 def trace_arguments(verb: argparse.ArgumentParser) -> None:
-    """Where to, and until when."""
+    """Add the arguments of `turnlog trace`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TRACE_EPILOG
     verb.add_argument(
@@ -211,7 +212,7 @@ Examples:
 
 
 def track_arguments(verb: argparse.ArgumentParser) -> None:
-    """Where to, and until when."""
+    """Add the arguments of `turnlog track`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TRACK_EPILOG
     verb.add_argument(
@@ -238,7 +239,7 @@ Examples:
 
 
 def gc_arguments(verb: argparse.ArgumentParser) -> None:
-    """What may go."""
+    """Add the arguments of `turnlog gc`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = GC_EPILOG
     verb.add_argument("--delete", action="store_true", help="let it go (default: show it)")
@@ -255,7 +256,7 @@ def gc_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    """90s, 30m, 36h, 3d. Raises ArgumentTypeError."""
+    """Parse 90s, 30m, 36h, 3d into seconds. Raises ArgumentTypeError."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     try:
         return float(text[:-1]) * units[text[-1:]]
@@ -277,7 +278,7 @@ Examples:
 
 
 def delete_arguments(verb: argparse.ArgumentParser) -> None:
-    """What is to go, and who has agreed."""
+    """Add the arguments of `turnlog run delete`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.description = "Delete a run: show what that takes, or let it go for good."
     verb.epilog = DELETE_EPILOG
@@ -289,7 +290,7 @@ def delete_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _bucket(verb: argparse.ArgumentParser) -> None:
-    """Who else uses it."""
+    """Add the options that name other users of the bucket."""
     verb.add_argument(
         "--also", type=Path, action="append", default=[], metavar="FILE",
         help="settings of another cluster whose runs use the bucket; again for each",
@@ -308,7 +309,7 @@ Examples:
 
 
 def fork_arguments(verb: argparse.ArgumentParser) -> None:
-    """What to fork, and where to."""
+    """Add the arguments of `turnlog run fork`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.description = (
         "Make the run of --run or --settings from a checkpoint of another: weights, optimizer, learning rate and the "
@@ -343,7 +344,7 @@ Examples:
 
 
 def export_arguments(verb: argparse.ArgumentParser) -> None:
-    """Which weights, and where to."""
+    """Add the arguments of `turnlog export`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = EXPORT_EPILOG
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
@@ -374,7 +375,7 @@ Examples:
 
 
 def eval_arguments(verb: argparse.ArgumentParser) -> None:
-    """What to show."""
+    """Add the arguments of `turnlog eval`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = EVAL_EPILOG
     verb.add_argument("--k", type=_ks, metavar="K,...", help="of pass@k (default: 1, 2, 4, ... up to the samples)")
@@ -383,7 +384,7 @@ def eval_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _ks(text: str) -> list[int]:
-    """1,4. Raises ArgumentTypeError."""
+    """Parse 1,4 into a list of positive integers. Raises ArgumentTypeError."""
     found = [int(part) for part in text.split(",") if part.isdecimal()]
     if len(found) != len(text.split(",")) or 0 in found:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers from 1 on: 1,4")
@@ -405,7 +406,7 @@ Rejection sampling, from a run to a better first policy:
 
 
 def sft_arguments(verb: argparse.ArgumentParser) -> None:
-    """What to learn from, and how."""
+    """Add the arguments of `turnlog sft`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SFT_EPILOG
     for name, what in (
@@ -446,7 +447,7 @@ FILTERS = (
      "whose environment (or the one named) is at least of this version: --expire-before shop=2.1"),
     ("--include-run", "runs", str, "ID", "of these runs instead of --run's; `any`: of every run: --include-run any"),
 )  # fmt: skip
-"""(flag, field of Query, type, metavar, "rows ..."): may be given several times."""
+"""(flag, field of Query, type, metavar, help that completes "rows ..."). Each option may be given several times."""
 BOUNDS = (
     ("--min-reward", "min_reward", float, "X", "with reward >= X: --min-reward 0.5"),
     ("--max-reward", "max_reward", float, "X", "with reward <= X: --max-reward 0"),
@@ -458,7 +459,7 @@ BOUNDS = (
 
 
 def dataset_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its actions `build` and `verify`."""
+    """Add the actions `build` and `verify` of `turnlog dataset`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = DATASET_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -480,7 +481,7 @@ def dataset_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_rows(verb: argparse.ArgumentParser) -> None:
-    """Which rows are written, and how."""
+    """Add the options that select rows and their output format."""
     verb.add_argument(
         "--view", choices=("rl", "sft", "preference"), default="rl",
         help="rl: token rows; sft: conversations; preference: pairs of one group (default rl)",
@@ -556,7 +557,7 @@ Exit status: 0 done, also when `list` finds none; 1 nothing to requeue, 2 cannot
 
 
 def dead_letters_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its actions."""
+    """Add the actions of `turnlog dead-letters`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = DEAD_LETTERS_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -592,7 +593,7 @@ ARCHIVE = "archive"
 
 
 def fold_arguments(verb: argparse.ArgumentParser) -> None:
-    """The options of `turnlog fold`."""
+    """Add the arguments of `turnlog fold`."""
     verb.add_argument(
         "--policy", default="", metavar="A", help="prefix, slime, last-turn or your own (default: the run's)"
     )
@@ -622,7 +623,7 @@ Exit status: 0 identical (or written), 1 different, 2 cannot.
 
 
 def replay_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its options."""
+    """Add the arguments of `turnlog replay`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = REPLAY_EPILOG
     verb.add_argument("--verify", action="store_true", help="compare samples and batches with what was trained")
@@ -671,7 +672,7 @@ Exit status: 0 done, 2 cannot.
 
 
 def reward_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its action `rerun`."""
+    """Add the action `rerun` of `turnlog reward`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = REWARD_EPILOG
     rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
@@ -689,7 +690,7 @@ def reward_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def topics_arguments(verb: argparse.ArgumentParser) -> None:
-    """turnlog topics"""
+    """Add the arguments of `turnlog topics`."""
     verb.add_argument("action", choices=("apply", "check", "acls"), help="acls: print what each role may have to do")
     verb.add_argument(
         "--principal", action="append", default=[], metavar="ROLE=User:NAME", help="acls: who a role is (User:ROLE)"

@@ -1,4 +1,5 @@
-"""`turnlog books`: sampled = trained + masked by reason, of the run, or of each session, group or batch."""
+"""`turnlog books`, the token accounting: sampled = trained + masked by reason, for the run or for each session, group
+or batch."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ from turnlog.schemas.events import GroupScored, sampled_tokens
 from turnlog.settings import Settings
 
 READ = (FIRST, topics.SESSIONS, topics.SNAPSHOTS, topics.TREES, topics.SAMPLES, topics.BATCHES, topics.STEPS)
-"""What the levels are made of, in this order."""
+"""Topics from which the accounts are computed, in reading order."""
 IMBALANCES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the verb was asked for."""
+    """Arguments of the command."""
 
     by: str = "run"
-    """session | group | batch | run"""
+    """Level: session | group | batch | run"""
     id: str = ""
     as_json: bool = False
     limit: int = 20
@@ -39,11 +40,11 @@ class Asked:
 
 
 class NoSuchAccount(Exception):
-    """The level has no account of that id. Remedy: `turnlog books --by LEVEL` lists them."""
+    """No account of the level has this id. Remedy: `turnlog books --by LEVEL` lists them."""
 
 
 async def read(role: Role) -> Account:
-    """Fold snapshots, scores, manifests and steps into the books of the run. A repeated snapshot counts once."""
+    """Fold snapshots, scores, manifests and steps into the account of the run. A repeated snapshot counts once."""
     sampled: Counter[str] = Counter()
     seen: set[str] = set()
     async for _, snapshot in events(role, topics.SNAPSHOTS):
@@ -56,7 +57,7 @@ async def read(role: Role) -> Account:
 
 
 async def read_levels(role: Role) -> Books:
-    """The books of every session, group and batch, and where records disagree."""
+    """Return the accounts of every session, group and batch, and the places where records disagree."""
     run = await recorded(role) or Configured.today(role.settings)
     ledgers = Ledgers(role.settings.run.id, run.batcher.max_tokens, fold_version(run.fold_version))
     for topic in READ:
@@ -66,7 +67,7 @@ async def read_levels(role: Role) -> Books:
 
 
 def body(run_id: str, books: Books, asked: Asked) -> dict[str, Any]:
-    """The answer as JSON: the largest accounts of the level, at most `asked.limit`. Raises NoSuchAccount."""
+    """Return the answer as JSON: the largest accounts of the level, at most `asked.limit`. Raises NoSuchAccount."""
     accounts = books.levels[asked.by]
     if asked.id:
         if asked.id not in accounts:
@@ -84,7 +85,8 @@ def body(run_id: str, books: Books, asked: Asked) -> dict[str, Any]:
 
 
 async def show(settings: Settings, asked: Asked) -> int:
-    """Print the books; 0 when they balance, 1 when they do not or nothing is recorded. Raises NoSuchAccount."""
+    """Print the accounts. Return 0 if they balance, 1 if they do not or if nothing is recorded. Raises
+    NoSuchAccount."""
     async with opened("books", settings, archive=asked.archive) as role:
         books = await read_levels(role)
         sampled = any(account.sampled for account in books.levels["run"].values())
@@ -93,7 +95,7 @@ async def show(settings: Settings, asked: Asked) -> int:
 
 
 def tell(answer: dict[str, Any], asked: Asked) -> int:
-    """Print the books; the exit status."""
+    """Print the accounts and return the exit status."""
     if asked.as_json:
         say_json(answer)
         return ExitStatus.DONE if answer["balance"] else ExitStatus.DIFFERS
@@ -110,7 +112,7 @@ def tell(answer: dict[str, Any], asked: Asked) -> int:
 
 
 def account_table(answer: dict[str, Any]) -> Table:
-    """One account as people read it."""
+    """Return a table of one account."""
     (account,) = answer["accounts"]
     shown = Table("tokens", "count", title=f"books of {answer['by']} {account['id']}")
     shown.add_row("sampled", f"{account['sampled']:,}")
@@ -123,7 +125,7 @@ def account_table(answer: dict[str, Any]) -> Table:
 
 
 def accounts_table(answer: dict[str, Any]) -> Table:
-    """The accounts of a level as people read them, largest first."""
+    """Return a table of the accounts of a level, largest first."""
     more = f"; {answer['more']:,} smaller ones are not shown (--limit)" if answer["more"] else ""
     caption = f"{'all records agree' if answer['balance'] else 'RECORDS DISAGREE'}{more}"
     shown = Table(answer["by"], "sampled", "trained", "masked", title="books", caption=caption)

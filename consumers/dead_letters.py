@@ -1,14 +1,15 @@
-"""`turnlog dead-letters list|show|requeue|skip`: letters of a run, and the records that they are about; a second chance
-for those, or an order to pass over one.
+"""`turnlog dead-letters list|show|requeue|skip`: show dead letters of a run and their records; requeue a record, or
+order a partition task to skip one.
 
-Requeued bytes go out as they were; what decodes the second time (a registry that is back, a fixed reader) is then taken
-as any late record is. A tool call is different: its first answer stands for good, so it goes out as a call of its own.
+A requeued record has the same bytes as before. If it can be decoded this time (the registry is back, the reader is
+fixed), it is treated as any late record. Tool calls differ: the first answer of a call is final, so the request is
+requeued as a new call.
 
 LetterError
 ├── NoSuchLetter      no letter of the run has this id
-├── AmbiguousLetter   several ids begin like that
-├── NotRequeueable    the record is gone and the letter holds only its beginning
-└── NotSkippable      no assembler unit stops at such a place
+├── AmbiguousLetter   several ids begin with it
+├── NotRequeueable    the record is gone, and the letter holds only its beginning
+└── NotSkippable      no partition task of the assembler can stop at this place
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class NoSuchLetter(LetterError):
 
 
 class AmbiguousLetter(LetterError):
-    """Remedy: more digits of the id."""
+    """Remedy: give more digits of the id."""
 
 
 class NotRequeueable(LetterError):
@@ -55,25 +56,26 @@ class NotRequeueable(LetterError):
 
 
 class NotSkippable(LetterError):
-    """Remedy: the place as `turnlog status` names it."""
+    """Remedy: give the place as `turnlog status` names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Which letters; an empty word asks for all."""
+    """Filter of letters; an empty string matches all."""
 
     cause: str = ""
     topic: str = ""
     role: str = ""
 
     def matches(self, letter: DeadLetter) -> bool:
-        """True for a letter that is asked for."""
+        """Return True if the letter passes the filter."""
         wanted = ((self.cause, letter.cause), (self.topic, letter.topic), (self.role, letter.role))
         return all(not word or word == there for word, there in wanted)
 
 
 async def read(role: Role, asked: Asked | None = None) -> dict[str, tuple[int, DeadLetter]]:
-    """event_id -> (milliseconds since the epoch at which it was parked first, letter), in the order of the log."""
+    """Return event_id -> (time of the first dead-lettering in milliseconds since 1970, letter), in the order of the
+    log."""
     found: dict[str, tuple[int, DeadLetter]] = {}
     async for record, event in events(role, topics.DEAD_LETTERS):
         if isinstance(event, DeadLetter) and (asked is None or asked.matches(event)):
@@ -82,7 +84,7 @@ async def read(role: Role, asked: Asked | None = None) -> dict[str, tuple[int, D
 
 
 def named(letters: dict[str, tuple[int, DeadLetter]], beginning: str) -> DeadLetter:
-    """The one letter whose id begins so. Raises NoSuchLetter, AmbiguousLetter."""
+    """Return the only letter whose id begins with `beginning`. Raises NoSuchLetter, AmbiguousLetter."""
     matching = [event_id for event_id in letters if event_id.startswith(beginning)]
     if not matching:
         raise NoSuchLetter(f"no dead letter {beginning!r} in this run; `turnlog dead-letters list` shows them")
@@ -92,12 +94,12 @@ def named(letters: dict[str, tuple[int, DeadLetter]], beginning: str) -> DeadLet
 
 
 async def origin(role: Role, letter: DeadLetter) -> Record | None:
-    """The record itself, where its topic still holds it."""
+    """Return the original record if its topic still holds it, else None."""
     return await record_at(role, Partition(letter.topic, letter.partition), letter.offset)
 
 
 async def record_at(role: Role, place: Partition, offset: int) -> Record | None:
-    """One record; None when the topic begins behind it, or ends before it."""
+    """Return one record, or None if the topic begins after it or ends before it."""
     start = (await role.log.start_offsets([place]))[place]
     end = (await role.log.end_offsets([place]))[place]
     if not start <= offset < end:
@@ -106,12 +108,12 @@ async def record_at(role: Role, place: Partition, offset: int) -> Record | None:
         reader.assign({place: offset})
         while reader.position(place) <= offset:
             for record in await reader.poll(max_records=1):
-                return record if record.offset == offset else None  # what stood there was an aborted transaction's
+                return record if record.offset == offset else None  # the offset was that of an aborted record
     return None
 
 
 async def whole(role: Role, letter: DeadLetter) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
-    """Value and headers of the letter's record. Raises NotRequeueable."""
+    """Return value and headers of the letter's record. Raises NotRequeueable."""
     record = await origin(role, letter)
     if record is not None and record.value.startswith(letter.value):
         return record.value, record.headers
@@ -124,16 +126,14 @@ async def whole(role: Role, letter: DeadLetter) -> tuple[bytes, tuple[tuple[str,
 
 
 async def event_of(role: Role, letter: DeadLetter, value: bytes) -> Event:
-    """The event that `value` is. Raises UndecodableRecord."""
+    """Decode `value` as the letter's event. Raises UndecodableRecord."""
     record = Record(letter.topic, letter.partition, letter.offset, letter.key, value, (), 0)
     return await role.events.decode(record)
 
 
-"""Header of a requeued record: the event_id of its letter."""
-
-
 async def requeued(role: Role, places: Mapping[Partition, int]) -> dict[str, int]:
-    """event_id of a letter -> how often its record was requeued, of the partitions in `places`, read from there."""
+    """Return event_id of a letter -> how often its record was requeued. Reads each partition in `places` from its
+    offset."""
     counts: Counter[str] = Counter()
     ends = await role.log.end_offsets(list(places))
     async for record in records(role, list(places), ends, since=places):
@@ -143,7 +143,7 @@ async def requeued(role: Role, places: Mapping[Partition, int]) -> dict[str, int
 
 
 def first_places(letters: list[DeadLetter]) -> dict[Partition, int]:
-    """Partition -> the lowest offset of a letter there: a requeued record stands behind its origin."""
+    """Return the lowest offset of a letter in each partition. A requeued record always follows its original."""
     places: dict[Partition, int] = {}
     for letter in letters:
         place = Partition(letter.topic, letter.partition)
@@ -152,8 +152,8 @@ def first_places(letters: list[DeadLetter]) -> dict[Partition, int]:
 
 
 async def requeue(role: Role, appender: Appender, letter: DeadLetter, *, times: int) -> tuple[Partition, int]:
-    """Append the letter's record once more and return where it stands; `times`: how often that was done before.
-    Raises NotRequeueable, LogUnavailable."""
+    """Append the letter's record again and return its new place. `times`: how often that was done before. Raises
+    NotRequeueable, LogUnavailable."""
     value, headers = await whole(role, letter)
     kept: Headers = tuple(header for header in headers if header[0] != REQUEUED_HEADER)
     if letter.topic == TOOL_CALLS.name:
@@ -169,7 +169,8 @@ async def requeue(role: Role, appender: Appender, letter: DeadLetter, *, times: 
 
 
 async def _as_new_call(role: Role, letter: DeadLetter, value: bytes, times: int) -> bytes:
-    """A request under another call_id, in a session of its own: the old session's calls stay as they were answered."""
+    """Return the request under a new call_id and in a session of its own, because the calls of the old session keep
+    their answers."""
     try:
         event = await event_of(role, letter, value)
     except UndecodableRecord:
@@ -188,11 +189,11 @@ async def _as_new_call(role: Role, letter: DeadLetter, value: bytes, times: int)
 
 PLACE = re.compile(r"(?P<topic>[a-z.-]+)\[(?P<partition>\d{1,9})\]@(?P<offset>\d{1,18})")
 FOLDED = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
-"""What assembler units read: only there a unit stops at a record."""
+"""Topics that partition tasks of the assembler read; they can stop only at one of their records."""
 
 
 def parsed(text: str) -> tuple[Partition, int]:
-    """The place that `topic[partition]@offset` names. Raises NotSkippable."""
+    """Parse `topic[partition]@offset`. Raises NotSkippable."""
     found = PLACE.fullmatch(text)
     if found is None or found["topic"] not in FOLDED:
         raise NotSkippable(f"{text!r} is no TOPIC[PARTITION]@OFFSET of {', '.join(FOLDED)}: units stop nowhere else")
@@ -200,7 +201,7 @@ def parsed(text: str) -> tuple[Partition, int]:
 
 
 async def skip(role: Role, text: str, reason: str) -> SkipRequested:
-    """Write the order. Raises NotSkippable where there is no such partition or record."""
+    """Append the order to skip a record. Raises NotSkippable if the partition or the record does not exist."""
     place, offset = parsed(text)
     groups = role.settings.kafka.groups
     if place.number >= groups:
@@ -223,23 +224,23 @@ async def skip(role: Role, text: str, reason: str) -> SkipRequested:
 
 
 def _group_of_unit(key: bytes, unit: int, groups: int) -> str:
-    """A group id that leads to the unit's partition of agent.sessions: the record's own, unless its key is what is
-    wrong with it."""
+    """Return a group id whose partition of agent.sessions is that of the partition task: the record's own, unless its
+    key is invalid."""
     try:
         if partition_of(key, groups) == unit:
             return key.decode()
     except UnicodeDecodeError:
-        pass  # a name of ours instead
+        pass  # a made-up id follows
     names = (f"skip-{number}" for number in itertools.count())
     return next(name for name in names if partition_of(name.encode(), groups) == unit)
 
 
 SHOWN_BYTES = 2000
-"""Of a value that is no text, or of one field."""
+"""Maximum number of bytes shown of a field, or of a value that is not text."""
 
 
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """One action on the run's topics, or its archive; the exit status."""
+    """Run one action on the topics or the archive of the run, and return the exit status."""
     archive = getattr(arguments, "source", "topics") == "archive"
     async with opened("dead-letters", settings, archive=archive) as role:
         return await ACTIONS[arguments.action](role, arguments)
@@ -337,7 +338,7 @@ def _body(letter: DeadLetter, parked_ms: int) -> dict[str, Any]:
 
 
 async def _record(role: Role, letter: DeadLetter, value: bytes) -> Any:
-    """The event as JSON where it decodes, else its first bytes."""
+    """Return the event as JSON if it can be decoded, else the first bytes of the record."""
     try:
         event = await event_of(role, letter, value)
     except UndecodableRecord as error:
@@ -346,7 +347,7 @@ async def _record(role: Role, letter: DeadLetter, value: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: bytes as text where they are text, else as hex; cut to SHOWN_BYTES."""
+    """Convert to JSON types: bytes become text if they are text, else hex, cut to SHOWN_BYTES."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

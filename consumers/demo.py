@@ -1,4 +1,4 @@
-"""`turnlog demo`: the whole loop on this machine, then replay, report and a verdict."""
+"""`turnlog demo`: run the whole loop on this machine, then replay it, write the report and judge the run."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ from turnlog.settings import RunSettings, Settings, changed
 
 PLOT = "reward.png"
 SCREEN = "screen.svg"
-"""The last picture of the live display, and the summary."""
+"""Picture of the live display at its end, with the summary."""
 Prepare = Callable[[Settings], Settings]
 Unisolated = Callable[[SandboxSettings], Awaitable[str]]
-"""Why sandboxes cannot isolate on this machine; empty where they can."""
+"""Function that returns the reason why sandboxes cannot isolate on this machine; empty if they can."""
 
 
 def demo(
     settings: Settings, prepare: Prepare, unisolated: Unisolated, *, steps: int | None, engines: int | None
 ) -> int:
-    """Run everything; 0 only for a run that rose, balances, was acknowledged and replays identically. `prepare` makes
-    the model folder. Whatever happens, Ctrl-C included, no process that this started is left; a run that is up already
-    is left alone. Raises AlreadyUp, AlreadyFed."""
+    """Run everything. Return 0 only if the reward rose, the token accounting balances, every version was acknowledged
+    and the replay is identical.
+
+    `prepare` makes the model folder. No process that this starts survives it, not even after Ctrl-C; a run that is up
+    already is not touched. Raises AlreadyUp, AlreadyFed.
+    """
     console = Terminal()
     settings = demo_settings(settings, steps, engines)
     measured = Measured()
@@ -45,7 +48,7 @@ def demo(
     settings = run_verb(runnable_here(settings, unisolated, console))
     with _phase(measured, "model"), console.status("making the tiny model (torch needs a few seconds to import)"):
         settings = prepare(settings)
-    started = False  # `up` stops what it started where it fails; what somebody else started is not ours to stop
+    started = False  # a failed `up` stops what it started; a run that was up before must stay up
     try:
         with _phase(measured, "servers"):
             up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
@@ -56,14 +59,15 @@ def demo(
         return ExitStatus.INTERRUPTED
     finally:
         if started:
-            with contextlib.suppress(NotUp):  # its supervisor died
+            with contextlib.suppress(NotUp):  # the supervisor died
                 down(settings, say=lambda line: console.print(f"  {line}", highlight=False))
     _say(report, directory, console)
     return ExitStatus.DIFFERS if report.failures else ExitStatus.DONE
 
 
 def demo_settings(settings: Settings, steps: int | None, engines: int | None) -> Settings:
-    """A run id of its own unless one was given; counts of steps and engines as asked for. Raises SettingsError."""
+    """Return settings with a new run id, unless one was given, and with the requested numbers of steps and engines.
+    Raises SettingsError."""
     if settings.run == RunSettings():
         run_id = time.strftime("demo-%Y%m%d-%H%M%S")
         settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=f"runs/{run_id}"))
@@ -75,8 +79,8 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
 
 
 async def runnable_here(settings: Settings, unisolated: Unisolated, console: Terminal) -> Settings:
-    """With [sandbox] allow_unisolated where no sandbox can isolate, said loudly: a demo's tools are its own model's
-    sums. Report and answers say it again."""
+    """Set [sandbox] allow_unisolated if no sandbox can isolate on this machine, and print a warning. This is acceptable
+    because the demo's tools only compute what its own model asks for. The report and the tool results state it, too."""
     why = await unisolated(settings.sandbox)
     if not why:
         return settings
@@ -89,7 +93,7 @@ async def runnable_here(settings: Settings, unisolated: Unisolated, console: Ter
 
 
 async def _judged(settings: Settings, console: Terminal, measured: Measured) -> Report:
-    """The loop, then replay and report while the servers still run."""
+    """Run the loop, then replay and report while the servers still run."""
     display = Display(settings, console)
     began = time.monotonic()
     async with beside(_mean_load(measured)):
@@ -114,7 +118,7 @@ def _save_screen(display: Display, report: Report, directory: Path) -> None:
 
 
 async def _mean_load(measured: Measured, every_s: float = 2.0) -> None:
-    """Mean of the one-minute load average while the loop runs."""
+    """Measure the mean of the one-minute load average while the loop runs."""
     samples: list[float] = []
     while True:
         samples.append(os.getloadavg()[0])

@@ -1,4 +1,4 @@
-"""`turnlog eval`: what the groups of purpose `eval` say of each weight version, from the log alone."""
+"""`turnlog eval`: results of each weight version in the groups of purpose `eval`, from the log alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from turnlog.settings import Settings
 
 
 class NothingEvaluated(Exception):
-    """No session of purpose eval counts for a version yet. Remedy: [eval] every, and time."""
+    """No session of purpose eval counts for a version yet. Remedy: set [eval] every, and wait."""
 
 
 async def read(role: Role) -> Evaluations:
-    """Of the role's run."""
+    """Read the evaluations of the role's run."""
     found = EvalGroups()
     for topic in (topics.SAMPLES, topics.TREES, topics.GROUP_REQUESTS, topics.WEIGHTS):
         async for _, event in events(role, topic, names=EvalGroups.READS):
@@ -32,7 +32,7 @@ async def read(role: Role) -> Evaluations:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print what the evaluations say; 0. Raises NothingEvaluated, LogUnavailable, NoArchive."""
+    """Print the evaluations and return 0. Raises NothingEvaluated, LogUnavailable, NoArchive."""
     found = run_verb(_read(settings, archive=arguments.source == "archive"))
     ks = arguments.k or found.ks()
     if arguments.json:
@@ -43,7 +43,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def best_version(settings: Settings, *, archive: bool) -> int:
-    """The number of the best version. Raises NothingEvaluated."""
+    """Return the number of the best version. Raises NothingEvaluated."""
     best = run_verb(_read(settings, archive=archive)).best
     assert best is not None  # else _read has raised
     return best.number
@@ -61,7 +61,7 @@ async def _read(settings: Settings, *, archive: bool) -> Evaluations:
 
 
 def body(run_id: str, found: Evaluations, ks: Sequence[int]) -> dict[str, Any]:
-    """The answer as JSON, versions oldest first."""
+    """Return the answer as JSON, versions oldest first."""
     best = found.best
     return {
         "run": run_id,
@@ -73,7 +73,7 @@ def body(run_id: str, found: Evaluations, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def table(run_id: str, found: Evaluations, ks: Sequence[int]) -> Table:
-    """The versions as people read them, oldest first."""
+    """Return a table of the versions, oldest first."""
     best = found.best
     left = ", ".join(f"{reason} {count:,}" for reason, count in sorted(found.left_out.items()))
     where = f" ({best.checkpoint})" if best and best.checkpoint else ""

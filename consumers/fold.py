@@ -1,7 +1,8 @@
-"""`turnlog fold`: recorded sessions folded by one policy and by another: what each trains, masks and duplicates.
+"""`turnlog fold`: fold recorded sessions by two trajectory rules, and show what each trains, masks and duplicates.
 
-Nothing is written. Figures are of trees, so of sessions that have settled: what their group decides later (excluded,
-discarded, late) is the same under every policy and is left out. Memory: the open groups and the sessions shown.
+Nothing is written. Figures are of turn trees, and so of settled sessions. What their group decides later (excluded,
+discarded, late) is the same under every rule and is left out. Memory holds the open groups and the sessions that are
+shown.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ from turnlog.settings import Settings
 
 
 class NoSuchSession(Exception):
-    """No session or group of the run, or several, begin with what was asked for: check the id and [run] id."""
+    """No session or group of the run begins with the given id, or several do. Remedy: check the id and [run] id."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens of one session, or of all, under one policy."""
+    """Tokens of one session or of all sessions under one trajectory rule."""
 
     segments: int = 0
     sampled: int = 0
     trained: int = 0
     masked: Counter[str] = field(default_factory=Counter)
-    """By reason; sampled = trained + masked."""
+    """Reason -> tokens; sampled = trained + masked."""
     duplicated: int = 0
-    """Context tokens of segments that an earlier turn of a segment holds already: computed once more."""
+    """Context tokens of segments that another segment already holds in an earlier turn, and that are therefore computed
+    again."""
     tokens: int = 0
-    """Of all segments: what a trainer computes."""
+    """Tokens of all segments, which a trainer computes."""
 
     def add(self, tree: TurnTreeAssembled) -> None:
         """Count a tree."""
@@ -64,13 +66,13 @@ class Tally:
         self.tokens += sum(segment.tokens for segment in tree.segments)
 
     def body(self) -> dict[str, Any]:
-        """As JSON shows it."""
+        """Return the JSON form."""
         return {**dataclasses.asdict(self), "masked": dict(sorted(self.masked.items()))}
 
 
 @dataclass(slots=True)
 class Row:
-    """One session under every policy compared."""
+    """A session under every compared trajectory rule."""
 
     session_id: str
     group_id: str
@@ -79,29 +81,29 @@ class Row:
 
     @property
     def weight(self) -> tuple[int, int, str]:
-        """How much the policies differ: trained tokens first, then duplicated ones."""
+        """Size of the difference between the rules: trained tokens first, then duplicated ones."""
         first, last = self.by_policy[0], self.by_policy[-1]
         return abs(first.trained - last.trained), abs(first.duplicated - last.duplicated), self.session_id
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     policies: tuple[str, ...]
     totals: list[Tally]
     sessions: int = 0
     rows: list[Row] = field(default_factory=list)
-    """The sessions that differ most, most first."""
+    """Sessions with the largest differences, in descending order."""
     open_groups: int = 0
-    """Groups that have not settled, or lack records: sessions of theirs may be missing."""
+    """Number of groups that have not settled or lack records; some of their sessions may be missing."""
     refused: int = 0
-    """Records that no policy folds, or that one does not."""
+    """Number of records that at least one rule does not fold."""
     outputs: list[list[Event]] = field(default_factory=list)
-    """Trees and samples of the sessions to draw, by policy."""
+    """Trees and samples of the sessions to draw, one list per rule."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON shows it."""
+        """Return the JSON form."""
         return {
             "policies": list(self.policies),
             "sessions": self.sessions,
@@ -118,8 +120,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """Which sessions, by an id or its beginning; empty is all. `top`: how many of them to show; `draw`: keep what a
-    drawing needs."""
+    """Selection of sessions by an id or its beginning; empty selects all. `top` is the number of sessions to show;
+    `draw` keeps what a drawing needs."""
 
     group: str = ""
     session: str = ""
@@ -131,10 +133,11 @@ async def compare(
     role: Role, policies: Sequence[str], scope: Scope = Scope(), *, threshold: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:  # fmt: skip
-    """Fold the run of `role` by each of `policies`, with its other settings as recorded; "" is the run's own policy.
+    """Fold the run of `role` by each of `policies`, with its other settings as recorded. "" is the run's own trajectory
+    rule.
 
-    `threshold`: fork_threshold_tokens in place of the recorded one. Raises SettingsError for an unknown policy,
-    NoSuchSession, NothingToReplay, FoldDefect, LogError, BlobError.
+    `threshold` replaces the recorded fork_threshold_tokens. Raises SettingsError for an unknown rule, NoSuchSession,
+    NothingToReplay, FoldDefect, LogError, BlobError.
     """
     run = await recorded_run(role)
     names = tuple(name or run.fold.policy for name in policies or ("",))
@@ -156,7 +159,7 @@ def _rules(run: Configured, policy: str, threshold: int | None) -> FoldRules:
 
 
 async def _in_full(role: Role, scope: Scope) -> Scope:
-    """With whole ids in place of their beginnings."""
+    """Replace beginnings of ids by whole ids."""
     if not scope.session and not scope.group:
         return scope
     found: set[tuple[str, str]] = set()
@@ -183,7 +186,7 @@ def _units(role: Role, scope: Scope) -> list[int]:
 
 
 class _UnitComparison:
-    """Every group of one unit, folded once per policy."""
+    """Folds every group of one partition task once per rule."""
 
     def __init__(self, role: Role, unit: int, rules: Sequence[FoldRules], scope: Scope, found: Comparison) -> None:
         self._role = role
@@ -198,7 +201,7 @@ class _UnitComparison:
         self._trees: dict[str, list[TurnTreeAssembled | None]] = {}
 
     async def run(self, progress: Progress) -> None:
-        """Read the unit to its present end."""
+        """Read the partitions of the task to their present ends."""
         places = [Partition(topic, self._unit) for topic in INPUTS]
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
         progress.begin(f"folding partition {self._unit}", sum(ends[place] - starts[place] for place in places))
@@ -243,7 +246,7 @@ class _UnitComparison:
                     self._count([tree for tree in self._trees.pop(output.session_id) if tree is not None])
 
     def _count(self, trees: Sequence[TurnTreeAssembled]) -> None:
-        """One session is folded by every policy."""
+        """Count a session that every rule has folded."""
         found, first = self._found, trees[0]
         row = Row(first.session_id, first.group_id, max(len(tree.nodes) for tree in trees), [Tally() for _ in trees])
         for tree, total, tally in zip(trees, found.totals, row.by_policy, strict=True):
@@ -256,7 +259,7 @@ class _UnitComparison:
 
 
 def show(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print the comparison; 0, or 1 when nothing is recorded. Raises what `compare` raises."""
+    """Print the comparison. Return 0, or 1 if nothing is recorded. Raises what `compare` raises."""
     return run_verb(print_comparison(settings, arguments, Terminal()))
 
 
@@ -290,7 +293,7 @@ async def print_comparison(settings: Settings, arguments: argparse.Namespace, co
 
 
 def totals(found: Comparison) -> Table:
-    """One line per figure, one column per policy, and the difference of two."""
+    """Return a table with a line per figure and a column per rule, and a column for the difference of two."""
     shown = Table(title=f"{found.sessions:,} session{'' if found.sessions == 1 else 's'}")
     shown.add_column("tokens")
     for name in found.policies:
@@ -314,12 +317,12 @@ def totals(found: Comparison) -> Table:
 
 
 def listed(found: Comparison) -> list[Row]:
-    """The sessions worth a line: under two policies, those that come out otherwise."""
+    """Return the sessions worth a line: all under one rule, under two rules those with different results."""
     return [row for row in found.rows if len(row.by_policy) < 2 or row.by_policy[0] != row.by_policy[1]]
 
 
 def sessions(found: Comparison, rows: Sequence[Row]) -> Table:
-    """The sessions that differ most, two lines under two policies."""
+    """Return a table of the sessions with the largest differences, with a line per rule."""
     shown = Table(title="sessions that differ most" if len(found.policies) == 2 else "sessions")
     for name in ("session", "turns", "policy", "segments", "trained", "masked", "context again"):
         shown.add_column(name, justify="left" if name in ("session", "policy", "masked") else "right")
@@ -334,7 +337,7 @@ def sessions(found: Comparison, rows: Sequence[Row]) -> Table:
 
 
 def drawings(found: Comparison) -> str:
-    """One picture per policy (processors/core/fold/render.py), tokens as numbers."""
+    """Draw one picture per rule (processors/core/fold/render.py), with numbers of tokens."""
     pictures = []
     for policy, outputs in zip(found.policies, found.outputs, strict=True):
         trees = [output for output in outputs if isinstance(output, TurnTreeAssembled)]

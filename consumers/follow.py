@@ -1,16 +1,17 @@
-"""Attach your own consumer: events of topics as they come, at least once, under a consumer group of your own.
+"""Attach your own consumer: events of topics as they arrive, at least once, under a consumer group of your own.
 
     async with follow("segment-samples", group="my-report") as events:
         async for event in events:
             ...
 
-Nothing else needs to know of it: it registers no schema, appends nothing and takes part in no transaction. An event is
-committed after its turn of the loop has ended, so a crash repeats a few events and skips none: keep what you make of an
-event under one of its ids (rollout_id, sample_id, event_id), and a repeat changes nothing.
+No other part of turnlog needs to know about it. It registers no schema, appends nothing and takes part in no
+transaction. An event is committed after its iteration of the loop has ended, so a crash repeats a few events and skips
+none. Store your results under one of the event's ids (rollout_id, sample_id, event_id): then a repeated event changes
+nothing.
 
 FollowError
-├── UnknownTopic      no topic of the catalogue
-└── MixedPartitions   topics whose partitions are counted apart cannot share a group
+├── UnknownTopic      not a topic of the catalogue
+└── MixedPartitions   topics with separately configured numbers of partitions cannot share a group
 """
 
 from __future__ import annotations
@@ -45,17 +46,18 @@ class UnknownTopic(FollowError):
 
 
 class MixedPartitions(FollowError):
-    """Remedy: one `follow`, with a group of its own, per kind of key."""
+    """Remedy: call `follow` once per kind of key, each with a group of its own."""
 
 
 class Events:
-    """An async iterator of decoded events. Several may share a group: each then gets whole partitions of the topics."""
+    """An async iterator of decoded events. Several iterators may share a group; each then receives whole partitions of
+    the topics."""
 
     def __init__(self, client: Log, events: EventLog, *, topics: Sequence[str], group: str, commit_s: float) -> None:
         self.record: Record | None = None
-        """Where the event in hand stands: offset, timestamp, headers."""
+        """Record of the current event, with its offset, timestamp and headers."""
         self.undecodable = 0
-        """Records that were passed over; the role that owns their topic parks them."""
+        """Number of skipped records. The role that owns their topic dead-letters them."""
         self._log = client
         self._events = events
         self._topics = topics
@@ -64,29 +66,28 @@ class Events:
         self._committed_at = time.monotonic()
         self._ready: deque[Record] = deque()
         self._done: dict[Partition, int] = {}
-        """Offset to commit, of partitions that went on since the last commit."""
+        """Offset to commit, for partitions that advanced since the last commit."""
         self._batch: dict[Partition, int] = {}
-        """Offset to commit once what is in hand is done."""
+        """Offset to commit once the current event or list is done."""
         self._ends: dict[Partition, int] = {}
-        """Where to stop, of the partitions held; empty to go on for ever."""
+        """Offset at which to stop, for each assigned partition."""
         self._held = False
         self.until_end = False
         self.reader: GroupReader
 
     def __aiter__(self) -> Events:
-        """Itself."""
         return self
 
     async def __anext__(self) -> Event:
-        """The next event; the one before it is done. Raises LogError, RegistryUnavailable."""
+        """Return the next event and mark the previous one as done. Raises LogError, RegistryUnavailable."""
         while await self._more():
             if (event := await self._decoded()) is not None:
                 return event
         raise StopAsyncIteration
 
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """The same events in lists of what is there, so that their results can be kept in one transaction; a list is
-        done when the next one is asked for. Raises as `__anext__`."""
+        """Yield the same events in lists of what is available, so that their results can be stored in one transaction.
+        A list is done when the next one is requested. Raises what `__anext__` raises."""
         while await self._more():
             events = []
             while self._ready:
@@ -97,7 +98,8 @@ class Events:
                 yield events
 
     async def _more(self) -> bool:
-        """What is in hand is done, and committed when that is due; wait for records. False at the end."""
+        """Mark the current event or list as done, commit if that is due, and wait for records. Return False at the
+        end."""
         self.done()
         while True:
             if time.monotonic() - self._committed_at >= self._commit_s:
@@ -109,7 +111,7 @@ class Events:
             self._ready.extend(await self.reader.poll(timeout_s=POLL_S))
 
     async def _decoded(self) -> Event | None:
-        """The next record's event; None where it is none."""
+        """Return the event of the next record, or None if it cannot be decoded."""
         self.record = self._ready.popleft()
         try:
             return await self._events.decode(self.record)
@@ -124,20 +126,20 @@ class Events:
             self.record = None
 
     def done(self) -> None:
-        """What is in hand may be committed: an event, or a list of them."""
+        """Allow the current event or list to be committed."""
         self._in_hand()
         self._done |= self._batch
         self._batch.clear()
 
     async def commit(self) -> None:
-        """Commit every event that is done. Raises Fenced when the group has given its partitions to another member."""
+        """Commit every event that is done. Raises Fenced if the group has given its partitions to another member."""
         done, self._done = self._done, {}
         if done:
             await self.reader.commit({name: Commit(offset) for name, offset in done.items()})
         self._committed_at = time.monotonic()
 
     async def assigned(self, units: frozenset[int]) -> None:
-        """Begin at the group's commits, or where the log begins."""
+        """Begin at the group's commits, or at the beginning of the log."""
         names = [Partition(topic, unit) for topic in self._topics for unit in units]
         commits, starts = await self._log.commits(self._group, names), await self._log.start_offsets(names)
         for name in names:
@@ -149,7 +151,7 @@ class Events:
         self._held = True
 
     async def revoked(self, units: frozenset[int]) -> None:
-        """Forget what was not handed out: the next owner begins at the last commit."""
+        """Forget what was not delivered; the next owner begins at the last commit."""
         self._held = False
         self._done, self._batch = (
             {name: offset for name, offset in known.items() if name.number not in units}
@@ -164,11 +166,11 @@ class Events:
 async def follow(
     *topics: str, group: str, settings: Settings | None = None, until_end: bool = False, commit_s: float = 1.0
 ) -> AsyncIterator[Events]:
-    """Events of `topics` of a run. Where no settings are given, the environment names the run
-    (`run_settings`).
+    """Follow `topics` of a run. Without `settings`, the environment names the run (`run_settings`).
 
-    `group` names whose progress is committed; a new one begins at the first record. `until_end` ends the loop at what
-    was on the log when the partitions were assigned. Raises FollowError, NoEndpoints, LogError, RegistryUnavailable.
+    `group` is the consumer group whose progress is committed; a new one begins at the first record. With `until_end`
+    the loop ends at what was on the log when the partitions were assigned. Raises FollowError, NoEndpoints, LogError,
+    RegistryUnavailable.
     """
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
     from turnlog.infra.registry import HttpRegistry
@@ -188,20 +190,20 @@ async def follow(
 async def follow_on(
     client: Log, registry: Registry, topics: Sequence[str], *, group: str, until_end: bool, commit_s: float
 ) -> AsyncIterator[Events]:
-    """`follow` over an open log. Schemas come from the registry by the ids of the records."""
+    """Run `follow` on an open log. Schemas are read from the registry by the ids in the records."""
     events = Events(client, EventLog(client, registry, Codec({}), group), topics=topics, group=group, commit_s=commit_s)
     events.until_end = until_end
-    # Patient: half a second later is soon enough, and a few large fetches cost the broker less than many small ones.
+    # patient=True: half a second of delay is acceptable, and a few large fetches are cheaper than many small ones.
     member = client.group_reader(group, topics, assigned=events.assigned, revoked=events.revoked, patient=True)
     async with member as reader:
         events.reader = reader
         yield events
-        events.done()  # not after an error: that event comes again
+        events.done()  # not reached after an error, so that event is delivered again
         await events.commit()
 
 
 def check(topics: Sequence[str], kafka: KafkaSettings) -> None:
-    """Raises UnknownTopic, MixedPartitions."""
+    """Check that the topics exist and can share a group. Raises UnknownTopic, MixedPartitions."""
     for topic in topics:
         if topic not in BY_NAME:
             raise UnknownTopic(f"{topic!r} is no topic: docs/events.md lists them")

@@ -1,14 +1,16 @@
-"""Lag as a fact of the log: what the groups of a run have committed, against where their topics end.
+"""Unread records of a run's consumer groups: the difference between their commits and the ends of their topics.
 
-So it is there when no process of a role is, and nothing is said twice when units move. `turnlog lag` exports it, for
-autoscaling and alerts; it needs the broker alone, and is in none of the groups. `turnlog status` shows it.
+This is computed from the log, so it is available while no process of a role runs, and nothing is reported twice when
+partition tasks move. `turnlog lag` exports it for autoscaling and alerts. It needs only the broker and is a member of
+none of the groups. `turnlog status` shows it, too.
 
-Records wait when nobody has taken them, and when whoever took them has not said that they are over: `high` and
-`under_way` of the committed metadata say so (infra.log.Commit), the offset where there are none. They are counted by
-offsets, so an aborted record or a transaction's marker among many counts, too; the last few are looked at.
+A record counts as unread if nobody has consumed it, or if its consumer has not committed that it is finished. `high`
+and `under_way` of the commit metadata state both (infra.log.Commit); without them, the committed offset counts. Records
+are counted by offsets, so among many records aborted ones and transaction markers count, too. If only a few offsets are
+left, they are checked for actual records.
 
-Beside it is exported what no role can say of itself: for how long a transaction hangs, and until when the certificates
-that servers show are good.
+Also exported is what no role can report about itself: how long a transaction has been open, and until when the servers'
+certificates are valid.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ log = logging.getLogger(__name__)
 ROLES: Mapping[str, tuple[ConsumerGroup, tuple[Topic, ...]]] = {
     role: (access.group, access.consumes) for role, access in ACCESS.items() if access.group is not None
 }
-"""Every role that consumes: its group, and what it reads there."""
+"""Consumer group and topics of every role that consumes."""
 FEW = 4
-"""Offsets that are looked at: a transaction leaves one marker per partition."""
+"""Maximum number of offsets that are checked for actual records. A transaction leaves one marker per partition."""
 LOOKS = 1000
-"""At ends of a partition that are remembered: an age is told up to so many looks."""
+"""Number of observed ends of a partition that are remembered. An age covers at most that many observations."""
 LABELS = ("group", "topic", "partition")
 RECORDS = Gauge("turnlog_lag_records", "Records that wait for a group, as its commits say", LABELS)
 ROLE_RECORDS = Gauge("turnlog_role_lag_records", "turnlog_lag_records of the role's groups together", ["role"])
@@ -65,33 +67,33 @@ EXPIRES = Gauge(
 )  # fmt: skip
 LOOK_S = STAGE_S.labels("lag", "look")
 CERTIFICATES_S = 600.0
-"""Between two looks at certificates."""
+"""Seconds between two checks of certificates."""
 HANDSHAKE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Of one group in one partition."""
+    """Unread records of one group in one partition."""
 
     role: str
     group: str
     place: Partition
     taken: int
-    """The first offset that was not taken."""
+    """First offset that was not consumed."""
     end: int
-    """Of the partition."""
+    """End of the partition."""
     records: int
-    """That wait: from `taken` on, and below it those under way."""
+    """Number of unread records: from `taken` on, and those under way below it."""
 
 
 @dataclass(slots=True)
 class Markers:
-    """Partitions where nothing but markers was found from an offset to an end: an idle log is looked at once."""
+    """Ranges of offsets known to hold only transaction markers, so that an idle log is read only once."""
 
     known: dict[Partition, set[tuple[int, int]]] = field(default_factory=dict)
 
     async def alone(self, client: Log, gaps: Iterable[tuple[Partition, int, int]]) -> set[tuple[Partition, int, int]]:
-        """Those of (partition, start, end) that hold no record. Raises LogError."""
+        """Return those of the ranges (partition, start, end) that hold no record. Raises LogError."""
         small = {gap for gap in gaps if 0 < gap[2] - gap[1] <= FEW}
         found = {gap for gap in small if gap[1:] in self.known.get(gap[0], ())}
         wanted = small - found
@@ -111,8 +113,8 @@ class Markers:
 
 
 async def lag_of(client: Log, settings: Settings, markers: Markers | None = None) -> list[Lag]:
-    """Every group of the run in every partition that it reads. A group that has committed nothing there waits for all
-    that is held. Roles that `turnlog up` can do without are told of when they are switched on, or have ever committed.
+    """Return the lag of every group of the run in every partition that it reads. For a group without commits, all
+    retained records are unread. Optional roles of `turnlog up` are included if they are enabled or have ever committed.
     Raises TopicMissing, LogUnavailable."""
     held = {name: spec.partitions for name, spec in (await client.topics()).items()}
     if missing := [topic.name for topic in CATALOGUE if topic.name not in held]:
@@ -124,7 +126,7 @@ async def lag_of(client: Log, settings: Settings, markers: Markers | None = None
     places = sorted({place for places in wanted.values() for place in places})
     starts = await client.start_offsets(places)
     commits = await asyncio.gather(*(client.commits(group, places) for (_, group), places in wanted.items()))
-    ends = await client.end_offsets(places)  # after the commits: an end is never below what was taken
+    ends = await client.end_offsets(places)  # read after the commits, so that an end is never below a commit
     found = []
     for ((role, group), places), said in zip(wanted.items(), commits, strict=True):
         for place in places:
@@ -136,7 +138,7 @@ async def lag_of(client: Log, settings: Settings, markers: Markers | None = None
 
 
 def by_role(lags: Iterable[Lag]) -> dict[str, int]:
-    """Records that wait for each role."""
+    """Return the number of unread records of each role."""
     sums: dict[str, int] = {}
     for one in lags:
         sums[one.role] = sums.get(one.role, 0) + one.records
@@ -144,13 +146,14 @@ def by_role(lags: Iterable[Lag]) -> dict[str, int]:
 
 
 def _passed(lag: Lag) -> Lag:
-    """Nothing but markers lies behind what was taken."""
+    """Move `taken` to the end, because only markers follow."""
     under_way = lag.records - (lag.end - lag.taken)
     return Lag(lag.role, lag.group, lag.place, lag.end, lag.end, under_way)
 
 
 def _groups(settings: Settings, there: frozenset[str]) -> list[tuple[str, str]]:
-    """(role, group) of the run; of loaders one for each engine that the settings name or that ever had one."""
+    """Return (role, group) pairs of the run. There is a loader group for each engine that the settings name or that
+    ever had one."""
     run, found = settings.run.id, []
     optional = {"views": settings.views.enabled, "archive": settings.archive.enabled, "trace": False}
     for role, (pattern, _) in ROLES.items():
@@ -164,14 +167,14 @@ def _groups(settings: Settings, there: frozenset[str]) -> list[tuple[str, str]]:
 
 
 class Ages:
-    """For how long each partition has had an end, as far as anybody has looked: no record is read for it."""
+    """Time since each partition has had its ends, as far as they were observed. No record is read for this."""
 
     def __init__(self) -> None:
         self._seen: dict[Partition, deque[tuple[float, int]]] = {}
 
     def look(self, lags: Iterable[Lag], now: float) -> dict[str, float]:
-        """Role -> seconds since the first look that saw a record which no group of the role has taken by `now`; 0 where
-        all is taken. Looks that nobody needs any more are forgotten."""
+        """Return, by role, the seconds since the first observation of a record that a group of the role has not
+        consumed by `now`; 0 if all is consumed. Observations that are not needed any more are dropped."""
         lags = list(lags)
         lowest: dict[Partition, int] = {}
         for one in lags:
@@ -191,13 +194,14 @@ class Ages:
 
 
 class Open:
-    """Since when what is committed ends where it does, of partitions that hold more behind that."""
+    """Time since when the last stable offset of partitions has stood still before an open transaction."""
 
     def __init__(self) -> None:
         self._since: dict[Partition, tuple[int, float]] = {}
 
     def look(self, stable: Mapping[Partition, int], ends: Mapping[Partition, int], now: float) -> dict[str, float]:
-        """Topic -> seconds, of its worst partition, by last stable offsets and ends; 0 where all is readable."""
+        """Return, by topic, the seconds for its worst partition; 0 if all records are readable. `stable` are last
+        stable offsets."""
         seconds = {place.topic: 0.0 for place in stable}
         before, self._since = self._since, {}
         for place, offset in stable.items():
@@ -209,7 +213,7 @@ class Open:
 
 
 def tls_servers(settings: Settings) -> list[tuple[str, str, int, ssl.SSLContext]]:
-    """(name, host, port, what it is trusted by) of each server of the settings that speaks TLS. Raises TlsFileUnusable,
+    """Return (name, host, port, TLS context) of each server in the settings that uses TLS. Raises TlsFileUnusable,
     TlsFailed."""
     from turnlog.infra.kafka.security import Login
 
@@ -229,7 +233,8 @@ def tls_servers(settings: Settings) -> list[tuple[str, str, int, ssl.SSLContext]
 
 
 async def expires(host: str, port: int, context: ssl.SSLContext) -> float | None:
-    """End of the certificate that the server shows, in Unix time; 0 when it is not trusted; None: no answer."""
+    """Return the Unix time at which the server's certificate ends; 0 if it is not trusted; None if the server does not
+    answer."""
     try:
         async with asyncio.timeout(HANDSHAKE_S):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
@@ -237,14 +242,14 @@ async def expires(host: str, port: int, context: ssl.SSLContext) -> float | None
         log.warning("the certificate of %s:%d is not trusted: %s", host, port, error.verify_message)
         return 0.0
     except (OSError, TimeoutError):
-        return None  # whoever needs it says so
+        return None  # reported by the roles that use the server
     shown = writer.get_extra_info("peercert")
     writer.close()
     return float(ssl.cert_time_to_seconds(shown["notAfter"]))
 
 
 class Exporter:
-    """The gauges. They hold what was true a moment ago, or nothing."""
+    """Sets the gauges. They hold the last observation, or nothing."""
 
     def __init__(self, client: Log, settings: Settings, health: Health) -> None:
         self._log, self._settings, self._health = client, settings, health
@@ -252,8 +257,8 @@ class Exporter:
         self._certificates_due = 0.0
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Look every [lag] every_s until `stopping`; while the broker or its topics are away, there are no gauges and
-        /readyz says why."""
+        """Observe every [lag] every_s until `stopping`. While the broker or its topics are unavailable, there are no
+        gauges and /readyz says why."""
         while not stopping.is_set():
             self._health.beat()
             try:
@@ -302,7 +307,7 @@ class Exporter:
 
 
 def serve_lag(settings: Settings) -> int:
-    """Export until SIGTERM or SIGINT; 0. Raises NoEndpoints, CannotListen, SettingsError."""
+    """Export until SIGTERM or SIGINT, and return 0. Raises NoEndpoints, CannotListen, SettingsError."""
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
 
     async def run() -> None:

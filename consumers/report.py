@@ -1,4 +1,4 @@
-"""`runs/<id>/report.json`: what a run did, from its topics (load, phases and replay are handed in by who ran it)."""
+"""`runs/<id>/report.json`: report on a run, from its topics. Load, times and replay are supplied by the caller."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import Settings
 
 JUDGED_FROM = 15
-"""Below so many steps the reward is shown, not judged."""
+"""Minimum number of steps from which the rise of the reward is judged; with fewer it is only shown."""
 GAP = 1e-4
-"""Trainer and engine log-probs of one version agree to this."""
+"""Maximum difference between trainer and engine log-probs of one weight version."""
 PACKAGES = ("aiokafka", "faust-streaming", "avro-python3", "fastavro", "sglang", "torch", "megatron-core", "ray",
             "transformers", "minio", "httpx", "pytest")  # fmt: skip
 
 
 @dataclass(slots=True)
 class Measured:
-    """What the log does not know."""
+    """Measurements that are not on the log."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     load_average: float = 0.0
@@ -55,14 +55,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The body of report.json, and the reasons for which the run is not a success."""
+    """The content of report.json, and the reasons why the run is not a success."""
 
     body: dict[str, Any]
     failures: tuple[str, ...]
 
 
 async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
-    """Read the run's topics and judge it."""
+    """Read the run's topics and judge the run."""
     steps = newest_incarnations([e for e in await all_events(role, topics.STEPS) if isinstance(e, StepCompleted)])
     run = await books.read(role)
     rewards = [step.reward_mean for step in steps]
@@ -100,7 +100,8 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
 
 
 def wanted_rise(settings: Settings) -> float:
-    """Of the recipe's mean reward; 0 where it is not judged, as of a recipe that is not installed here."""
+    """Return the required rise of the mean reward, a property of the recipe. It is 0 if the rise is not judged, as with
+    a recipe that is not installed here."""
     try:
         return demo_rise(recipe(settings.feeder.recipe))
     except RecipeError:
@@ -108,8 +109,13 @@ def wanted_rise(settings: Settings) -> float:
 
 
 def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
-    """Trainer against engine with the same weights (others are two policies): the largest over tokens whose cache those
-    weights filled, where it is above GAP, and the largest over the others, which no bound holds; None without any."""
+    """Return the largest differences between trainer and engine log-probs of tokens for which both have the same
+    weights. With different weights they are two policies, so other tokens are left out.
+
+    The first maximum is over tokens whose KV cache was filled by those weights, together with the batches in which it
+    exceeds GAP. The second is over the other tokens, to which no limit applies. Each is None if there are no such
+    tokens.
+    """
     own, old = {}, []
     for step in steps:
         on_own = step.logprob_gap_max if step.trained_tokens > step.old_cache_tokens else None
@@ -126,12 +132,13 @@ def gaps(steps: Iterable[StepCompleted]) -> dict[str, Any]:
 
 
 def newest_incarnations(steps: list[StepCompleted]) -> list[StepCompleted]:
-    """One step per batch, by batch index: the one that counts."""
+    """Return the effective step of each batch, ordered by batch index."""
     return list(counting_steps(steps).values())
 
 
 async def acknowledgements(role: Role) -> dict[str, Any]:
-    """Versions published; per engine those loaded, refused, superseded before it loaded them, and unanswered ones."""
+    """Return how many versions were published, and per engine the versions that were loaded, refused, superseded before
+    they were loaded, and unanswered."""
     published = {event.version for event in await all_events(role, topics.WEIGHTS)}
     loaded: dict[str, set[int]] = {}
     refused: dict[str, set[int]] = {}
@@ -159,7 +166,8 @@ async def acknowledgements(role: Role) -> dict[str, Any]:
 
 
 async def log_bytes(role: Role) -> dict[str, int]:
-    """Bytes of keys, values and headers per topic, as a consumer receives them (before the broker's compression)."""
+    """Return the bytes of keys, values and headers per topic as a consumer receives them, without the broker's
+    compression."""
     totals: dict[str, int] = {}
     for topic in topics.CATALOGUE:
         wanted = partitions(role, topic)
@@ -171,7 +179,7 @@ async def log_bytes(role: Role) -> dict[str, int]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that the loop runs on."""
+    """Return the installed versions of the packages that the loop uses."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         try:
@@ -182,7 +190,7 @@ def versions() -> dict[str, str]:
 
 
 def failures(body: Mapping[str, Any], run: Account, verdict: Verdict) -> list[str]:
-    """Sentences that say why the run is not a success; empty when it is one."""
+    """Return sentences that say why the run is not a success; empty if it is one."""
     said: list[str] = []
     if not body["steps"]:
         said.append("no step was trained")
@@ -203,7 +211,7 @@ def failures(body: Mapping[str, Any], run: Account, verdict: Verdict) -> list[st
 
 
 def summary(report: Report) -> Table:
-    """The report as people read it."""
+    """Return the report as a table."""
     body = report.body
     shown = Table("", "", title=f"run {body['run']}", show_header=False)
     first, last = body["reward_first_2"], body["reward_last_5"]
@@ -241,7 +249,7 @@ def _counts(counts: Mapping[str, Any]) -> str:
 
 
 def store(report: Report, directory: Path) -> Path:
-    """Write report.json, keeping it readable."""
+    """Write report.json in readable form and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "report.json"
     path.write_text(json.dumps(report.body, indent=2, sort_keys=False) + "\n")
@@ -249,7 +257,7 @@ def store(report: Report, directory: Path) -> Path:
 
 
 async def write(settings: Settings, *, as_json: bool = False) -> int:
-    """`turnlog report`: replay, gather, write, print; 0 when nothing is wrong with the run."""
+    """Run `turnlog report`: replay, gather, write, print. Return 0 if nothing is wrong with the run, else 1."""
     console = Terminal(stderr=as_json)
     async with opened("report", settings) as role:
         with console.status("reading the run's topics"):

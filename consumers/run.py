@@ -1,13 +1,13 @@
-"""`turnlog run`: configure the run, feed tasks, show the loop until the draws of [feeder] are trained. `turnlog run
-configure` does the first of it alone, for feeders that run by themselves.
+"""`turnlog run`: configure the run, feed tasks, and show the loop until the rollout batches of [feeder] are trained.
+`turnlog run configure` only configures, for feeders that run on their own.
 
 The display is folded from the run's topics and drawn with rich: phase, steps, reward curve, tokens/s, lag, engines,
 tools.
 
 AlreadyFed          another process feeds the run
 UnfinishedRun
-├── RoleFailed      a role of the run gave up; names its log
-└── NotEveryDraw    the trainer ended before all draws were trained
+├── RoleFailed      a role of the run failed for good; the message names its log
+└── NotEveryDraw    the trainer ended before all rollout batches were trained
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ WATCHED = (topics.RUNS, topics.SESSIONS, topics.TURNS, topics.TOOL_RESULTS, topi
 
 @dataclass(slots=True)
 class Picture:
-    """Counts so far. A repeated record counts once where that matters (steps, calls)."""
+    """State shown by the display. Repeated records are counted once for steps and tool calls, where it matters."""
 
     steps: dict[int, StepCompleted] = field(default_factory=dict)
     sessions_started: int = 0
@@ -82,17 +82,17 @@ class Picture:
     tool_calls: dict[str, str] = field(default_factory=dict)
     batches: int = 0
     phase: str = ""
-    """That RunPlanned names; empty: running."""
+    """Phase in the last RunPlanned; empty means running."""
     lag: int = 0
     version: int = -1
     version_batch: int = -2
-    """Last batch behind the newest version."""
+    """Last batch that the newest version includes."""
     engines: dict[str, int] = field(default_factory=dict)
-    """Engine -> version served; -2 when it is gone."""
+    """Engine -> version that it serves; -2 once it is gone."""
     rounds: dict[int, set[str]] = field(default_factory=dict)
     """Evaluation round -> its groups."""
     scored: set[str] = field(default_factory=set)
-    """Groups of them."""
+    """Evaluation groups that are scored."""
 
     def apply(self, event: Event) -> None:
         """Fold one event."""
@@ -123,18 +123,18 @@ class Picture:
                 self._evaluation(event)
 
     def _evaluation(self, event: Event) -> None:
-        """Other records of these topics are not shown."""
+        """Fold requests and scores of evaluation groups; ignore other records."""
         if isinstance(event, GroupRequested) and event.purpose is Purpose.eval:
             self.rounds.setdefault(event.dataset_epoch, set()).add(event.group_id)
         if isinstance(event, GroupEmitted) and event.purpose is Purpose.eval:
             self.scored.add(event.group_id)
 
     def published_after(self, batch: int) -> bool:
-        """Whether the newest weights have seen `batch`."""
+        """Return whether the newest weights include `batch`."""
         return self.version_batch >= batch
 
     def evaluated(self, number: int) -> bool:
-        """Whether the round was asked for and all of it is scored."""
+        """Return whether an evaluation round was requested and is completely scored."""
         return number in self.rounds and self.rounds[number] <= self.scored
 
     @property
@@ -148,12 +148,13 @@ REFRESH_PER_S = 4
 
 
 def curve(values: list[float], width: int = 60) -> str:
-    """Values in [0, 1] as one line of bars, the newest `width` of them."""
+    """Draw values in [0, 1] as a line of bars: the newest `width` of them."""
     return "".join(BARS[round(min(max(value, 0.0), 1.0) * (len(BARS) - 1))] for value in values[-width:])
 
 
 class Display:
-    """What is shown. `phase` may be set from outside; on a terminal that is none, one line per step is printed."""
+    """The live display. `phase` may be set by the caller. If the console is not a terminal, one line per step is
+    printed."""
 
     def __init__(self, settings: Settings, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase = "starting"
@@ -176,7 +177,7 @@ class Display:
             yield self
 
     def refreshed(self) -> None:
-        """The picture changed. Where nothing can be redrawn, print each new step once."""
+        """Show a changed picture. If the console is not a terminal, print each new step once."""
         if self._loop_began is None and self.picture.sessions_started:
             self._loop_began = self._clock()
         if self._console.is_terminal:
@@ -191,7 +192,7 @@ class Display:
             )
 
     def render(self) -> RenderableType:
-        """The whole panel."""
+        """Return the whole panel."""
         picture = self.picture
         done = len(picture.steps)
         rewards = picture.rewards
@@ -209,7 +210,7 @@ class Display:
         return Panel(facts, title=Text(f"turnlog · run {self._run_id}"))
 
     def loop_seconds(self) -> float:
-        """Seconds since the first session started."""
+        """Return the seconds since the first session started."""
         return 0.0 if self._loop_began is None else self._clock() - self._loop_began
 
     def _tokens_per_s(self) -> float:
@@ -234,7 +235,7 @@ def _counts(counts: Counter[str]) -> str:
 
 
 FEEDER_LOCK = "feeder.lock"
-"""In the run's directory: held by the process that feeds the run."""
+"""Lock file in the run's directory, held by the process that feeds the run."""
 LOOK_EVERY_S = 0.5
 FIRST_PHASE = "waiting for the first weights"
 POLL_S = 0.2
@@ -249,15 +250,16 @@ class RoleFailed(UnfinishedRun):
 
 
 class AlreadyFed(Exception):
-    """One feeder per run: two would fence each other until both had failed. Remedy: wait for the other to end."""
+    """The run is fed by another process already. Two feeders would fence each other until both had failed. Remedy: wait
+    for the other to end."""
 
 
 class NotEveryDraw(UnfinishedRun):
-    """The trainer is done, the draws are not."""
+    """The trainer ended, but not all rollout batches are trained."""
 
 
 def command(settings: Settings) -> int:
-    """Feed and show a run that is up; 0 when every draw was trained."""
+    """Feed and show a run that is up. Return 0 if every rollout batch was trained."""
     console = Terminal()
     display = Display(settings, console)
     try:
@@ -272,9 +274,9 @@ def command(settings: Settings) -> int:
 
 
 def configure_command(settings: Settings) -> int:
-    """Do what a run needs on its servers before any role starts, once: a second call finds it done and says so. It
-    registers schemas and makes the bucket also where roles may not. 1 when a topic that exists is not as the catalogue
-    says. Raises as `prepared`."""
+    """Prepare the servers for a run before any role starts. A second call finds that done and says so. It registers
+    schemas and makes the bucket even if roles may not. Return 1 if an existing topic differs from the catalogue. Raises
+    what `prepared` raises."""
     own = dataclasses.replace(
         settings,
         registry=dataclasses.replace(settings.registry, auto_register=True),
@@ -293,21 +295,21 @@ def configure_command(settings: Settings) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What `prepared` did."""
+    """Result of `prepared`."""
 
     created: tuple[str, ...]
-    """Topics."""
+    """Names of created topics."""
     problems: tuple[str, ...]
-    """Of topics that were there."""
+    """Problems of topics that existed before."""
     begun: Begun
 
     @property
     def wrong(self) -> bool:
-        """Somebody must mend a topic."""
+        """Whether a topic must be corrected by hand."""
         return any(not problem.startswith(WARNING) for problem in self.problems)
 
     def said(self) -> list[str]:
-        """In words."""
+        """Return the result as lines of text."""
         run, lines = self.begun.run, list(self.problems)
         if self.created:
             lines.append(f"created {len(self.created)} topics: {', '.join(self.created)}")
@@ -323,16 +325,16 @@ class Prepared:
 
 
 async def prepared(role: Role) -> Prepared:
-    """Topics created or checked, the run configured or compared; schemas were registered when `role` was opened.
-    Raises TopicMismatch, OtherRun, OtherSettings, LogUnavailable."""
+    """Create or check topics, and configure the run or compare its configuration. Schemas were registered when `role`
+    was opened. Raises TopicMismatch, OtherRun, OtherSettings, LogUnavailable."""
     created = await apply(role.log, role.settings)
     begun = await begin(role)
     return Prepared(tuple(created), tuple(await check(role.log, role.settings)), begun)
 
 
 async def until_trained(settings: Settings, display: Display) -> None:
-    """Configure the run, feed it, return when every draw is trained and its weights are acknowledged. Raises
-    AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
+    """Configure the run and feed it. Return once every rollout batch is trained and its weights are acknowledged.
+    Raises AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
     async with opened("run", settings) as role:
         stop_at_signal(asyncio.current_task())
         with alone(Path(settings.run.directory)):
@@ -341,7 +343,7 @@ async def until_trained(settings: Settings, display: Display) -> None:
 
 
 def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
-    """Hold the right to feed the run. Raises AlreadyFed."""
+    """Hold the lock that allows feeding the run. Raises AlreadyFed."""
     private_folder(directory)
     return held(
         directory / FEEDER_LOCK,
@@ -357,7 +359,7 @@ async def _feed(role: Role, display: Display) -> None:
     async with display.shown(), _fed(role.settings), beside(_watch(role, display)) as watching:
         display.phase = FIRST_PHASE
         while not await _over(role, display):
-            await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # states of processes are files, not events
+            await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # polled: process states are files, not events
             if watching.done():
                 watching.result()
             if display.picture.phase == RunPhase.PAUSED:
@@ -372,7 +374,7 @@ async def _feed(role: Role, display: Display) -> None:
 
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Run `work` while the block runs; cancelled at its end."""
+    """Run `work` while the block runs, then cancel it."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -382,7 +384,7 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[
 
 
 def stop_at_signal(task: asyncio.Task[None] | None) -> None:
-    """SIGINT and SIGTERM cancel `task`, so that every context is left in order."""
+    """Cancel `task` on SIGINT and SIGTERM, so that every context exits in order."""
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -390,7 +392,7 @@ def stop_at_signal(task: asyncio.Task[None] | None) -> None:
 
 @contextlib.asynccontextmanager
 async def _fed(settings: Settings) -> AsyncIterator[None]:
-    """A feeder beside us, restarted when it dies, stopped at the end."""
+    """Run a feeder process while the block runs. It is restarted if it dies, and stopped at the end."""
     directory = Path(settings.run.directory)
     health = f"http://{HOST}:{free_ports(1)[0]}"
     launch = Launch(
@@ -420,15 +422,15 @@ async def _watch(role: Role, display: Display) -> None:
                 try:
                     event = await role.events.decode(record)
                 except UndecodableRecord:
-                    continue  # the role that owns the topic parks it
+                    continue  # the role that owns the topic dead-letters it
                 if event.run_id == role.settings.run.id:
                     display.picture.apply(event)
             display.refreshed()
 
 
 async def _over(role: Role, display: Display) -> bool:
-    """Every draw trained, every engine on the newest version, the last evaluation scored. Raises RoleFailed,
-    NotEveryDraw, RunClosed."""
+    """Return whether every rollout batch is trained, every engine has the newest version, and the last evaluation is
+    scored. Raises RoleFailed, NotEveryDraw, RunClosed."""
     settings, picture = role.settings, display.picture
     if picture.phase == RunPhase.CLOSED:
         raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
@@ -442,7 +444,7 @@ async def _over(role: Role, display: Display) -> bool:
         if child["state"] == State.FAILED:
             raise RoleFailed(f"{child['name']}: {child['error']}; log {child['log']}")
         if child["name"].startswith("trainer") and child["state"] == State.DONE and drawn < settings.feeder.draws:
-            trained = await _trained(role)  # the picture is still folding what was there before us
+            trained = await _trained(role)  # the picture may not have caught up with the log yet
             if trained < settings.feeder.draws:
                 raise NotEveryDraw(
                     f"the trainer ended after {trained} of {settings.feeder.draws} draws; log {child['log']}"
@@ -454,5 +456,5 @@ async def _over(role: Role, display: Display) -> bool:
 
 
 async def _trained(role: Role) -> int:
-    """Draws with a step on the log."""
+    """Return the number of rollout batches with a step on the log."""
     return len({step.draw_index for step in await all_events(role, STEPS) if isinstance(step, StepCompleted)})

@@ -1,5 +1,5 @@
-"""`turnlog status`: processes, lag per role, engines, weight versions, and what the live views count. Where no
-supervisor of ours runs the roles, the log tells most of it, and health addresses the rest."""
+"""`turnlog status`: processes, unread records per role, engines, weight versions, and the counts of the live views. If
+no supervisor of this machine runs the roles, most of it is read from the log, and the rest from health addresses."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ TIMEOUT_S = 2.0
 
 
 def show(settings: Settings, *, as_json: bool, health: Sequence[str] = (), every_s: float = 0.0) -> int:
-    """Print the status, again every so many seconds until Ctrl-C if that is not 0, as JSON then a line each; the exit
-    status of `once`."""
+    """Print the status. If `every_s` is not 0, repeat that every so many seconds until Ctrl-C; with `as_json` each time
+    as one line. Return the exit status of `once`."""
     while every_s:
         if not as_json:
             Terminal().clear()
         once(settings, as_json=as_json, health=health, indent=None)
-        time.sleep(every_s)  # processes and servers of others: there is nothing to wait on
+        time.sleep(every_s)  # polled: other processes and servers send no events
     return once(settings, as_json=as_json, health=health)
 
 
 def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), indent: int | None = 2) -> int:
-    """Print the status; 0 when all that was asked is ready, 1 otherwise, 3 when the run is not up. Without a supervisor
-    of ours the log tells what it can, and `health` (else [status] health) names roles to ask. Raises LogError then."""
+    """Print the status. Return 0 if everything that was queried is ready, 1 if not, 3 if the run is not up.
+
+    Without a supervisor of this machine, the status is read from the log as far as possible, and `health` (else
+    [status] health) lists addresses of roles to query. Raises LogError in that case.
+    """
     processes, elsewhere = status_processes(settings), False
     asked = _asked(health or settings.status.health)
     found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "health": asked}
@@ -74,7 +77,7 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), inden
 def _warnings(
     settings: Settings, processes: Sequence[Mapping[str, Any]], asked: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[str]]:
-    """What roles that work warn of, by their names: of the run's own processes, and of those that were asked."""
+    """Return the warnings of running roles by their names: of the run's own processes, and of the queried addresses."""
     health = run_folder.health_addresses(settings) if processes else {}
     with ThreadPoolExecutor(max(1, min(32, len(health)))) as pool:
         own = dict(zip(health, pool.map(lambda one: warned(one, timeout_s=TIMEOUT_S), health.values()), strict=True))
@@ -83,13 +86,15 @@ def _warnings(
 
 
 def _runs_elsewhere(settings: Settings) -> bool:
-    """No supervisor of ours has begun it, and the settings name every server that its log needs."""
+    """Return whether no supervisor of this machine has started the run, and the settings name every server that its log
+    needs."""
     ours = (Path(settings.run.directory) / run_folder.FILE).exists()
     return not ours and bool(settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
 
 
 def _asked(addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Health address -> the role that answers there, whether it is ready and alive, and what it waits for."""
+    """Query health addresses. Return for each the role that answers, whether it is ready and alive, and what it waits
+    for."""
     with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as pool:
         return dict(zip(addresses, pool.map(_asked_one, addresses), strict=True))
 
@@ -108,7 +113,8 @@ def _asked_one(address: str) -> dict[str, Any]:
 
 
 def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """What the live views answer: those of the run, or among `asked`; {"unavailable": why} when none do."""
+    """Return the answer of the live views, those of the run or one in `asked`; {"unavailable": why} if there is
+    none."""
     try:
         own = [address.rstrip("/") for address, said in (asked or {}).items() if said["role"] == "views"]
         url = own[0] if own else run_folder.read_endpoints(Path(settings.run.directory)).views
@@ -118,7 +124,8 @@ def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = No
 
 
 def recipes(settings: Settings) -> dict[str, Any]:
-    """What the run's index says of each recipe, and as of when; {"unavailable": why} where there is none."""
+    """Return the figures of each recipe in the run's index, and their time; {"unavailable": why} if there is no
+    index."""
     try:
         with Index.open(path_of(settings)) as index:
             rows, as_of = index.recipes()
@@ -136,7 +143,8 @@ async def _from_log(settings: Settings) -> dict[str, Any]:
 
 
 async def _progress(role: Role) -> dict[str, Any]:
-    """How far the run is, by its control topics: draws trained of those planned, batches, the newest weights."""
+    """Return the progress of the run from its control topics: rollout batches trained and planned, batches, newest
+    weights."""
     said = await life(role)
     steps: dict[int, StepCompleted] = counting_steps(await all_events(role, topics.STEPS))
     batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
@@ -155,7 +163,7 @@ async def _progress(role: Role) -> dict[str, Any]:
 
 
 def _by_topic(lags: Iterable[Lag]) -> dict[str, dict[str, int]]:
-    """Records that wait: role -> topic."""
+    """Return unread records: role -> topic -> number."""
     behind: dict[str, dict[str, int]] = {}
     for one in lags:
         topic = behind.setdefault(one.role, {})
@@ -164,7 +172,7 @@ def _by_topic(lags: Iterable[Lag]) -> dict[str, dict[str, int]]:
 
 
 def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
-    """Print what was found as people read it."""
+    """Print the status as text."""
     if not found["processes"] and "lag" not in found:
         directory = Path(settings.run.directory)
         if not directory.exists():
@@ -203,11 +211,11 @@ def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
 
 
 FIGURES = {"reward": ".3f", "pass_rate": ".2f", "output_tokens": ".0f", "turns": ".1f", "lag": ".2f"}
-"""Of a recipe, and how each is written; `-` is a mean of nothing."""
+"""Figures of a recipe and their formats; `-` is printed if there is no value."""
 
 
 def _tell_recipes(found: dict[str, Any], console: Terminal) -> None:
-    """One recipe in a line, several in a table."""
+    """Print one recipe as a line, several as a table."""
     if "unavailable" in found:
         console.print(f"recipes: {found['unavailable']}")
         return
@@ -225,7 +233,7 @@ def _tell_recipes(found: dict[str, Any], console: Terminal) -> None:
 
 
 def _tell_progress(found: dict[str, Any], console: Terminal) -> None:
-    """From the live views, which count sessions, else from the log."""
+    """Print the progress from the live views, which count sessions, else from the log."""
     seen, progress = found["views"], found.get("progress")
     if progress:
         planned = "?" if progress["draws_planned"] is None else progress["draws_planned"]
