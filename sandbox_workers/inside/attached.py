@@ -1,8 +1,7 @@
 """The init of a container whose worker is attached to its standard input and output, as a container engine does it.
 
-Before the answer to a call leaves, it looks at the container's control group: where the kernel has killed for memory,
-the call met that limit, whatever its exit code makes of it.
-"""
+Before an answer to a call is sent, the init reads the container's control group. If the kernel has killed a process for
+memory, the call met that limit, whatever its exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from turnlog.sandbox_workers.inside.processes import Place
 from turnlog.sandbox_workers.inside.zygote import deny
 
 ENGINES = ("HOSTNAME",)
-"""Variables that a container engine adds and that no sandbox has."""
+"""Variables that a container engine adds and that no sandbox should have."""
 Events = Mapping[str, tuple[tuple[str, str], ...]]
 EVENTS: Events = {
     "memory_bytes": (
@@ -29,12 +28,12 @@ EVENTS: Events = {
     ),
     "pids": (("/sys/fs/cgroup/pids.events", "max"), ("/sys/fs/cgroup/pids/pids.events", "max")),
 }
-"""Limit -> file and line that count how often it was met, for cgroup v2 and v1 (admin-guide/cgroup-v2, cgroup-v1)."""
+"""Files and lines that count how often each limit was met, for cgroup v2 and v1 (admin-guide/cgroup-v2, cgroup-v1)."""
 
 
 class Pipes(Control):
-    """Standard input and output as one control socket; whatever else is written to standard output goes to standard
-    error, so that it cannot be taken for an answer."""
+    """Standard input and output as one control socket. Everything else that is written to standard output goes to
+    standard error, so that it cannot be taken for an answer."""
 
     def __init__(self, events: Events = EVENTS) -> None:
         self._events = events
@@ -54,7 +53,8 @@ class Pipes(Control):
         return os.readv(self._read, [view])
 
     def sendall(self, data: bytes) -> None:
-        """See Control. `data` is one frame."""
+        """Send one frame, `data`; see Control. In an answer to a call, a limit that the kernel enforced meanwhile is
+        named."""
         head_size, body_size = HEADER.unpack_from(data)
         if not body_size and "status" in (head := json.loads(data[HEADER.size : HEADER.size + head_size])):
             before, self._met = self._met, counted(self._events)
@@ -65,7 +65,8 @@ class Pipes(Control):
 
 
 def main(denied: str, *folders: str) -> None:
-    """`denied`: a BPF program for seccomp(2) in base64, or nothing; `folders`: the writable ones, workspace first."""
+    """Install the seccomp filter, then run the init. `denied` is a BPF program for seccomp(2) in base64, or empty;
+    `folders` are the writable ones, workspace first."""
     for name in ENGINES:
         os.environ.pop(name, None)
     empty(Place(list(folders), own_user=True, namespace=True))  # runtimes copy an image's mode, and may copy its files
@@ -78,7 +79,7 @@ def main(denied: str, *folders: str) -> None:
 
 
 def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) -> dict[str, Any]:
-    """An answer, in which a limit that the kernel has enforced is named."""
+    """Return the answer; if the kernel has enforced a limit meanwhile, name it as the reason."""
     limit = next((name for name, count in now.items() if count > before.get(name, 0)), None)
     if limit is None or head["status"] not in ("ok", "tool_error"):
         return head
@@ -86,7 +87,8 @@ def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) ->
 
 
 def counted(events: Events = EVENTS) -> dict[str, int]:
-    """How often each limit was met until now; nothing of those that cannot be read (gVisor shows no control group)."""
+    """Return how often each limit was met until now. Counts that cannot be read are left out (gVisor shows no control
+    group)."""
     counts = {}
     for limit, places in events.items():
         for path, name in places:

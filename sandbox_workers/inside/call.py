@@ -1,5 +1,6 @@
-"""One run of a command: start it, watch it, take what it prints, end the whole tree, judge. Nothing of a call lives on,
-the interpreter that stands still aside."""
+"""Run one command: start it, watch it, collect its output, end its process tree, and determine its status.
+
+No process of a call outlives it, except the persistent interpreter, which is stopped."""
 
 from __future__ import annotations
 
@@ -28,30 +29,30 @@ from turnlog.sandbox_workers.inside.processes import (
 )
 
 SAMPLE_S = 0.05
-"""Pause between looks at the tree's processes, memory, CPU and disk."""
+"""Seconds between looks at the tree's processes, memory, CPU and disk."""
 LONGEST_LOOK_S = 1.0
 LIMIT_SIGNALS = {128 + signal.SIGXCPU: "cpu_s", 128 + signal.SIGXFSZ: "disk_bytes"}
-"""Exit codes that an rlimit leaves."""
+"""Exit codes of processes that an rlimit has killed."""
 
 Verdict = tuple[str, str]
 """(status, reason)"""
 Become = Callable[[Place, dict[str, Any], bytes, int, list[int], int], None]
-"""What the forked child of a call does; see child.become."""
+"""Function that the forked child of a call runs; see child.become."""
 
 NOTE_BYTES = 64
 CUT_BYTES = 64
-"""Room for the line that stands where output was left out."""
+"""Bytes reserved in each half for the line that marks left-out output."""
 MOST_PARTS = 64
-"""Read from one pipe before anything else is looked at; more than a pipe holds."""
+"""Maximum number of parts read from one pipe before anything else is looked at; more than a pipe holds."""
 STREAMS = ("stdout", "stderr")
 
 MOST_ROUNDS = 2000
-"""Of ending all but one; then that one is ended, too."""
+"""Maximum rounds of ending all processes but the spared one; after them the spared one is ended, too."""
 PAUSE_S = 0.0005
 
 
 class Call:
-    """A command's main process, its pipes, its limits. `interpreter` is the persistent one, if there is any."""
+    """A command's main process, its pipes and its limits. `interpreter` is the persistent one, or None."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Call:
         self.interpreter = interpreter
         self.session = head["kind"] == "session"
         self.code: int | None = None
-        """What a session call's source has left; None while it runs and when the interpreter went with it."""
+        """Exit code of a session call's source; None while it runs, and if the interpreter ended with it."""
         self.reaped = Reaped()
         self.output = Output(control, self.limits["output_bytes"], prompt=head["prompt"], cuts=head["agent"])
         self.began = self.looked = time.monotonic()
@@ -81,7 +82,7 @@ class Call:
         self.disk_before = disk(place)
 
     def run(self, source: bytes, stdin: bytes, folder: int) -> dict[str, Any]:
-        """Head of the answer. Raises ControlClosed, also as Tampered."""
+        """Run the command and return the head of the answer. Raises ControlClosed, or its subclass Tampered."""
         verdict: Verdict | None = ("cancelled", "cancelled")
         try:
             self._start(source, stdin, folder)
@@ -109,7 +110,7 @@ class Call:
         self.output.handed_over()
 
     def _spawned(self, source: bytes, folder: int, streams: list[int], standing: int) -> int:
-        """Pid of a program that could be started without a fork; 0 where that is not so, or it could not be."""
+        """Start a program without a fork and return its pid; 0 if that is not possible or failed."""
         quick = self.become is become and self.head["kind"] in ("program", "shell") and len(source) <= ARGUMENT_BYTES
         if not quick:
             return 0
@@ -121,7 +122,7 @@ class Call:
             return 0  # the fork meets the same, and tells the call
 
     def _watch(self) -> Verdict | None:
-        """Until the main process ends or a session's source has (None), or a limit is met."""
+        """Wait for the main process or a session's source to end (None), or for a limit to be met."""
         channel = self.interpreter.channel.fileno() if self.session and self.interpreter else -1
         poll = select.poll()
         for descriptor in (*self.output.reads, self.handle, *([channel] if self.session else ())):
@@ -154,8 +155,8 @@ class Call:
         return "timeout", "wall_s"
 
     def _hears(self) -> None:
-        """The worker has said lately that it lives. Raises ControlClosed. A pause of our own counts for little: then
-        the whole machine stood."""
+        """Check that a heartbeat of the worker came lately. Raises ControlClosed. A look counts for at most
+        LONGEST_LOOK_S: after a longer gap the whole machine was suspended."""
         now = time.monotonic()
         self.unheard_s += min(now - self.looked, LONGEST_LOOK_S)
         self.looked = now
@@ -163,7 +164,7 @@ class Call:
             raise ControlClosed
 
     def _taken(self, descriptor: int) -> bool:
-        """Take what is there; False when nothing more can come."""
+        """Read what `descriptor` has. Return False if nothing more can come."""
         if descriptor in self.output.reads:
             return self.output.drain(descriptor)
         if self.interpreter is not None and descriptor == self.interpreter.channel.fileno():
@@ -172,7 +173,8 @@ class Call:
         return True
 
     def _listening(self) -> bool:
-        """The interpreter may say that the source has ended; False when it can say nothing any more."""
+        """Read the interpreter's report that the source has ended, if there is one. Return False if it can send nothing
+        any more."""
         assert self.interpreter is not None
         try:
             self.code = self.interpreter.answer()
@@ -181,7 +183,7 @@ class Call:
         return True
 
     def _look(self) -> Verdict | None:
-        """Limits that no rlimit enforces on a tree of processes. Raises Tampered."""
+        """Check the limits that no rlimit enforces on a tree of processes. Raises Tampered."""
         self.integrity.check()
         self.reaped.look()
         if not self.session and self.interpreter is not None:
@@ -201,14 +203,15 @@ class Call:
         return None
 
     def _stands(self, task: Task) -> bool:
-        """It is the interpreter that has no part in this call, or a dead child of it."""
+        """Return whether the process is an interpreter that has no part in this call, or a dead child of it."""
         return not self.session and self.interpreter is not None and self.interpreter.pid in (task.pid, task.parent)
 
     def _cpu(self) -> float:
         return self._cpu_of(tasks(self.place) if self.interpreter else [])
 
     def _cpu_of(self, found: list[Task]) -> float:
-        """Of all processes that there are and were; what a dead one used is its parent's to report once reaped."""
+        """Return the CPU time of all processes, living and dead. A dead process's time is reported by its parent once
+        it has reaped it."""
         children = children_cpu()
         self.unclaimed.look(found, children)
         total = children + self.unclaimed.cpu_s
@@ -248,7 +251,7 @@ class Call:
         return 128 - code if code < 0 else code
 
     def _judge(self, cpu_s: float) -> Verdict:
-        """Verdict on a main process that ended by itself."""
+        """Determine the status of a main process that ended by itself."""
         note = self.output.note.decode(errors="replace")
         if self.output.exceeded:
             return "resource_limit", "output_bytes"
@@ -267,9 +270,11 @@ class Call:
 
 
 class Output:
-    """Never holds more than `most` bytes, however much is printed. `prompt`: it is sent as it comes, else when a part
-    is full, at every look at the call, and at its end: a frame for every line costs more than most calls. `cuts`: too
-    much is no limit met; the first and the last half of `most` are given, all of it as stdout, in the order it came."""
+    """Output of a call, of which at most `most` bytes are held in memory.
+
+    `prompt`: output is sent as it comes; otherwise when a part is full, at every look at the call, and at its end,
+    because a frame for every line costs more than most calls. `cuts`: too much output is not a met limit; the first and
+    the last half of `most` are sent, all of it as stdout, in the order it came."""
 
     def __init__(self, control: Control, most: int, *, prompt: bool, cuts: bool = False) -> None:
         self.control = control
@@ -290,13 +295,13 @@ class Output:
             os.set_blocking(read, False)
 
     def handed_over(self) -> None:
-        """The call has its ends of the pipes: close ours."""
+        """Close our ends of the pipes, after the call has inherited them."""
         for descriptor in self.ends:
             os.close(descriptor)
         self.ends = []
 
     def drain(self, descriptor: int) -> bool:
-        """Take what is there, up to one byte beyond the limit; False at its end."""
+        """Read what is there, up to one byte beyond the limit. Return False at the end of the stream."""
         name = self.reads[descriptor]
         for _ in range(MOST_PARTS):
             if self.exceeded:
@@ -314,7 +319,7 @@ class Output:
         return True
 
     def add(self, name: str, part: bytes) -> None:
-        """Count it, and send it, when it is due, as soon as there is room."""
+        """Count a part of the output. If it is due, send it as soon as the control socket has room."""
         room = self.most - self.written
         if self.cuts:
             name = "stdout"
@@ -330,46 +335,47 @@ class Output:
             self.forward()
 
     def end(self) -> None:
-        """Nothing more will be printed: what was kept of the end is due."""
+        """Finish the output: add the retained last part, after a note of what was left out."""
         if self.left_out:
             self.pending["stdout"] += b"\n[%d bytes left out]\n" % self.left_out
         self.pending["stdout"] += self.last
 
     @property
     def due(self) -> bool:
-        """Something is to be sent now."""
+        """True if something is to be sent now."""
         return any(data and (self.prompt or len(data) >= PART_BYTES) for data in self.pending.values())
 
     def forward(self, *, wait: bool = False) -> None:
-        """Send what the control socket takes at once, so that a slow worker delays no limit; with `wait` all of it.
-        Raises ControlClosed."""
+        """Send what the control socket takes at once, so that a slow worker delays no limit; with `wait`, send all of
+        it. Raises ControlClosed."""
         for name, data in self.pending.items():
             while data and (wait or self._writable()):
                 send(self.control, {"output": name}, bytes(data[:PART_BYTES]))
                 del data[:PART_BYTES]
 
     def close(self) -> None:
-        """Give the pipes back."""
+        """Close the pipes."""
         for descriptor in (*self.reads, *self.ends):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
     def _writable(self) -> bool:
-        """There is room for one part: the kernel says so of a unix socket of which three quarters are free."""
+        """Return whether there is room for one part. The kernel reports a unix socket as writable while three quarters
+        of it are free."""
         poll = select.poll()
         poll.register(self.control.outgoing(), select.POLLOUT)
         return bool(poll.poll(0))
 
 
 class Reaped:
-    """What the kernel has told us of our children that ended."""
+    """Exit statuses and peak memory of our children that ended."""
 
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}
         self.peak_bytes: dict[int, int] = {}
 
     def look(self, options: int = os.WNOHANG) -> None:
-        """Reap what has ended; with 0, until there is no child."""
+        """Reap children that have ended; with `options` 0, wait until there is no child."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status, usage = os.wait4(-1, options)
@@ -394,7 +400,7 @@ def end_all(place: Place, reaped: Reaped) -> None:
 
 
 def end_others(place: Place, spared: Interpreter, reaped: Reaped) -> bool:
-    """Kill every process but ours and `spared`, which stands still then; False when it is dead, too."""
+    """Kill every process but ours and `spared`, which is stopped. Return False if `spared` is dead, too."""
     for _ in range(MOST_ROUNDS):
         if not (found := _living(place, spared.pid)):
             reaped.look()
@@ -407,7 +413,8 @@ def end_others(place: Place, spared: Interpreter, reaped: Reaped) -> bool:
 
 
 def _kill(place: Place, found: set[int], spared: int | None, reaped: Reaped) -> None:
-    """One round: what stands still does not fork, so rounds end even for a fork bomb."""
+    """Kill in one round: everything is stopped first, and a stopped process does not fork, so the rounds end even for a
+    fork bomb."""
     if place.namespace:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGSTOP)
@@ -435,6 +442,6 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def children_cpu() -> float:
-    """Seconds of all children that we have reaped, and of theirs."""
+    """Return the CPU seconds of all children that we have reaped, and of theirs."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

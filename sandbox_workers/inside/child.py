@@ -1,15 +1,16 @@
-"""The child of a call: limits on, then the command, which is a program, a shell's or an agent's Python source.
+"""The child process of a call: sets its limits, then runs the command, which is a program, a shell script or Python
+source.
 
-A program is started by vfork(2) where that can be, in two thirds of the time: a fork of this interpreter has to copy
-its pages. Limits that a program may not lift have to be on before it runs: prlimit(1) of util-linux puts them on and
-becomes it. Where that is missing, or the environment could lead the dynamic linker astray before they are on, there is
-the fork.
+Where possible, a program is started by vfork(2), which takes two thirds of the time: a fork of this interpreter has to
+copy its pages. Limits that a program may not lift must be set before it runs, so prlimit(1) of util-linux sets them and
+becomes the program. The fork is used where prlimit is missing, or where the environment could lead the dynamic linker
+astray before the limits are set.
 
-Calls' bytes pass through the init, and a `python` call is a fork of it: nothing of an earlier call may be left in what
-it has freed. So the init runs on the C library's allocator, which overwrites what is freed (M_PERTURB of mallopt(3)),
-without the cache of freed blocks that evades that (glibc.malloc.tcache_count of the GNU C library's tunables), and
-without Python's own allocator, which overwrites nothing. A child stops overwriting, since it forgets by ending.
-"""
+The bytes of calls pass through the init, and a `python` call is a fork of it, so freed memory must hold nothing of an
+earlier call. Therefore the init runs on the C library's allocator, which overwrites what is freed (M_PERTURB of
+mallopt(3)), without the cache of freed blocks that evades that (glibc.malloc.tcache_count of the GNU C library's
+tunables), and without Python's own allocator, which overwrites nothing. A child stops overwriting: its memory is gone
+when it ends."""
 
 from __future__ import annotations
 
@@ -38,17 +39,19 @@ from turnlog.sandbox_workers.inside.processes import Place, processes_of
 PR_SET_DUMPABLE = 4
 FILE_NAME = "<python>"
 SPARE_PIDS = 128
-"""Room for what a user who is shared with others may start during a call."""
+"""Number of processes that a user who is shared with others may start during a call."""
 ARGUMENT_BYTES = 100_000
-"""A longer script is passed as a file: execve(2) takes no argument of 128 KiB."""
+"""Maximum size of a script passed as an argument; a longer one is passed as a file, because execve(2) takes no argument
+of 128 KiB."""
 FIRST_OTHER = 3
 MOST_DESCRIPTORS = 1024
 MOST_SIGNALS = 1024
-"""That wait to be taken, timers of timer_create(2) among them: counted by user, and in a user namespace by that."""
+"""Maximum number of pending signals, including timers of timer_create(2). The kernel counts them by user, or by the
+user in a user namespace."""
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 LACKING = (resource.RLIMIT_NPROC, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)
-"""Limits that not every kernel has; processes are counted by `Call`, too."""
+"""Limits that not every kernel has. Processes are counted by `Call`, too."""
 
 PRLIMIT = "/usr/bin/prlimit"
 OPTIONS = {
@@ -62,12 +65,13 @@ OPTIONS = {
     resource.RLIMIT_SIGPENDING: "sigpending",
 }
 LINKER = "LD_"
-"""Variables of ld.so(8)."""
+"""Prefix of the variables of ld.so(8)."""
 
 NOTE_FD = 1000
-"""Where a process of the call names the limit that its uncaught exception stands for; far from what programs use."""
+"""Descriptor to which a process of the call writes the limit that its uncaught exception stands for; far from those
+that programs use."""
 NO_THREAD = ("can't start new thread",)
-"""Of the RuntimeError that threading raises."""
+"""Arguments of the RuntimeError that threading raises."""
 LIMIT_ERRORS = {
     errno.EAGAIN: b"pids",  # of fork(2), where the number of processes is limited
     errno.ENOMEM: b"memory_bytes",
@@ -76,14 +80,14 @@ LIMIT_ERRORS = {
 }
 
 FORGETFUL = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"}
-"""Environment that the init is to be started with; it takes it away before a call runs."""
+"""Environment in which the init must be started; it removes these variables before a call runs."""
 M_PERTURB = -6
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
 
 
 def become(place: Place, head: dict[str, Any], source: bytes, folder: int, streams: list[int], standing: int) -> None:
-    """In the forked child: put on the limits, then run the command in `folder`. `streams` are what becomes 0, 1, 2 and
-    the note; `standing` counts processes that are there already. Never returns."""
+    """Set the limits in the forked child, then run the command in `folder`. Never returns. `streams` become descriptors
+    0, 1, 2 and the note; `standing` is the number of processes that exist already."""
     code = 126
     try:
         os.setsid()
@@ -107,19 +111,19 @@ def become(place: Place, head: dict[str, Any], source: bytes, folder: int, strea
 
 
 def wear(streams: list[int]) -> None:
-    """Make them our standard streams and the note."""
+    """Make `streams` our standard streams and the note."""
     for number, target in zip(streams, (0, 1, 2, NOTE_FD)):  # noqa: B905 - images may have Python 3.9
         os.dup2(number, target, inheritable=target != NOTE_FD)
 
 
 def expendable() -> None:
-    """Let programs see our /proc entries, which are closed as the init is, and the kernel kill us first."""
+    """Let programs see our /proc entries, which the init's settings hide, and let the kernel kill us first."""
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     killed_first("self")
 
 
 def killed_first(process: int | str) -> None:
-    """When memory is short, the kernel is to take it before the init (proc(5))."""
+    """Make the kernel kill the process before the init when memory is short (proc(5))."""
     with contextlib.suppress(OSError):
         score = os.open(f"/proc/{process}/oom_score_adj", os.O_WRONLY)
         try:
@@ -129,13 +133,14 @@ def killed_first(process: int | str) -> None:
 
 
 def defaults(action: signal.Handlers) -> None:
-    """Python ignores these and answers with exceptions; programs expect them to kill."""
+    """Set the action for SIGPIPE and SIGXFSZ. Python ignores them and raises exceptions instead; programs expect to be
+    killed."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, action)
 
 
 def replaced_by(argv: list[bytes], env: dict[str, str]) -> int:
-    """Become a program; the exit code when it cannot be, as a shell has it. (os.execvpe would import and fork-copy more
+    """Become a program. Return the exit code as a shell does if that fails. (os.execvpe would import and fork-copy more
     than the program itself costs.)"""
     name, why = argv[0], ""
     folders = [b""] if b"/" in name else os.fsencode(env.get("PATH", os.defpath)).split(b":")
@@ -151,7 +156,7 @@ def replaced_by(argv: list[bytes], env: dict[str, str]) -> int:
 
 
 def command_line(head: dict[str, Any], source: bytes) -> list[bytes]:
-    """argv of a `program` or `shell` call."""
+    """Return the argv of a `program` or `shell` call."""
     if head["kind"] == "program":
         return [os.fsencode(word) for word in head["argv"]]
     shell = b"/bin/bash" if os.path.exists("/bin/bash") else b"/bin/sh"
@@ -163,8 +168,8 @@ def command_line(head: dict[str, Any], source: bytes) -> list[bytes]:
 
 
 def sealed(content: bytes) -> int:
-    """A descriptor from which `content` is read, and which nobody can write to. It needs no feeding, so nothing waits
-    for a reader."""
+    """Return a descriptor from which `content` can be read and to which nobody can write. It needs no feeding, so
+    nothing waits for a reader."""
     import fcntl
 
     number = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -177,7 +182,8 @@ def sealed(content: bytes) -> int:
 
 
 def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int]:
-    """rlimits that suit one process as well as another; what concerns the tree is looked at by `Call`."""
+    """Return the rlimits that are the same for every process of the call. Limits of the whole tree are checked by
+    `Call`."""
     # RLIMIT_NPROC counts all processes of our user: this one, the zygote that may be above it, one more to be seen
     # beyond the limit, and those that are not ours to count. It is always set: without it a fork bomb outruns
     # everything that looks on. One more again, so that a control group, where there is one, refuses first: it keeps
@@ -192,7 +198,8 @@ def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int
 
 
 def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool = True, reserves: bool = False) -> None:
-    """Put them on, for good. `cpu`: without, for a process that lives longer than a call; `reserves`: see `pairs`."""
+    """Set the rlimits, permanently. `cpu` is False for a process that lives longer than a call; for `reserves` see
+    `pairs`."""
     for name, pair in pairs(place, limits, standing, cpu=cpu, reserves=reserves).items():
         put(0, name, pair)
 
@@ -200,7 +207,7 @@ def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool 
 def pairs(
     place: Place, limits: dict[str, Any], standing: int, *, cpu: bool, reserves: bool = False
 ) -> dict[int, tuple[int, int]]:
-    """All of them, soft and hard, none above what we may set. `reserves`: address space is not bounded."""
+    """Return all rlimits as (soft, hard), none above what we may set. `reserves`: address space is not limited."""
     wanted = {name: (bound, bound) for name, bound in bounds(place, limits, standing).items()}
     if reserves:
         del wanted[resource.RLIMIT_AS]
@@ -220,7 +227,8 @@ def pairs(
 
 
 def put(pid: int, name: int, pair: tuple[int, int]) -> None:
-    """Set a limit of a process (0: ours). gVisor has some of them not, and lets nobody set those."""
+    """Set an rlimit of a process (0: ours). gVisor lacks some of LACKING and lets nobody set them; those errors are
+    ignored."""
     try:
         resource.prlimit(pid, name, pair)
     except (ValueError, PermissionError):
@@ -229,14 +237,14 @@ def put(pid: int, name: int, pair: tuple[int, int]) -> None:
 
 
 def run_python(source: bytes) -> int:
-    """Run `source` as __main__ would; the exit code."""
+    """Run `source` as __main__ would. Return the exit code."""
     awake()
     code, _ = run_source(source, FILE_NAME, fresh_main(), interactive=False)
     return code or finish()
 
 
 def awake() -> None:
-    """Undo what the init does for itself alone."""
+    """Undo the settings that the init makes for itself alone."""
     stop_forgetting()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed survives a time-out
@@ -244,13 +252,13 @@ def awake() -> None:
 
 
 def spawnable(argv: list[bytes], env: dict[str, str], folder: int) -> bool:
-    """`argv` can be started so, with this added to the environment."""
+    """Return whether `argv` can be started by `spawned`, with `env` added to the environment."""
     return _served() and not any(name.startswith(LINKER) for name in env) and _program_found(argv[0], env, folder)
 
 
 @functools.lru_cache(maxsize=1)
 def _served() -> bool:
-    """There is prlimit, and the kernel has all of the limits (gVisor has not)."""
+    """Return whether prlimit exists and the kernel has all of the limits (gVisor does not)."""
     try:
         for name in OPTIONS:
             resource.setrlimit(name, resource.getrlimit(name))
@@ -260,7 +268,8 @@ def _served() -> bool:
 
 
 def _program_found(name: bytes, env: dict[str, str], folder: int) -> bool:
-    """What is not there is for the fork to say; prlimit would say it in its own words."""
+    """Return whether the program exists. A missing one is left to the fork: prlimit would report it in its own
+    words."""
     if b"/" in name:
         return os.access(name, os.X_OK, dir_fd=folder)
     path = env.get("PATH") or os.environ.get("PATH") or os.defpath
@@ -270,7 +279,7 @@ def _program_found(name: bytes, env: dict[str, str], folder: int) -> bool:
 def spawned(
     argv: list[bytes], env: dict[str, str], folder: int, streams: list[int], limits: dict[int, tuple[int, int]]
 ) -> int:
-    """Pid of `argv` in `folder`, with `streams` as 0, 1 and 2. Raises OSError, ValueError."""
+    """Start `argv` in `folder` and return its pid; `streams` become 0, 1 and 2. Raises OSError, ValueError."""
     options = [f"--{OPTIONS[name]}={soft}:{hard}" for name, (soft, hard) in limits.items()]
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     os.fchdir(folder)
@@ -293,7 +302,7 @@ def spawned(
 
 
 def fresh_main() -> types.ModuleType:
-    """A `__main__` without our names."""
+    """Create a `__main__` without our names."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -303,7 +312,8 @@ def fresh_main() -> types.ModuleType:
 
 
 def run_source(source: bytes, name: str, main: types.ModuleType, *, interactive: bool) -> tuple[int, bool]:
-    """Exit code, and whether the source asked to exit. `interactive` prints what the last expression is worth."""
+    """Run the source. Return the exit code, and whether the source asked to exit. `interactive` prints the value of the
+    last expression."""
     try:
         linecache.cache[name] = (len(source), None, source.decode(errors="replace").splitlines(keepends=True), name)
         if interactive:
@@ -320,7 +330,8 @@ def run_source(source: bytes, name: str, main: types.ModuleType, *, interactive:
 
 
 def _parts(source: bytes, name: str) -> list[types.CodeType]:
-    """All statements but a last expression; that one, to be shown by sys.displayhook as the prompt does."""
+    """Compile all statements except a last expression, and that expression, to be shown by sys.displayhook as the
+    prompt does."""
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     parts = [compile(tree, name, "exec")]
@@ -337,7 +348,7 @@ def _requested(code: object) -> int:
 
 
 def finish() -> int:
-    """What CPython does at its end: threads, atexit, flush; the exit code that a failure there leaves."""
+    """Do what CPython does at exit: threads, atexit, flush. Return 120 if something fails there, otherwise 0."""
     code = 0
     for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
         try:
@@ -349,7 +360,7 @@ def finish() -> int:
 
 
 def flush() -> None:
-    """Everything printed is in the pipes. Raises what the last failing stream raised."""
+    """Flush all output into the pipes. Raises what the last failing stream raised."""
     failed: BaseException | None = None
     for stream in {id(stream): stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}.values():
         try:
@@ -388,8 +399,8 @@ def note(error: BaseException) -> None:
 
 
 def _thread_limit() -> bytes:
-    """What kept a thread from starting: pthread_create(3) says EAGAIN both when no more processes may be and when there
-    is no address space for a stack."""
+    """Return the limit that kept a thread from starting: pthread_create(3) reports EAGAIN both if no more processes are
+    allowed and if there is no address space for a stack."""
     most, stack = (resource.getrlimit(name)[0] for name in (resource.RLIMIT_AS, resource.RLIMIT_STACK))
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -397,12 +408,12 @@ def _thread_limit() -> bytes:
 
 
 def begin_forgetting() -> None:
-    """Take the variables away."""
+    """Remove the FORGETFUL variables from the environment."""
     for name in FORGETFUL:
         os.environ.pop(name, None)
 
 
 def stop_forgetting() -> None:
-    """In a child: what it frees from now on is its own."""
+    """Stop overwriting freed memory in a child: what it frees from now on is its own."""
     if _mallopt is not None:
         _mallopt(M_PERTURB, 0)

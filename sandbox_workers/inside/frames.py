@@ -1,30 +1,30 @@
 """Frames on the control socket, both ways: two big-endian uint32 (lengths of head and body), JSON head, raw body.
 
-A request is answered by one frame, an `exec` by any number of `output` frames before it. One request at a time.
+A request is answered by one frame; before it, an `exec` sends any number of `output` frames. One request at a time.
 
 exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of the body that are the source), "alive"
             (an interpreter is expected), "prompt" (send output as it comes), "agent" (see Command),
             "silence_s"} + source, then stdin
-            -> {"output": "stdout" | "stderr"} + part, while it runs; every byte that counts against output_bytes
+            -> {"output": "stdout" | "stderr"} + part, while it runs; all bytes that count against output_bytes
             -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}
-            -> {"lost": true} when the expected interpreter has ended between calls: nothing was run
-cancel      {"op", "limit"?}, only while a call runs  ->  nothing of its own: the call answers `cancelled`, or that it
-            met the limit that is named
-beat        {"op"}, only while a call runs  ->  nothing; without one for `silence_s` call and sandbox end: a worker that
-            is stopped keeps its socket, and its successor may run the call
+            -> {"lost": true} if the expected interpreter has ended between calls; then nothing was run
+cancel      {"op", "limit"?}, only while a call runs  ->  no frame of its own: the call answers `cancelled`, or that it
+            met the named limit
+beat        {"op"}, only while a call runs  ->  no frame; without a heartbeat for `silence_s`, call and sandbox end,
+            because a stopped worker keeps its socket open while its successor may run the call
 read        {"op", "path", "most", "offset", "size"} -> {} + content
-read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one behind the other
+read_files  {"op", "most"} + paths          ->  {"sizes"} + contents, one after the other
 write       {"op", "path", "mode", "disk_bytes"} + content -> {}
 index       {"op", "disk_bytes"}            ->  {} + entries
 restore     {"op", "disk_bytes"} + entries  ->  {"go": true}; then a frame {} + contents of the files in order -> {}
 reset       {"op"}                          ->  {"clean"}
-observed    {"op"}                          ->  {} + what it found when it came up (observables.py)
+observed    {"op"}                          ->  {} + its state at the start (observables.py)
 health      {"op"}                          ->  {"healthy", "interpreter"}
 
-Whatever was asked: {"changed": "limits" | "folders"} when a call has changed what it may not; then the init ends.
+Any request may get {"changed": "limits" | "folders"}: a call has changed what it may not, and the init ends.
 
-What files refuse: {"refused": "path" | "missing" | "quota", "text"}. Lists (paths, entries) are JSON; bytes of names
-that are no UTF-8 travel as lone surrogates (PEP 383).
+File requests may get {"refused": "path" | "missing" | "quota", "text"}. Lists (paths, entries) are JSON; bytes of
+names that are not UTF-8 are lone surrogates (PEP 383).
 The first frame is the init's: {"ready": true, "pid"}, with the proxy's listening socket as SCM_RIGHTS if there is one.
 """
 
@@ -44,22 +44,22 @@ class ControlClosed(Exception):
 
 
 class Control(Protocol):
-    """The init's end of the control socket, or of what stands for one."""
+    """The init's end of the control socket, or of its substitute."""
 
     def fileno(self) -> int:
-        """Readable when the worker has something to say."""
+        """Return the descriptor that is readable when the worker has sent something."""
         ...
 
     def outgoing(self) -> int:
-        """A descriptor that can be written to when `sendall` of a part would not wait."""
+        """Return a descriptor that is writable when `sendall` of a part would not block."""
         ...
 
     def recv_into(self, view: memoryview) -> int:
-        """As of a socket."""
+        """Receive bytes, as `socket.recv_into` does."""
         ...
 
     def sendall(self, data: bytes) -> None:
-        """As of a socket."""
+        """Send all bytes, as `socket.sendall` does."""
         ...
 
 
@@ -89,19 +89,20 @@ class Socket(Control):
 
 
 def receive(control: Control) -> tuple[dict[str, Any], bytes]:
-    """Next frame. Raises ControlClosed."""
+    """Return the next frame. Raises ControlClosed."""
     head, size = receive_head(control)
     return head, exactly(control, size)
 
 
 def receive_head(control: Control) -> tuple[dict[str, Any], int]:
-    """Next frame's head and the length of its body, which is still to be taken. Raises ControlClosed."""
+    """Return the head of the next frame and the length of its body, which is still to be received. Raises
+    ControlClosed."""
     head_size, body_size = HEADER.unpack(exactly(control, HEADER.size))
     return json.loads(exactly(control, head_size)), body_size
 
 
 def exactly(control: Control, size: int) -> bytes:
-    """That many bytes. Raises ControlClosed."""
+    """Receive exactly `size` bytes. Raises ControlClosed."""
     data = bytearray(size)
     view, filled = memoryview(data), 0
     while filled < size:
@@ -116,7 +117,7 @@ def exactly(control: Control, size: int) -> bytes:
 
 
 def send(control: Control, head: dict[str, Any], body: bytes = b"") -> None:
-    """Answer. Raises ControlClosed."""
+    """Send a frame. Raises ControlClosed."""
     try:
         control.sendall(frame(head, body))
     except OSError as error:
@@ -124,6 +125,6 @@ def send(control: Control, head: dict[str, Any], body: bytes = b"") -> None:
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
-    """The bytes of one."""
+    """Encode one frame."""
     text = json.dumps(head, separators=(",", ":")).encode()
     return HEADER.pack(len(text), len(body)) + text + body

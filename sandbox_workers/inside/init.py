@@ -1,11 +1,11 @@
-"""First process of a sandbox: runs one call at a time from a unix socket, and no process outlives its call, but for the
-persistent interpreter, which stands still between its calls.
+"""First process of a sandbox. It runs one call at a time from a control socket.
 
-Standard library only, since this folder is all of turnlog that a sandbox holds. `python` calls fork this warm
-interpreter; `shell` and `program` calls fork and exec. Under bubblewrap it is pid 1 of its own pid namespace, so that
-kill(-1) ends every other process at once (pid_namespaces(7)); elsewhere it adopts orphans (PR_SET_CHILD_SUBREAPER)
-and kills its descendants. Control socket closed: everything dies.
-"""
+No process outlives its call, except the persistent interpreter, which is stopped between its calls.
+
+This module uses the standard library only, since this folder is all of turnlog that a sandbox holds. `python` calls
+fork this warm interpreter; `shell` and `program` calls fork and exec. Under bubblewrap it is pid 1 of its own pid
+namespace, so that kill(-1) ends every other process at once (pid_namespaces(7)); elsewhere it adopts orphans
+(PR_SET_CHILD_SUBREAPER) and kills its descendants. When the control socket is closed, everything is killed."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ from turnlog.sandbox_workers.inside.processes import Place
 PR_SET_CHILD_SUBREAPER = 36
 
 IDLE_MS = 250
-"""Between looks at an interpreter that has to stand still."""
+"""Milliseconds between looks at an interpreter that has to stay stopped."""
 
 Answer = tuple[dict[str, Any], bytes]
 
 
 def main(control: str, *arguments: str) -> None:
-    """Command line: control socket's descriptor, and see `run`."""
+    """Run the init from the command line: the control socket's descriptor, then the arguments of `run`."""
     run(Socket(int(control)), *arguments)
 
 
 def run(control: Control, namespace: str, own_user: str, network: str, *folders: str) -> None:
-    """Serve until the worker is gone. "namespace" or "plain", "own" or "shared" user, "none" or "allowlist", writable
-    folders. With "allowlist" the worker gets a socket that listens on our loopback, and we keep none of it."""
+    """Serve until the worker is gone.
+
+    Arguments: "namespace" or "plain"; "own" or "shared" user; network "none" or "allowlist"; the writable folders. With
+    "allowlist" the worker gets a socket that listens on our loopback, and we retain no descriptor of it."""
     place = Place(list(folders), own_user == "own", namespace == "namespace")
     if place.namespace != (os.getpid() == 1):
         raise SystemExit("a sandbox's init must be pid 1 exactly when it has a pid namespace")
@@ -61,7 +63,8 @@ def run(control: Control, namespace: str, own_user: str, network: str, *folders:
 
 
 def serve(control: Control, place: Place, network: str, *, forked: bool = False) -> None:
-    """Say that we are there, then answer until the worker is gone. `forked`: by a zygote, and not to be used again."""
+    """Report readiness, then answer requests until the worker is gone. `forked`: by a zygote, so the init will not be
+    reused."""
     with contextlib.suppress(ControlClosed):
         _ready(control, place, network)
         Service(control, place, lazily=forked).serve()
@@ -80,7 +83,7 @@ def _ready(control: Control, place: Place, network: str) -> None:
 
 
 def protect(place: Place) -> None:
-    """Let no call change what we are."""
+    """Protect this process from the calls: memory, signals, environment."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 is immune to every signal that it does not handle
     if prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):  # so that no call can write to our memory through /proc/1/mem
         raise SystemExit("prctl(PR_SET_DUMPABLE) failed")
@@ -92,17 +95,18 @@ def protect(place: Place) -> None:
 
 
 def freeze() -> None:
-    """Forked children share these pages instead of copying them."""
+    """Freeze the garbage collector, so that forked children share these pages instead of copying them."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 class Service:
-    """A sandbox's state is its files and its interpreter."""
+    """The service of a sandbox, whose state is its files and its interpreter."""
 
     def __init__(self, control: Control, place: Place, become: Become = become, *, lazily: bool = False) -> None:
-        """`lazily`: look around when that is asked for, not for a reset, since none will be."""
+        """Create the service. `lazily`: record the initial state only when the worker asks for it; a reset is not
+        expected then."""
         self.control = control
         self.place = place
         self.become = become
@@ -123,7 +127,8 @@ class Service:
         }
 
     def serve(self) -> None:
-        """Until the worker is gone, or has been told that a call has changed what it may not: raises ControlClosed."""
+        """Answer requests until the worker is gone, or has been told that a call changed something that it may not.
+        Always ends with ControlClosed."""
         try:
             while True:
                 self._await()
@@ -148,7 +153,7 @@ class Service:
         send(self.control, about, content)
 
     def _await(self) -> None:
-        """The next request; meanwhile the interpreter gets no further."""
+        """Wait for the next request; keep the interpreter stopped meanwhile."""
         if self.interpreter is None:
             return
         poll = select.poll()
@@ -221,7 +226,7 @@ class Service:
         return {"healthy": True, "interpreter": alive}, b""
 
     def _end(self) -> None:
-        """The interpreter, and what it has started."""
+        """End the interpreter and what it has started."""
         if self.interpreter is not None:
             end_all(self.place, Reaped())
             self.interpreter.forget()

@@ -1,8 +1,8 @@
-"""The persistent interpreter: the init's hold on it, started on demand and running only during `session` calls; and as
-the process itself sees it, which takes a call's source and streams, runs it and says so.
+"""The persistent interpreter, started on demand and running only during `session` calls.
 
-What it says on its channel is believed no more than an exit code: code that it runs could say the same.
-"""
+`Interpreter` is the init's handle on it. `live` is the process itself: it receives a call's source and streams, runs
+the source and reports its end. The report is trusted no more than an exit code, since code that it runs could send the
+same."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ from turnlog.sandbox_workers.inside.processes import STOPPED, Place, thread_stat
 ENDED = b"the interpreter has ended: the next call starts a new one, without variables and imports\n"
 WAKING = tuple(b"signal: %d/" % number for number in (signal.SIGCONT, signal.SIGKILL))
 CPUCLOCK_SCHED = 2
-"""Of posix-timers in the kernel: the clock of a process's run time."""
+"""Constant of posix-timers in the kernel: the clock of a process's run time."""
 
 PR_SET_PDEATHSIG = 1
 
 CHANNEL_FD = NOTE_FD + 1
 SIZES = struct.Struct(">I")
 DESCRIPTORS = 6
-"""stdin, stdout, stderr, note, folder, and a file with the call: length of its head, head (JSON), source."""
+"""Descriptors of a call: stdin, stdout, stderr, note, folder, and a file with the length of its head, the head (JSON)
+and the source."""
 
 
 class Interpreter:
-    """One process, stopped by SIGSTOP whenever no `session` call runs."""
+    """A process, stopped by SIGSTOP whenever no `session` call runs."""
 
     def __init__(self, place: Place, folder: int, limits: dict[str, Any]) -> None:
         self.place = place
@@ -67,7 +68,7 @@ class Interpreter:
         self.handle = ended(self.pid)
 
     def begin(self, head: dict[str, Any], source: bytes, folder: int, streams: list[int]) -> None:
-        """Let it run this. Raises OSError when it cannot take it."""
+        """Start running the source. Raises OSError if the interpreter cannot receive it."""
         if self.used:  # a new one puts on those of its first call by itself
             for name, bound in bounds(self.place, head["limits"], 0).items():
                 hard = resource.prlimit(self.pid, name)[1]
@@ -84,7 +85,8 @@ class Interpreter:
         os.kill(self.pid, signal.SIGCONT)
 
     def answer(self) -> int | None:
-        """Exit code of the call once it has said so, or None. Raises OSError when it has closed its channel."""
+        """Return the call's exit code once the interpreter has reported it, else None. Raises OSError if it has closed
+        its channel."""
         try:
             said = self.channel.recv(1)
         except BlockingIOError:
@@ -94,7 +96,7 @@ class Interpreter:
         return said[0]
 
     def hold(self) -> bool:
-        """Stop all its threads; False when it is dead."""
+        """Stop all its threads. Return False if it is dead."""
         while not (states := thread_states(self.pid)) <= set(PROCESS_ENDED):
             if states <= {STOPPED, *PROCESS_ENDED}:
                 return True
@@ -104,8 +106,9 @@ class Interpreter:
         return False
 
     def wakes_itself(self) -> bool:
-        """A timer of its own would let it go on, or end it, between its calls (timer_create(2) with SIGCONT, SIGKILL);
-        every other signal waits for the next call, and descriptors send none of one's choice (seccomp)."""
+        """Return whether a timer of its own would continue or end it between its calls (timer_create(2) with SIGCONT,
+        SIGKILL). Every other signal waits for the next call, and seccomp prevents descriptors from sending a chosen
+        signal."""
         try:
             with open(f"/proc/{self.pid}/timers", "rb") as file:
                 return any(line.startswith(WAKING) for line in file)
@@ -113,14 +116,14 @@ class Interpreter:
             return False  # this kernel does not tell (CONFIG_CHECKPOINT_RESTORE); the init looks again and again
 
     def cpu_s(self) -> float:
-        """Of all its threads, living or not, to the nanosecond (clock_getcpuclockid(3))."""
+        """Return the CPU time of all its threads, living or dead, to the nanosecond (clock_getcpuclockid(3))."""
         try:
             return time.clock_gettime((~self.pid << 3) | CPUCLOCK_SCHED)
         except OSError:
             return 0.0  # reaped: then it is in RUSAGE_CHILDREN
 
     def forget(self) -> None:
-        """Kill it, where that has not happened yet. It is reaped as every child is."""
+        """Kill it if it is not dead yet, and close its descriptors. It is reaped as every child is."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.channel.close()
@@ -128,7 +131,7 @@ class Interpreter:
 
 
 def live(place: Place, channel: int, folder: int, limits: dict[str, Any], standing: int) -> None:
-    """In the forked child: become the interpreter. Never returns."""
+    """Become the interpreter in the forked child. Never returns."""
     code = 126
     try:
         os.setsid()
@@ -148,7 +151,7 @@ def live(place: Place, channel: int, folder: int, limits: dict[str, Any], standi
 
 
 def _calls(channel: socket.socket) -> int:
-    """Until one of them asks to exit, or the init is gone: the exit code."""
+    """Run calls until one of them asks to exit, or the init is gone. Return the exit code."""
     main, here, number = fresh_main(), os.getpid(), 0
     while True:
         found, descriptors, _, _ = socket.recv_fds(channel, 1, DESCRIPTORS)
@@ -165,7 +168,7 @@ def _calls(channel: socket.socket) -> int:
 
 
 def _received(descriptors: list[int]) -> bytes:
-    """A call's source; its streams and environment are ours from now on."""
+    """Return a call's source, after adopting its streams and environment."""
     import sys
 
     *streams, folder, call = descriptors
@@ -199,7 +202,8 @@ def _wear_nothing() -> None:
 
 
 def ended(pid: int) -> int:
-    """pidfd_open(2); gVisor does not have it, so a thread waits there and closes the other end of a pipe."""
+    """Return a descriptor that becomes readable when the process ends: pidfd_open(2). gVisor does not have it, so there
+    a thread waits and closes the other end of a pipe."""
     try:
         return os.pidfd_open(pid)
     except OSError as error:
@@ -209,7 +213,7 @@ def ended(pid: int) -> int:
 
 
 def waited_for(pid: int) -> int:
-    """By a thread, which leaves the child to be reaped."""
+    """Return a pipe that a thread closes when the process ends; the child is left to be reaped."""
     read, write = os.pipe()
 
     def wait() -> None:

@@ -1,9 +1,8 @@
-"""The -c program of a container's first process: takes the init program from its input and becomes it.
+"""The -c program of a container's first process: reads the init program from its input and becomes it.
 
 So a container needs no file of ours: its root stays read-only, and the daemon may be on another machine. The worker
-sends four bytes (length, big-endian) and JSON {"modules": {name: source}, "main": module, "arguments": [...]}. What an
-image's python3 says to this file is all that is known of it, so it is written for old ones too.
-"""
+sends four bytes (length, big-endian) and JSON {"modules": {name: source}, "main": module, "arguments": [...]}. Nothing
+else is known of an image's python3 than how it reacts to this file, so it is written for old versions too."""
 
 import importlib
 import importlib.abc
@@ -16,11 +15,11 @@ from types import ModuleType
 
 OLDEST = (3, 9)
 UNFIT = "this image's python3 is"
-"""How the message about a python3 that is too old begins."""
+"""Start of the message about a python3 that is too old."""
 
 
 class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports from memory."""
+    """Importer of modules from memory."""
 
     def __init__(self, modules: "dict[str, str]") -> None:
         self.modules = modules
@@ -39,7 +38,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def taken(size: int) -> bytes:
-    """That many bytes of the input, and not one more."""
+    """Read exactly `size` bytes of the input."""
     data = b""
     while len(data) < size:
         part = os.read(0, size - len(data))

@@ -1,14 +1,12 @@
-"""What must be as it was before the first call, by name: a sandbox is as new when every one of these is equal; putting
-it back, and what no call may change.
+"""The state that must be as it was before the first call, by name; how to restore it; and what no call may change.
 
-Observables are of the init, which a call can reach from outside, and of the namespaces around it, which outlive a
-call's processes. Each is what JSON can hold, and read in less than 0.3 ms (/proc/locks and /proc/net/arp take ten).
-Source: proc(5), sched_getattr(2), ioprio_get(2), namespaces(7).
+A sandbox is as new if every observable is equal to its first value. Observables belong to the init, which a call can
+reach from outside, and to the namespaces around it, which outlive a call's processes. Each is a JSON value, and read in
+less than 0.3 ms (/proc/locks and /proc/net/arp take ten). Source: proc(5), sched_getattr(2), ioprio_get(2),
+namespaces(7).
 
 A call can change the init's own limits, since prlimit(2) works between processes of one user, and the writable folders
-themselves. Found changed, the sandbox is over, and the worker is told what it was, so that nobody else is held to
-account.
-"""
+themselves. If one of them was changed, the sandbox ends and the worker is told which, so that nobody else is blamed."""
 
 from __future__ import annotations
 
@@ -31,14 +29,15 @@ from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, frame
 from turnlog.sandbox_workers.inside.processes import Place, others
 
 FS_IOC_GETFLAGS = 0x80086601
-"""ioctl_iflags(2)."""
+"""Request number from ioctl_iflags(2)."""
 SETTABLE = 0x000380FF
-"""FS_FL_USER_MODIFIABLE of linux/fs.h: the kernel sets others, such as that a folder had many entries once."""
+"""FS_FL_USER_MODIFIABLE of linux/fs.h. The kernel itself sets other flags, such as that a folder once had many
+entries."""
 PR_GET_TIMERSLACK = 30
 NUMBERS = {"x86_64": (315, 252), "aarch64": (275, 31), "riscv64": (275, 31)}
-"""Of sched_getattr(2) and ioprio_get(2), for which the C library has no names, by machine."""
+"""Numbers of sched_getattr(2) and ioprio_get(2), for which the C library has no names, by machine."""
 SCHEDULING_BYTES = 56
-"""Of struct sched_attr with its clamps of utilisation."""
+"""Size of struct sched_attr with its clamps of utilisation."""
 IPC = ("msgmax", "msgmnb", "msgmni", "sem", "shm_rmid_forced", "shmall", "shmmax", "shmmni")
 QUEUES = ("msg_default", "msg_max", "msgsize_default", "msgsize_max", "queues_max")
 NETWORK = ("ipv4/ip_local_port_range", "ipv4/ip_unprivileged_port_start", "ipv4/ping_group_range", "core/somaxconn")
@@ -46,16 +45,17 @@ STATUS = frozenset({
     "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "SigCgt", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd",
     "CapAmb", "NoNewPrivs", "Seccomp_filters", "Umask", "Threads", "Mems_allowed",
 })  # fmt: skip
-"""Signals that wait, are blocked, ignored or caught; whom we are and what we may; umask, threads, memory nodes."""
+"""Fields of /proc/self/status: signals that are pending, blocked, ignored or caught; identity and capabilities; umask,
+threads, memory nodes."""
 MOST_BYTES = 1 << 16
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 Look = Callable[[Place], Any]
 
 AGENTS = ("user.", "system.posix_acl_")
-"""Attributes that the owner of a folder may set (xattr(7))."""
+"""Prefixes of attributes that the owner of a folder may set (xattr(7))."""
 
 PROXY_PORT = 3128
-"""Where a sandbox finds the worker's egress proxy on its own loopback."""
+"""Port at which a sandbox finds the worker's egress proxy on its own loopback."""
 TABLES = ("sockstat", "sockstat6")
 OURS = ("inuse", "tw")
 """Counters of these tables that belong to a network namespace; the others are the machine's (net/ipv4/proc.c)."""
@@ -63,17 +63,18 @@ OURS = ("inuse", "tw")
 LIMITS = range(16)
 """Every RLIMIT_ of Linux."""
 TOLD = {what: frame({"changed": what}) for what in ("limits", "folders")}
-"""Made beforehand: with its limits lowered, an init may be unable to."""
+"""Frames that report a change. They are built beforehand, because an init whose limits were lowered may be unable
+to."""
 
 
 def observed(place: Place) -> dict[str, Any]:
-    """All of them. What a kernel does not show is None. Raises OSError."""
+    """Return all observables; the value is None where the kernel does not show it. Raises OSError."""
     seen = OWN if not place.namespace else {**OWN, **AROUND}
     return {name: look(place) for name, look in seen.items()}
 
 
 def _text(path: str) -> str | None:
-    """Of a file; without the layers of `open`, which cost more than the kernel does."""
+    """Read a file; avoids the layers of `open`, which cost more than the kernel does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # this kernel does not have it, or keeps it to itself
@@ -98,7 +99,7 @@ def _digest(value: object) -> str:
 
 
 def _status(_: Place) -> list[str]:
-    """Lines of our /proc/self/status."""
+    """Return the relevant lines of our /proc/self/status."""
     lines = (_text("/proc/self/status") or "").splitlines()
     return [line for line in lines if line.partition(":")[0] in STATUS]
 
@@ -109,19 +110,19 @@ def _called(which: int, *arguments: Any) -> int | None:
 
 
 def _scheduling(_: Place) -> str:
-    """Policy, flags, nice value, priority, slice and clamps."""
+    """Return policy, flags, nice value, priority, slice and clamps."""
     about = ctypes.create_string_buffer(SCHEDULING_BYTES)
     return f"{_called(0, 0, about, SCHEDULING_BYTES, 0)} {about.raw.hex()}"
 
 
 def _autogroup(_: Place) -> str | None:
-    """Its nice value; its number is another for every session."""
+    """Return the autogroup's nice value, without its number, which differs for every session."""
     text = _text("/proc/self/autogroup")
     return None if text is None else text.partition(" ")[2]
 
 
 def _descriptors(_: Place) -> list[int]:
-    """What kinds of file there are."""
+    """Return the file types of our open descriptors."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of this list
@@ -130,7 +131,7 @@ def _descriptors(_: Place) -> list[int]:
 
 
 def _folder(path: str) -> list[Any]:
-    """Rights, owner, attributes, flags, times and contents, the times first."""
+    """Return rights, owner, times, flags, attributes and contents of a folder. The times are read first."""
     about = os.stat(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -145,17 +146,17 @@ def _folder(path: str) -> list[Any]:
 
 
 def _objects(_: Place) -> list[int | None]:
-    """System V objects of each kind, which outlive processes; a table has one title line."""
+    """Return the number of System V objects of each kind, which outlive processes. A table has one title line."""
     return [len((_text(f"/proc/sysvipc/{table}") or "\n").splitlines()) - 1 for table in ("shm", "sem", "msg")]
 
 
 def _unix(_: Place) -> int:
-    """How many unix sockets there are, abstract names and those in flight among them."""
+    """Return the number of unix sockets, including abstract names and those in flight."""
     return len((_text("/proc/net/unix") or "").splitlines())
 
 
 def _mounts(_: Place) -> str:
-    """What is mounted where and how; numbers of mounts and devices differ from one namespace to the next."""
+    """Return a digest of the mounts; without the numbers of mounts and devices, which differ between namespaces."""
     return _digest([line.split()[3:] for line in (_text("/proc/self/mountinfo") or "").splitlines()])
 
 
@@ -181,7 +182,7 @@ OWN: dict[str, Look] = {
     "processes": others,
     "folders": lambda place: [_folder(path) for path in place.folders],
 }
-"""Of the init and its folders."""
+"""Observables of the init and its folders."""
 
 
 AROUND: dict[str, Look] = {
@@ -200,11 +201,11 @@ AROUND: dict[str, Look] = {
     "user namespace": lambda _: _texts("/proc/sys/user", ("max_inotify_instances", "max_inotify_watches")),
     "clock offsets": lambda _: _text("/proc/self/timens_offsets"),
 }
-"""Of namespaces; what a process without any sees is the host's, and changes without us."""
+"""Observables of the namespaces. A process without any would see those of the host, which others change."""
 
 
 def wipe(place: Place, as_new: dict[str, Any] | None) -> bool:
-    """Empty the writable folders; False when something is left, or this process was tampered with."""
+    """Empty the writable folders. Return False if something is left, or if this process was tampered with."""
     try:
         empty(place)
         untouched(place)
@@ -214,13 +215,13 @@ def wipe(place: Place, as_new: dict[str, Any] | None) -> bool:
 
 
 def untouched(place: Place) -> None:
-    """Let the times of the writable folders tell of nothing. Raises OSError."""
+    """Reset the times of the writable folders, so that they reveal nothing. Raises OSError."""
     for folder in place.folders:
         os.utime(folder, (0, 0))
 
 
 def empty(place: Place) -> None:
-    """Take everything out of the writable folders, their own attributes included. Raises OSError, RecursionError."""
+    """Remove everything from the writable folders, including their own attributes. Raises OSError, RecursionError."""
     for folder in place.folders:
         os.chmod(folder, 0o700)
         for name in os.listxattr(folder):
@@ -252,14 +253,14 @@ def _remove(path: str) -> None:
 
 
 def listener(*, namespace: bool) -> socket.socket:
-    """For the egress proxy to accept on: a socket belongs to the network namespace that it was made in, whoever holds
-    it. On the host's loopback any free port, since all sandboxes share it."""
+    """Open the socket on which the egress proxy accepts. A socket belongs to the network namespace that it was made in,
+    whoever holds it. On the host's loopback any free port is used, since all sandboxes share it."""
     return socket.create_server(("127.0.0.1", PROXY_PORT if namespace else 0), backlog=64)
 
 
 def sockets() -> list[str]:
-    """How many of each protocol there are, those in TIME_WAIT included. The tables that list TCP's one by one take
-    5 ms each, since the kernel walks a hash of the whole machine."""
+    """Return the number of sockets of each protocol, including those in TIME_WAIT. The tables that list TCP's one by
+    one take 5 ms each, since the kernel walks a hash of the whole machine."""
     found = []
     for table in TABLES:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/net/{table}") as file:
@@ -272,11 +273,11 @@ def sockets() -> list[str]:
 
 
 class Tampered(ControlClosed):
-    """The worker has been told; nothing more is served."""
+    """A call has changed what it may not; the worker has been told, and nothing more is served."""
 
 
 class Integrity:
-    """As it was when the init began to serve."""
+    """Check that limits and folders are as they were when the init began to serve."""
 
     def __init__(self, place: Place, control: Control) -> None:
         self.place = place
@@ -285,13 +286,13 @@ class Integrity:
         self.folders = [os.stat(folder) for folder in place.folders]
 
     def check(self) -> None:
-        """Needs no descriptor and no memory to speak of. Raises Tampered."""
+        """Check the limits. Needs no descriptor and hardly any memory. Raises Tampered."""
         if [resource.getrlimit(number) for number in LIMITS] != self.limits:
             self._tell("limits")
 
     def settle(self) -> None:
-        """After a call, when nothing of it runs: its folders are there, with their own rights. Who owns a folder may
-        take every right to it away, and has it so again in no later call. Raises Tampered."""
+        """Check the folders after a call, when nothing of it runs, and restore their rights: the owner of a folder may
+        take every right to it away, but not for later calls. Raises Tampered."""
         self.check()
         for path, before in zip(self.place.folders, self.folders):  # noqa: B905 - images may have Python 3.9
             try:

@@ -1,9 +1,9 @@
-"""What the kernel says of the sandbox's processes and of its writable folders; what processes used that nobody waited
-for.
+"""Processes and writable folders of the sandbox as the kernel shows them, and the CPU time of processes that nobody
+reaped.
 
-The kernel adds a dead process's time to its parent's only when the parent waits; one that ignores SIGCHLD never does
-(wait(2), notes). A control group counts all of it, where there is one; elsewhere `Unclaimed` is what can be known.
-"""
+The kernel adds a dead process's time to its parent's only if the parent waits for it; a parent that ignores SIGCHLD
+never does (wait(2), notes). A control group counts all of it, where there is one; elsewhere `Unclaimed` estimates
+it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import sys
 from typing import NamedTuple
 
 INODE_BYTES = 1024
-"""What a file costs even when empty, so that a million of them meet the disk limit."""
+"""Cost of a file even if it is empty, in bytes, so that a million of them meet the disk limit."""
 TICKS = os.sysconf("SC_CLK_TCK")
 ENDED = (b"Z", b"X")
 STOPPED = b"T"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 SOCKET_BYTES = 16 << 20
-"""What a sandbox may keep in sockets beside its memory."""
+"""Bytes that a sandbox may hold in sockets beside its memory."""
 FEW_SOCKETS = 16
-"""As many cannot hold SOCKET_BYTES: one takes 2 * net.core.wmem_max, 416 KiB on most machines."""
+"""Number of sockets that cannot hold SOCKET_BYTES: one takes 2 * net.core.wmem_max, 416 KiB on most machines."""
 NET = "/proc/self/net"
 
 ROUNDING_S = 2 / TICKS
-"""proc(5) counts user and system time in whole ticks."""
+"""Rounding error in seconds: proc(5) counts user and system time in whole ticks."""
 
 
 class Place(NamedTuple):
-    """Where this sandbox lives."""
+    """Environment of this sandbox's init: folders, user and namespaces."""
 
     folders: list[str]
-    """Writable ones; the first is the working directory. All are emptied by a reset."""
+    """Writable folders; the first is the working directory. All are emptied by a reset."""
     own_user: bool
-    """Nobody else has our user id, so a limit on its number of processes is one on ours."""
+    """True if nobody else has our user id, so that a limit on its number of processes limits only ours."""
     namespace: bool
-    """We are pid 1 of a pid namespace."""
+    """True if we are pid 1 of a pid namespace."""
 
 
 class Task(NamedTuple):
@@ -49,14 +49,14 @@ class Task(NamedTuple):
     threads: int
     cpu_s: float
     reaped_s: float
-    """CPU time of the children that it has waited for."""
+    """CPU time of the children that it has waited for, in seconds."""
     memory_bytes: int
     ended: bool
-    """Dead, and not yet reaped by its parent."""
+    """True if dead, and not yet reaped by its parent."""
 
 
 def others(place: Place) -> list[int]:
-    """Pids of all processes of the sandbox but our own."""
+    """Return the pids of all processes of the sandbox but our own."""
     here = os.getpid()
     if not place.namespace:
         return [task.pid for task in tasks(place)]
@@ -64,7 +64,7 @@ def others(place: Place) -> list[int]:
 
 
 def tasks(place: Place) -> list[Task]:
-    """Every process of the sandbox but our own: all others in the namespace, or our descendants."""
+    """Return every process of the sandbox but our own: all others in the namespace, or our descendants."""
     here = os.getpid()
     if not place.namespace and _childless(here):
         return []
@@ -83,7 +83,7 @@ def tasks(place: Place) -> list[Task]:
 
 
 def processes_of(uid: int) -> int:
-    """Processes and threads of a user, anywhere on this machine."""
+    """Return the number of processes and threads of a user, anywhere on this machine."""
     count = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -94,7 +94,8 @@ def processes_of(uid: int) -> int:
 
 
 def _childless(pid: int) -> bool:
-    """True when the kernel says so at once (CONFIG_PROC_CHILDREN); the host may have thousands of processes."""
+    """Return True if the kernel tells at once that there are no children (CONFIG_PROC_CHILDREN). This avoids a scan of
+    the host, which may have thousands of processes."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
             return not file.read(1)
@@ -103,7 +104,7 @@ def _childless(pid: int) -> bool:
 
 
 def task(pid: int) -> Task | None:
-    """One of them; None when it is gone."""
+    """Return the process, or None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -117,7 +118,7 @@ def task(pid: int) -> Task | None:
 
 
 def thread_states(pid: int) -> set[bytes]:
-    """States of a process's threads as letters (proc_pid_stat(5)); empty when it is gone."""
+    """Return the states of a process's threads as letters (proc_pid_stat(5)); empty if it is gone."""
     states = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -127,8 +128,8 @@ def thread_states(pid: int) -> set[bytes]:
 
 
 def exact_memory(found: list[Task]) -> int:
-    """Bytes of their own, pages that forks still share counted once. Takes longer than what /proc/PID/statm tells,
-    which counts such pages of every fork; that stands in for a process that does not let itself be looked at."""
+    """Return the bytes of private memory, counting pages that forks still share once. This takes longer than
+    /proc/PID/statm, which counts such pages for every fork; statm stands in for a process that cannot be examined."""
     total = 0
     for one in found:
         own = one.memory_bytes
@@ -139,19 +140,20 @@ def exact_memory(found: list[Task]) -> int:
 
 
 class Disk(NamedTuple):
-    """What the writable folders hold."""
+    """Usage of the writable folders."""
 
     used: int
     full: bool
-    """One of them takes no more, however large a call's own limit is."""
+    """True if one of the folders is full, however large a call's own limit is."""
 
     def met(self, most: int, before: Disk) -> bool:
-        """`most` bytes are met, and by more than there was `before`: who found them full may still take away."""
+        """Return whether the limit of `most` bytes is met, and more is used than `before`: a call that found the
+        folders full may still remove files."""
         return (self.full or self.used >= most) and (self.used > before.used or self.used == sys.maxsize)
 
 
 def disk(place: Place) -> Disk:
-    """Of the writable folders; each is a tmpfs of its own under bubblewrap."""
+    """Return the usage of the writable folders. Under bubblewrap each is a tmpfs of its own."""
     if not place.namespace:
         return Disk(sum(tree_bytes(folder) for folder in place.folders), full=False)
     used, full = 0, False
@@ -164,7 +166,8 @@ def disk(place: Place) -> Disk:
 
 
 def tree_bytes(folder: str) -> int:
-    """Of what it holds. A path beyond what the kernel takes, and so beyond all counting, is too much."""
+    """Return the bytes used by a folder's files. A path longer than the kernel takes cannot be counted, and returns
+    sys.maxsize."""
     total, ahead = 0, [folder]
     while ahead:
         try:
@@ -182,9 +185,9 @@ def tree_bytes(folder: str) -> int:
 
 
 def uncharged_bytes(net: str = NET) -> int:
-    """Bytes in sockets of our network namespace that the kernel charges to no control group: datagrams of UDP that are
-    held to be continued (UDP_CORK, MSG_MORE), and answers of netlink that nobody reads. What few sockets hold is not
-    looked at: the table of UDP takes the kernel 0.1 ms."""
+    """Return the bytes in sockets of our network namespace that the kernel charges to no control group: UDP datagrams
+    that wait to be continued (UDP_CORK, MSG_MORE), and netlink answers that nobody reads. With few sockets nothing is
+    read, since the table of UDP takes the kernel 0.1 ms."""
     with open(f"{net}/sockstat", "rb") as file:
         if int(file.readline().split()[2]) <= FEW_SOCKETS:
             return 0
@@ -197,7 +200,8 @@ def uncharged_bytes(net: str = NET) -> int:
 
 
 class Unclaimed:
-    """Compares looks at a tree of processes."""
+    """Estimates the CPU time of processes that nobody waited for, by comparing successive looks at a tree of
+    processes."""
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
@@ -205,7 +209,8 @@ class Unclaimed:
         self._children_s = 0.0
 
     def look(self, found: list[Task], children_s: float) -> None:
-        """`found`: every process but ours; `children_s`: CPU time of the children that we have waited for."""
+        """Compare with the previous look. `found` has every process but ours; `children_s` is the CPU time of the
+        children that we have waited for."""
         now = {task.pid: task for task in found}
         owed: dict[int, float] = {}
         for task in self._before.values():
@@ -221,7 +226,8 @@ class Unclaimed:
         self._before, self._children_s = now, children_s
 
     def _heir(self, task: Task, now: dict[int, Task]) -> int:
-        """Its nearest ancestor that is left, to whom its time and that of all between has gone if anybody waited."""
+        """Return the nearest remaining ancestor: its time, and that of all processes between, went there if anybody
+        waited."""
         heir, steps = task.parent, len(self._before)
         while heir not in now and heir in self._before and steps:
             heir, steps = self._before[heir].parent, steps - 1

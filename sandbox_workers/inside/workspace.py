@@ -1,11 +1,12 @@
-"""The workspace: names that never lead out of it, single files, and the whole of it, taken and put back.
+"""The workspace: paths that never lead out of it, single files, and snapshots of the whole, taken and restored.
 
-Called between calls, when every process of the agent is dead or stands still, so nothing changes underneath. What is
-put back is checked to its end before the first byte is written, since it was made from what a sandbox said.
+These functions are called between calls, when every process of the agent is dead or stopped, so nothing changes
+underneath. A snapshot is checked completely before its first byte is written, since it was made from what a sandbox
+reported.
 
-PathRefused        the path leads out, is too long, or is not what was asked for: said so that a model can read it
+PathRefused        the path leads out, is too long, or is not what was asked for; the message is for the model
 ├── Missing        nothing is there
-├── Locked         its owner has taken the right to it away
+├── Locked         its owner has removed the right to it
 └── Quota          it would not fit
 """
 
@@ -24,35 +25,35 @@ from turnlog.sandbox_workers.inside.observables import empty
 from turnlog.sandbox_workers.inside.processes import INODE_BYTES, Place, disk
 
 MOST_ENTRIES = 20_000
-"""Of a workspace that is to be kept."""
+"""Maximum number of entries in a workspace that can be stored."""
 NAME_BYTES = 4 << 20
-"""All paths and targets of one together."""
+"""Maximum size of all paths and link targets of a workspace together."""
 MOST_DEPTH = 200
-"""Folders in folders."""
+"""Maximum nesting depth of folders."""
 PAGE = 4096
-"""A file takes whole pages of a tmpfs."""
+"""Page size of a tmpfs; a file takes whole pages."""
 Entry = dict[str, Any]
 """path, kind ("file" | "folder" | "link"), mode, size, target, stamp; see protocol.FileEntry."""
 
 PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""A pipe or a device is seen by fstat(2) and never waited for."""
+"""Flags for plain files: a pipe or a device is detected by fstat(2) and never waited for."""
 TEMPORARY = ".turnlog-part-"
-"""How the name begins under which a file is written before it is renamed; what follows is no agent's to know."""
+"""Prefix of the name under which a file is written before it is renamed; agents must not know the rest."""
 
 LONGEST_NAME = 255
 """NAME_MAX of limits.h."""
 LONGEST_PATH = 4095
 """PATH_MAX of limits.h, less its NUL."""
 MOST_LINKS = 40
-"""As the kernel follows (path_resolution(7))."""
+"""Maximum number of links followed, as in the kernel (path_resolution(7))."""
 WORKSPACE = "/workspace"
-"""What models call the root in links, wherever a backend has it."""
+"""Name of the root that models use in links, wherever a backend has it."""
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def index(place: Place, disk_bytes: int) -> list[Entry]:
-    """What is there, parents first. A file's stamp is a hash of its bytes: time stamps have the resolution of the
-    kernel's clock tick, and a write through a shared mapping may leave them as they were. Raises PathRefused."""
+    """Return all entries, parents first. A file's stamp is a hash of its bytes: time stamps have the resolution of the
+    kernel's clock tick, and a write through a shared mapping may leave them unchanged. Raises PathRefused."""
     found: list[Entry] = []
     left = [disk_bytes, NAME_BYTES]
     try:
@@ -67,8 +68,8 @@ def index(place: Place, disk_bytes: int) -> list[Entry]:
 
 
 def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
-    """Bytes of plain files, `most` together, those included whose owner took the right to read them away: `index` has
-    found them all. Raises PathRefused, Missing."""
+    """Return the bytes of plain files, at most `most` together, including files whose owner removed the right to read
+    them, since `index` listed those too. Raises PathRefused, Missing."""
     found = []
     for path in paths:
         try:
@@ -80,7 +81,7 @@ def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
 
 
 def _unlocked(place: Place, path: str, most: int) -> bytes:
-    """What `read` would find if its owner let it."""
+    """Read a file whose owner has removed the right to read it."""
     *above, name = exact(path)
     try:
         with contextlib.ExitStack() as held:
@@ -123,8 +124,8 @@ def _below(folder: int, above: str, left: list[int]) -> Iterator[Entry]:
 
 
 def _within(entry: Entry, left: list[int]) -> Entry:
-    """Raises PathRefused for an entry that makes it too much, before its bytes are looked at (a sparse file's are zeros
-    without end)."""
+    """Subtract the entry from what is `left`. Raises PathRefused if it is too much, before its bytes are read (a sparse
+    file's are zeros without end)."""
     path = entry["path"]
     left[0] -= _cost(entry)
     left[1] -= len(os.fsencode(path)) + len(os.fsencode(entry["target"]))
@@ -138,15 +139,16 @@ def _within(entry: Entry, left: list[int]) -> Entry:
 
 
 def _cost(entry: Entry) -> int:
-    """Of the workspace's room. What is kept is measured as what is put back: a session whose files were kept goes on
-    with them in any sandbox."""
+    """Return the room that an entry takes in the workspace. The same measure applies to storing and restoring, so a
+    session whose files were stored can continue with them in any sandbox."""
     size: int = entry["size"]
     return -(-size // PAGE) * PAGE + INODE_BYTES
 
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str, mode: int, needed: int, flags: int) -> Iterator[int]:
-    """A descriptor; its owner may have taken every right away, and has it so again afterwards."""
+    """Open a file or folder. If its owner has removed the needed rights, they are granted meanwhile and removed again
+    afterwards."""
     locked = mode & needed != needed
     if locked:
         os.chmod(name, stat.S_IMODE(mode) | needed, dir_fd=folder)
@@ -169,7 +171,7 @@ def _stamp(descriptor: int) -> str:
 
 
 def check(entries: list[Entry], disk_bytes: int) -> None:
-    """All of it is a workspace that fits. Raises PathRefused, Quota."""
+    """Check that the entries are a workspace that fits. Raises PathRefused, Quota."""
     if len(entries) > MOST_ENTRIES:
         raise PathRefused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
     kinds: dict[str, str] = {"": "folder"}
@@ -194,7 +196,7 @@ def check(entries: list[Entry], disk_bytes: int) -> None:
 
 
 class Contents:
-    """The files' bytes as they come from the worker, one file behind the other."""
+    """The files' bytes as they come from the worker, one file after the other."""
 
     def __init__(self, control: Control, size: int) -> None:
         self.control = control
@@ -202,14 +204,14 @@ class Contents:
         self.room = bytearray(PART_BYTES)
 
     def copy(self, descriptor: int, size: int) -> None:
-        """The next file. Raises ControlClosed."""
+        """Copy the bytes of the next file. Raises ControlClosed."""
         while size:
             part = self._part(size)
             size -= len(part)
             fill(descriptor, part)
 
     def skip(self) -> None:
-        """What nobody has taken. Raises ControlClosed."""
+        """Discard the bytes that were not taken. Raises ControlClosed."""
         while self.left:
             self._part(self.left)
 
@@ -255,8 +257,8 @@ def _put(root: int, entry: Entry, contents: Contents) -> None:
 
 
 def read(place: Place, path: str, most: int, *, offset: int = 0, size: int | None = None) -> bytes:
-    """Bytes of a plain file that has `most` at most: all, or `size` from `offset` on. Raises PathRefused, Missing,
-    Locked."""
+    """Return the bytes of a plain file of at most `most` bytes: all of them, or `size` from `offset` on. Raises
+    PathRefused, Missing, Locked."""
     *above, name = _named(path)
     try:
         with Walk(place.folders[0]) as walk:
@@ -272,7 +274,7 @@ def read(place: Place, path: str, most: int, *, offset: int = 0, size: int | Non
 
 
 def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: int | None = None) -> bytes:
-    """What `read` reads, of an open file. Raises PathRefused, OSError."""
+    """Return the bytes of an open file, as `read` does. Raises PathRefused, OSError."""
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         raise PathRefused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
@@ -286,8 +288,8 @@ def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: 
 
 
 def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *, follow: bool) -> None:
-    """Replace or make a file by one rename; `follow`: the one that links lead to, which keeps its mode. Raises
-    PathRefused, Quota."""
+    """Replace or create a file by one rename. `follow`: write the file that links lead to, which retains its mode.
+    Raises PathRefused, Quota."""
     *above, name = _named(path)
     held = disk(place)
     if held.full or held.used + len(content) > disk_bytes:
@@ -308,7 +310,7 @@ def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *
 
 
 def fill(descriptor: int, content: bytes | memoryview) -> None:
-    """Write all of it."""
+    """Write all bytes."""
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -343,7 +345,7 @@ def _what(mode: int) -> str:
 
 
 class PathRefused(Exception):
-    """Not served."""
+    """The path leads out, is too long, or is not what was asked for."""
 
     kind = "path"
 
@@ -355,23 +357,23 @@ class Missing(PathRefused):
 
 
 class Locked(PathRefused):
-    """Its rights are in the way."""
+    """The owner has removed the right to the file or folder."""
 
 
 class Quota(PathRefused):
-    """It would not fit."""
+    """The content would not fit the workspace."""
 
     kind = "quota"
 
 
 def shown(path: str) -> str:
-    """A path for a message: short, without control characters."""
+    """Return a path for a message: short, without control characters."""
     text = path if len(path) <= 120 else f"{path[:100]}... ({len(path)} characters)"
     return repr(text.encode(errors="backslashreplace").decode())
 
 
 def parts(path: str) -> list[str]:
-    """Components of a path relative to the workspace. Raises PathRefused."""
+    """Return the components of a path relative to the workspace. Raises PathRefused."""
     if "\0" in path:
         raise PathRefused(f"{shown(path)}: a path holds no NUL byte")
     if path.startswith("/"):
@@ -389,7 +391,7 @@ def parts(path: str) -> list[str]:
 
 
 def exact(path: str) -> list[str]:
-    """Components of a path as a snapshot holds it: nothing in it that `parts` would have to drop. Raises
+    """Return the components of a path as a snapshot holds it, without anything that `parts` would drop. Raises
     PathRefused."""
     found = parts(path)
     if not found or "/".join(found) != path:
@@ -398,8 +400,8 @@ def exact(path: str) -> list[str]:
 
 
 class Walk:
-    """Descriptors of the folders from a root down to where we stand. Links are followed as far as they stay below the
-    root, absolute ones counted from the root's own path; each step opens one name without following it, so that no
+    """Descriptors of the folders from a root down to the current one. Links are followed as far as they stay below the
+    root; absolute ones are relative to the root's own path. Each step opens one name without following it, so that no
     link can lead out (the idea of openat2(2)'s RESOLVE_BENEATH, on every kernel and the same everywhere)."""
 
     def __init__(self, root: str) -> None:
@@ -419,7 +421,7 @@ class Walk:
         return self.stack[-1]
 
     def down(self, names: list[str], path: str, *, make: bool = False) -> None:
-        """Enter folders; `make` those that are not there. `path` is for messages. Raises PathRefused, Missing."""
+        """Enter folders; `make` those that do not exist. `path` is for messages. Raises PathRefused, Missing."""
         ahead = names[::-1]
         while ahead:
             name = ahead.pop()
@@ -429,8 +431,8 @@ class Walk:
                 ahead += self._followed(target, path)[::-1]
 
     def last(self, name: str, path: str, *, make: bool = False) -> str:
-        """Enter what links say until `name` is none; the name where we stand then. `make`: nothing need be there, and
-        folders on the way are made. Raises PathRefused, Missing."""
+        """Follow links until `name` is none. Return the name in the folder that is current then. `make`: nothing need
+        exist, and folders on the way are made. Raises PathRefused, Missing."""
         while (target := self._link(name, make)) is not None:
             names = self._followed(target, path)
             if not names or names[-1] == "..":
@@ -440,7 +442,7 @@ class Walk:
         return name
 
     def _enter(self, name: str, path: str, make: bool) -> str | None:
-        """Go one folder down, or say what the link at its place says."""
+        """Enter one folder. Return None, or the target if there is a link in its place."""
         try:
             self.stack.append(os.open(name, FOLDER, dir_fd=self.here))
             return None
@@ -484,7 +486,7 @@ class Walk:
 
 
 def refusal(error: OSError, path: str) -> PathRefused:
-    """What an error of the file system means to whoever asked."""
+    """Translate an error of the file system into a PathRefused."""
     if error.errno == errno.ENOENT:
         return Missing(f"{shown(path)}: no such file")
     if error.errno == errno.EACCES:

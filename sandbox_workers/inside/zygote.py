@@ -1,12 +1,11 @@
-"""The warm process of which every init of a slot is a fork, each in namespaces of its own; it runs nothing of agents'.
+"""The warm process from which every init of a slot is forked, each into its own namespaces. It runs nothing of agents.
 
-A new sandbox costs a fork so, in place of an interpreter's start. It is pid 1 of bubblewrap's namespaces, has
-CAPABILITIES in their user namespace alone, and no process of a sandbox sees it. It takes one order: a byte with the
-control socket of the next init. What ran before is dead then, and its namespaces go with it. An init gives everything
-up that allowed it to enter its namespaces.
+So a new sandbox costs a fork instead of an interpreter's start. The zygote is pid 1 of bubblewrap's namespaces, has
+CAPABILITIES in their user namespace alone, and is invisible to every process of a sandbox. It takes one kind of order:
+a byte with the control socket of the next init. Processes of the previous sandbox are dead then, and its namespaces go
+with them. An init gives up everything that allowed it to enter its namespaces.
 
-Source: namespaces(7), capabilities(7), mount(2), devpts and tmpfs of the kernel's filesystems documentation.
-"""
+Source: namespaces(7), capabilities(7), mount(2), devpts and tmpfs of the kernel's filesystems documentation."""
 
 from __future__ import annotations
 
@@ -30,20 +29,21 @@ from turnlog.sandbox_workers.inside.processes import Place
 REFUSED = "a sandbox cannot have namespaces of its own"
 
 CAPABILITIES = {"CAP_SETPCAP": 8, "CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21, "CAP_SYS_RESOURCE": 24}
-"""What `limited`, `forked` and `entered` need, with their numbers."""
+"""Capabilities that `limited`, `forked` and `entered` need, with their numbers."""
 NEW = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID, NEWNET of clone(2)."""
 TERMINALS = 64
-"""Of one sandbox. The machine has 4,096 (kernel.pty.max) for all that runs on it."""
+"""Maximum number of pseudo-terminals of one sandbox. The machine has 4,096 (kernel.pty.max) for all that runs on it."""
 USER_LIMITS = {"max_inotify_instances": 24, "max_inotify_watches": 8192}
-"""Of one sandbox, in /proc/sys/user: the machine counts by user, and slots of a worker that is not root share one."""
+"""Limits of one sandbox in /proc/sys/user: the machine counts by user, and the slots of a worker that is not root share
+one."""
 MASKED_FILES = (
     "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/latency_stats",
     "/proc/interrupts", "/proc/kallsyms", "/proc/cmdline",
 )  # fmt: skip
 MASKED_FOLDERS = ("/proc/acpi", "/proc/asound", "/proc/scsi", "/proc/fs", "/proc/bus", "/proc/irq")
-"""What container runtimes hide of /proc, and what else tells of the host's devices and of how it was started. What only
-root of the host may read is not open to a sandbox's user anyhow, and costs no mount."""
+"""Paths of /proc that container runtimes hide, and others that reveal the host's devices and how it was started. Files
+that only root of the host may read are closed to a sandbox's user anyway, and cost no mount."""
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
@@ -60,9 +60,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str) -> None:
-    """Until the worker is gone. `orders`: descriptor of the socket by which control sockets come; `filter_fd`: of two
-    BPF programs for seccomp(2), for us and besides for inits, after the length of the first, or -1; `paths`: the
-    writable folders, each of at most `disk_bytes`."""
+    """Fork an init for every order, until the worker is gone.
+
+    `orders`: descriptor of the socket by which control sockets come. `filter_fd`: descriptor of two BPF programs for
+    seccomp(2), for us and, in addition, for inits, after the length of the first; or -1. `paths`: the writable folders,
+    each of at most `disk_bytes`."""
     own, denied = _filters(int(filter_fd))
     if os.getpid() != 1:  # then kill(-1) would end more than sandboxes
         raise SystemExit("the zygote of a slot's sandboxes must be pid 1")
@@ -90,7 +92,7 @@ def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str
 
 
 def _order(worker: socket.socket) -> list[int]:
-    """One descriptor; none when the worker is gone."""
+    """Receive one descriptor; empty if the worker is gone."""
     return socket.recv_fds(worker, 1, 1)[1]
 
 
@@ -103,7 +105,7 @@ def _filters(number: int) -> tuple[bytes, bytes]:
 
 
 def _serve(control: int, place: Place, network: str, enter: Callable[[], None]) -> None:
-    """The init. Never returns."""
+    """Run the init. Never returns."""
     code = 1
     try:
         enter()
@@ -118,7 +120,7 @@ def _serve(control: int, place: Place, network: str, enter: Callable[[], None]) 
 
 
 def _end() -> None:
-    """Kill and reap whatever runs."""
+    """Kill and reap all other processes."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -133,25 +135,24 @@ class Program(ctypes.Structure):
 
 
 def limited() -> None:
-    """Bound what the kernel counts by user for all of our user namespace. Raises OSError."""
+    """Set the limits that the kernel counts by user for our whole user namespace. Raises OSError."""
     for name, most in USER_LIMITS.items():
         with open(f"/proc/sys/user/{name}", "w") as file:
             file.write(str(most))
 
 
 def masked() -> tuple[list[str], list[str]]:
-    """Files and folders of /proc that are here and open to all."""
+    """Return the files and folders of /proc that exist here and are readable by all."""
     files = [path for path in MASKED_FILES if os.access(path, os.R_OK)]
     return files, [path for path in MASKED_FOLDERS if os.access(path, os.R_OK) and os.listdir(path)]
 
 
 def forked() -> int:
-    """fork(2) into new namespaces, of which the child is the first process; as `os.fork`. Raises OSError.
+    """Fork into new namespaces, of which the child is the first process. Returns as `os.fork` does. Raises OSError.
 
-    By clone(2) itself: unshare(2) would need another process in between, since it leaves us in our pid namespace. We
-    have one thread, of the same number here and there, so no lock has to be made good in the child and no hook of
-    `os.register_at_fork` has to run, which would cost more than the rest of it.
-    """
+    Calls clone(2) directly: unshare(2) would need another process in between, since it leaves us in our pid namespace.
+    We have one thread, with the same number here and there, so no lock has to be repaired in the child and no hook of
+    `os.register_at_fork` has to run, which would cost more than the rest."""
     number = SYS_CLONE.get(os.uname().machine)
     if number is None:
         raise OSError(errno.ENOSYS, f"the number of clone(2) on {os.uname().machine} is not known here")
@@ -161,9 +162,9 @@ def forked() -> int:
 
 
 def entered(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[str]], denied: bytes) -> None:
-    """In the first process of new namespaces: its file systems and loopback, then nothing more to be had. `folders`:
-    writable ones, each a tmpfs of `disk_bytes`; `masks`: see `masked`; `denied`: a BPF program for seccomp(2), or
-    nothing. Raises OSError."""
+    """Set up new namespaces from their first process: file systems and loopback, then give up all capabilities.
+    `folders`: writable ones, each a tmpfs of `disk_bytes`; `masks`: see `masked`; `denied`: a BPF program for
+    seccomp(2), or empty. Raises OSError."""
     os.setsid()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
@@ -184,13 +185,14 @@ def entered(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[st
 
 
 def deny(program: bytes) -> None:
-    """Put this filter above what there is: a call is refused by whichever refuses it. Raises OSError."""
+    """Install a seccomp filter in addition to existing ones; a system call is refused if any of them refuses it. Raises
+    OSError."""
     about = Program(len(program) // INSTRUCTION_BYTES, program)
     _done(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(about), 0, 0), "the seccomp filter")
 
 
 def _renounced() -> None:
-    """No capability is left, and none to be had."""
+    """Drop all capabilities, permanently."""
     _done(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     for number in CAPABILITIES.values():
         _done(prctl(PR_CAPBSET_DROP, number, 0, 0, 0), "the bounding set")
@@ -203,7 +205,7 @@ def _mounted(source: str, target: str, kind: str, flags: int, options: str = "")
 
 
 def _done(failed: int, what: str) -> None:
-    """`failed`: what a call returned, or an errno. Raises OSError."""
+    """Raise OSError if a call failed. `failed` is what it returned, or an errno."""
     if failed:
         number = ctypes.get_errno() if failed < 0 else failed
         raise OSError(number, f"{what}: {os.strerror(number)}")
