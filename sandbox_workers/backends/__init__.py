@@ -1,1 +1,1 @@
-"""Where calls run: one module per backend, and what the local ones are made of."""
+"""Sandbox backends, one module each, and the parts that the local ones share."""

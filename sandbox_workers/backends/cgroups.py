@@ -1,12 +1,12 @@
-"""A control group per sandbox: the kernel's hard bounds on its memory, processes and cores, beside the rlimits.
+"""A control group per sandbox: the kernel's hard limits on its memory, processes and cores, in addition to the rlimits.
 
-Pages of a sandbox's tmpfs are charged to its group too, so the memory bound leaves room for the disk that it may use.
+Pages of a sandbox's tmpfs are charged to its control group too, so the memory limit leaves room for the disk that it
+may use.
 
-Where groups can be made is found by looking: version 1 (a folder per controller) or version 2 (one for all).
-Source: cgroups(7), the kernel's admin-guide/cgroup-v1 and cgroup-v2; proc(5) for mountinfo and /proc/self/cgroup.
-On version 1 memory is limited below our own group, so that what limits us goes on to hold. On version 2 a group that
-holds processes cannot hand its controllers down (no internal processes): then we move ourselves to a leaf first.
-"""
+The module detects where control groups can be made: version 1 (a folder per controller) or version 2 (one for all).
+Source: cgroups(7), the kernel's admin-guide/cgroup-v1 and cgroup-v2; proc(5) for mountinfo and /proc/self/cgroup. On
+version 1 memory is limited below our own control group, so that our own limits still apply. On version 2 a control
+group with processes cannot hand its controllers down (no internal processes), so we move ourselves to a leaf first."""
 
 from __future__ import annotations
 
@@ -30,26 +30,27 @@ from turnlog.schemas.events import SandboxLimits
 log = logging.getLogger(__name__)
 WANTED = ("memory", "pids", "cpu")
 KILL = "kill"
-"""Where a version 2 group is that `cgroup.kill` ends and whose `cpu.stat` counts, beside version 1 controllers too."""
+"""Key in `Tree.folders` of the version 2 group that `cgroup.kill` ends and whose `cpu.stat` counts; it may exist beside
+version 1 controllers."""
 CPU_TIME = "cpuacct"
-"""What counts CPU time where no version 2 group does."""
+"""Controller that counts CPU time where no version 2 group does."""
 LEAF = "turnlog-worker"
-"""The group below our own into which we move ourselves."""
+"""Name of the control group below our own into which we move ourselves."""
 ENDS = ["memory", "pids"]
-"""Controllers without which there is nothing to gain."""
+"""Controllers without which control groups are of no use."""
 KILL_ROUNDS = 100
 PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Folders below which groups are made, by controller; also by KILL."""
+    """Folders below which control groups are made, by controller; also by KILL."""
 
     version: int
     folders: Mapping[str, Path]
 
     def places(self) -> tuple[Path, ...]:
-        """Each folder once."""
+        """Return each folder once."""
         return tuple(dict.fromkeys(self.folders.values()))
 
 
@@ -64,8 +65,8 @@ class Mount:
 
 
 def find(proc: Path = Path("/proc"), top: Path = Path("/")) -> Tree | None:
-    """What is there and can be written; nothing is changed. None: nothing of use. `proc` and `top` (in front of mount
-    points) are others in tests."""
+    """Return the usable hierarchies, without changing anything; None if there are none. Tests pass other values for
+    `proc` and `top` (a prefix of mount points)."""
     try:
         own = dict(_own_groups((proc / "self/cgroup").read_text()))
     except FileNotFoundError:  # a kernel without control groups
@@ -85,8 +86,8 @@ def find(proc: Path = Path("/proc"), top: Path = Path("/")) -> Tree | None:
 
 
 def hand_down(base: Path, wanted: tuple[str, ...]) -> None:
-    """Let groups below `base` (version 2) have these controllers, moving ourselves to a leaf if need be.
-    Raises OSError: EBUSY when others live in `base` as well."""
+    """Make these controllers available below `base` (version 2), moving ourselves to a leaf if necessary. Raises
+    OSError: EBUSY if other processes live in `base` as well."""
     control = base / "cgroup.subtree_control"
     missing = [name for name in wanted if name not in words(control)]
     if not missing:
@@ -105,7 +106,7 @@ def hand_down(base: Path, wanted: tuple[str, ...]) -> None:
 
 
 def words(path: Path) -> list[str]:
-    """Of a file; none when it is not there."""
+    """Return the words of a file; empty if it does not exist."""
     try:
         return path.read_text().split()
     except OSError:
@@ -113,7 +114,7 @@ def words(path: Path) -> list[str]:
 
 
 def put(path: Path, text: str) -> None:
-    """One write(2): the kernel takes each as one command."""
+    """Write the text by one write(2), which the kernel takes as one command."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         os.write(descriptor, text.encode())
@@ -122,7 +123,7 @@ def put(path: Path, text: str) -> None:
 
 
 def _own_groups(text: str) -> Iterator[tuple[str, str]]:
-    """(controller, our group's path); "" stands for version 2."""
+    """Yield (controller, path of our control group); "" stands for version 2."""
     for line in text.splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
@@ -139,7 +140,7 @@ def _mounts(text: str) -> Iterator[Mount]:
 
 
 def _second(own: Mapping[str, str], mounts: list[Mount]) -> Path | None:
-    """Our own version 2 group, or the one above when we have moved to its leaf before."""
+    """Return our own version 2 group, or its parent if we have moved to its leaf before."""
     for mount in mounts:
         if mount.kind == "cgroup2" and (folder := _inside(mount, own.get("", "/"))):
             folder = folder.parent if folder.name == LEAF else folder
@@ -161,7 +162,7 @@ def _first(own: Mapping[str, str], mounts: list[Mount], wanted: tuple[str, ...])
 
 
 def _inside(mount: Mount, path: str) -> Path | None:
-    """Where a group's folder is; None when this mount does not show it."""
+    """Return the folder of a control group, or None if this mount does not show it."""
     with contextlib.suppress(ValueError):
         folder = mount.point / Path(path).relative_to(mount.root)
         if folder.is_dir():
@@ -174,7 +175,8 @@ def _writable(folder: Path) -> bool:
 
 
 def removed(places: tuple[Path, ...], wait_s: float = 0.0) -> list[Path]:
-    """End everything in these groups and remove them, waiting so long for what is still dying; those that are left."""
+    """Kill all processes in these control groups and remove them, waiting up to `wait_s` for dying processes. Return
+    those that are left."""
     for place in places:
         with contextlib.suppress(OSError):
             _kill(place)
@@ -187,7 +189,7 @@ def removed(places: tuple[Path, ...], wait_s: float = 0.0) -> list[Path]:
 
 
 def _rmdir(place: Path) -> bool:
-    """It is gone."""
+    """Remove the folder. Return whether it is gone."""
     try:
         place.rmdir()
     except FileNotFoundError:
@@ -215,7 +217,7 @@ def _kill(place: Path) -> None:
 
 
 def processes(place: Path) -> list[int]:
-    """Pids in a group; none when it is gone."""
+    """Return the pids in a control group; empty if it is gone."""
     try:
         return [int(word) for word in (place / "cgroup.procs").read_text().split()]
     except OSError:
@@ -223,7 +225,7 @@ def processes(place: Path) -> list[int]:
 
 
 def below(pid: int) -> list[int]:
-    """Descendants of a process, parents first. Source: proc(5), children."""
+    """Return the descendants of a process, parents first. Source: proc(5), children."""
     found, ahead = [], [pid]
     while ahead:
         parent = ahead.pop()
@@ -248,28 +250,28 @@ def _with_parent(pid: int) -> list[str]:
 
 MODES = ("auto", "required", "off")
 BASELINE_BYTES = 48 << 20
-"""The init, bwrap and the kernel's own (stacks, page tables, inodes) beside what a call may use."""
+"""Bytes for the init, bwrap and the kernel's own (stacks, page tables, inodes), beside what a call may use."""
 SOCKETS_END = 2 * SOCKET_BYTES
-"""Version 1 counts buffers of TCP and UDP by themselves. What is beyond SOCKET_BYTES waits or is dropped, as on a
-network; but each socket may go on to fill a minimum of its own, and thousands of them hold 70 KiB each (measured on
-Linux 6.18), so beyond this the call ends. On version 2 they are memory like any other."""
+"""Bytes of socket buffers beyond which a call ends. Version 1 counts buffers of TCP and UDP separately. What exceeds
+SOCKET_BYTES waits or is dropped, as on a network; but each socket may still fill a minimum of its own, and thousands of
+them hold 70 KiB each (measured on Linux 6.18). On version 2 they are memory like any other."""
 BASELINE_PIDS = 3
-"""bwrap, the zygote and the init, where the kernel does not say how many processes stand between calls."""
+"""Number of processes between calls (bwrap, the zygote and the init), where the kernel does not report it."""
 CONTROLLERS = ("memory", "pids")
-"""That count what they enforce."""
+"""Controllers that count what they enforce."""
 PERIOD_US = 100_000
 DYING_S = 1.0
-"""Processes with namespaces of their own take milliseconds to end."""
+"""Seconds to wait for dying processes. Those with namespaces of their own take milliseconds to end."""
 LIMIT_FILES: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"memory": ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), "pids": ("pids.max",)},
     2: {"memory": ("memory.max",), "pids": ("pids.max",)},
 }
-"""What `begin` writes. The first of version 1 bounds memory alone, the second memory and swap: no swap."""
+"""Files that `begin` writes. The first of version 1 limits memory alone, the second memory and swap: no swap."""
 SOCKET_USAGE = "memory.kmem.tcp.usage_in_bytes"
 SOCKET_FILE = "memory.kmem.tcp.limit_in_bytes"
-"""Of version 1: bounds UDP, too, once it is set (measured on Linux 6.18)."""
+"""File of version 1. It limits UDP, too, once it is set (measured on Linux 6.18)."""
 OPTIONAL = ("memory.memsw.limit_in_bytes", "memory.swap.max", SOCKET_FILE)
-"""Left out by kernels that do not count these."""
+"""Files that are missing in kernels that do not count these."""
 REMEDY = {
     None: "no writable cgroup hierarchy with memory and pids: start the worker as root, or by "
     "`systemd-run --user --scope -p Delegate=yes`; in a container, mount /sys/fs/cgroup writable",
@@ -281,17 +283,17 @@ EVENT_FILES = {
     1: {"memory": ("memory.oom_control", "oom_kill"), "pids": ("pids.events", "max")},
     2: {"memory": ("memory.events", "oom_kill"), "pids": ("pids.events", "max")},
 }
-"""Where it counts that a bound was enforced: processes killed, forks refused."""
+"""Files and keys that count enforced limits: processes killed, forks refused."""
 READ_BYTES = 8192
-"""memory.stat, the longest, has about 1,500."""
+"""Bytes read from a file; memory.stat, the longest, has about 1,500."""
 
 _numbers = itertools.count()
 _abandoned: set[Path] = set()
-"""Groups of this process that could not be removed yet: their last processes were still dying."""
+"""Control groups of this process that could not be removed yet: their last processes were still dying."""
 
 
 class Cgroups:
-    """Where groups are made, one for each sandbox, each of so many cores."""
+    """Factory of control groups, one for each sandbox, each with the same number of cores."""
 
     def __init__(self, tree: Tree, cpus: float) -> None:
         self.tree = tree
@@ -299,8 +301,9 @@ class Cgroups:
 
     @classmethod
     def open(cls, settings: SandboxSettings, *, tree: Tree | None = None) -> Cgroups | None:
-        """What [sandbox] cgroups asks for; None: off, or `auto` where they cannot be written (said in the log).
-        Removes what dead workers left. Raises BackendUnavailable (`required`, or a word that is none of the three)."""
+        """Open control groups as [sandbox] cgroups asks. Return None for `off`, and for `auto` if they cannot be
+        written (which is logged). Removes what dead workers left. Raises BackendUnavailable (`required`, or an unknown
+        value)."""
         if settings.cgroups not in MODES:
             raise BackendUnavailable(f"[sandbox] cgroups = {settings.cgroups!r} is none of {', '.join(MODES)}")
         tree = tree or find()
@@ -329,12 +332,12 @@ class Cgroups:
         return found
 
     def group(self) -> Group:
-        """A new one, empty. Raises OSError."""
+        """Create a new, empty control group. Raises OSError."""
         return Group(self.tree, f"{owned_prefix()}{next(_numbers)}", self._cpus)
 
 
 def bounds_of(cgroups: Cgroups | None) -> Group | None:
-    """A new group, where there are any. Raises SandboxUnavailable."""
+    """Create a new control group, or return None where there are none. Raises SandboxUnavailable."""
     try:
         return None if cgroups is None else cgroups.group()
     except OSError as error:
@@ -342,7 +345,7 @@ def bounds_of(cgroups: Cgroups | None) -> Group | None:
 
 
 class Group:
-    """Bounds of one sandbox: a control group, on version 1 one folder per controller."""
+    """Limits of one sandbox: a control group; on version 1, one folder per controller."""
 
     def __init__(self, tree: Tree, name: str, cpus: float) -> None:
         self.version = tree.version
@@ -362,9 +365,9 @@ class Group:
             raise
 
     def adopt(self, pid: int) -> None:
-        """Take in a process and all below it; those that they start follow by themselves. Takes about 10 ms (the kernel
-        waits for all cores), 0.2 ms when all are in already: a caller may begin while the sandbox comes up, and
-        ask again when it is up. Raises OSError (ESRCH: it is gone)."""
+        """Move a process and all its descendants in; processes that they start later follow by themselves. This takes
+        about 10 ms (the kernel waits for all cores), or 0.2 ms if all are in already, so a caller may call it while the
+        sandbox comes up, and again when it is up. Raises OSError (ESRCH: the process is gone)."""
         family = (pid, *below(pid))
         for place in self.places:
             inside = processes(place)
@@ -373,7 +376,7 @@ class Group:
                     put(place / "cgroup.procs", str(number))
 
     def begin(self, limits: SandboxLimits) -> None:
-        """Set the bounds of a call, writing only what changes, and note the counters."""
+        """Set the limits of a call, writing only what changes, and note the counters."""
         self._disk_bytes = limits.disk_bytes
         self._bound("memory", limits.memory_bytes + limits.disk_bytes + BASELINE_BYTES)
         standing = self._figures.standing()
@@ -390,18 +393,19 @@ class Group:
         return max(0.0, self._figures.cpu_s() - self._cpu_before)
 
     def overdrawn(self) -> str | None:
-        """See Bounds: buffers of sockets on version 1."""
+        """See Bounds. Checks socket buffers on version 1."""
         return "memory_bytes" if self._figures.socket_bytes() > SOCKETS_END else None
 
     def exceeded(self) -> str | None:
-        """The limit that the kernel enforced since `begin`, by its name in SandboxLimits."""
+        """Return the limit that the kernel enforced since `begin`, by its name in SandboxLimits, or None."""
         memory, pids = (self._figures.enforced(name) > self._before.get(name, 0) for name in CONTROLLERS)
         if memory:
             return "disk_bytes" if self._figures.shared_bytes() >= self._disk_bytes > 0 else "memory_bytes"
         return "pids" if pids else None
 
     def close(self) -> None:
-        """Kill what is left in it and remove it. What takes longer to die than DYING_S is for a later `sweep`."""
+        """Kill what is left and remove the control group. Processes that take longer than DYING_S to die are left to a
+        later `sweep`."""
         self._figures.close()
         for place in removed(self.places, DYING_S):
             _abandoned.add(place)
@@ -429,7 +433,8 @@ class Group:
                 return
 
     def _write(self, file: Path, text: str) -> bool:
-        """False when more is in use than a new bound allows: then the old one holds. Raises OSError."""
+        """Write a limit unless it is unchanged. Return False if more is in use than a new limit allows: then the old
+        one stays. Raises OSError."""
         if self._written.get(file) == text:
             return True
         try:
@@ -445,8 +450,9 @@ class Group:
 
 
 def sweep(tree: Tree | None = None) -> dict[str, int]:
-    """Kill and remove what dead workers left on this machine, and what of ours was still dying: how many of each kind.
-    Costs about a millisecond when there is nothing. Never raises for what another worker removes at the same time."""
+    """Kill and remove what dead workers left on this machine, and our own control groups that were still dying. Return
+    the numbers by kind. Costs about a millisecond if there is nothing. Never raises for what another worker removes at
+    the same time."""
     found = {"process": 0, "group": 0, "folder": sweep_folders()}
     for place in list(_abandoned):
         if not removed((place,)):
@@ -471,7 +477,8 @@ def _orphans(parent: Path) -> Iterator[Path]:
 
 
 class Figures:
-    """What the kernel counts of the group in `folders`. Read before and after every call, so files stay open."""
+    """The kernel's counters of the control group in `folders`. They are read before and after every call, so the files
+    stay open."""
 
     def __init__(self, version: int, folders: Mapping[str, Path]) -> None:
         self._events = {
@@ -485,37 +492,38 @@ class Figures:
         self._files: dict[Path, int] = {}
 
     def enforced(self, controller: str) -> int:
-        """How often the kernel has enforced its bound so far."""
+        """Return how often the kernel has enforced the controller's limit so far."""
         return self._figure(*self._events[controller]) if controller in self._events else 0
 
     def standing(self) -> int | None:
-        """Processes and threads in the group now; None when the kernel does not say."""
+        """Return the processes and threads in the control group now, or None if the kernel does not report it."""
         text = self._text(self._current)
         return int(text) if text else None
 
     def shared_bytes(self) -> int:
-        """Pages of its tmpfs and of memory that it shares."""
+        """Return the bytes of its tmpfs and of shared memory."""
         return self._figure(self._stat, "shmem")
 
     def socket_bytes(self) -> int:
-        """Buffers of TCP and UDP that are not memory; 0 where they are, and when the kernel does not say."""
+        """Return the bytes in TCP and UDP buffers that are not counted as memory; 0 if they are, or if the kernel does
+        not report it."""
         text = self._text(self._sockets)
         return int(text) if text else 0
 
     def cpu_s(self) -> float:
-        """CPU time of all that ever ran in it, waited for or not; 0 when the kernel does not say."""
+        """Return the CPU seconds of all that ever ran in it, waited for or not; 0 if the kernel does not report it."""
         if self._cpu_stat is not None:
             return self._figure(self._cpu_stat, "usage_usec") / 1e6
         text = self._text(self._cpu)
         return int(text) / 1e9 if text else 0.0
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
 
     def _figure(self, file: Path | None, key: str) -> int:
-        """Of a file of `key value` lines; 0 when either is missing."""
+        """Return the value of a key in a file of `key value` lines; 0 if either is missing."""
         for line in self._text(file).splitlines():
             name, _, value = line.partition(b" ")
             if name.decode() == key:

@@ -1,5 +1,6 @@
-"""The worker's end of a sandbox: a process, the socket to the init inside, the kernel's bounds around both. All
-backends with an init use it."""
+"""The worker's end of a sandbox: a process, the socket to the init inside, and the kernel's limits around both.
+
+All backends with an init use it."""
 
 from __future__ import annotations
 
@@ -34,18 +35,20 @@ log = logging.getLogger(__name__)
 START_S = 20.0
 
 NO_ROOM_BYTES = 2**20
-"""What a disk has less of takes no more: what was cut off by that has taken the rest."""
+"""A disk with less free space than this, in bytes, counts as full: the write that failed has used up the rest."""
 METER_S = 0.05
-"""Shortest pause between looks at a call's CPU time."""
+"""Minimum seconds between looks at a call's CPU time."""
 INIT_CPU_S, INIT_CPU_SHARE = 0.1, 0.1
-"""What an init may use for a call, and for each second of it: its looks at a tree of 64 processes take up to 5 ms."""
+"""CPU seconds that an init may use for a call, and additionally for each second of it: its looks at a tree of 64
+processes take up to 5 ms."""
 
 COMPARED_EVERY = 64
-"""Inits. Their namespaces are new, so that looking finds a fault of ours or of the kernel's; it takes 2 core-ms."""
+"""Every 64th init is compared with the first. Their namespaces are new, so a difference would be a fault of ours or of
+the kernel's; the comparison takes 2 core-ms."""
 
 
 class _Process(Protocol):
-    """What of an asyncio process is used."""
+    """The part of an asyncio process that is used here."""
 
     @property
     def pid(self) -> int: ...
@@ -63,12 +66,12 @@ class _Process(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Patience:
-    """With an init that is to answer a call."""
+    """Waiting times for an init that is to answer a call."""
 
     grace_s: float = 5.0
-    """How much longer than the wall limit it may take before the sandbox is killed."""
+    """Seconds beyond the wall limit before the sandbox is killed."""
     stalled_s: float = 1.0
-    """A time-out that comes so late says that this process stood still, not that the init was silent."""
+    """A time-out that is this many seconds late means that this process was suspended, not that the init was silent."""
 
 
 PATIENCE = Patience()
@@ -76,22 +79,22 @@ PATIENCE = Patience()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """Who a sandbox runs as on the host; None: as we do."""
+    """Host user that a sandbox runs as; None for the worker's own."""
 
     uid: int | None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of Popen that drop root: no groups, own gid and uid."""
+        """Return keyword arguments of Popen that drop root: no groups, own gid and uid."""
         return {} if self.uid is None else {"user": self.uid, "group": self.uid, "extra_groups": []}
 
 
 def own_account(first_uid: int, slot: int) -> Account:
-    """The host user of a slot: its own when we are root, else the only one that we have."""
+    """Return the host user of a slot: one of its own if the worker is root, else the worker's user."""
     return Account(first_uid + slot if os.geteuid() == 0 else None)
 
 
 def init_command(python: list[str], control: int, *arguments: str, program: str = "init") -> list[str]:
-    """argv of a module of inside/; its environment must name the program's folder in PYTHONPATH."""
+    """Return the argv of a module of inside/; its environment must name the program's folder in PYTHONPATH."""
     options = ["-s", "-P", "-X", "utf8"]
     return [*python, *options, "-m", f"turnlog.sandbox_workers.inside.{program}", str(control), *arguments]
 
@@ -110,10 +113,12 @@ async def started(
     zygote: bool = False,
     patience: Patience = PATIENCE,
 ) -> InitSandbox:
-    """Start `argv(control descriptor)` and wait until its init is ready; with `zygote` the descriptor is that of the
-    orders. `shares`: the folder of its files, where others write to the same disk. `ended` runs after the sandbox's
-    death; `exit_s` is how long it may take to end by itself, where killing it would leave its children. Raises
-    SandboxUnavailable with what it wrote on stderr."""
+    """Start `argv(control descriptor)` and wait until its init is ready.
+
+    With `zygote` the descriptor is that of the orders. `shares` is the folder of the sandbox's files, if others write
+    to the same disk. `ended` is called after the sandbox's death. `exit_s` is the time that the process gets to end by
+    itself, where killing it would leave its children. Raises SandboxUnavailable with what the process wrote to
+    stderr."""
     ours, theirs = socket.socketpair()
     try:
         # bwrap dies with the *thread* that started it (PR_SET_PDEATHSIG): that is the event loop's, never a pool's.
@@ -156,8 +161,8 @@ async def started(
 
 
 async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> None:
-    """Put it into its bounds while it comes up (the kernel takes a while for that), and what it has started since.
-    Raises OSError, SandboxDied."""
+    """Move the process into its control group while it comes up, which takes the kernel a while, and then what it has
+    started since. Raises OSError, SandboxDied."""
     if bounds is None:
         await ready
         return
@@ -173,7 +178,7 @@ async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> N
 
 
 class InitSandbox(InitFiles):
-    """A process with an init in it; `process` may be what stands for one on another machine."""
+    """A sandbox with an init. `process` may be a substitute for a process on another machine."""
 
     def __init__(
         self,
@@ -193,7 +198,7 @@ class InitSandbox(InitFiles):
         self.process = process
         self._zygote = zygote
         self.observed: dict[str, Any] | None = None
-        """What the first init has found around it (inside/observables.py)."""
+        """State that the first init found around it (inside/observables.py); None until it was asked for."""
         self.proxy: socket.socket | None = None
         self._after = ended
         self._exit_s = exit_s
@@ -202,7 +207,7 @@ class InitSandbox(InitFiles):
         self._closing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """The init has said that it works. Raises SandboxDied."""
+        """Wait until the init reports that it is ready. Raises SandboxDied."""
         head, self.proxy = await self._channel.greeted()
         if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
@@ -210,7 +215,8 @@ class InitSandbox(InitFiles):
             await self.compared()
 
     async def compared(self) -> bool:
-        """A new init, which has run nothing yet, finds what the slot's first has found. Raises SandboxDied."""
+        """Return whether a new init, which has run nothing yet, observes the same state as the slot's first one. Raises
+        SandboxDied."""
         _, body = await self._ask({"op": "observed"}, most=init_wire.OBSERVED_BYTES)
         seen = init_wire.observed(body)
         self.observed = self.observed or seen
@@ -247,8 +253,8 @@ class InitSandbox(InitFiles):
                 raise
 
     async def _check_room(self, disk_bytes: int) -> None:
-        """Raises SandboxDied where its disk takes no more and it holds less than it may: others have filled it, and
-        what the call made of that says nothing of the call."""
+        """Raise SandboxDied if the disk is full although the sandbox uses less than it may: then others have filled it,
+        and the outcome says nothing about the call."""
         if self._shares is None or not (full := await asyncio.to_thread(lacks_room, self._shares, NO_ROOM_BYTES)):
             return
         if await asyncio.to_thread(tree_bytes, str(self._shares)) < disk_bytes:
@@ -256,7 +262,8 @@ class InitSandbox(InitFiles):
             raise SandboxDied(full)
 
     async def _bound(self, limits: SandboxLimits) -> None:
-        """Raises SandboxDied of one that was closed, SandboxUnavailable: no call is to blame."""
+        """Set the limits of a call. Raises SandboxDied if the sandbox is closed; SandboxUnavailable if the limits
+        cannot be set, which is not the call's fault."""
         if self._closing is not None:  # its group is gone, too: that is no failure of the bounds
             raise SandboxDied("the sandbox was closed")
         try:
@@ -267,7 +274,7 @@ class InitSandbox(InitFiles):
             raise SandboxUnavailable(f"its bounds cannot be set: {error}") from error
 
     async def reset(self) -> bool:
-        """See Sandbox. Where there is a zygote, nothing is reset: another init comes up in namespaces of its own."""
+        """See Sandbox. With a zygote nothing is reset: another init is started in namespaces of its own."""
         if self._zygote is None:
             return await super().reset()
         self.interpreter = False
@@ -296,7 +303,7 @@ class InitSandbox(InitFiles):
                 await self._channel.send({"op": "cancel"})
 
     async def close(self) -> None:
-        """See Sandbox. Who is cancelled while it waits does not cut it off half way."""
+        """See Sandbox. Cancelling the caller does not interrupt the closing."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -322,7 +329,7 @@ class InitSandbox(InitFiles):
         self._after()
 
     async def last_words(self) -> str:
-        """End it and return what it wrote on stderr."""
+        """End the sandbox and return what it wrote to stderr."""
         assert self.process.stderr is not None
         words = asyncio.create_task(self.process.stderr.read(4096))
         if self.process.returncode is None:
@@ -331,7 +338,7 @@ class InitSandbox(InitFiles):
         return (await words).decode(errors="replace").strip()
 
     async def _output(self, parts: dict[Stream, list[bytes]], most: int, on_output: OnOutput | None) -> dict[str, Any]:
-        """What it prints, until it answers: that head."""
+        """Collect the output of the call until its answer comes; return the head of the answer."""
         while True:
             head, size = await self._channel.head(most)
             if "output" not in head:
@@ -350,8 +357,8 @@ class InitSandbox(InitFiles):
             await self._channel.send({"op": "cancel", "limit": limit})
 
     def _judged(self, found: Execution, limits: SandboxLimits) -> Execution:
-        """What the kernel stopped or counted is a limit, too, whatever became of the command then; and its count of the
-        CPU time has those that nobody waited for, and what the init itself used."""
+        """Turn a limit that the kernel enforced or counted into the result, whatever became of the command then. The
+        kernel's CPU time includes processes that nobody waited for and the init itself."""
         if self.bounds is None:
             return found
         found = dataclasses.replace(found, cpu_s=max(found.cpu_s, self.bounds.cpu_s()))
@@ -365,7 +372,8 @@ class InitSandbox(InitFiles):
         return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
 
     async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, heartbeat: Heartbeat) -> Execution:
-        """Of a call whose sandbox gave no answer, where that is the call's doing. Raises SandboxDied."""
+        """Return the result of a call whose sandbox gave no answer, if the call caused that. Raises SandboxDied
+        otherwise."""
         late_s = heartbeat.took_s - limits.wall_s - self._patience.grace_s
         # Later than that, it was we who did not listen.
         silent = isinstance(error, TimeoutError) and late_s < self._patience.stalled_s
@@ -378,30 +386,32 @@ class InitSandbox(InitFiles):
 
 
 class Bounds(Protocol):
-    """The kernel's own bounds of one sandbox (a control group), where there are any."""
+    """The kernel's limits of one sandbox (a control group), where available."""
 
     def adopt(self, pid: int) -> None:
-        """Take in a process and all below it, before any call. Raises OSError."""
+        """Move a process and all its descendants into the limits, before any call. Raises OSError."""
         ...
 
     def begin(self, limits: SandboxLimits) -> None:
-        """Set the bounds of the call that comes. Raises OSError."""
+        """Set the limits of the next call. Raises OSError."""
         ...
 
     def cpu_s(self) -> float:
-        """CPU time of all that ran in them since `begin`, waited for or not; 0 where the kernel does not say."""
+        """Return the CPU seconds of all that ran within the limits since `begin`, waited for or not; 0 if the kernel
+        does not report it."""
         ...
 
     def overdrawn(self) -> str | None:
-        """The limit, by its name, that the call is beyond now, of what the kernel counts and lets it go beyond."""
+        """Return the name of a limit that the call exceeds now, among those that the kernel counts but does not
+        enforce; None if there is none."""
         ...
 
     def exceeded(self) -> str | None:
-        """The limit, by its name, that was met by the call that ended or whose sandbox died."""
+        """Return the name of the limit that was met by the call that ended or whose sandbox died, or None."""
         ...
 
     def close(self) -> None:
-        """Kill what is left and remove them. Never raises."""
+        """Kill what is left and remove the control group. Never raises."""
         ...
 
 
@@ -409,7 +419,8 @@ class Bounds(Protocol):
 async def metered(
     limits: SandboxLimits, bounds: Bounds | None, met: Callable[[str], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """Around a call: `met` ends it at a limit that the kernel counts and does not enforce."""
+    """Meter a call while the block runs: call `met` with a limit that the kernel counts but does not enforce, once it
+    is exceeded."""
     if bounds is None:
         yield
         return
@@ -426,8 +437,8 @@ async def metered(
 
 
 async def overstepped(limits: SandboxLimits, bounds: Bounds) -> str:
-    """The limit that a call which begins now has gone beyond, once it has: its sockets', and its CPU time's, as no init
-    hears of children that nobody waits for."""
+    """Wait until the call exceeds its limit of socket memory or CPU time, and return the limit's name. CPU time is read
+    from the control group, because no init is notified of children that nobody waits for."""
     clock, cores = asyncio.get_running_loop().time, os.cpu_count() or 1
     began = clock()
     due = began + limits.cpu_s / cores
@@ -443,12 +454,13 @@ async def overstepped(limits: SandboxLimits, bounds: Bounds) -> str:
 
 
 def cpu_left(limits: SandboxLimits, bounds: Bounds, took_s: float) -> float:
-    """Seconds; what the init itself may have used aside."""
+    """Return the CPU seconds that are left, with an allowance for the init itself."""
     return limits.cpu_s + INIT_CPU_S + INIT_CPU_SHARE * took_s - bounds.cpu_s()
 
 
 class Zygote:
-    """Holds the socket that orders go by; a zygote whose orders are closed ends with all that it made."""
+    """The worker's handle on a zygote: the socket for orders. When it is closed, the zygote ends with all that it
+    made."""
 
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
@@ -456,7 +468,8 @@ class Zygote:
         orders.setblocking(False)
 
     def fork(self) -> socket.socket:
-        """The control socket of a new init, in namespaces of its own; at its end when the zygote is gone."""
+        """Return the control socket of a new init in namespaces of its own. The socket is at its end if the zygote is
+        gone."""
         self._forks += 1
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
@@ -465,9 +478,9 @@ class Zygote:
 
     @property
     def to_be_compared(self) -> bool:
-        """The latest init is to say what it finds around it, as the first was."""
+        """True if the latest init is to be compared with the first."""
         return self._forks % COMPARED_EVERY == 0
 
     def close(self) -> None:
-        """No more orders."""
+        """Close the socket for orders."""
         self._orders.close()

@@ -1,9 +1,8 @@
-"""What a worker and an init say to each other, as the worker sees it: it believes nothing, the speaker may be agents'
-code.
+"""The worker's side of the protocol with an init. It trusts nothing, because the other side may be agents' code.
 
-What an init says is bounded before it is read and checked before it is used; whatever no init would say is SandboxDied.
-While a call runs, a heartbeat tells the init that its worker lives: a worker that is stopped keeps its sockets.
-"""
+The size of every answer is limited before it is read, and its content checked before it is used; an answer that no init
+would send raises SandboxDied. During a call, a heartbeat tells the init that its worker lives, since a stopped worker
+keeps its sockets open."""
 
 from __future__ import annotations
 
@@ -36,26 +35,28 @@ from turnlog.sandbox_workers.protocol import (
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 HEAD_BYTES = 65536
-"""No head is longer."""
+"""Maximum size of a head, in bytes."""
 MOST_BYTES = 2**32 - 1
-"""Of a body (inside/frames.py)."""
+"""Maximum size of a body, in bytes (inside/frames.py)."""
 REFUSALS = {"path": FileRefused, "missing": FileMissing, "quota": QuotaExceeded}
 
 INDEX_BYTES = 32 << 20
-"""Longest index: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
+"""Maximum size of an index in bytes: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
 OBSERVED_BYTES = 1 << 16
-"""Longest answer to `observed`."""
+"""Maximum size of an answer to `observed`, in bytes."""
 STAMP_LENGTH = 128
 SAID = frozenset({ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit})
-"""An init's verdicts. That it was ours, or that somebody cancelled the call, is not for a sandbox to say."""
+"""Statuses that an init may report. A sandbox may not report that the fault was ours or that somebody cancelled the
+call."""
 LOST = Execution(ToolStatus.tool_error, "interpreter_ended", None, ENDED, 0.0, 0.0)
-"""Nothing was run: the interpreter that the call was to go on in has ended between calls, which only a call before it
-can have prepared."""
+"""Nothing was run: the interpreter that the call was to use has ended between calls, which only an earlier call can
+have prepared."""
 TEXT_FIELDS = ("path", "kind", "target", "stamp")
 
 SILENCE_S = 5.0
-"""A call ends with its sandbox when its worker says nothing for so long: less than the 6 s after which a worker's group
-gives the call to another one (infra.kafka_connection.Membership), which would run it beside this."""
+"""Seconds without a heartbeat after which a call ends with its sandbox. They are less than the 6 s after which the
+worker's consumer group gives the call to another worker (infra.kafka.connection.Membership), which would run it in
+parallel."""
 BEAT_S = 1.0
 
 
@@ -68,7 +69,7 @@ class Channel:
         self._writer: asyncio.StreamWriter | None = None
 
     async def greeted(self) -> tuple[dict[str, Any], socket.socket | None]:
-        """The init's first frame and the socket that came with it. Raises SandboxDied."""
+        """Return the init's first frame and the socket that came with it. Raises SandboxDied."""
         self._control.setblocking(False)
         passed: list[int] = []
         try:
@@ -86,7 +87,7 @@ class Channel:
         return head, listener
 
     async def send(self, head: dict[str, Any], *body: bytes) -> None:
-        """One frame; cancelled or not, nothing of another comes between. Raises SandboxDied."""
+        """Send one frame; even if this is cancelled, no other frame gets in between. Raises SandboxDied."""
         if self._writer is None or self._writer.is_closing():
             raise SandboxDied("the sandbox was closed")
         text = json.dumps(head).encode()
@@ -97,26 +98,27 @@ class Channel:
             raise SandboxDied(f"the sandbox closed its socket: {error}") from error
 
     async def head(self, most: int) -> tuple[dict[str, Any], int]:
-        """Next frame's head and the length of its body, which is still to be taken. Raises SandboxDied."""
+        """Return the head of the next frame and the length of its body, which is still to be received. Raises
+        SandboxDied."""
         head_size, body_size = HEADER.unpack(await self.body(HEADER.size))
         _bounded(head_size, body_size, most)
         return _head(await self.body(head_size)), body_size
 
     async def body(self, size: int) -> bytes:
-        """That many bytes. Raises SandboxDied."""
+        """Receive exactly `size` bytes. Raises SandboxDied."""
         try:
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise SandboxDied(f"the sandbox ended before it answered ({type(error).__name__})") from error
 
     async def answer(self, most: int) -> tuple[dict[str, Any], bytes]:
-        """Next frame. Raises FileRefused and its kind when that is what it says, SandboxDied."""
+        """Return the next frame. Raises SandboxDied; FileRefused or a subclass if the frame is a refusal."""
         head, size = await self.head(most)
         refusal(head)
         return head, await self.body(size)
 
     async def close(self) -> None:
-        """Never raises."""
+        """Close the socket. Never raises."""
         if self._writer is None:
             self._control.close()
             return
@@ -125,7 +127,7 @@ class Channel:
             await self._writer.wait_closed()
 
     async def _exactly(self, size: int, passed: list[int]) -> bytes:
-        """Before there are streams, which drop descriptors."""
+        """Receive `size` bytes and any descriptors before the asyncio streams exist, since streams drop descriptors."""
         data = b""
         while len(data) < size:
             try:
@@ -141,7 +143,7 @@ class Channel:
 
 
 def refusal(head: dict[str, Any]) -> None:
-    """Raise what a head refuses, if it does; SandboxDied when the init ends with it."""
+    """Raise the refusal that a head contains, if any; SandboxDied if the init ends with it."""
     if "changed" in head:
         what = str(head["changed"])[:64]
         raise SandboxDied(f"a call has changed the sandbox itself: {what}", Evidence(changed=what))
@@ -165,7 +167,7 @@ def _head(text: bytes) -> dict[str, Any]:
 
 
 def _listener(passed: list[int]) -> socket.socket | None:
-    """The one descriptor that may come: a listening TCP socket."""
+    """Return the one descriptor that may be passed, a listening TCP socket. Raises SandboxDied for any other."""
     if not passed:
         return None
     found = socket.socket(fileno=passed[0])
@@ -188,7 +190,7 @@ async def _readable(control: socket.socket) -> None:
 
 
 def execution(head: dict[str, Any], output: bytes, *, cancelled: bool) -> Execution:
-    """Of the answer to `exec`; `cancelled`: that was asked for. Raises SandboxDied."""
+    """Parse the answer to `exec`. `cancelled`: whether cancelling was requested. Raises SandboxDied."""
     try:
         status, reason, code = ToolStatus(head["status"]), str(head["reason"])[:64], head["exit_code"]
         duration, cpu = float(head["duration_s"]), float(head["cpu_s"])
@@ -202,7 +204,7 @@ def execution(head: dict[str, Any], output: bytes, *, cancelled: bool) -> Execut
 
 
 def observed(body: bytes) -> dict[str, Any]:
-    """Of the answer to `observed`, by name. Raises SandboxDied."""
+    """Parse the answer to `observed`. Raises SandboxDied."""
     try:
         return dict(json.loads(body))
     except (ValueError, TypeError, RecursionError) as error:
@@ -210,12 +212,12 @@ def observed(body: bytes) -> dict[str, Any]:
 
 
 def joined(parts: Mapping[Stream, list[bytes]]) -> bytes:
-    """What a call has printed: all of stdout, then stderr."""
+    """Return the output of a call: all of stdout, then stderr."""
     return b"".join(parts[Stream.stdout] + parts[Stream.stderr])
 
 
 def listed(body: bytes, disk_bytes: int) -> tuple[FileEntry, ...]:
-    """Of the answer to `index`. Raises SandboxDied."""
+    """Parse the answer to `index`. Raises SandboxDied."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -255,12 +257,12 @@ def _entry(about: object) -> FileEntry:
 
 
 def names(paths: Sequence[str]) -> bytes:
-    """What `read_files` sends."""
+    """Encode the body of `read_files`."""
     return json.dumps(list(paths)).encode()
 
 
 def divided(body: bytes, count: int) -> tuple[bytes, ...]:
-    """Of the answer to `read_files`. Raises SandboxDied."""
+    """Split the answer to `read_files` into the files' contents. Raises SandboxDied."""
     if len(body) < 4 * count:
         raise SandboxDied(f"the init answered {len(body)} bytes for {count} files")
     found, start = [], 4 * count
@@ -273,7 +275,7 @@ def divided(body: bytes, count: int) -> tuple[bytes, ...]:
 
 
 def described(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tuple[bytes, list[bytes]]:
-    """What `restore` sends: entries as JSON, and the files' bytes in their order. Raises FileRefused."""
+    """Encode the bodies of `restore`: entries as JSON, and the files' bytes in their order. Raises FileRefused."""
     if len(entries) > MOST_ENTRIES:
         raise FileRefused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
     files = []
@@ -288,7 +290,7 @@ def described(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tu
 
 
 def _refuse_half_pairs(source: str) -> None:
-    """Raises ValueError for a shell command with half of a surrogate pair: a ? in its place would be expanded."""
+    """Raise ValueError for a shell command with half of a surrogate pair: the shell would expand a ? in its place."""
     try:
         source.encode()
     except UnicodeEncodeError as error:
@@ -299,7 +301,8 @@ def _refuse_half_pairs(source: str) -> None:
 
 
 def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) -> tuple[dict[str, Any], bytes, bytes]:
-    """What `exec` sends: head, and body in two parts. `prompt`: somebody looks at the output while it is written."""
+    """Encode an `exec` request: head, and body in two parts. `prompt`: the output is watched while it is written.
+    Raises ValueError."""
     if command.kind is Kind.program and not command.argv:
         raise ValueError("a program's argv names at least the program")
     if command.kind is Kind.shell and not command.source.isascii():
@@ -319,7 +322,7 @@ def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) 
 
 
 class Heartbeat:
-    """A worker's, to the init that runs one call."""
+    """Heartbeats of a worker to the init that runs one call."""
 
     def __init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -328,17 +331,17 @@ class Heartbeat:
 
     @property
     def stood(self) -> bool:
-        """Whether there was a silence that the init need not have waited for."""
+        """True if there was a silence for which the init need not have waited."""
         return self._longest_s > SILENCE_S
 
     @property
     def took_s(self) -> float:
-        """Of the call, until its end or the latest beat."""
+        """Seconds of the call, until its end or the latest heartbeat."""
         return self._last - self._began
 
     @contextlib.asynccontextmanager
     async def beating(self, channel: Channel) -> AsyncIterator[None]:
-        """Beat while the block runs."""
+        """Send heartbeats while the block runs."""
         beating = asyncio.create_task(self._beat(channel))
         try:
             yield
@@ -362,26 +365,26 @@ class Heartbeat:
 HEALTH_S = 2.0
 RESET_S = 5.0
 FILES_S = 60.0
-"""For reading or filling a whole workspace."""
+"""Time limit in seconds for reading or filling a whole workspace."""
 LONG_BYTES = 1 << 18
-"""A longer answer is looked through in a thread."""
+"""Answers longer than this, in bytes, are checked in a thread."""
 UNBOUNDED = 1 << 62
-"""disk_bytes of a sandbox whose file systems alone know their size."""
+"""`disk_bytes` of a sandbox whose size is limited by its file systems alone."""
 
 Found = TypeVar("Found")
 
 
 class InitFiles:
-    """The part of a Sandbox that asks and gets one answer."""
+    """The operations of a Sandbox that send one request and get one answer."""
 
     def __init__(self, control: socket.socket, disk_bytes: int) -> None:
         self.interpreter = False
         self._channel = Channel(control)
         self._disk_bytes = disk_bytes
         self._asked: str | None = None
-        """What it is busy with."""
+        """Operation in progress, or None."""
         self._evidence = UNKNOWN
-        """Of its end."""
+        """Evidence about its end."""
 
     async def close(self) -> None:
         raise NotImplementedError
@@ -452,8 +455,10 @@ class InitFiles:
         then: Sequence[bytes] | None = None,
         timeout_s: float = FILES_S,
     ) -> tuple[dict[str, Any], bytes]:
-        """One question; `then` is sent when the init has agreed to it. Whatever ends it before its answer is there
-        ends the sandbox, since the answer would be taken for that to the next one. Raises FileRefused, SandboxDied."""
+        """Send one request and return the answer. `then` is sent after the init has agreed to the first part.
+
+        Anything that interrupts this before the answer is there ends the sandbox, since the answer would be taken for
+        the next one's. Raises FileRefused, SandboxDied."""
         try:
             with self._asking(head["op"]):
                 async with asyncio.timeout(timeout_s):
@@ -478,10 +483,10 @@ class InitFiles:
             raise
 
     async def _check_room(self, disk_bytes: int) -> None:
-        """Raises SandboxDied where a disk that it shares with others took no more."""
+        """Raise SandboxDied if a disk that the sandbox shares with others is full."""
 
     async def _ended(self, error: Exception) -> Evidence:
-        """Close it; what is known of its end."""
+        """Close the sandbox and return the evidence about its end."""
         if isinstance(error, SandboxDied) and error.evidence.changed:
             self._evidence = dataclasses.replace(self._evidence, changed=error.evidence.changed)
         await self.close()

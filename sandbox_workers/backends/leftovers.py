@@ -1,8 +1,8 @@
-"""What a worker that was killed leaves on its machine: each thing's name says whose it is, and any worker removes it.
+"""Processes, folders and control groups that a killed worker leaves on its machine.
 
-A name is `turnlog-sandbox-OWNER-REST`, OWNER being pid namespace, pid and start time: a pid alone comes round again,
-and in another container means somebody else. Processes die with their worker; control groups and workspaces do not.
-"""
+Each name tells its owner, and any worker removes what is ownerless. A name is `turnlog-sandbox-OWNER-REST`. OWNER
+consists of pid namespace, pid and start time, because a pid alone is reused, and in another container means another
+process. Processes die with their worker; control groups and workspaces do not."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LEAKS = Counter(
 
 
 def owned_prefix() -> str:
-    """How names of this process's things begin."""
+    """Return the prefix of the names of this process's things."""
     return f"{PREFIX}{_namespace()}-{os.getpid()}-{_start_time(os.getpid())}-"
 
 
 def workspace_folder(disk_bytes: int) -> Path:
-    """A new folder of this process for a workspace of so many bytes, on a disk that has room for them. Raises
+    """Create a folder of this process for a workspace of that size, on a disk that has room for it. Raises
     SandboxUnavailable, DiskLacksRoom."""
     parent = Path(tempfile.gettempdir())
     if full := lacks_room(parent, min(disk_bytes, LEAST_FREE)):
@@ -47,7 +47,7 @@ def workspace_folder(disk_bytes: int) -> Path:
 
 
 def no_workspace(error: OSError) -> SandboxUnavailable:
-    """Why none could be made."""
+    """Return the error that explains why no workspace could be made."""
     parent = Path(tempfile.gettempdir())
     if full := full_disk(error, parent):
         return DiskLacksRoom(f"no workspace: {full}")
@@ -55,7 +55,7 @@ def no_workspace(error: OSError) -> SandboxUnavailable:
 
 
 def ownerless(name: str) -> bool:
-    """The name is of ours, and its owner has lived in this pid namespace and is dead."""
+    """Return whether the name is one of ours whose owner lived in this pid namespace and is dead."""
     match = NAME.match(name)
     if match is None:
         return False
@@ -70,7 +70,8 @@ def noted(kind: str, name: str, count: int = 1) -> None:
 
 
 def sweep_folders(parent: Path | None = None) -> int:
-    """Remove workspaces of dead workers below `parent` (the folder for temporary files); how many are gone."""
+    """Remove workspaces of dead workers below `parent` (by default the folder for temporary files). Return how many are
+    gone."""
     parent, gone = parent or Path(tempfile.gettempdir()), 0
     for name in _names(parent):
         path = parent / name
@@ -84,8 +85,9 @@ def sweep_folders(parent: Path | None = None) -> int:
 
 
 def remove_tree(root: Path) -> None:
-    """Remove a folder that an agent could write to: however deep it is (shutil.rmtree recurses, and a path has an end),
-    whatever rights it has taken away. A folder in a folder is moved up before it is emptied. Raises OSError."""
+    """Remove a folder that an agent could write to, however deep it is (shutil.rmtree recurses, and a path has a
+    maximum length) and whatever rights were removed. A nested folder is moved up before it is emptied. Raises
+    OSError."""
     token, number, ahead = secrets.token_hex(8), 0, [""]
     _unlock(str(root))
     here = _entered(str(root))
@@ -113,7 +115,7 @@ def remove_tree(root: Path) -> None:
 
 
 def discard(root: Path) -> None:
-    """Remove a sandbox's folder at its end; what cannot be removed is said in the log."""
+    """Remove a sandbox's folder at its end; a failure is logged."""
     try:
         remove_tree(root)
     except OSError as error:
@@ -125,7 +127,7 @@ def _entered(name: str, folder: int | None = None) -> int:
 
 
 def _unlock(name: str, folder: int | None = None) -> None:
-    """Take the owner's rights back; root needs none, and must follow no link that took a folder's place just now."""
+    """Restore the owner's rights. Root needs none, and must not follow a link that has just replaced a folder."""
     if os.geteuid() != 0:
         os.chmod(name, 0o700, dir_fd=folder)
 
@@ -141,7 +143,7 @@ def _namespace() -> int:
 
 
 def _start_time(pid: int) -> int | None:
-    """In ticks since boot, field 22 of proc(5) stat; None when there is no such process."""
+    """Return the start time in ticks since boot, field 22 of proc(5) stat; None if there is no such process."""
     try:
         about = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

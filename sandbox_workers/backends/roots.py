@@ -1,14 +1,15 @@
-"""What a sandbox's root file system is made of: what it reads of ours, copied where any user may read it (interpreter,
-loader, init, bwrap); what of the host or an image is shown; and its /etc.
+"""Parts of a sandbox's root file system.
 
-A virtual environment often stands on an interpreter in a private home folder, which a sandbox's own user cannot
-reach; and a sandbox should see no more than the standard library. Copies are named by what they are made from
-and appear by one rename.
+Some are our own, copied where any user may read them (interpreter, loader, init, bwrap); others are shown from the host
+or an image; /etc is built.
 
-The /etc is one folder in our cache, shown by one mount, since each mount costs part of a millisecond. It holds users
-and hosts of our own, a place for the proxy's CA, and the few files of the host's that programs need and that name
-nobody; or, for an image, links into the image's.
-"""
+A virtual environment is often based on an interpreter in a private home folder, which a sandbox's own user cannot read;
+and a sandbox should see no more than the standard library. Copies are named after the hash of their sources and appear
+by one rename.
+
+The /etc is one folder in our cache, shown by one mount, since each mount costs part of a millisecond. It holds our own
+users and hosts, a place for the proxy's CA, and the few files of the host that programs need and that name nobody; or,
+for an image, links into the image's /etc."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ LEFT_OUT = (
 INSIDE = Path(__file__).parents[1] / "inside"
 PACKAGE = "turnlog.sandbox_workers.inside"
 LAYOUT = "2"
-"""Of the init's folder: raised when something else is put there."""
+"""Version of the init folder's layout; raised when its content changes."""
 LISTED = re.compile(r"^\s+(?:\S+ => )?(/\S+) \(0x", re.MULTILINE)
 """A line of ldd(1)."""
 
@@ -48,16 +49,16 @@ OURS_OF_OPT = frozenset({"python", "init", "loader", "empty", "nothing"})
 HOST_FILES = ("ld.so.cache", "localtime", "mime.types", "alternatives", "ssl/certs", "pki/tls/certs")
 """Libraries, time zone, content types, default programs, public certificate authorities."""
 IMAGE = ".image"
-"""Below it, the image's own /etc is mounted."""
+"""Folder below which the image's own /etc is mounted."""
 OURS = {
     "passwd": "sandbox:x:{uid}:{uid}:sandbox:/workspace:/bin/sh\n",
     "group": "sandbox:x:{uid}:\n",
     "hosts": "127.0.0.1 localhost sandbox\n",
 }
 NEVER = frozenset({*OURS, "shadow", "gshadow", "shadow-", "gshadow-", "passwd-", "group-", "turnlog", IMAGE})
-"""Of an image's."""
+"""Names of an image's /etc that are never used."""
 CA = "turnlog/ca.pem"
-"""Where the CA is mounted, where there is one: each worker has its own, so it is no part of the folder."""
+"""Path at which the CA is mounted, if there is one. Each worker has its own CA, so it is not part of the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Interpreter:
 
 
 def interpreter(cache: Path) -> Interpreter:
-    """The running interpreter's base prefix: binary, shared library, standard library without tests and packages.
+    """Copy the running interpreter's base prefix: binary, shared library, standard library without tests and packages.
     Source: layout of sysconfig's posix_prefix scheme. Raises SandboxUnavailable."""
     base = Path(sys.base_prefix)
     binary = Path(getattr(sys, "_base_executable", None) or sys.executable).resolve()
@@ -92,8 +93,9 @@ def interpreter(cache: Path) -> Interpreter:
 
 
 def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
-    """A folder with ld.so and the libraries of the interpreter and its modules, and ld.so's name there: by it the
-    interpreter runs where the C library is older, another or none. Source: ld.so(8). Raises SandboxUnavailable."""
+    """Return a folder with ld.so and the libraries of the interpreter and its modules, and ld.so's name there. With
+    them the interpreter runs where the C library is older, another one or missing. Source: ld.so(8). Raises
+    SandboxUnavailable."""
     modules = sorted(str(path) for path in found.root.glob("lib/python3*/lib-dynload/*.so"))
     try:
         said = subprocess.run(
@@ -121,7 +123,7 @@ def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
 
 
 def init_program(cache: Path) -> Path:
-    """A folder with `turnlog/sandbox_workers/inside`, and `empty`. Raises SandboxUnavailable."""
+    """Return a folder with `turnlog/sandbox_workers/inside`, and `empty`. Raises SandboxUnavailable."""
     sources = sorted(INSIDE.glob("*.py"))
 
     def fill(root: Path) -> None:
@@ -138,12 +140,14 @@ def init_program(cache: Path) -> Path:
 
 
 def loader_command(*words: str) -> list[str]:
-    """argv of an init where no folder of ours is: PATH decides on python3, and inside/loader.py is the program."""
+    """Return the argv of an init where no folder of ours exists: python3 is looked up on PATH, and the program is
+    inside/loader.py."""
     return ["python3", "-s", "-X", "utf8", "-c", (INSIDE / "loader.py").read_text(), *words]
 
 
 def sent_program(main: str, *arguments: str) -> bytes:
-    """What inside/loader.py takes from its input: the init's sources, in which `main` is called with `arguments`."""
+    """Encode what inside/loader.py reads from its input: the init's sources, and `main` to be called with
+    `arguments`."""
     words = {"modules": _sources(), "main": f"{PACKAGE}.{main}", "arguments": arguments}
     data = json.dumps(words, separators=(",", ":")).encode()
     return len(data).to_bytes(4, "big") + data
@@ -157,7 +161,7 @@ def _sources() -> dict[str, str]:
 
 
 def executable(cache: Path, binary: Path, libraries: Iterable[Path]) -> Path:
-    """A binary with the libraries that it finds beside itself, paths between them kept."""
+    """Copy a binary with the libraries that it finds beside itself, and retain the relative paths between them."""
     paths = [binary, *libraries]
     common = Path(os.path.commonpath([path.parent for path in paths]))
 
@@ -172,8 +176,8 @@ def executable(cache: Path, binary: Path, libraries: Iterable[Path]) -> Path:
 
 
 def published(cache: Path, name: str, about: Iterable[str], fill: Callable[[Path], None]) -> Path:
-    """`cache/name-<hash of about>`, filled once. Two processes may fill at the same time: one rename wins.
-    Raises SandboxUnavailable when the cache cannot be written, or others may write to it."""
+    """Return `cache/name-<hash of about>`, filled once. If two processes fill it at the same time, the first rename
+    wins. Raises SandboxUnavailable if the cache cannot be written, or if others may write to it."""
     target = cache / f"{name}-{hashlib.sha256(chr(0).join(about).encode()).hexdigest()[:16]}"
     try:
         cache.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -226,7 +230,7 @@ def _compile(package: Path) -> None:
 
 
 def image_tree(image_folder: str, name: str) -> Path:
-    """Folder of an image. Raises ImageMissing."""
+    """Return the folder of an image. Raises ImageMissing."""
     try:
         return image_root(image_folder, name)
     except RootError as error:
@@ -234,7 +238,7 @@ def image_tree(image_folder: str, name: str) -> Path:
 
 
 async def root_hash(image_folder: str, image: str | None) -> str:
-    """See `root_sha256`. Raises ImageMissing (also for one that cannot be read)."""
+    """Return the hash of the root; see `root_sha256`. Raises ImageMissing (also for one that cannot be read)."""
     try:
         return await asyncio.to_thread(root_sha256, image_folder, image)
     except (RootError, OSError) as error:
@@ -247,12 +251,12 @@ def _tree(root: Path) -> str:
 
 
 async def tree_hash(root: Path) -> str:
-    """Of a folder in our cache, which never changes; what Python compiles there does not count."""
+    """Return the hash of a folder in our cache, which never changes; files that Python compiles there do not count."""
     return await asyncio.to_thread(_tree, root)
 
 
 def shown(root: Path) -> list[str]:
-    """bwrap words that make this the system, read-only; its /etc aside (`etc_folder`)."""
+    """Return the bwrap arguments that show this root as the system, read-only, without its /etc (see `etc_folder`)."""
     words = list(_bound(root / "usr", "/usr"))
     for name in SYSTEM_FOLDERS:
         words += _bound(root / name, f"/{name}")
@@ -263,7 +267,8 @@ def shown(root: Path) -> list[str]:
 
 
 def _bound(source: Path, target: str) -> Iterator[str]:
-    """A link stays one, so that it leads where it leads inside; on the host it could lead anywhere."""
+    """Return the bwrap arguments for one folder. A link stays a link, so that it is resolved inside; on the host it
+    could lead anywhere."""
     if source.is_symlink():
         yield from ("--symlink", os.readlink(source), target)
     elif source.exists():
@@ -271,8 +276,8 @@ def _bound(source: Path, target: str) -> Iterator[str]:
 
 
 def etc_folder(cache: Path, *, uid: int, ca: bool, image: Path | None) -> Path:
-    """The folder. `ca`: with `CA`, empty; `image`: the image's /etc, which need not be there; None: the host's.
-    Raises SandboxUnavailable."""
+    """Build the /etc folder. `ca`: add an empty file `CA`. `image`: the image's /etc, which need not exist; None for
+    the host's. Raises SandboxUnavailable."""
     names = sorted(set(os.listdir(image)) - NEVER) if image is not None and image.is_dir() else []
     about = [str(uid), str(ca), *names]
     about += ["host", *_identities()] if image is None else ["image"]
@@ -313,5 +318,5 @@ def _fill_from_host(root: Path) -> None:
 
 
 def _unreadable(folder: str, names: list[str]) -> list[str]:
-    """What is not for everybody on the host is not for a sandbox either."""
+    """Return the names that not every user of the host may read; sandboxes may not either."""
     return [name for name in names if not os.lstat(os.path.join(folder, name)).st_mode & 0o004]

@@ -1,13 +1,12 @@
 """System calls that a sandbox has no use for, denied by a BPF program that bubblewrap loads.
 
-Built with pyseccomp over the system's libseccomp; where either is missing there is no filter, said once in the log,
-and namespaces, users and limits hold alone. Source of the list: what Docker's and containerd's default profiles deny to
-a container without capabilities, and the interfaces that are theirs to allow but of no use to a tool call.
+The program is built with pyseccomp over the system's libseccomp. Where either is missing there is no filter, which is
+logged once, and only namespaces, users and limits protect. Source of the list: what Docker's and containerd's default
+profiles deny to a container without capabilities, and interfaces that they allow but that are of no use to a tool call.
 
 A call by another architecture's table (int 0x80, x32) ends the process with SIGSYS: libseccomp's answer to an
-architecture that a filter does not name. A call that this libseccomp has no name for is answered ENOSYS, so that what
-a newer kernel brings is not open before somebody has looked at it.
-"""
+architecture that a filter does not name. A call that this libseccomp has no name for returns ENOSYS, so that calls of a
+newer kernel are not open before somebody has looked at them."""
 
 from __future__ import annotations
 
@@ -43,35 +42,38 @@ DENIED = (
     "io_setup",
 )  # fmt: skip
 MAKING = frozenset({"mount", "clone"})
-"""By which a zygote makes sandboxes."""
+"""Calls by which a zygote makes sandboxes."""
 NEW_NAMESPACES = (0x00000080, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 """CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of clone(2)."""
 TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI types into the terminal of whoever started us (CVE-2017-5226); TIOCLINUX pastes into the console."""
 FILE_COMMANDS = (10, 1024, 1026)
-"""F_SETSIG, F_SETLEASE, F_NOTIFY of fcntl(2): a signal of one's choice wakes or kills a stopped process between calls,
-and a lease lets who opens a file next wait for 45 s, where files of the interpreter are shared by all sandboxes."""
+"""F_SETSIG, F_SETLEASE, F_NOTIFY of fcntl(2). With them a signal of one's choice wakes or kills a stopped process
+between calls, and a lease makes the next opener of a file wait for 45 s, where files of the interpreter are shared by
+all sandboxes."""
 FAMILIES = frozenset({socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK})
-"""Of socket(2) and socketpair(2). All others (packet, vsock, alg, bluetooth, can, tipc, xdp ...) are kernel code that
-nobody needs here; of netlink only NETLINK_ROUTE, which getifaddrs(3) asks for the interfaces."""
+"""Families of socket(2) and socketpair(2) that are allowed. All others (packet, vsock, alg, bluetooth, can, tipc, xdp
+...) are kernel code that nobody needs here. Of netlink only NETLINK_ROUTE is allowed, which getifaddrs(3) asks for the
+interfaces."""
 NETLINK_ROUTE = 0
 PROTOCOLS = frozenset({0, socket.IPPROTO_TCP, socket.IPPROTO_UDP})
-"""Of the internet families. All others (SCTP, DCCP, MPTCP, UDP-Lite ...) are kernel code, buffers and modules of their
-own."""
+"""Protocols of the internet families that are allowed. All others (SCTP, DCCP, MPTCP, UDP-Lite ...) are kernel code,
+buffers and modules of their own."""
 LAST_PROTOCOL = 18
-"""From here on all are refused at once."""
+"""All protocols from this number on are refused by one rule."""
 LAST_FAMILY = 64
-"""Kernels know 46; beyond this all are refused at once."""
+"""All families from this number on are refused by one rule; kernels know 46."""
 BINARY_TREE = 2
-"""Of SCMP_FLTATR_CTL_OPTIMIZE: the kernel walks a filter for every call that there is when it is put on."""
+"""Value of SCMP_FLTATR_CTL_OPTIMIZE for a binary tree: when a filter is installed, the kernel walks it for every
+existing call."""
 LAST_CALL = 1024
-"""Numbers up to here are looked at; kernels are at about 470."""
+"""Upper bound of the call numbers examined; kernels are at about 470."""
 
 
 @cache
 def layers() -> tuple[bytes, bytes] | None:
-    """The filter in two: what a zygote wears already, and what only its inits can, once they have mounted what they
-    need. Two for the price of one small one at each reset."""
+    """Return the filter in two layers: one that a zygote has already, and one that only its inits can have, after their
+    mounts. The split means that each reset installs only a small filter."""
     first, second = program(left_out=MAKING), program(left_out=MAKING, inverted=True)
     return None if first is None or second is None else (first, second)
 
@@ -80,8 +82,8 @@ def layers() -> tuple[bytes, bytes] | None:
 def program(
     more: tuple[str, ...] = (), *, left_out: frozenset[str] = frozenset(), inverted: bool = False
 ) -> bytes | None:
-    """The filter as BPF; None (and one warning) when it cannot be built here. `more`: names of calls that are denied
-    besides; `left_out`: names about which it says nothing, or, `inverted`, about which alone it says something."""
+    """Return the filter as BPF, or None (with one warning) if it cannot be built here. `more` has names of further
+    calls to deny. `left_out` has names that the filter leaves out or, if `inverted`, the only ones that it contains."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError, OSError) as error:
@@ -105,7 +107,7 @@ def program(
 
 
 def _argued(pyseccomp: Any, rules: Any) -> None:
-    """What depends on arguments."""
+    """Add the rules that depend on arguments."""
     refuse = pyseccomp.ERRNO(errno.EPERM)
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
     # A call runs as the init's user, so the init's limits would be its to lower (prlimit(2)).
@@ -153,7 +155,7 @@ def _exported(rules: Any) -> bytes:
 
 
 def descriptor(content: bytes) -> int:
-    """A fresh descriptor of these bytes, at their start: each bwrap reads its own. The caller closes it."""
+    """Return a new descriptor of these bytes, at their start, since each bwrap reads its own. The caller closes it."""
     number = os.memfd_create("bwrap")
     os.write(number, content)
     os.lseek(number, 0, os.SEEK_SET)

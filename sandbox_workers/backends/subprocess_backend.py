@@ -1,9 +1,8 @@
 """The backend for trusted code: the same init, rlimits, control group and, under root, user, but no namespaces.
 
-It ends process trees and enforces limits as bubblewrap does; it hides nothing: network, processes and readable files
-of the host are there, and `network` is advice that code may ignore. A process that leaves the tree by other means than
-forking (a daemon that it asks) survives; where there are control groups, nothing else does.
-"""
+It ends process trees and enforces limits as bubblewrap does, but hides nothing: network, processes and readable files
+of the host are accessible, and `network` is advice that code may ignore. A process that leaves the tree by other means
+than forking (a daemon that it asks) survives; where there are control groups, nothing else does."""
 
 from __future__ import annotations
 
@@ -25,17 +24,18 @@ from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
 EXIT_S = 2.0
-"""Time for an init to end its tree once its socket is closed."""
+"""Seconds that an init gets to end its tree once its socket is closed."""
 
 
 class Subprocess:
-    """Starts an init as a plain process of the slot's user."""
+    """Starts each sandbox's init as a plain process of the slot's user."""
 
     name = "subprocess"
     costly = False
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
-    """Both are advice here: proxy variables lead the willing through the proxy, nothing holds the others."""
+    """Networks served, though both are advice here: proxy variables point to the proxy, but nothing prevents other
+    connections."""
 
     def __init__(self, settings: SandboxSettings, python: Path, init_root: Path, cgroups: Cgroups | None) -> None:
         self._settings = settings
@@ -45,7 +45,7 @@ class Subprocess:
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
-        """Fill the cache. `ca` is not shown: /etc is the host's. Raises BackendUnavailable."""
+        """Open the backend and fill the cache. `ca` is not used: /etc is the host's. Raises BackendUnavailable."""
         cache = cache or cache_directory()
         cgroups = Cgroups.open(settings)
         try:
@@ -86,7 +86,7 @@ class Subprocess:
         }
 
     async def close(self) -> None:
-        """See Provider: nothing is held."""
+        """See Provider. There is nothing to release."""
 
     def _environment(self, workspace: str) -> dict[str, str]:
         root = self._python.parent.parent
@@ -104,8 +104,8 @@ class Subprocess:
 
 
 def _workspace(account: Account, disk_bytes: int) -> tuple[Path, str]:
-    """A new folder of ours and in it the workspace, of the slot's user, who can empty it, and neither move nor replace
-    it unless that is we. Raises OSError, SandboxUnavailable."""
+    """Create a folder of ours with the workspace in it. The workspace belongs to the slot's user, who can empty it but,
+    unless that is our own user, neither move nor replace it. Raises OSError, SandboxUnavailable."""
     root = workspace_folder(disk_bytes)
     workspace = root / "workspace"
     workspace.mkdir(mode=0o700)

@@ -1,8 +1,8 @@
 """The backend for images: each sandbox is a container of a Docker daemon, under the runtime that [sandbox] names.
 
-The container's first process is python3 of the image, running the init of the local backends over the streams that
-the Engine API attaches. So a call costs no request to the daemon, and limits, files and sessions are as everywhere.
-"""
+The container's first process is python3 of the image, running the init of the local backends over the streams that the
+Engine API attaches. So a call needs no request to the daemon, and limits, files and sessions are the same as
+elsewhere."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ log = logging.getLogger(__name__)
 
 START_S = 30.0
 RUNTIMES = {"runc": ("runc", "io.containerd.runc.v2"), "runsc": ("runsc",), "kata": ("kata", "kata-runtime")}
-"""Names under which daemons know them."""
+"""Names under which daemons know the runtimes."""
 NOT_FOUND = 127
-"""ExitCode of a container whose command is not in its image (docker run, "Exit status")."""
+"""Exit code of a container whose command is not in its image (docker run, "Exit status")."""
 STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
 
 
 class Docker:
-    """One Docker daemon, which makes a container for each sandbox."""
+    """The backend of one Docker daemon, which makes a container for each sandbox."""
 
     name = "docker"
     costly = False
@@ -67,7 +67,8 @@ class Docker:
     def __init__(
         self, daemon: Daemon, settings: SandboxSettings, ca: Path | None, *, denied: bytes, probe: Command = PRYING
     ) -> None:
-        """`denied`: a seccomp program, or nothing; `probe`: what reaches into the init where a call can."""
+        """Create the backend. `denied` is a seccomp program, or empty; `probe` is a command that tries to reach into
+        the init."""
         self._daemon = daemon
         self._client = daemon.client
         self._settings = settings
@@ -81,7 +82,8 @@ class Docker:
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
-        """Find the daemon, see that it knows the runtime, remove what dead workers left. Raises BackendUnavailable."""
+        """Find the daemon, check that it knows the runtime, and remove what dead workers left. Raises
+        BackendUnavailable."""
         client = await asyncio.to_thread(connect)
         try:
             about = await asked(client.info)
@@ -141,7 +143,7 @@ class Docker:
         await asyncio.to_thread(self._client.close)
 
     async def _made(self, arguments: Mapping[str, Any], shape: Shape) -> ContainerSandbox:
-        """Its container, started and attached. Raises SandboxUnavailable, ImageMissing."""
+        """Create a container, start it and attach to it. Raises SandboxUnavailable, ImageMissing."""
         image = arguments["image"]
         try:
             container = (await asked(self._client.create_container, **arguments))["Id"]
@@ -155,7 +157,7 @@ class Docker:
             raise
 
     async def _attached(self, container: str, image: str, shape: Shape) -> ContainerSandbox:
-        """Start it with its streams attached. Raises SandboxUnavailable, ImageMissing."""
+        """Start a container with its streams attached. Raises SandboxUnavailable, ImageMissing."""
         attached = await asked(self._client.attach_socket, container, STREAMS)
         try:
             await asked(self._client.start, container)
@@ -169,8 +171,9 @@ class Docker:
         return ContainerSandbox(self._client, container, ContainerStream(attached, pid), shape.disk_bytes)
 
     async def _prepared(self, sandbox: ContainerSandbox, name: str, shape: Shape) -> None:
-        """Give it its listener, while it has no init that would take this for a call's, then its init; find out once
-        whether sandboxes of this runtime can be used again. Raises SandboxDied, SandboxUnavailable, OSError."""
+        """Prepare a container: first its listener, while there is no init yet that would take this for a call's, then
+        its init. Check once whether sandboxes of this runtime can be reused. Raises SandboxDied, SandboxUnavailable,
+        OSError."""
         proxy = None
         if shape.network == "allowlist":
             proxy = await asyncio.to_thread(listening_in, sandbox.process.pid, name)
@@ -187,12 +190,12 @@ class Docker:
 
 
 def missing(image: str) -> ImageMissing:
-    """The daemon has no such image."""
+    """Return the error for an image that the daemon does not have."""
     return ImageMissing(f"the Docker daemon has no image {image!r}: run `docker pull {image}` where the daemon runs")
 
 
 def known_runtime(about: Mapping[str, Any], wanted: str) -> str | None:
-    """The daemon's name for a runtime; None: its default. Raises BackendUnavailable."""
+    """Return the daemon's name for a runtime, or None for its default. Raises BackendUnavailable."""
     if not wanted or wanted.startswith("io.containerd."):  # a shim's name, which a daemon of 23 or newer finds itself
         return wanted or None
     known = about.get("Runtimes") or {}
@@ -206,7 +209,8 @@ def known_runtime(about: Mapping[str, Any], wanted: str) -> str | None:
 
 
 def filter_for(about: Mapping[str, Any]) -> bytes:
-    """The seccomp program of the local backends, where the daemon's machine has the system calls of this one."""
+    """Return the seccomp program of the local backends, or an empty one if the daemon's machine has other system calls
+    than this one."""
     if about.get("Architecture") != os.uname().machine:
         log.warning("the Docker daemon is on %s: its own seccomp profile alone applies", about.get("Architecture"))
         return b""
@@ -214,7 +218,7 @@ def filter_for(about: Mapping[str, Any]) -> bytes:
 
 
 def warn(about: Mapping[str, Any]) -> None:
-    """Say which of our bounds this daemon cannot set."""
+    """Log the limits that this daemon cannot set."""
     for figure, what in (("MemoryLimit", "memory"), ("PidsLimit", "processes"), ("CpuCfsQuota", "CPU")):
         if not about.get(figure):
             log.warning("the Docker daemon cannot bound %s of a container: the init's own looks alone do", what)

@@ -1,17 +1,17 @@
-"""A container as a sandbox: what the daemon makes, by the SDK, and the init in it that local sandboxes have, spoken to
-through the daemon. Source: Docker Engine API 1.41.
+"""A container as a sandbox: made by the daemon through the SDK, with the init of the local sandboxes in it.
+
+Source: Docker Engine API 1.41.
 
 The daemon is found as `docker` finds it (DOCKER_HOST, DOCKER_TLS_VERIFY, DOCKER_CERT_PATH). Every call of the SDK
-blocks, so it is made in a thread. A container's first process is python3 of its image, with the init program sent over
-its input.
+blocks, so it is made in a thread. A container's first process is python3 of its image, and the init program is sent
+over its input.
 
-The daemon sends both output streams through one connection, each part behind eight bytes: stream, three zeros, length
-("Attach to a container", stream format). Two threads copy, since a connection may be TLS.
+The daemon sends both output streams through one connection. Each part follows eight bytes: stream, three zeros, length
+("Attach to a container", stream format). Two threads copy the data, since a connection may be TLS.
 
-A socket belongs to the network namespace of the thread that made it (network_namespaces(7)), so a thread that enters
-the container's (setns(2)) can make the one that the worker's egress proxy accepts on, where the worker is root on the
-daemon's machine and the kernel is shared.
-"""
+A socket belongs to the network namespace of the thread that made it (network_namespaces(7)). So a thread that enters
+the container's namespace (setns(2)) can make the socket on which the worker's egress proxy accepts, if the worker is
+root on the daemon's machine and the kernel is shared."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ from turnlog.schemas.events import SandboxLimits
 
 Answer = TypeVar("Answer")
 TIMEOUT_S = 60.0
-"""For one answer of the daemon."""
+"""Time limit in seconds for one answer of the daemon."""
 REMEDY = (
     "start it, or set DOCKER_HOST to where it listens (unix:///..., tcp://... with DOCKER_TLS_VERIFY and "
     "DOCKER_CERT_PATH); `docker info` must answer for the worker's user"
 )
 
 FIRST_UID = 20_000
-"""User of slot 0 in its container, slot n being the n-th from there: RLIMIT_NPROC counts a user's processes in all
-containers of a daemon. Below 65,536, since a daemon with user namespaces or without root maps no more."""
+"""User of slot 0 in its container; slot n has the n-th from there, because RLIMIT_NPROC counts a user's processes in
+all containers of a daemon. Below 65,536, since a daemon with user namespaces or without root maps no more."""
 WORKSPACE = "/workspace"
 FOLDERS = (WORKSPACE, "/tmp", "/dev/shm")
-"""The writable ones, each a tmpfs of at most `disk_bytes`."""
+"""Writable folders, each a tmpfs of at most `disk_bytes`."""
 CA = "/etc/turnlog/ca.pem"
 BASELINE_BYTES = 64 << 20
-"""For the init and the kernel's own, beside what calls may use."""
+"""Bytes for the init and the kernel's own, beside what calls may use."""
 BASELINE_PIDS = 4
-"""For the init, what a runtime adds, and one more, so that `pids` is exceeded before it is exhausted."""
+"""Processes for the init, what a runtime adds, and one more, so that `pids` is exceeded before it is exhausted."""
 LABEL = "turnlog.sandbox"
-"""On every container of ours: the boot id of the machine whose worker made it."""
+"""Label of every container of ours; its value is the boot id of the machine whose worker made it."""
 IPC = {"kernel.msgmni": "0", "kernel.shmmni": "0", "kernel.sem": "0 0 0 0", "fs.mqueue.queues_max": "0"}
-"""No System V or POSIX queue, semaphore or segment can be made: they would outlive a reset."""
+"""Settings with which no System V or POSIX queue, semaphore or segment can be made: they would outlive a reset."""
 ENVIRONMENT = {
     "HOME": WORKSPACE,
     "USER": "sandbox",
@@ -85,11 +85,11 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     **FORGETFUL,
 }
-"""Added to the image's own; the hash seed makes re-runs alike."""
+"""Variables added to the image's own; the hash seed makes re-runs alike."""
 
 
 def connect() -> Any:
-    """The SDK's low-level client of a daemon that answers. Raises BackendUnavailable."""
+    """Return the SDK's low-level client of a daemon that answers. Raises BackendUnavailable."""
     try:
         import docker  # type: ignore[import-untyped]
         from docker.utils import kwargs_from_env  # type: ignore[import-untyped]
@@ -107,12 +107,12 @@ def connect() -> Any:
 
 
 async def asked(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
-    """An answer of the daemon, off the loop. Raises SandboxUnavailable, ImageMissing."""
+    """Call the SDK in a thread and return the daemon's answer. Raises SandboxUnavailable, ImageMissing."""
     return await asyncio.to_thread(answered, call, *arguments, **named)
 
 
 def answered(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
-    """As `asked`, in this thread."""
+    """Call the SDK as `asked` does, but in this thread."""
     import requests
     from docker.errors import DockerException, ImageNotFound  # type: ignore[import-untyped]
 
@@ -126,7 +126,7 @@ def answered(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answ
 
 
 def release(error: BaseException) -> None:
-    """Let go of what the frames of an error hold: the SDK does not close a unix socket that it could not connect."""
+    """Release what the frames of an error refer to: the SDK does not close a unix socket that it could not connect."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -134,29 +134,29 @@ def release(error: BaseException) -> None:
 
 
 def boot_id() -> str:
-    """Of this machine since it was started (random(4))."""
+    """Return this machine's id since its last start (random(4))."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def name(slot: int) -> str:
-    """A new one; it says whose the container is, as names of all our things do."""
+    """Return a new container name, which tells its owner as all our names do."""
     return f"{owned_prefix()}{slot}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """What makes containers."""
+    """The daemon that makes containers."""
 
     client: Any
-    """The SDK's."""
+    """Client of the SDK."""
     about: Mapping[str, Any]
-    """Its /info."""
+    """The daemon's /info."""
     runtime: str | None
-    """By its name for it; None: its default."""
+    """The daemon's name for the runtime; None for its default."""
 
 
 def described(daemon: Daemon, settings: SandboxSettings, slot: int, shape: Shape, ca: Path | None) -> dict[str, Any]:
-    """Arguments of the SDK's create_container. `ca`: a file of the daemon's machine to be seen as CA."""
+    """Return the arguments of the SDK's create_container. `ca`: a file of the daemon's machine to be shown as CA."""
     uid, called = FIRST_UID + slot, name(slot)
     return {
         "image": shape.image or settings.docker_image,
@@ -174,7 +174,7 @@ def described(daemon: Daemon, settings: SandboxSettings, slot: int, shape: Shape
 
 
 def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shape, ca: Path | None) -> dict[str, Any]:
-    """Arguments of the SDK's create_host_config."""
+    """Return the arguments of the SDK's create_host_config."""
     # noexec is Docker's default for a tmpfs; a workspace is for programs too.
     options = f"rw,exec,nosuid,nodev,size={shape.disk_bytes},mode=0700,uid={uid},gid={uid}"
     memory = settings.memory_bytes + shape.disk_bytes + BASELINE_BYTES  # a tmpfs is charged to its container
@@ -198,8 +198,8 @@ def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shap
 
 
 async def sweep(client: Any) -> int:
-    """Remove containers of this machine's dead workers, and ended ones of workers anywhere; how many are gone.
-    Raises SandboxUnavailable when the daemon does not answer."""
+    """Remove containers of this machine's dead workers, and ended ones of workers anywhere. Return how many are gone.
+    Raises SandboxUnavailable if the daemon does not answer."""
     gone = 0
     for found in await asked(client.containers, all=True, filters={"label": [LABEL]}):
         name = next((name.lstrip("/") for name in found.get("Names") or ()), "")
@@ -214,17 +214,19 @@ async def sweep(client: Any) -> int:
 
 
 def entrypoint(name: str) -> list[str]:
-    """argv, the image's PATH deciding on python3; `name` is there for the worker to know the process by."""
+    """Return the argv; the image's PATH decides on python3. `name` is an argument by which the worker recognises the
+    process."""
     return loader_command(name)
 
 
 def program(denied: bytes, *folders: str) -> bytes:
-    """What to send first: for `inside.attached.main` a seccomp filter (or nothing) and the writable folders."""
+    """Encode what is sent first: arguments of `inside.attached.main`, a seccomp filter (or nothing) and the writable
+    folders."""
     return sent_program("attached", base64.b64encode(denied).decode(), *folders)
 
 
 def fingerprint() -> str:
-    """sha256 of the init program."""
+    """Return the sha256 of the init program."""
     return hashlib.sha256(program(b"")).hexdigest()
 
 
@@ -243,20 +245,20 @@ except PermissionError:
 )
 OOM_KILLED = "was killed for memory"
 EXIT_S = 2.0
-"""Time for an init to end once its input has; then the container is killed."""
+"""Seconds that an init gets to end once its input has ended; then the container is killed."""
 
 HEADER = struct.Struct(">BxxxL")
 STDOUT, STDERR = 1, 2
 PART_BYTES = 65536
 WORDS_BYTES = 4096
-"""Most of its standard error that is kept."""
+"""Maximum bytes of its standard error that are retained."""
 
 CLONE_NEWNET = 0x40000000
 NETWORK_S = 5.0
-"""For an entrypoint to be executed and a loopback to come up."""
+"""Seconds for an entrypoint to be executed and a loopback to come up."""
 PAUSE_S = 0.01
 RUNTIME = "runc"
-"""The one whose containers have their sockets in the host's kernel."""
+"""The runtime whose containers have their sockets in the host's kernel."""
 
 
 class ContainerSandbox(InitSandbox):
@@ -265,9 +267,9 @@ class ContainerSandbox(InitSandbox):
     def __init__(self, client: Any, container: str, stream: ContainerStream, disk_bytes: int) -> None:
         super().__init__(stream, stream.control, lambda: None, EXIT_S, disk_bytes=disk_bytes)
         self.container = container
-        """Its id."""
+        """Id of the container."""
         self.guarded = True
-        """No call can reach into the init, so that what it says of a reset is a proof."""
+        """True if no call can reach into the init, so that its report of a reset is a proof."""
         self._client = client
         self.stream = stream
         self._removal: asyncio.Task[str] | None = None
@@ -281,7 +283,7 @@ class ContainerSandbox(InitSandbox):
             raise SandboxDied(f"{error}; {how}", error.evidence) from error
 
     async def reset(self) -> bool:
-        """See Sandbox. Never proved where a call could have answered for those that come after it."""
+        """See Sandbox. A reset is never proved if an earlier call could have forged the answer."""
         return self.guarded and await super().reset()
 
     async def close(self) -> None:
@@ -290,22 +292,22 @@ class ContainerSandbox(InitSandbox):
             self._evidence = dataclasses.replace(self._evidence, limit="memory_bytes")
 
     async def _removed(self) -> str:
-        """Remove the container; how it had ended."""
+        """Remove the container and return how it ended."""
         if self._removal is None:
             self._removal = asyncio.create_task(removed(self._client, self.container, self.stream))
         return await asyncio.shield(self._removal)
 
 
 async def guarded(sandbox: ContainerSandbox, probe: Command) -> bool:
-    """A call is kept from the init's descriptors, as Linux does of a process that is not dumpable (proc_pid_fd(5));
-    gVisor does not. Ask before any code of an agent has run. Raises SandboxDied."""
+    """Return whether a call is kept from the init's descriptors, as Linux does for a process that is not dumpable
+    (proc_pid_fd(5)); gVisor does not. Call this before any code of an agent has run. Raises SandboxDied."""
     answer = await sandbox.exec(probe, SandboxLimits())
     return answer.exit_code == DENIED
 
 
 async def removed(client: Any, container: str, stream: ContainerStream) -> str:
-    """Let go of a container and remove it; how it had ended. A daemon that is gone is said in the log: the next
-    worker removes what is left."""
+    """Close the stream, remove the container and return how it ended. If the daemon is gone, that is logged, and the
+    next worker removes what is left."""
     from docker.errors import NotFound
 
     await stream.close()
@@ -321,41 +323,41 @@ async def removed(client: Any, container: str, stream: ContainerStream) -> str:
 
 
 class ContainerStream:
-    """A container in place of a process: it ends when its streams do."""
+    """A container in place of a process. It ends when its streams do."""
 
     def __init__(self, attached: Any, pid: int) -> None:
-        """`attached` is what the SDK's attach_socket gave. Call on the loop."""
+        """Create it on the event loop. `attached` is the result of the SDK's attach_socket."""
         self.pid = pid
-        """On the daemon's machine."""
+        """Pid on the daemon's machine."""
         self.returncode: int | None = None
-        """Set when it has ended; what it was is for the daemon to tell."""
+        """0 once it has ended; the daemon has the real exit code."""
         self._stderr = asyncio.StreamReader()
         self.stderr: asyncio.StreamReader | None = self._stderr
         self.control, self._pair = socket.socketpair()
-        """The worker's end."""
+        """The worker's end of the control socket."""
         self._attached = attached
         self._socket: socket.socket = getattr(attached, "_sock", attached)
         self._socket.settimeout(None)
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self.words = b""
-        """The last that it wrote on its standard error."""
+        """Last bytes that it wrote to its standard error."""
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._outward, self._inward)]
         for thread in self._threads:
             thread.start()
 
     def sendall(self, data: bytes) -> None:
-        """To the container's input, before its worker's end is used. Blocks; raises OSError."""
+        """Send data to the container's input, before the worker's end is used. Blocks; raises OSError."""
         self._socket.sendall(data)
 
     def kill(self) -> None:
-        """Let go of the connection: the container's input ends, and so does its init."""
+        """Shut the connection down: the container's input ends, and so does its init."""
         for end in (self._socket, self._pair):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> int:
-        """Until its output ends."""
+        """Wait until the container's output ends."""
         await self._ended.wait()
         return 0
 
@@ -368,7 +370,7 @@ class ContainerStream:
         detach(self._attached)
 
     def _inward(self) -> None:
-        """Worker to container."""
+        """Copy from worker to container."""
         with contextlib.suppress(OSError):
             while part := self._pair.recv(PART_BYTES):
                 self._socket.sendall(part)
@@ -376,7 +378,7 @@ class ContainerStream:
             self._socket.shutdown(socket.SHUT_WR)
 
     def _outward(self) -> None:
-        """Container to worker."""
+        """Copy from container to worker."""
         with contextlib.suppress(OSError, EOFError):
             while True:
                 stream, size = HEADER.unpack(self._exactly(HEADER.size))
@@ -414,7 +416,7 @@ class ContainerStream:
 
 
 def detach(attached: Any) -> None:
-    """Close the connection of an attach_socket of the SDK, its HTTP response included."""
+    """Close the connection of an SDK attach_socket, including its HTTP response."""
     response = getattr(attached, "_response", None)
     if response is not None:
         response.close()
@@ -423,12 +425,12 @@ def detach(attached: Any) -> None:
 
 
 def reachable(address: str, runtime: str) -> bool:
-    """Containers of the daemon at `address` have network namespaces that we may enter."""
+    """Return whether containers of the daemon at `address` have network namespaces that we may enter."""
     return runtime == RUNTIME and address.startswith("http+docker://localhost") and os.geteuid() == 0
 
 
 def listening_in(pid: int, name: str, patience_s: float = NETWORK_S) -> socket.socket:
-    """A listening socket in the namespace of process `pid`, which must be the first of the container `name`.
+    """Return a listening socket in the namespace of process `pid`, which must be the first of the container `name`.
     Blocks. Raises SandboxUnavailable."""
     found: list[socket.socket | OSError] = []
 
@@ -450,8 +452,8 @@ def listening_in(pid: int, name: str, patience_s: float = NETWORK_S) -> socket.s
 
 
 def known(pid: int, name: str, deadline: float) -> None:
-    """Wait until process `pid` has `name` among its arguments. A daemon says that a container runs before the runtime
-    has executed its entrypoint. Blocks until `deadline`, time.monotonic() seconds, at most. Raises OSError."""
+    """Wait until process `pid` has `name` among its arguments, since a daemon reports a container as running before the
+    runtime has executed its entrypoint. Blocks until `deadline`, time.monotonic() seconds, at most. Raises OSError."""
     while name.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
         if time.monotonic() > deadline:
             raise ProcessLookupError(errno.ESRCH, "its first process is not a process of this machine")

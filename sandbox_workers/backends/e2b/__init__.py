@@ -1,13 +1,13 @@
 """The backend for E2B's machines: each sandbox is a microVM of that service, with the init of the local backends in it.
 
-The init is sent over a command's input and answers over its output, so a call costs no request for a start, and
-limits, files and sessions are as everywhere. A machine costs money while it lives: a request for one is never left
-half-way, it lives for START_TTL_S until it is known to work, and for TTL_S after its worker was last heard of.
+The init is sent over a command's input and answers over its output, so a call needs no request to start it, and limits,
+files and sessions are the same as elsewhere. A machine costs money while it lives. Therefore a request for one is never
+abandoned half-way; the machine lives for START_TTL_S until it is known to work, and then for TTL_S after the last
+contact of its worker.
 
-Everything that comes from there is taken for hostile: a line that is no base64 or does not end is the end of it, and a
-worker that does not keep up holds the stream back instead of storing it. What can go wrong in the SDK becomes an error
-of ours, in which no key stands.
-"""
+Everything that comes from the machine is treated as hostile. A line that is not base64, or does not end, ends the
+stream, and a worker that does not keep up applies back-pressure instead of buffering. Errors of the SDK become errors
+of ours, which never contain the key."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHARED = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
-"""Where a template's user may leave files beside the home."""
+"""Folders where a template's user may leave files, beside the home."""
 CLOSE_S = 20.0
 TRACES = """
 import json, os
@@ -66,14 +66,15 @@ for root in (*ROOTS, os.path.dirname(OURS[0])):
 tables = [open("/proc/sysvipc/" + name).read() for name in ("shm", "sem", "msg") if os.path.exists("/proc/sysvipc")]
 print(json.dumps([found, tables]))
 """
-"""Everything of the user's outside of the folders that a reset empties, with what nobody can set back: ctime."""
+"""Source that lists everything of the user's outside the folders that a reset empties, with ctime, which nobody can set
+back."""
 LIMITS = SandboxLimits(cpu_s=10.0, wall_s=10.0, output_bytes=1 << 20)
 
 PART_BYTES = 65536
 LINE_BYTES = 2 * PART_BYTES
-"""No line of the relay's is longer."""
+"""Maximum length of a line from the relay."""
 WORDS_BYTES = 65536
-"""Most of its standard error that is kept."""
+"""Maximum bytes of its standard error that are retained."""
 
 KEY = "E2B_API_KEY"
 REQUEST_S = 30.0
@@ -81,9 +82,9 @@ REQUEST_S = 30.0
 Answer = TypeVar("Answer")
 
 FOLDERS = ("workspace", "tmp")
-"""The writable ones, the workspace first; in the home of the template's user."""
+"""Writable folders in the home of the template's user, the workspace first."""
 PLACE = ("plain", "shared", "none")
-"""As `inside.init.main` takes it: folders in place of file systems, a user whom the relay has too, no proxy."""
+"""Arguments of `inside.init.main`: folders in place of file systems, a user that the relay shares, no proxy."""
 
 
 class E2bSandbox(InitSandbox):
@@ -99,8 +100,8 @@ class E2bSandbox(InitSandbox):
         self._as_new: bytes | None = None
 
     async def begin(self) -> None:
-        """Wait for the init, keep the machine alive from now on, and see what its template has left where a call could
-        leave something. Raises SandboxDied."""
+        """Wait for the init, keep the machine alive from now on, and record the files of its template in the places
+        where a call could leave something. Raises SandboxDied."""
         await self.ready()
         self._keeping = asyncio.create_task(self._keep())
         self._as_new = await self._traces()
@@ -108,14 +109,14 @@ class E2bSandbox(InitSandbox):
             raise SandboxDied("the template's folders for temporary files cannot be looked at")
 
     async def reset(self) -> bool:
-        """See Sandbox. Proved by a look at every other place where the user could have left a file."""
+        """See Sandbox. The proof is a look at every other place where the user could have left a file."""
         try:
             return await super().reset() and await self._traces() == self._as_new
         except SandboxError:
             return False
 
     async def close(self) -> None:
-        """See Sandbox. The machine is ended even when whoever closes is cancelled."""
+        """See Sandbox. The machine is ended even if the caller is cancelled."""
         if self._keeping is not None:
             self._keeping.cancel()
         if self._ending is None:
@@ -137,7 +138,7 @@ class E2bSandbox(InitSandbox):
         return None
 
     async def _keep(self) -> None:
-        """Push the machine's end away; a worker that dies leaves it to end by itself."""
+        """Prolong the machine's time-out periodically. If the worker dies, the machine ends by itself."""
         while True:
             try:
                 await asked(self.machine.set_timeout(self._ttl_s, request_timeout=REQUEST_S))
@@ -147,7 +148,7 @@ class E2bSandbox(InitSandbox):
 
 
 async def ended(machine: AsyncSandbox) -> None:
-    """End a machine. Never raises: what cannot be ended now ends by its time-out."""
+    """End a machine. Never raises: a machine that cannot be ended now ends by its time-out."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await asked(machine.kill(request_timeout=REQUEST_S))
@@ -156,16 +157,16 @@ async def ended(machine: AsyncSandbox) -> None:
 
 
 class E2bStream:
-    """A command in place of a process: it ends when its stream does."""
+    """A command in place of a process. It ends when its stream does."""
 
     def __init__(self) -> None:
-        """Call on the loop."""
+        """Create it on the event loop."""
         self.pid = 0
-        """In the machine."""
+        """Pid in the machine."""
         self.returncode: int | None = None
         self.stderr = asyncio.StreamReader()
         self.control, self._pair = socket.socketpair()
-        """The worker's end."""
+        """The worker's end of the control socket."""
         self._handle: Any = None
         self._writer: asyncio.StreamWriter
         self._line = ""
@@ -174,7 +175,7 @@ class E2bStream:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, machine: AsyncSandbox) -> None:
-        """Run the relay, and the init in it. Raises SandboxUnavailable."""
+        """Run the relay with the init in it. Raises SandboxUnavailable."""
         reader, self._writer = await asyncio.open_connection(sock=self._pair)
         self._handle = await asked(
             machine.commands.run(
@@ -195,13 +196,13 @@ class E2bStream:
         await asked(self._handle.send_stdin(program()))
 
     def kill(self) -> None:
-        """Let go of the stream. The machine is ended by whoever made it."""
+        """Drop the stream. The machine is ended by its owner."""
         for task in self._tasks:
             task.cancel()
         self._over()
 
     async def wait(self) -> int:
-        """Until its stream ends."""
+        """Wait until the stream ends."""
         await self._ended.wait()
         return self.returncode or 0
 
@@ -215,14 +216,14 @@ class E2bStream:
             await self._writer.wait_closed()
 
     async def _inward(self, reader: asyncio.StreamReader) -> None:
-        """Worker to machine."""
+        """Copy from worker to machine."""
         with contextlib.suppress(OSError, SandboxUnavailable):
             while part := await reader.read(PART_BYTES):
                 await asked(self._handle.send_stdin(part))
         self._over()
 
     async def _outward(self, text: str) -> None:
-        """Machine to worker."""
+        """Copy from machine to worker."""
         if self._ended.is_set():
             return
         *lines, self._line = (self._line + text).split("\n")
@@ -237,7 +238,7 @@ class E2bStream:
             self._over()
 
     async def _watch(self) -> None:
-        """Until the command ends, in whatever way."""
+        """Wait until the command ends, in whatever way."""
         try:
             await asked(self._handle.wait())
             self.returncode = 0
@@ -265,7 +266,7 @@ class E2bStream:
 
 
 def key() -> str:
-    """From the environment, and from nowhere else. Raises BackendUnavailable."""
+    """Return the key from the environment, its only source. Raises BackendUnavailable."""
     found = os.environ.get(KEY, "")
     if not found:
         raise BackendUnavailable(f'[sandbox] backends = "e2b" needs the key of an E2B account in {KEY}')
@@ -273,7 +274,7 @@ def key() -> str:
 
 
 def installed() -> None:
-    """Raises BackendUnavailable without the extra."""
+    """Check that the extra is installed. Raises BackendUnavailable if it is not."""
     try:
         import e2b  # noqa: F401
     except ImportError as error:
@@ -281,7 +282,7 @@ def installed() -> None:
 
 
 async def asked(request: Awaitable[Answer]) -> Answer:
-    """The SDK's answer. Raises SandboxUnavailable with the SDK's own error as its cause."""
+    """Return the SDK's answer. Raises SandboxUnavailable with the SDK's own error as its cause."""
     try:
         return await request
     except Exception as error:  # the SDK's errors share no base, and it raises Exception itself for odd answers
@@ -289,13 +290,14 @@ async def asked(request: Awaitable[Answer]) -> Answer:
 
 
 def said(error: BaseException) -> str:
-    """An error of the SDK in one line, without the key should the service ever repeat it."""
+    """Return an error of the SDK in one line, without the key, in case the service ever repeats it."""
     text = " ".join(str(error).split())[:500] or type(error).__name__
     return text.replace(os.environ.get(KEY) or "\0", "<key>")
 
 
 def _remedy(error: SandboxUnavailable) -> str:
-    """What to do about a service that did not list its machines: of the key alone where it was refused."""
+    """Return what to do about a service that did not list its machines; it names the key only if the key was
+    refused."""
     from e2b.exceptions import AuthenticationException
 
     cause = error.__cause__
@@ -305,7 +307,8 @@ def _remedy(error: SandboxUnavailable) -> str:
 
 
 def template_missing(error: SandboxUnavailable, template: str) -> ImageMissing | None:
-    """The service has no such template for this key; None: it was something else. To be asked of a start alone."""
+    """Return ImageMissing if the error means that the service has no such template for this key, else None. Valid only
+    for errors of a start."""
     cause = error.__cause__
     status = getattr(cause, "status_code", None)
     # SDK 2.63.0 has a status and neither type nor code: that a 403 is about another team's template only its words say.
@@ -315,18 +318,18 @@ def template_missing(error: SandboxUnavailable, template: str) -> ImageMissing |
 
 
 def relay() -> str:
-    """The relay's command line, for a shell."""
+    """Return the relay's command line, for a shell."""
     words = json.dumps([FOLDERS, loader_command()])
     return shlex.join(["python3", "-s", "-c", Path(e2b_relay.__file__).read_text(), words])
 
 
 def program() -> bytes:
-    """What `inside.loader` reads, but for the folders' names, which the relay knows."""
+    """Encode what `inside.loader` reads, without the folders' names, which the relay adds."""
     return sent_program("init", str(e2b_relay.CONTROL), *PLACE)
 
 
 def fingerprint() -> str:
-    """sha256 of what runs there of ours."""
+    """Return the sha256 of our code that runs there."""
     return hashlib.sha256(relay().encode() + program()).hexdigest()
 
 
@@ -337,28 +340,30 @@ NO_PYTHON = "python3: not found", "python3: command not found", "exec: python3"
 
 
 class E2b:
-    """One account at E2B, or a server of one's own."""
+    """The backend of an account at E2B, or of a server of one's own."""
 
     name = "e2b"
     costly = True
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none"})
-    """By allow_internet_access=False of the request for a machine; there is no way to the worker's egress proxy."""
+    """Networks served. "none" is enforced by allow_internet_access=False in the request for a machine; the worker's
+    egress proxy cannot be reached from there."""
 
     def __init__(self, settings: SandboxSettings, connection: Mapping[str, str] | None = None) -> None:
-        """`connection`: arguments for the SDK's calls that stand above its environment, for a server of one's own."""
+        """Create the backend. `connection` has arguments for the SDK's calls that take precedence over its environment,
+        for a server of one's own."""
         self._settings = settings
         self._connection: Any = dict(connection or {})
         self.ttl_s = TTL_S
-        """Seconds that a machine lives after its worker was last heard of."""
+        """Seconds that a machine lives after the last contact of its worker."""
         self._known: dict[str, Mapping[str, str]] = {}
         self._starting: set[asyncio.Task[AsyncSandbox]] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
-        """See that the SDK is there and that the service takes the key. `ca` and `cache` have no use here.
-        Raises BackendUnavailable."""
+        """Check that the SDK is installed and that the service accepts the key. `ca` and `cache` are not used. Raises
+        BackendUnavailable."""
         installed()
         key()
         from e2b import AsyncSandbox
@@ -412,13 +417,14 @@ class E2b:
         return self._known[template]
 
     async def close(self) -> None:
-        """See Provider: waits for machines whose start was given up."""
+        """See Provider. Waits for machines whose start was abandoned."""
         while waiting := [*self._starting, *self._ending]:
             await asyncio.wait(waiting)
             await asyncio.sleep(0)  # for what their ends have started
 
     async def _created(self, template: str) -> AsyncSandbox:
-        """A machine. Cancelled, it is ended as soon as it is there. Raises SandboxUnavailable, ImageMissing."""
+        """Create a machine. If this is cancelled, the machine is ended as soon as it exists. Raises SandboxUnavailable,
+        ImageMissing."""
         from e2b import AsyncSandbox
 
         request = AsyncSandbox.create(

@@ -1,9 +1,8 @@
-"""What a command of an E2B machine runs: the init as a child, its answers as text.
+"""Program of a command in an E2B machine: runs the init as a child and sends its answers as text.
 
-The SDK decodes a command's output as UTF-8, so the init's frames leave as lines of base64; its input is bytes: first
-the program that `inside.loader` takes, then frames. Sent as the argument of `python3 -c`, so standard library only, and
-written for old pythons.
-"""
+The SDK decodes a command's output as UTF-8, so the init's frames are sent as lines of base64. Its input is bytes: first
+the program that `inside.loader` reads, then frames. This is sent as the argument of `python3 -c`, so it is standard
+library only and written for old Python versions."""
 
 import base64
 import contextlib
@@ -19,13 +18,13 @@ from typing import IO
 PR_SET_NO_NEW_PRIVS = 38
 PART_BYTES = 49152
 CONTROL = 9
-"""The init's end of its control socket."""
+"""Descriptor of the init's end of its control socket."""
 KEPT = ("PATH", "LD_LIBRARY_PATH")
-"""Of the template's environment; the rest may name what is not the agent's business."""
+"""Variables of the template's environment that are passed on; the others may be none of the agent's business."""
 
 
 def main(folders: "list[str]", argv: "list[str]") -> int:
-    """Make the writable folders, of the user's home, and run the init; its exit code."""
+    """Create the writable folders in the user's home, run the init and return its exit code."""
     folders = [os.path.join(os.path.expanduser("~"), folder) for folder in folders]
     for folder in folders:
         os.makedirs(folder, 0o700, exist_ok=True)
@@ -47,7 +46,7 @@ def main(folders: "list[str]", argv: "list[str]") -> int:
 
 
 def inward(loader: "IO[bytes]", folders: "list[str]", ours: socket.socket) -> None:
-    """The worker's words: the program to the init's input, all else to its socket."""
+    """Copy the worker's bytes: the program to the init's input, everything else to its socket."""
     with contextlib.suppress(OSError, ValueError):  # the worker or the init is gone: so is the other, by what follows
         program = json.loads(taken(int.from_bytes(taken(4), "big")).decode())
         program["arguments"] += folders
@@ -66,7 +65,7 @@ def inward(loader: "IO[bytes]", folders: "list[str]", ours: socket.socket) -> No
 
 
 def taken(size: int) -> bytes:
-    """That many bytes of the input, or all that there are."""
+    """Read `size` bytes of the input, or all that there are."""
     data = b""
     while len(data) < size:
         part = os.read(0, size - len(data))
@@ -77,7 +76,7 @@ def taken(size: int) -> bytes:
 
 
 def outward(ours: socket.socket) -> None:
-    """The init's answers, as lines."""
+    """Write the init's answers as lines."""
     while True:
         part = ours.recv(PART_BYTES)
         if not part:

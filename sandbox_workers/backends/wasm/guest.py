@@ -1,11 +1,12 @@
-"""The forked child of a call in a wasm sandbox: limits and filter on, one guest, and what its end means; what there is
-to run, which of it a command names, and what its guest is given.
+"""The forked child of a call in a wasm sandbox: it sets limits and filter, runs one guest, and interprets the guest's
+end.
 
-It imports nothing of the worker's: the process of a sandbox starts with this and what the init is made of. A guest has
-no processes, sockets, signals or users: all that it can reach is what is handed to it here. What is left to one that
-breaks out of wasmtime are files that the slot's user may read, and its own folders.
-Source: WASI preview 1 (wasi_snapshot_preview1) as wasmtime serves it.
-"""
+It also defines the modules that can be run, which of them a command names, and what a guest is given.
+
+It imports nothing of the worker's: the process of a sandbox loads only this and the init's modules. A guest has no
+processes, sockets, signals or users: it can reach only what is handed to it here. A guest that breaks out of wasmtime
+can reach the files that the slot's user may read, and its own folders. Source: WASI preview 1 (wasi_snapshot_preview1)
+as wasmtime serves it."""
 
 from __future__ import annotations
 
@@ -33,32 +34,32 @@ PR_SET_PDEATHSIG = 1
 TRAPPED = 128 + signal.SIGABRT
 """Exit code of a guest that broke a rule of WebAssembly."""
 THREADS = 16
-"""Of one guest's process: its own and its clock's, with room for wasmtime's."""
+"""Threads of one guest's process: its own and its clock's, with room for wasmtime's."""
 MOST_ELEMENTS, MOST_TABLES = 1 << 20, 16
-"""Of a guest's tables, which are not part of its memory."""
+"""Limits of a guest's tables, which are not part of its memory."""
 
 WORKSPACE, TEMPORARY = "/workspace", "/tmp"
-"""As the guest knows them. A program, which can be told no working directory, has the call's folder as its `/`."""
+"""Folders as the guest knows them. A program cannot be given a working directory, so the call's folder is its `/`."""
 PYTHON = "/usr/local/bin/python.wasm"
 ENVIRONMENT = {"HOME": WORKSPACE, "TMPDIR": TEMPORARY, "LANG": "C.UTF-8", "PYTHONTZPATH": ""}
 MODULE_BYTES = 64 << 20
-"""Longest module of a workspace that is compiled."""
+"""Maximum size of a module of a workspace that is compiled."""
 NUL_SOURCE = "raise SyntaxError('source code string cannot contain null bytes')"
 TAIL_BYTES = 4096
-"""Of stderr, to see with what a guest ended."""
+"""Bytes of stderr retained to see how a guest ended."""
 
 DENIED = (
     "execve", "execveat", "fork", "vfork", "connect", "bind", "listen", "accept", "accept4", "sendto", "sendmsg",
     "sendmmsg", "recvmsg", "recvmmsg", "kill", "tkill", "pidfd_open", "pidfd_send_signal", "rt_sigqueueinfo",
     "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setgroups", "memfd_secret",
 )  # fmt: skip
-"""Beside what backends.seccomp denies to every sandbox."""
+"""System calls denied in addition to those that backends.seccomp denies to every sandbox."""
 
 
 def become(
     engines: Engines, place: Place, head: dict[str, Any], source: bytes, folder: int, streams: list[int], _: int
 ) -> None:
-    """In the forked child: limits on, then the guest. Never returns. See inside.child.become."""
+    """Set the limits in the forked child, then run the guest. Never returns. See inside.child.become."""
     code = 126
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -85,7 +86,7 @@ def become(
 
 
 def run(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> int:
-    """Exit code of the guest. Raises Unrunnable."""
+    """Run the guest and return its exit code. Raises Unrunnable."""
     from wasmtime import ExitTrap, Store, Trap, WasmtimeError
 
     module, argv = asked(engines, place, head, source)
@@ -115,7 +116,7 @@ def run(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> 
 
 
 def _driven(linker: Linker, store: Store, module: Module, tail: bytearray) -> int:
-    """Run a reactor's `run`, as the Python's, or a command's `_start`."""
+    """Run a reactor's `run`, such as the Python's, or a command's `_start`."""
     exports = linker.instantiate(store, module).exports(store)
     start: Callable[..., Any]
     if "_start" in exports:
@@ -130,7 +131,8 @@ def _driven(linker: Linker, store: Store, module: Module, tail: bytearray) -> in
 
 
 def _ended(code: int, tail: bytearray) -> int:
-    """A guest's memory that may not grow is no trap: Python says so by an exception, and ends with it."""
+    """Note the limit that a guest's last line of stderr stands for. Memory that may not grow is no trap: Python raises
+    an exception and ends with it."""
     last = tail.rstrip().rpartition(b"\n")[2]
     if code and last.split(b":")[0] == b"MemoryError":
         _note(b"memory_bytes")
@@ -140,7 +142,7 @@ def _ended(code: int, tail: bytearray) -> int:
 
 
 def _trapped(trap: Trap) -> int:
-    """Which limit a trap stands for; its first line is for the agent."""
+    """Note the limit that a trap stands for, or show its first line to the agent."""
     from wasmtime import TrapCode
 
     code = trap.trap_code
@@ -155,7 +157,7 @@ def _trapped(trap: Trap) -> int:
 
 
 def _close_others(kept: frozenset[int]) -> None:
-    """Above all the sandbox's own control socket."""
+    """Close all other descriptors, above all the sandbox's own control socket."""
     for number in descriptors() - kept - {0, 1, 2, NOTE_FD}:
         os.close(number)
 
@@ -166,7 +168,8 @@ def _note(name: bytes) -> None:
 
 
 def _limit(place: Place, limits: dict[str, Any]) -> None:
-    """As inside.child.limit, less RLIMIT_AS: wasmtime reserves address space by the gigabyte, touching little."""
+    """Set limits as inside.child.limit does, but without RLIMIT_AS: wasmtime reserves gigabytes of address space and
+    touches little."""
     wanted = {name: (bound, bound) for name, bound in bounds(place, limits, THREADS).items()}
     del wanted[resource.RLIMIT_AS]
     wanted[resource.RLIMIT_CORE] = (0, 0)
@@ -180,11 +183,11 @@ def _limit(place: Place, limits: dict[str, Any]) -> None:
 
 
 class Unusable(Exception):
-    """Machine code that this wasmtime does not take."""
+    """The machine code is not accepted by this wasmtime."""
 
 
 class Unrunnable(Exception):
-    """The command names nothing that can be run here; exit code 127 or 126."""
+    """The command names nothing that can be run here. `code` is the exit code, 127 or 126."""
 
     def __init__(self, text: str, code: int = 127) -> None:
         super().__init__(text)
@@ -193,24 +196,24 @@ class Unrunnable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What a template holds for its calls."""
+    """Modules and settings that the process of a sandbox prepares for its calls."""
 
     engine: Engine
     linker: Linker
     modules: Mapping[str, Module]
-    """By name; "" is the one that `python` runs."""
+    """Modules by name; "" is the one that `python` runs."""
     library: Mapping[str, str]
-    """Guest's path -> host's, read-only."""
+    """Read-only mounts, from the guest's path to the host's."""
     fuel: int
-    """0: not counted."""
+    """Instructions that a call may execute; 0: not counted."""
     template: int
-    """Pid of what forks for calls."""
+    """Pid of the process that forks for calls."""
     runner: str
-    """What its Python runs first."""
+    """Source that its Python runs first."""
     filter: bytes
-    """Of system calls, as BPF; empty: none."""
+    """Filter of system calls as BPF; empty for none."""
     descriptors: frozenset[int]
-    """From which wasmtime maps the modules' memory."""
+    """Descriptors from which wasmtime maps the modules' memory."""
 
 
 def engines_of(modules: Mapping[str, Path], library: Mapping[str, str], fuel: int, filter: bytes) -> Engines:
@@ -233,7 +236,7 @@ def engines_of(modules: Mapping[str, Path], library: Mapping[str, str], fuel: in
 
 
 def descriptors() -> frozenset[int]:
-    """Ours that are open, less that of the listing."""
+    """Return our open descriptors, without that of the listing."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -243,7 +246,7 @@ def descriptors() -> frozenset[int]:
 
 
 def asked(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> tuple[Module, list[str]]:
-    """The module and its argv."""
+    """Return the module and its argv. Raises Unrunnable."""
     if head["kind"] == "python" and "" in engines.modules:
         return engines.modules[""], [PYTHON, "-c", engines.runner, _printable(source)]
     if head["kind"] != "program" or not head["argv"]:
@@ -258,13 +261,14 @@ def asked(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -
 
 
 def _printable(source: bytes) -> str:
-    """Source as an argument, which can hold no NUL byte; Python says what it says to one."""
+    """Return the source as an argument, which cannot contain a NUL byte; source with one is replaced by the error that
+    Python raises for it."""
     return NUL_SOURCE if b"\0" in source else source.decode(errors="replace")
 
 
 def _of_workspace(engines: Engines, place: Place, name: str) -> Module:
-    """A module that lies in the workspace. It is compiled here, under the call's limits, since a compiler that reads
-    hostile bytes is as much exposed as what runs them."""
+    """Compile a module that lies in the workspace. This is done here, under the call's limits, since a compiler that
+    reads hostile bytes is as exposed as the code that runs them. Raises Unrunnable."""
     from wasmtime import Module, WasmtimeError
 
     relative = os.path.normpath(os.path.join(os.getcwd(), name.removeprefix("./")))
@@ -283,7 +287,7 @@ def _of_workspace(engines: Engines, place: Place, name: str) -> Module:
 
 
 def configured(engines: Engines, place: Place, argv: list[str], env: Mapping[str, str], tail: bytearray) -> Any:
-    """Arguments, environment, streams and folders. `tail` gets the last of what is written to stderr."""
+    """Configure arguments, environment, streams and folders. `tail` receives the last bytes written to stderr."""
     from wasmtime import WasiConfig
 
     def said(data: bytes) -> None:
@@ -311,8 +315,8 @@ def _clean(word: str) -> str:
 
 
 def engine(*, fuel: bool, parallel: bool) -> Engine:
-    """Its code can be interrupted from outside; with `fuel` every instruction is counted, which is other code.
-    `parallel`: compile with a thread for each core. Raises ImportError without wasmtime."""
+    """Create an engine whose code can be interrupted from outside. With `fuel` every instruction is counted, which
+    makes other machine code. `parallel`: compile with a thread for each core. Raises ImportError without wasmtime."""
     from wasmtime import Config, Engine
 
     config = Config()

@@ -1,9 +1,8 @@
-"""The process of a wasm sandbox: holds the compiled modules, forks once per call, keeps the workspace.
+"""The process of a wasm sandbox: holds the compiled modules, forks once per call, and owns the workspace.
 
 It is the init of the local backends with guests in place of programs, so files, limits that are watched from outside,
-streaming and cancelling are the same code. Started as the worker's user, since it reads the worker's packages, it
-becomes the slot's before the first call.
-"""
+streaming and cancelling use the same code. It is started as the worker's user, since it reads the worker's packages,
+and becomes the slot's user before the first call."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ from turnlog.sandbox_workers.inside.processes import Place
 
 PR_SET_NO_NEW_PRIVS = 38
 OVERHEAD_BYTES = 192 << 20
-"""What wasmtime and this interpreter may use beside a guest's own memory, a compiler included."""
+"""Bytes that wasmtime and this interpreter may use beside a guest's own memory, including a compiler."""
 
 
 class GuestCall(Call):
-    """A guest and its limits. Those of `head` are the guest's; its process is looked at with room for the host. Threads
-    are wasmtime's alone: its file calls make some on a busy machine, and the rlimit ends that without harm."""
+    """A guest and its limits. The limits in `head` are the guest's; its process gets additional room for the host. The
+    threads are wasmtime's alone: its file calls make some on a busy machine, and the rlimit ends that without harm."""
 
     def __init__(
         self, place: Place, control: Control, head: dict[str, Any], become: Become, integrity: Integrity
@@ -67,9 +66,8 @@ class GuestService(Service):
 
 
 def main(words: str) -> None:
-    """`words`: JSON {"control": descriptor, "uid": host user or null, "modules": {name: path}, "library", "fuel",
-    "filter": descriptor of a system call filter or null,
-    "folders": [workspace, temporary]}."""
+    """Run the process. `words` is JSON {"control": descriptor, "uid": host user or null, "modules": {name: path},
+    "library", "fuel", "filter": descriptor of a system call filter or null, "folders": [workspace, temporary]}."""
     about = json.loads(words)
     modules = {name: Path(path) for name, path in about["modules"].items()}
     try:
@@ -87,7 +85,7 @@ def main(words: str) -> None:
 
 
 def taken(descriptor: int | None) -> bytes:
-    """What can be read there."""
+    """Read all bytes of a descriptor; empty for None."""
     if descriptor is None:
         return b""
     with open(descriptor, "rb") as file:
@@ -95,7 +93,7 @@ def taken(descriptor: int | None) -> bytes:
 
 
 def shed(uid: int | None) -> None:
-    """Become the slot's user, for good, and end with the worker."""
+    """Become the slot's user permanently, and arrange to end with the worker."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

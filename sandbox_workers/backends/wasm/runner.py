@@ -1,8 +1,8 @@
-"""What a guest's Python runs first: the agent's source as `__main__`, then an end without taking the interpreter down.
+"""Source that a guest's Python runs first: it runs the agent's source as `__main__`, then exits without finalizing.
 
-Taking it down costs seven times what a short call does, since a guest's modules are imported before it starts. Sent as
-the argument of `-c`; it runs under the guest's version of Python, never under the worker's.
-"""
+Finalizing the interpreter costs seven times as much as a short call, since a guest's modules are imported before it
+starts. The source is sent as the argument of `-c`; it runs under the guest's version of Python, never under the
+worker's."""
 
 import atexit
 import builtins
@@ -17,7 +17,7 @@ NAME = "<python>"
 
 
 def main(source: str) -> int:
-    """Exit code of `source`."""
+    """Run `source` and return its exit code."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed survives a time-out
     os.chdir(os.environ.pop("PWD", "/"))
     sys.argv = ["-c"]
@@ -44,7 +44,7 @@ def main(source: str) -> int:
 
 
 def requested(code: object) -> int:
-    """Of a SystemExit."""
+    """Return the exit code of a SystemExit."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     sys.stderr.write(f"{code}\n")
@@ -52,7 +52,7 @@ def requested(code: object) -> int:
 
 
 def report(error: BaseException) -> None:
-    """The traceback without our frame."""
+    """Show the traceback without our frame."""
     shown = error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
     try:
         if sys.excepthook is sys.__excepthook__:
