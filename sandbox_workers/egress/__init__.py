@@ -1,9 +1,8 @@
-"""Egress: what calls whose sandbox has network = "allowlist" may reach, and what they got.
+"""Egress: what calls whose sandbox has network = "allowlist" may reach, and the answers they got.
 
-`Egress` is one worker's. For each call it serves an HTTP/1.1 proxy on the listening socket that the sandbox made inside
-its own network namespace, so that there is no other way out; policy, way out, certificates and recordings are a
-module each. docs/egress.md says what is refused and what that looks like from inside.
-"""
+`Egress` belongs to one worker. For each call it serves an HTTP/1.1 proxy on the listening socket that the sandbox made
+inside its own network namespace, so that there is no other way out. Network rules, upstream connections, certificates
+and recordings are a module each. docs/egress.md describes what is refused and what that looks like from inside."""
 
 from __future__ import annotations
 
@@ -66,11 +65,11 @@ __all__ = [
 ]
 
 CA_INSIDE = "/etc/turnlog/ca.pem"
-"""Where sandboxes see `Egress.ca`."""
+"""Path at which sandboxes see `Egress.ca`."""
 PORT = 3128
-"""On a sandbox's own loopback."""
+"""Port of the proxy on a sandbox's own loopback."""
 _OWN = "localhost,127.0.0.1,::1"
-"""A sandbox's own servers are no business of the proxy's."""
+"""Addresses of a sandbox's own servers, which bypass the proxy."""
 _CA_VARIABLES = (
     "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "PIP_CERT", "GIT_SSL_CAINFO",
 )  # fmt: skip
@@ -78,14 +77,14 @@ _CA_VARIABLES = (
 
 
 class Egress:
-    """One worker's way out."""
+    """The egress proxies of one worker."""
 
     def __init__(
         self, settings: EgressSettings, blobs: Blobs, *, operator: tuple[Rule, ...], addresses: Addresses,
         trust: ssl.SSLContext, ca: Path | None, tls: Tls, tokens: Tokens | None,
     ) -> None:  # fmt: skip
         self.ca = ca
-        """PEM file for sandboxes: whom to trust; None: nobody, https is refused."""
+        """PEM file with the certificates that sandboxes trust; None if https is refused."""
         self._settings, self._blobs, self._operator = settings, blobs, operator
         self._addresses, self._trust, self._tls, self._tokens = addresses, trust, tls, tokens
         self._recordings = Recordings(blobs, settings.cache)
@@ -95,7 +94,7 @@ class Egress:
     async def open(
         cls, settings: EgressSettings, blobs: Blobs, folder: Path, *, resolve: Resolve | None = None
     ) -> AsyncIterator[Self]:
-        """Ready to serve; `folder` gets ca.pem, which every sandbox may read. `resolve` stands in for the worker's
+        """Open the egress. `folder` gets ca.pem, which every sandbox may read. `resolve` replaces the worker's
         resolver. Raises EgressUnavailable, RuleInvalid."""
         operator = rules(settings.allow)
         _consistent(settings, operator)
@@ -115,7 +114,8 @@ class Egress:
 
     @classmethod
     def closed(cls, settings: EgressSettings, blobs: Blobs) -> Self:
-        """For workers whose [egress] allow names nothing: of the network a call gets the gateway, if it has one."""
+        """Create an egress without rules, for workers whose [egress] allow is empty: a call reaches at most the
+        gateway."""
         return cls(
             settings, blobs, operator=(), addresses=Addresses(()), trust=ssl.create_default_context(), ca=None,
             tls=Tls(), tokens=None,
@@ -124,14 +124,14 @@ class Egress:
     @classmethod
     @asynccontextmanager
     async def opened(cls, settings: EgressSettings, blobs: Blobs) -> AsyncIterator[Self]:
-        """`open` with a folder of its own; should we be killed, it is swept as our sandboxes' folders are."""
+        """Run `open` with a folder of its own. If we are killed, it is swept as our sandboxes' folders are."""
         with tempfile.TemporaryDirectory(prefix=owned_prefix()) as name:
             os.chmod(name, 0o755)  # sandboxes of every user may read the certificate in it
             async with cls.open(settings, blobs, Path(name)) as egress:
                 yield egress
 
     def environment_of(self, proxy: socket.socket, backend: str) -> Mapping[str, str]:
-        """`environment` for a sandbox of that backend, whose listening socket this is. A subprocess has the host's
+        """Return `environment` for a sandbox of that backend with this listening socket. A subprocess has the host's
         loopback, where the port is any free one, and the host's files; all others have their own."""
         host, port = proxy.getsockname()[:2]
         return self.environment(ca=str(self.ca) if backend == "subprocess" else CA_INSIDE, host=host, port=port)
@@ -139,8 +139,8 @@ class Egress:
     def environment(
         self, *, ca: str | None = CA_INSIDE, host: str = "127.0.0.1", port: int = PORT
     ) -> Mapping[str, str]:
-        """Variables by which programs in a sandbox find the proxy at host:port and trust the certificates in `ca`, a
-        path as the sandbox sees it. curl knows http_proxy in lower case only, others in upper case only."""
+        """Return variables by which programs in a sandbox find the proxy at host:port and trust the certificates in
+        `ca`, a path as the sandbox sees it. curl knows http_proxy in lower case only, others in upper case only."""
         proxy = f"http://{host}:{port}"
         names = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), proxy) | {"no_proxy": _OWN}
         trusted = dict.fromkeys(_CA_VARIABLES, ca) if ca and self.ca is not None else {}
@@ -157,15 +157,17 @@ class Egress:
         answers: Iterable[EgressRequest] | None = None,
         gateway: Gateway | None = None,
     ) -> AsyncIterator[Requests]:
-        """Serve one call on the sandbox's listening socket, which stays the caller's. `allow`: the task's own rules;
-        `call_seq`: the call's place in its session, by which recordings tell repeated requests apart; `call_id`: what
-        [egress] proxy calls it in its log; `answers`: what a recorded call got (ToolCallCompleted.requests), to be
-        given again instead of anything else; `gateway`: what an agent's program speaks with. Of the rest of the network
-        such a call gets what `allow` names, and nothing where it names nothing.
+        """Serve one call on the sandbox's listening socket, which stays the caller's.
 
-        Enter before the command starts; `made()` is complete after the block. Raises RuleInvalid on entry, and at the
-        end BlobError when the object store failed one of the requests, or ProxyUnusable: that call's output is not to
-        be trusted."""
+        `allow` has the task's own rules. `call_seq` is the call's place in its session, by which recordings tell
+        repeated requests apart. `call_id` is the call's name in the log of [egress] proxy. `answers` is what a recorded
+        call got (ToolCallCompleted.requests), to be given again instead of anything else. `gateway` is the endpoint
+        that an agent's program uses; such a call reaches in the rest of the network what `allow` names, and nothing if
+        that is empty.
+
+        Enter before the command starts; `made()` is complete after the block. Raises RuleInvalid on entry. At the end
+        raises BlobError if the object store failed one of the requests, or ProxyUnusable: then that call's output
+        cannot be trusted."""
         requests = Requests(self._settings.requests)
         task = rules(allow) if gateway is not None else rules(allow) or None
         async with self._source(requests, task, (call_id, call_seq), answers) as source:
@@ -210,7 +212,7 @@ class Egress:
 
 
 def _consistent(settings: EgressSettings, operator: tuple[Rule, ...]) -> None:
-    """Raises EgressUnavailable for settings that promise what cannot be kept."""
+    """Raise EgressUnavailable for settings that contradict each other."""
     if settings.mode not in ("live", "record", "replay") or settings.tls not in ("intercept", "tunnel", "refuse"):
         raise EgressUnavailable("[egress] mode is live, record or replay, and tls is intercept, tunnel or refuse")
     if settings.tls != "tunnel":

@@ -1,13 +1,12 @@
-"""The way out as a process of its own: `turnlog egress` connects to origins, and workers to nothing beyond it.
+"""The standalone egress proxy: the process `turnlog egress` connects to origins, and workers connect only to it.
 
-A worker's proxy judges, intercepts and records as ever. What it admits it hands on to [egress] proxy in absolute form
-(RFC 9112 3.2.2; https, too, so that method and path are seen), with a token that says whose call it is and which rules
-its task has. Here all of it is judged again, by this process's [egress] allow and the token's rules, addresses are
-resolved and checked, and TLS to the origin is made. So a worker that agents' code has taken over reaches what the
-operator granted and no more, and an address inside never. How many requests a call may make, the worker counts.
+A worker's proxy still checks, intercepts and records. It forwards admitted requests to [egress] proxy in absolute form
+(RFC 9112 3.2.2; https, too, so that method and path are visible), with a token that names the call and its task's
+rules. This process checks everything again, by its own [egress] allow and the token's rules; it resolves and checks
+addresses and makes TLS to the origin. So a worker that agents' code has taken over reaches no more than the operator
+granted, and never an internal address. The number of requests of a call is counted by the worker.
 
-This process knows neither log nor store: it has no key but the one that tokens are made with.
-"""
+This process has access to neither log nor store, and its only key is the one that tokens are made with."""
 
 from __future__ import annotations
 
@@ -54,19 +53,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TOKEN_S = 60
-"""A token is made for each request; cryptography adds as much for clocks that are ahead."""
+"""Lifetime of a token in seconds. A token is made for each request; cryptography adds as much for clocks that are
+ahead."""
 WORKERS_CONNECTIONS = 1024
-"""Of all workers at once; more wait."""
+"""Maximum number of connections of all workers together; more wait."""
 REQUESTS = Counter(
     "turnlog_egress_requests", "Requests of workers by what came of them: passed, or a reason", ["outcome"]
 )
 
 
 class Tokens:
-    """Fernet tokens of [egress] signing_key as it is now, for its file may change: nobody else reads or makes them."""
+    """Fernet tokens of [egress] signing_key, which is read again for each token because its file may change. Nobody
+    else reads or makes them."""
 
     def __init__(self, keys: str) -> None:
-        """The first signs, every one is accepted. Raises EgressUnavailable without one, or without `cryptography`."""
+        """Create the tokens. The first key signs, every key is accepted. Raises EgressUnavailable without a key, or
+        without `cryptography`."""
         try:
             from cryptography.fernet import Fernet, InvalidToken, MultiFernet
         except ImportError:
@@ -78,13 +80,13 @@ class Tokens:
         self._keys, self._fernet, self._many, self._invalid = keys, Fernet, MultiFernet, InvalidToken
 
     def made(self, call_id: str, task: tuple[Rule, ...] | None) -> str:
-        """Of a call and its task's rules; None: it has none."""
+        """Make the token of a call with its task's rules; None if the task has none."""
         allow = None if task is None else [rule.text for rule in task]
         token: bytes = self._signer().encrypt(orjson.dumps([call_id, allow]))
         return token.decode()
 
     def read(self, head: Head) -> tuple[str, tuple[Rule, ...] | None]:
-        """What `made` was given, of a request that carries it. Raises RequestRefused(token)."""
+        """Return the arguments of `made` from the token in a request. Raises RequestRefused(token)."""
         try:
             (given,) = head.values(b"proxy-authorization")
             said = self._signer().decrypt(given.removeprefix(b"Bearer "), ttl=TOKEN_S)
@@ -100,7 +102,8 @@ class Tokens:
 
 @dataclass(slots=True, eq=False)
 class _Counted(Entry):
-    """A worker asks for nothing that it would have refused itself: a refusal of rules or addresses is news."""
+    """A request of a worker, counted by outcome. A worker forwards nothing that it would refuse itself, so a refusal by
+    rules or addresses is logged."""
 
     call_id: str = ""
 
@@ -112,17 +115,17 @@ class _Counted(Entry):
 
 
 class _Asked(Requests):
-    """Kept nowhere: the worker tells the log of them."""
+    """Requests of a connection. They are not stored, because the worker writes them to the log."""
 
     def begin(self) -> Entry:
         return _Counted(over=False)
 
 
 class _Passing(Live):
-    """Grants what this process's rules do, and those of the token."""
+    """Grants what both this process's rules and those of the token grant."""
 
     def __init__(self, operator: tuple[Rule, ...], tokens: Tokens, upstream: Upstream, *, most: int) -> None:
-        """`most`: response_bytes."""
+        """Create the source. `most` is response_bytes."""
         super().__init__(Policy(operator), upstream, most=most)
         self._tokens = tokens
 
@@ -133,15 +136,16 @@ class _Passing(Live):
         super().admit(head, target, entry)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
-        """A worker that is ours opens none."""
+        """Refuse the tunnel: a worker of ours opens none."""
         raise RequestRefused(Reason.tls)
 
 
 class Apart:
-    """Serves workers."""
+    """The egress proxy for workers."""
 
     def __init__(self, settings: EgressSettings, resolve: Resolve | None = None) -> None:
-        """`resolve` stands in for this machine's resolver. Raises EgressUnavailable, RuleInvalid, TlsFileUnusable."""
+        """Create the proxy. `resolve` replaces this machine's resolver. Raises EgressUnavailable, RuleInvalid,
+        TlsFileUnusable."""
         if not settings.allow:
             raise EgressUnavailable("[egress] allow names nothing: nobody would get out")
         self._settings = settings
@@ -151,7 +155,8 @@ class Apart:
         self._room = asyncio.Semaphore(WORKERS_CONNECTIONS)
 
     async def serve(self, bound: socket.socket, stopping: asyncio.Event, health: Health) -> None:
-        """On a socket that it takes over, until `stopping`; then requests under way have [egress] timeout_s to end."""
+        """Serve on a socket, which this takes over, until `stopping`. Then requests in progress get [egress] timeout_s
+        to end."""
         bound.listen()
         log.info("egress proxy on %s:%d", *bound.getsockname()[:2])
         doors: Listener[ByteStream] = await SocketListener.from_socket(bound)
@@ -178,7 +183,7 @@ class Apart:
 
 
 def serve_egress(settings: Settings) -> int:
-    """The role: serve until SIGTERM or SIGINT; 0. Raises EgressError, CannotListen, SettingsError."""
+    """Run the role until SIGTERM or SIGINT; return 0. Raises EgressError, CannotListen, SettingsError."""
     asyncio.run(_serve(settings))
     return 0
 

@@ -1,7 +1,7 @@
 """Certificates of intercepted TLS: one authority per worker, whose key exists in memory alone, and a leaf per host.
 
-RFC 5280. `ssl` loads keys from files only: a leaf and its key pass through an anonymous file in memory (memfd_create).
-"""
+RFC 5280. `ssl` loads keys from files only, so a leaf and its key pass through an anonymous file in memory
+(memfd_create)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 
 VALID = datetime.timedelta(days=397)
-"""The longest that clients accept of a leaf; a worker that runs longer must be restarted."""
+"""Validity of certificates: the longest that clients accept for a leaf. A worker that runs longer must be restarted."""
 EARLY = datetime.timedelta(days=1)
-"""For a machine whose clock lags a little behind the worker's (docker, e2b)."""
+"""Time by which validity begins early, for machines whose clocks lag a little behind the worker's (docker, e2b)."""
 CONTEXTS = 256
-"""Hosts whose leaf is kept."""
+"""Maximum number of hosts whose leaf is cached."""
 
 
 class CertificateAuthority:
     """Signs a leaf for any host that a sandbox was granted."""
 
     def __init__(self, key: EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-        """Of a key that nobody else has; see `make`."""
+        """Create an authority from a key that nobody else has; see `make`."""
         self._key, self._certificate = key, certificate
         self._leaf_key = _new_key()
         self._contexts: dict[str, ssl.SSLContext] = {}
 
     @classmethod
     def make(cls) -> Self:
-        """A new authority. Raises EgressUnavailable without `cryptography`."""
+        """Create a new authority. Raises EgressUnavailable without `cryptography`."""
         try:
             from cryptography import x509
             from cryptography.x509.oid import NameOID
@@ -63,7 +63,7 @@ class CertificateAuthority:
         return _pem(self._certificate)
 
     def context(self, host: str) -> ssl.SSLContext:
-        """Serves TLS as `host`, a name or an address."""
+        """Return a context that serves TLS as `host`, a name or an address."""
         if (known := self._contexts.get(host)) is not None:
             return known
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -76,7 +76,7 @@ class CertificateAuthority:
         return context
 
     def leaf(self, host: str) -> bytes:
-        """Certificate and key of `host` as PEM."""
+        """Return certificate and key of `host` as PEM."""
         return _pem(self._leaf(host)) + _private_pem(self._leaf_key)
 
     def _leaf(self, host: str) -> x509.Certificate:
@@ -98,7 +98,7 @@ class CertificateAuthority:
 
 
 def public_roots() -> bytes:
-    """What this machine trusts, as PEM. Raises EgressUnavailable when it trusts nobody."""
+    """Return the root certificates that this machine trusts, as PEM. Raises EgressUnavailable if there are none."""
     context = ssl.create_default_context()
     roots = [ssl.DER_cert_to_PEM_cert(der) for der in context.get_ca_certs(binary_form=True)]
     if not roots:
@@ -107,7 +107,7 @@ def public_roots() -> bytes:
 
 
 def written(folder: Path, pem: bytes) -> Path:
-    """A file that sandboxes of every user may read. Raises OSError."""
+    """Write the file ca.pem, which sandboxes of every user may read. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ca.pem"
     path.write_bytes(pem)

@@ -1,11 +1,10 @@
-"""One connection from a sandbox: its requests are taken apart, answers are put together (h11; RFC 9112).
+"""Client side of the proxy: parse the requests of one connection from a sandbox and send the answers (h11; RFC 9112).
 
-Stricter than h11 where two readers of the same bytes may disagree (request smuggling): bare line feeds, folded lines,
-repeated or contradicting lengths end the connection. What goes on to an origin is always written anew.
+It is stricter than h11 where two readers of the same bytes may disagree (request smuggling): bare line feeds, folded
+lines, and repeated or contradicting lengths end the connection. What goes on to an origin is always written anew.
 
-Every connection is ended by a reset (SO_LINGER 0, socket(7)): a closed one would stand in the sandbox's network
-namespace as TIME_WAIT for a minute, and a sandbox with such a trace of a call cannot be proved to be as new.
-"""
+Every connection is ended by a reset (SO_LINGER 0, socket(7)): a closed one would remain in the sandbox's network
+namespace as TIME_WAIT for a minute, and a sandbox with such a trace of a call cannot be proved to be as new."""
 
 from __future__ import annotations
 
@@ -26,12 +25,13 @@ from turnlog.sandbox_workers.egress.policy import Reason, RequestRefused
 from turnlog.sandbox_workers.egress.recordings import Headers
 
 HEAD_BYTES = 32 * 2**10
-"""Longest request line and headers together."""
+"""Maximum size of request line and headers together, in bytes."""
 TARGET_BYTES = 8 * 2**10
 METHOD_BYTES = 32
 READ_BYTES = 64 * 2**10
 LINGER_S = 5.0
-"""After a last answer, for the sandbox to take it and to close: what is not taken yet dies with the connection."""
+"""Seconds after a last answer for the sandbox to read it and to close: what is not read by then is lost with the
+connection."""
 _BARE = re.compile(rb"(?<!\r)\n|\r(?!\n)")
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 
@@ -40,14 +40,14 @@ _RESET = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Request line and headers, these with names in lower case."""
+    """Request line and headers; the names of headers are in lower case."""
 
     method: str
     target: str
     headers: Headers
 
     def values(self, name: bytes) -> list[bytes]:
-        """Of a header."""
+        """Return the values of a header."""
         return [value for key, value in self.headers if key == name]
 
 
@@ -55,21 +55,21 @@ class Client:
     """Reads requests one by one and answers each."""
 
     def __init__(self, stream: ByteStream) -> None:
-        """Of a connection; the stream stays the caller's."""
+        """Create it for a connection; the stream stays the caller's."""
         self.stream = stream
         self._buffer = b""
         self._http = h11.Connection(h11.SERVER)
         self.used = False
-        """It has carried a request."""
+        """True if the connection has carried a request."""
         self._whole = False
-        """The request was read to its end."""
+        """True if the request was read to its end."""
         self._declared, self._method = 0, ""
         self._endless = False
         self.sent = 0
         """Bytes of bodies sent to the sandbox for this request."""
 
     async def started(self) -> bool:
-        """Wait for a request's first byte; False when there comes none. Empty lines before it are passed over."""
+        """Wait for a request's first byte, skipping empty lines before it. Return False if none comes."""
         while True:
             self._buffer = _EMPTY_LINES.sub(b"", self._buffer)
             if self._buffer not in (b"", b"\r"):
@@ -79,7 +79,7 @@ class Client:
             self._buffer += data
 
     async def head(self) -> Head:
-        """The next request's. Raises RequestRefused(malformed)."""
+        """Read the head of the next request. Raises RequestRefused(malformed)."""
         self._http, self._whole, self.sent = h11.Connection(h11.SERVER), False, 0
         self.used = True
         self._declared, self._method = 0, ""
@@ -110,7 +110,7 @@ class Client:
         return Head(self._method, event.target.decode(), headers)
 
     async def body(self, most: int) -> bytes:
-        """The request's. Raises RequestRefused (request_bytes, malformed)."""
+        """Read the body of the request. Raises RequestRefused (request_bytes, malformed)."""
         if self._declared > most:
             raise RequestRefused(Reason.request_bytes)
         parts: list[bytes] = []
@@ -129,7 +129,7 @@ class Client:
         return b"".join(parts)
 
     async def drained(self, most: int) -> None:
-        """Read what is left of a refused request, so that the connection can go on, if that is little."""
+        """Read the rest of a refused request if it is small, so that the connection can be used again."""
         if self._whole or self._http.they_are_waiting_for_100_continue or self._http.our_state is not h11.SEND_RESPONSE:
             return
         try:
@@ -138,7 +138,7 @@ class Client:
             return
 
     async def answer(self, status: int, headers: Headers, content: bytes, *, phrase: bytes | None = None) -> None:
-        """A whole answer, with another reason phrase than the status has."""
+        """Send a whole answer. `phrase` replaces the reason phrase of the status."""
         known = not _has_body(status) or any(name == b"content-length" for name, _ in headers)
         if not known and (content or self._method != "HEAD"):
             headers = [*headers, (b"content-length", b"%d" % len(content))]
@@ -149,7 +149,7 @@ class Client:
         await self.stream.send(data + (self._http.send(h11.EndOfMessage()) or b""))
 
     async def stream_answer(self, status: int, headers: Headers, chunks: AsyncIterator[bytes]) -> None:
-        """An answer as it comes. Without Content-Length among `headers` it is sent in chunks."""
+        """Send an answer as it comes. Without Content-Length among `headers` it is sent in chunks."""
         await self.stream.send(self._begin(self._response(status, headers)))
         async for chunk in chunks:
             self.sent += len(chunk)
@@ -157,15 +157,16 @@ class Client:
         await self._send(h11.EndOfMessage())
 
     async def opened(self) -> bytes:
-        """Answer a CONNECT: from here on the bytes are the tunnel's; those that came already. Raises
-        RequestRefused(malformed) for one with a body."""
+        """Answer a CONNECT; from here on the bytes belong to the tunnel. Return those that came already. Raises
+        RequestRefused(malformed) for a CONNECT with a body."""
         if not isinstance(self._event(), h11.EndOfMessage):
             raise RequestRefused(Reason.malformed, "a CONNECT with a body")
         await self._send(h11.Response(status_code=200, headers=[], reason=b"Connection established"))
         return self._http.trailing_data[0]
 
     async def left(self) -> None:
-        """Until the sandbox has closed its side. What it sends ahead meanwhile is kept for its next request."""
+        """Wait until the sandbox has closed its side. Bytes that it sends ahead meanwhile are retained for its next
+        request."""
         while data := await self._receive():
             self._buffer += data
             if len(self._buffer) > HEAD_BYTES:  # it is nobody who waits for answers
@@ -173,21 +174,22 @@ class Client:
 
     @property
     def begun(self) -> bool:
-        """Some of an answer was sent."""
+        """True if part of an answer was sent."""
         return self._http.our_state is not h11.SEND_RESPONSE and self._http.our_state is not h11.IDLE
 
     @property
     def finished(self) -> bool:
-        """The answer was sent to its end."""
+        """True if the answer was sent to its end."""
         return self._http.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.SWITCHED_PROTOCOL)
 
     @property
     def reusable(self) -> bool:
-        """The connection may carry one more request."""
+        """True if the connection may carry one more request."""
         return self._whole and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     async def linger(self) -> None:
-        """Let the sandbox close, for a moment. Where only the end of the connection ends the answer, say so first."""
+        """Give the sandbox a moment to close. If only the end of the connection ends the answer, close our direction
+        first."""
         try:
             with anyio.move_on_after(LINGER_S):
                 if self._endless:
@@ -226,7 +228,7 @@ class Client:
 
 
 def _unambiguous(head: bytes) -> None:
-    """Raises RequestRefused(malformed) where RFC 9112 6.3 leaves a choice, or h11 is generous."""
+    """Raise RequestRefused(malformed) where RFC 9112 6.3 leaves a choice, or h11 is lenient."""
     if _BARE.search(head):
         raise RequestRefused(Reason.malformed, "a line does not end with CR LF")
     lines = head.split(b"\r\n")[1:-2]
@@ -253,17 +255,18 @@ def _phrase(status: int) -> bytes:
 
 
 class Accepted(ByteStream):
-    """A plain socket, since a transport would say goodbye before its reset."""
+    """A plain socket as a stream. An asyncio transport is not used, because it would shut down cleanly before its
+    reset."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Takes the socket over."""
+        """Take the socket over."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._loop = connection, asyncio.get_running_loop()
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
-        """As ByteStream has it."""
+        """See ByteStream."""
         try:
             data = await self._loop.sock_recv(self._socket, max_bytes)
         except OSError as error:
@@ -279,24 +282,24 @@ class Accepted(ByteStream):
             raise anyio.BrokenResourceError from error
 
     async def send_eof(self) -> None:
-        """As ByteStream has it."""
+        """See ByteStream."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
-        """End it now."""
+        """Reset the connection now."""
         reset(self._socket)
 
 
 def reset(connection: socket.socket) -> None:
-    """Close without a trace; may be called twice."""
+    """Close a connection by a reset, which leaves no trace; may be called twice."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
     connection.close()
 
 
 def forget_waiting(listener: socket.socket) -> None:
-    """End connections that nobody accepted yet: they are another call's."""
+    """Reset connections that were not accepted yet: they belong to another call."""
     listener.setblocking(False)
     with contextlib.suppress(OSError):
         while True:

@@ -1,9 +1,8 @@
-"""The way of an agent's program to the gateway, and to nothing else there than the turns of its own session.
+"""The way of an agent's program to the gateway, restricted to the turns of its own session.
 
-A program in a sandbox has the proxy's address as its base URL, http://127.0.0.1:3128, and any word as its key. What it
-asks there by path alone goes to [gateway] url with the session's token in place of that word, so that no sandbox ever
-holds the token. Answers are passed on as they come.
-"""
+A program in a sandbox has the proxy's address as its base URL, http://127.0.0.1:3128, and any word as its key. Requests
+that name only a path go to [gateway] url with the session's token in place of that word, so that no sandbox ever holds
+the token. Answers are passed on as they come."""
 
 from __future__ import annotations
 
@@ -23,15 +22,16 @@ from turnlog.sandbox_workers.egress.sources import AUTO_HEADERS, backwards, decl
 from turnlog.settings import GatewaySettings
 
 DIALECTS = "/v1/"
-"""What of the gateway a program may ask for: below it are turns and what belongs to them, and no session's end."""
+"""Path prefix of the gateway that a program may use: below it are turns and what belongs to them, but not the end of a
+session."""
 CLAIMS = frozenset((b"authorization", b"x-api-key", b"cookie"))
-"""Headers by which a program says who it is; we say it."""
+"""Headers by which a program identifies itself; ours replace them."""
 CONNECT_S = 10.0
-"""For the gateway to take a connection; how long a turn takes is the gateway's own to bound."""
+"""Seconds for the gateway to accept a connection; the duration of a turn is for the gateway to limit."""
 
 
 class Gateway:
-    """For one call."""
+    """Access of one call to the gateway."""
 
     def __init__(self, settings: GatewaySettings, token: str, session: aiohttp.ClientSession) -> None:
         self._root, self._most = settings.url.rstrip("/"), settings.max_body_bytes
@@ -40,7 +40,7 @@ class Gateway:
     @classmethod
     @asynccontextmanager
     async def opened(cls, settings: GatewaySettings, token: str) -> AsyncIterator[Self]:
-        """With connections of its own while the block runs. Raises EgressUnavailable, TlsFileUnusable."""
+        """Open it with connections of its own while the block runs. Raises EgressUnavailable, TlsFileUnusable."""
         if not settings.url:
             raise EgressUnavailable("[gateway] url is empty: sandbox workers need the address of a gateway for agents")
         trusted = trusting(settings.url, settings.ca_file, "gateway")
@@ -57,8 +57,8 @@ class Gateway:
             yield cls(settings, token, session)
 
     async def answer(self, head: Head, client: Client) -> None:
-        """Ask the gateway in the program's place, and leave when the program does: nobody samples for who is gone.
-        Raises RequestRefused."""
+        """Send the program's request to the gateway. Abort it when the program disconnects, since nobody should sample
+        for a client that is gone. Raises RequestRefused."""
         url = self._url(head.target)
         body = await client.body(self._most)
         asking = asyncio.create_task(self._asked(head, url, body, client))

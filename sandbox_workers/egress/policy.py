@@ -1,18 +1,18 @@
-"""What a request is for, and whether it may: rules, the one spelling of a URL that they are held against, refusals.
+"""Network rules: which requests are granted, the canonical form of URLs that they are matched against, and refusals.
 
 A rule is `METHODS SCHEME://HOST[:PORT]/PATH`, of [egress] allow and SandboxSpec.allow. METHODS is a list with commas or
-*; SCHEME http, https or *; HOST a name, an address, *.name (what lies under it, not itself) or *; without PORT the
-scheme's own, :* is any. In PATH a * stands for anything, slashes too. A rule with ? rules the query too; without, every
-query is granted. What no rule grants is refused.
+*; SCHEME http, https or *; HOST a name, an address, *.name (names below it, not itself) or *. Without PORT the scheme's
+own port is meant; :* is any port. In PATH a * stands for anything, including slashes. A rule with ? restricts the query
+too; without it, every query is granted. What no rule grants is refused.
 
-A URL is taken apart once, here, so that rules, recordings and the wire mean the same thing; nothing after it reads text
-again: RFC 3986 3 and 6.2.2 (case, percent-encoding, dot segments), RFC 9112 3.2 (forms of a request target), UTS 46.
+A URL is parsed once, here, so that rules, recordings and requests mean the same thing; no later code parses text again:
+RFC 3986 3 and 6.2.2 (case, percent-encoding, dot segments), RFC 9112 3.2 (forms of a request target), UTS 46.
 
 EgressError
-├── EgressUnavailable  [egress] cannot be served here: names the setting and the remedy
-├── RuleInvalid        a rule that is none: names the rule
-├── ProxyUnusable      the process that [egress] proxy names is away, or does not take our token
-└── RequestRefused     one request: becomes the answer that the sandbox gets
+├── EgressUnavailable  [egress] cannot be served here; the message names the setting and the remedy
+├── RuleInvalid        the text is not a rule; the message names it
+├── ProxyUnusable      the process that [egress] proxy names is away, or does not accept our token
+└── RequestRefused     one request is refused; becomes the answer that the sandbox gets
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ PORTS: Final = {"http": 80, "https": 443}
 _ABSOLUTE = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<rest>.*)", re.DOTALL)
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::(?P<port>[0-9]{1,5}))?")
 _FORBIDDEN = re.compile(r"[^\x21-\x7e]|[\\#\"<>^`{|}]")
-"""What no URL may hold unencoded; a backslash is a slash to some readers, a # ends the URL to others."""
+"""Characters that no URL may contain unencoded; a backslash is a slash to some readers, a # ends the URL to others."""
 _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 _NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _ROUNDS = 8
-"""Nested percent-encodings that are followed; more is refused."""
+"""Maximum number of nested percent-encodings that are decoded; a path with more is refused."""
 
 
 class EgressError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors listed in the module docstring."""
 
 
 class EgressUnavailable(EgressError):
-    """These settings, or this machine, cannot serve [egress]."""
+    """[egress] cannot be served by these settings, or on this machine."""
 
 
 class RuleInvalid(EgressError):
-    """A rule of [egress] allow, or of a task, cannot be read."""
+    """A rule of [egress] allow, or of a task, cannot be parsed."""
 
 
 class ProxyUnusable(EgressError):
-    """Nothing goes out just now, which is no doing of the call's: names the setting."""
+    """Nothing can go out just now, through no fault of the call. The message names the setting."""
 
 
 class Reason(StrEnum):
-    """EgressRequest.reason."""
+    """Values of EgressRequest.reason."""
 
     rule = "rule"
     private_address = "private_address"
@@ -80,7 +80,7 @@ class Reason(StrEnum):
     upgrade = "upgrade"
     call_ended = "call_ended"
     token = "token"
-    """Said to workers alone, by the process that [egress] proxy names."""
+    """Sent only to workers, by the process that [egress] proxy names."""
 
 
 STATUS = {
@@ -99,7 +99,7 @@ STATUS = {
     Reason.call_ended: HTTPStatus.GATEWAY_TIMEOUT,
     Reason.token: HTTPStatus.PROXY_AUTHENTICATION_REQUIRED,
 }
-"""429 and 503 are never used: HTTP clients repeat such requests by themselves."""
+"""HTTP status of each refusal. 429 and 503 are never used, because HTTP clients repeat such requests by themselves."""
 
 
 _SAYS = {
@@ -121,7 +121,7 @@ _SAYS = {
 
 
 class RequestRefused(EgressError):
-    """One request's end. `detail` says what is wrong with a malformed one."""
+    """A refused request. `detail` tells what is wrong with a malformed one."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -132,7 +132,8 @@ class RequestRefused(EgressError):
         return int(STATUS[self.reason])
 
     def text(self, method: str, url: str) -> bytes:
-        """The answer's body. Made of reason and request alone, so that a re-run gives the same bytes again."""
+        """Return the answer's body. It is made of reason and request alone, so that a re-run gives the same bytes
+        again."""
         what = f"{method} {url}".strip() or "the request"
         said = f"{_SAYS[self.reason]}: {self.detail}" if self.detail else _SAYS[self.reason]
         return f"turnlog egress: {what} was refused ({self.reason}): {said}.\n".encode(errors="replace")
@@ -140,21 +141,22 @@ class RequestRefused(EgressError):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule; None stands for any."""
+    """A network rule; None stands for any."""
 
     text: str
     methods: frozenset[str] | None
     schemes: frozenset[str]
     host: str
-    """A leading dot: every name that ends so; empty: every host."""
+    """A leading dot stands for every name that ends so; empty: every host."""
     port: int | None
     """0: the scheme's own."""
     paths: tuple[str, str, str]
-    """The pattern in each of the readings that a path has."""
+    """The pattern in each of the three readings of a path."""
     query: str | None
 
     def grants(self, method: str, target: Target) -> bool:
-        """It allows this request. Raises RequestRefused(malformed) for a path that cannot be read."""
+        """Return whether the rule allows this request. Raises RequestRefused(malformed) for a path that cannot be
+        decoded."""
         if not (self.reaches(target.scheme, target.authority) and (self.methods is None or method in self.methods)):
             return False
         if self.query is not None and not glob(self.query, target.query):
@@ -162,34 +164,34 @@ class Rule:
         return all(glob(pattern, path) for pattern, path in zip(self.paths, readings(target.path), strict=True))
 
     def reaches(self, scheme: str, authority: Authority) -> bool:
-        """It allows some request to this host and port."""
+        """Return whether the rule allows some request to this host and port."""
         port = PORTS[scheme] if self.port == 0 else self.port
         named = authority.host.endswith(self.host) if self.host.startswith(".") else self.host in ("", authority.host)
         return scheme in self.schemes and named and port in (None, authority.port)
 
     @property
     def whole(self) -> bool:
-        """It allows every request to its hosts, so that nobody needs to look at them."""
+        """True if the rule allows every request to its hosts, so that nobody needs to look at them."""
         return self.methods is None and self.query is None and set(self.paths) == {"/*"}
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The operator's rules, and beside them those of a task if it has any."""
+    """The operator's rules, and those of a task if it has any; both must grant a request."""
 
     operator: tuple[Rule, ...]
     task: tuple[Rule, ...] | None = None
 
     def grants(self, method: str, target: Target) -> bool:
-        """Both allow this request."""
+        """Return whether both allow this request."""
         return all(any(rule.grants(method, target) for rule in rules) for rules in self._both)
 
     def reaches(self, authority: Authority) -> bool:
-        """Both allow some https request there."""
+        """Return whether both allow some https request to this host."""
         return all(any(rule.reaches("https", authority) for rule in rules) for rules in self._both)
 
     def whole(self, authority: Authority) -> bool:
-        """Both allow every https request there."""
+        """Return whether both allow every https request to this host."""
         return all(any(rule.whole and rule.reaches("https", authority) for rule in rules) for rules in self._both)
 
     @property
@@ -198,12 +200,13 @@ class Policy:
 
 
 def rules(texts: Iterable[str]) -> tuple[Rule, ...]:
-    """Parsed. Raises RuleInvalid."""
+    """Parse rules. Raises RuleInvalid."""
     return tuple(_rule(text) for text in texts)
 
 
 def glob(pattern: str, text: str) -> bool:
-    """`pattern` with * for anything covers the whole text. In linear time per *, whoever wrote the pattern."""
+    """Return whether `pattern`, with * for anything, matches the whole text. Takes linear time per *, whoever wrote the
+    pattern."""
     first, *rest = pattern.split("*")
     if not rest:
         return text == pattern
@@ -258,28 +261,28 @@ class Authority:
 
     @property
     def text(self) -> str:
-        """host:port, as CONNECT has it."""
+        """host:port, as in a CONNECT."""
         return f"{self.bracketed}:{self.port}"
 
     @property
     def bracketed(self) -> str:
-        """The host as it stands in a URL."""
+        """The host as it is written in a URL."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL in its one spelling."""
+    """A URL in its canonical form."""
 
     scheme: str
     authority: Authority
     path: str
     query: str
-    """With its question mark; empty without."""
+    """Query with its question mark; empty if there is none."""
 
     @property
     def netloc(self) -> str:
-        """The Host header: without the scheme's own port."""
+        """Value of the Host header, without the scheme's own port."""
         own = PORTS[self.scheme] == self.authority.port
         return self.authority.bracketed if own else self.authority.text
 
@@ -289,15 +292,15 @@ class Target:
 
 
 def absolute(text: str) -> Target:
-    """A request target in absolute form. Raises RequestRefused(malformed)."""
+    """Parse a request target in absolute form. Raises RequestRefused(malformed)."""
     if not (parts := _ABSOLUTE.fullmatch(text)) or (scheme := parts["scheme"].lower()) not in PORTS:
         raise RequestRefused(Reason.malformed, "the target must be http://host/path or https://host/path")
     return _target(scheme, authority(parts["authority"], PORTS[scheme]), parts["rest"])
 
 
 def within(text: str, host: Authority) -> Target:
-    """A request target inside an intercepted tunnel to `host`. Raises RequestRefused(malformed), also for
-    another host."""
+    """Parse a request target inside an intercepted tunnel to `host`. Raises RequestRefused(malformed), also for another
+    host."""
     if text.startswith("/"):
         return _target("https", host, text)
     target = absolute(text)
@@ -307,12 +310,12 @@ def within(text: str, host: Authority) -> Target:
 
 
 def relative(text: str) -> Target:
-    """A request target in origin form, which names no host. Raises RequestRefused(malformed)."""
+    """Parse a request target in origin form, which names no host. Raises RequestRefused(malformed)."""
     return _target("http", Authority("", PORTS["http"]), text)
 
 
 def authority(text: str, port: int | None) -> Authority:
-    """host[:port]; without `port` one must be there. Raises RequestRefused(malformed)."""
+    """Parse host[:port]; if `port` is None, the text must contain one. Raises RequestRefused(malformed)."""
     if "@" in text:
         raise RequestRefused(Reason.malformed, "user and password do not belong into a URL")
     parts = _AUTHORITY.fullmatch(text)
@@ -323,8 +326,8 @@ def authority(text: str, port: int | None) -> Authority:
 
 
 def canonical_host(text: str) -> str:
-    """A host's one spelling. Raises RequestRefused(malformed), also for the octal, hexadecimal and short forms of an
-    IPv4 address, which resolvers read differently."""
+    """Return the canonical form of a host. Raises RequestRefused(malformed), also for the octal, hexadecimal and short
+    forms of an IPv4 address, which resolvers interpret differently."""
     if text.startswith("["):
         try:
             return ipaddress.IPv6Address(text[1:-1]).compressed
@@ -347,9 +350,9 @@ def canonical_host(text: str) -> str:
 
 
 def readings(path: str) -> tuple[str, str, str]:
-    """How servers may read a normalised path: as it is; with its slashes merged; and with every percent-encoding
-    undone, backslashes as slashes, ;parameters dropped, dot segments followed. A rule must grant all three.
-    Raises RequestRefused(malformed)."""
+    """Return the three ways in which servers may read a normalised path: as it is; with its slashes merged; and with
+    every percent-encoding decoded, backslashes as slashes, ;parameters dropped, dot segments followed. A rule must
+    grant all three. Raises RequestRefused(malformed)."""
     loose = path
     for _ in range(_ROUNDS):
         if (once := _ESCAPE.sub(lambda found: chr(int(found[1], 16)), loose)) == loose:
@@ -362,8 +365,8 @@ def readings(path: str) -> tuple[str, str, str]:
 
 
 def normalised(path: str) -> str:
-    """RFC 3986 6.2.2: escapes in upper case, unreserved characters unescaped, dot segments followed. Raises
-    RequestRefused(malformed)."""
+    """Normalise a path by RFC 3986 6.2.2: escapes in upper case, unreserved characters unescaped, dot segments
+    followed. Raises RequestRefused(malformed)."""
     if _FORBIDDEN.search(path) or _BROKEN_ESCAPE.search(path):
         raise RequestRefused(Reason.malformed, "the URL holds a character or an escape that no URL may hold")
     return _without_dots(_ESCAPE.sub(_plain, path))
@@ -386,7 +389,7 @@ def _merged(path: str) -> str:
 
 
 def _without_dots(path: str) -> str:
-    """RFC 3986 5.2.4, for a path that begins with a slash."""
+    """Remove dot segments by RFC 3986 5.2.4 from a path that begins with a slash."""
     kept: list[str] = []
     segments = path.split("/")[1:]
     for number, segment in enumerate(segments):

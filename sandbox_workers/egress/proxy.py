@@ -1,9 +1,9 @@
-"""The proxy of one call: accepts on the sandbox's listening socket, and sees to it that every request is admitted,
-answered and noted, or refused with an answer that says why.
+"""The proxy of one call. It accepts on the sandbox's listening socket; every request is admitted, answered and noted,
+or refused.
 
-RFC 9112 3.2 (forms of a target), RFC 9110 9.3.6 (CONNECT). A connection is served by one task, a request at a time.
-What follows a granted CONNECT is TLS that ends here (intercept), or bytes that nobody looks at (tunnel).
-"""
+A refusal is an answer that gives the reason. RFC 9112 3.2 (forms of a target), RFC 9110 9.3.6 (CONNECT). A connection
+is served by one asyncio task, a request at a time. After a granted CONNECT comes TLS that ends here (intercept), or
+bytes that nobody looks at (tunnel)."""
 
 from __future__ import annotations
 
@@ -43,40 +43,44 @@ from turnlog.sandbox_workers.egress.sources import PROXY_STATUS, Addresses, Requ
 from turnlog.schemas.events import EgressSource
 
 CONNECTIONS = 64
-"""Of one call at once; for more, the longest idle one is closed, or they wait."""
+"""Maximum connections of one call at once; beyond it, the longest idle one is closed, or new ones wait."""
 IDLE_S = 1.0
-"""A connection in use may look idle for less."""
+"""Seconds that a connection must be idle before it may be closed for another; a connection in use may look idle for
+less."""
 BREATH_S = 0.1
-"""Before accepting again when the worker has no file descriptor left."""
+"""Pause in seconds before accepting again when the worker has no file descriptor left."""
 LAST_WORDS_S = 5.0
-"""For the sandbox to take the answer to a refused request."""
+"""Seconds for the sandbox to read the answer to a refused request."""
 OVER_S = 0.25
-"""Pause before each refusal of a call that has no request left: who goes on asking does not slow down other calls."""
+"""Pause in seconds before each refusal of a call that has no request left, so that a client that goes on asking does
+not slow down other calls."""
 REFUSAL_HEADERS = ((b"content-type", b"text/plain; charset=utf-8"), (b"cache-control", b"no-store"))
 _GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, ssl.SSLError)
 _HARMLESS_UPGRADES = {b"h2c", b""}
-"""Java's client asks every plain server for HTTP/2 and does without."""
+"""Upgrades that are ignored: Java's client asks every plain server for HTTP/2 and does without."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What to do with a CONNECT: intercept with an authority, tunnel with addresses, or refuse."""
+    """Handling of a CONNECT: intercept with an authority, tunnel with addresses, or refuse."""
 
     authority: CertificateAuthority | None = None
     addresses: Addresses | None = None
     of_workers: bool = False
-    """Who asks is a proxy of ours: it names https URLs in absolute form, and is told a refusal in a header."""
+    """True if the client is a proxy of ours: it names https URLs in absolute form, and gets the reason of a refusal in
+    a header."""
 
 
 class Proxy:
-    """Serves one call. `failed`: what the object store said when a recording could not be read or written, or why
-    nothing goes out."""
+    """The proxy of one call. `failed` is the object store's error if a recording could not be read or written, or the
+    reason why nothing goes out."""
 
     def __init__(
         self, settings: EgressSettings, source: Source, requests: Requests, tls: Tls, gateway: Gateway | None = None
     ) -> None:
-        """`requests` gets an entry for everything that is asked, but of `gateway`, which answers what names no host."""
+        """Create it. `requests` gets an entry for every request, except those to `gateway`, which answers requests that
+        name no host."""
         self._settings, self._source, self._requests, self._tls = settings, source, requests, tls
         self._gateway = gateway
         self._connections: set[asyncio.Task[None]] = set()
@@ -86,7 +90,7 @@ class Proxy:
         self.failed: BlobError | ProxyUnusable | None = None
 
     async def accept(self, listener: socket.socket) -> None:
-        """Take connections until cancelled."""
+        """Accept connections until cancelled."""
         listener.setblocking(False)
         loop = asyncio.get_running_loop()
         while True:
@@ -111,7 +115,7 @@ class Proxy:
             await asyncio.wait(self._connections)
 
     async def _room(self) -> None:
-        """Until one more connection may be taken."""
+        """Wait until one more connection may be accepted."""
         while len(self._connections) >= CONNECTIONS:
             self._moved.clear()
             task, since = next(iter(self._idle.items()), (None, math.inf))
@@ -134,12 +138,13 @@ class Proxy:
             await self.serve(stream)
 
     async def serve(self, stream: ByteStream) -> None:
-        """Every request of a connection, which stays the caller's."""
+        """Serve every request of a connection, which stays the caller's."""
         with contextlib.suppress(*_GONE):
             await self._exchanges(Client(stream), None)
 
     async def _exchanges(self, client: Client, inside: Authority | None) -> None:
-        """Every request of a connection; `inside`: of the intercepted tunnel to that host."""
+        """Serve every request of a connection. `inside` is the host of the intercepted tunnel, if the connection is
+        one."""
         while await self._waited(client):
             entry = self._requests.begin()
             try:
@@ -171,7 +176,7 @@ class Proxy:
             self._idle.pop(task, None)
 
     async def _exchange(self, client: Client, inside: Authority | None, entry: Entry) -> _Tunnel | None:
-        """One request, to the end of its answer; what a granted CONNECT opened."""
+        """Serve one request to the end of its answer. Return the tunnel that a granted CONNECT opened, or None."""
         try:
             async with asyncio.timeout(self._settings.timeout_s) as within:
                 head = await client.head()
@@ -283,14 +288,15 @@ class Proxy:
 class _Tunnel:
     host: Authority
     early: bytes
-    """What the sandbox sent into it already."""
+    """Bytes that the sandbox has already sent into the tunnel."""
     far: ByteStream | None
-    """None: the tunnel ends here."""
+    """Connection to the host; None if the tunnel ends here."""
 
 
 def _target(head: Head, inside: Authority | None) -> Target:
-    """Raises RequestRefused(malformed). In absolute form a Host header counts for nothing (RFC 9112 3.2.2); in a tunnel
-    it must name the tunnel's host, or rules for one host would open another behind the same front."""
+    """Parse the target of a request. Raises RequestRefused(malformed). In absolute form a Host header is ignored (RFC
+    9112 3.2.2); in a tunnel it must name the tunnel's host, or rules for one host would open another behind the same
+    front."""
     if inside is None:
         return absolute(head.target)
     target = within(head.target, inside)
@@ -306,8 +312,8 @@ def _upgrades(head: Head) -> bool:
 
 
 async def intercepted(stream: ByteStream, early: bytes, context: ssl.SSLContext) -> ByteStream:
-    """The sandbox's side of TLS. `early`: what came before it. Raises RequestRefused(tls) when the sandbox does not
-    speak TLS or does not trust us."""
+    """Start TLS on the sandbox's side. `early` has the bytes that came before it. Raises RequestRefused(tls) if the
+    sandbox does not speak TLS or does not trust us."""
     behind = BufferedByteStream(stream)
     behind.feed_data(early)
     try:
@@ -317,7 +323,7 @@ async def intercepted(stream: ByteStream, early: bytes, context: ssl.SSLContext)
 
 
 async def connected(host: Authority, addresses: Addresses) -> SocketStream:
-    """A connection to one of the host's checked addresses. Raises RequestRefused (private_address, unreachable)."""
+    """Connect to one of the host's checked addresses. Raises RequestRefused (private_address, unreachable)."""
     for address in await addresses.checked(host):
         with contextlib.suppress(OSError):
             return await anyio.connect_tcp(address, host.port)
@@ -334,8 +340,8 @@ async def relay(
     response_bytes: int,
     idle_s: float,
 ) -> None:
-    """Pass bytes on in both directions until both have ended. Raises RequestRefused (request_bytes, response_bytes),
-    TimeoutError when nothing came for `idle_s`."""
+    """Copy bytes in both directions until both have ended. Raises RequestRefused (request_bytes, response_bytes),
+    TimeoutError if nothing came for `idle_s`."""
     entry.request_bytes = len(early)
     await far.send(early)
     async with asyncio.timeout(idle_s) as idle:

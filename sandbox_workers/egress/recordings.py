@@ -1,14 +1,13 @@
-"""Answers that were kept: a request's key, the answer under it, and which of several is given again.
+"""Recorded answers: a request's key, the answer stored under it, and which of several is given again.
 
 A key is the sha256 of method, URL, body and the headers that select an answer (`SELECTING`). Authorization, cookies and
-User-Agent are no part of it: secrets do not belong into a recording, and differ from run to run.
+User-Agent are not part of it: secrets do not belong into a recording, and differ from run to run.
 
-The nth identical request of call c stands at the place c.n of its key, `egress/CACHE/KEY/c.n`, and the first answer
-that was kept at a place stays. Replay gives the answer at the latest place that is not after the asked one, else at the
-earliest. So polling and repeated POSTs come out as they were recorded wherever an episode does what the recorded one
-did; where it does something else it gets the state of about that time; and neither depends on a worker's memory, so it
-survives restarts. What one recorded call saw exactly is in its own result: `Repeats` gives that.
-"""
+The nth identical request of call c has the place c.n of its key, `egress/CACHE/KEY/c.n`, and the first answer stored at
+a place stays. Replay gives the answer at the latest place that is not after the requested one, else at the earliest. So
+polling and repeated POSTs are answered as they were recorded wherever an episode does the same as the recorded one;
+where it does something else, it gets the state of about that time. Neither depends on a worker's memory, so both
+survive restarts. The exact answers of one recorded call are in its own result: `Repeats` gives those."""
 
 from __future__ import annotations
 
@@ -27,32 +26,32 @@ from turnlog.schemas.events import EgressRequest, EgressSource
 from turnlog.schemas.types import BlobRef
 
 Headers = Sequence[tuple[bytes, bytes]]
-"""Names in lower case."""
+"""Headers with names in lower case."""
 
 SELECTING = frozenset(
     (b"accept", b"accept-encoding", b"accept-language", b"content-type", b"range", b"if-match", b"if-none-match",
      b"if-modified-since", b"if-unmodified-since", b"if-range")
 )  # fmt: skip
-"""Request headers of which another value asks for another answer (RFC 9110 12, 13, 14)."""
+"""Request headers that select the answer (RFC 9110 12, 13, 14)."""
 LOCAL = frozenset((Reason.malformed, Reason.upgrade, Reason.request_bytes, Reason.requests, Reason.call_ended))
-"""Refusals that come out again by themselves, or were none of the request's."""
+"""Refusals that are not repeated from a record: they recur by themselves, or were not caused by the request."""
 ANSWER_TYPE = "application/vnd.turnlog.egress-answer+json"
 _CACHE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 URL_CHARACTERS = 2000
-"""Of a recorded URL, so that a call's result stays a small record; the key covers all of it."""
+"""Maximum characters of a recorded URL, so that a call's result stays a small record; the key covers the whole URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an origin said: status, headers, and a reference to the body."""
+    """An origin's answer: status, headers, and a reference to the body."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     body: BlobRef
 
     def json(self, method: str, url: str) -> bytes:
-        """As it is stored; method and URL are for people who look."""
+        """Return the answer as it is stored; method and URL are for human readers."""
         return orjson.dumps(
             {
                 "method": method,
@@ -66,7 +65,7 @@ class Answer:
 
     @classmethod
     def parsed(cls, text: bytes, name: str) -> Answer:
-        """Raises BlobCorrupt for what `json` did not write."""
+        """Parse a stored answer. Raises BlobCorrupt for text that `json` did not write."""
         try:
             fields = orjson.loads(text)
             headers = tuple(
@@ -81,7 +80,7 @@ class Answer:
 
 
 def request_key(method: str, url: str, headers: Headers, body: bytes | None) -> str:
-    """Of a request. `body` None: it was not read (the request was refused before)."""
+    """Return the key of a request. `body` is None if it was not read (the request was refused before)."""
     selecting = sorted((name, value) for name, value in headers if name in SELECTING)
     parts = [method.encode(), url.encode(), b"unread" if body is None else hashlib.sha256(body).hexdigest().encode()]
     parts += [name + b": " + value for name, value in selecting]
@@ -92,7 +91,7 @@ class Recordings:
     """The recording `cache` in the object store."""
 
     def __init__(self, blobs: Blobs, cache: str) -> None:
-        """Raises EgressUnavailable for a name that is none."""
+        """Create it. Raises EgressUnavailable for an invalid name."""
         if not _CACHE.fullmatch(cache):
             raise EgressUnavailable(f"[egress] cache takes letters, digits and ._- alone, got {cache!r}")
         self._blobs, self._cache = blobs, cache
@@ -101,7 +100,8 @@ class Recordings:
         self, key: str, place: tuple[int, int], request: tuple[str, str], *,
         status: int, headers: tuple[tuple[bytes, bytes], ...], content: bytes,
     ) -> tuple[BlobRef, BlobRef]:  # fmt: skip
-        """Store an answer to `request` (method, URL): references to it and to its body. Raises StoreUnavailable."""
+        """Store an answer to `request` (method, URL). Return the references to the answer and to its body. Raises
+        StoreUnavailable."""
         media_type = dict(headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
         body = await self._blobs.put(content, media_type=media_type)
         text = Answer(status, headers, body).json(*request)
@@ -114,7 +114,7 @@ class Recordings:
         return answer, body
 
     async def find(self, key: str, place: tuple[int, int]) -> tuple[Answer, BlobRef] | None:
-        """The answer for that place, and the reference to it. Raises BlobCorrupt, StoreUnavailable."""
+        """Return the answer for that place and the reference to it, or None. Raises BlobCorrupt, StoreUnavailable."""
         prefix = self._prefix(key)
         names = await self._blobs.names(prefix)
         if not names:
@@ -135,7 +135,7 @@ class Repeats:
     """The requests of one recorded call, each to be given again once, in order."""
 
     def __init__(self, requests: Iterable[EgressRequest]) -> None:
-        """Of ToolCallCompleted.requests."""
+        """Create it from ToolCallCompleted.requests."""
         self._left: dict[str, deque[EgressRequest]] = defaultdict(deque)
         for request in requests:
             if request.reason in LOCAL:
@@ -143,13 +143,13 @@ class Repeats:
             self._left[request.request_sha256].append(request)
 
     def next(self, key: str) -> EgressRequest | None:
-        """What came of this request then; None when it was not made so often."""
+        """Return the next recorded outcome of this request; None if it was not made that often."""
         return self._left[key].popleft() if self._left.get(key) else None
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request under way. `over`: the call had no more left."""
+    """A request in progress. `over`: the call had no requests left."""
 
     over: bool
     began: float = field(default_factory=time.monotonic)
@@ -159,7 +159,7 @@ class Entry:
     status: int = 0
     source: EgressSource = EgressSource.refused
     reason: str = Reason.call_ended
-    """Until it is known."""
+    """Reason of a refusal; call_ended until the outcome is known."""
     response: BlobRef | None = None
     answer: BlobRef | None = None
     request_bytes: int = 0
@@ -167,16 +167,16 @@ class Entry:
     duration_s: float | None = None
 
     def refused(self, refused: RequestRefused) -> None:
-        """It ended so, and nothing of an answer had been passed on."""
+        """Note that the request was refused before any part of an answer was sent."""
         self.status, self.source, self.reason = refused.status, EgressSource.refused, refused.reason
 
     def ended(self, sent: int) -> None:
-        """Whatever happens now is no part of it. `sent`: bytes of an answer's body."""
+        """Note the end of the request; later events do not count. `sent`: bytes of an answer's body."""
         self.response_bytes = self.response_bytes or sent
         self.duration_s = time.monotonic() - self.began
 
     def event(self) -> EgressRequest:
-        """As it goes into the call's result."""
+        """Return the record for the call's result."""
         elapsed = time.monotonic() - self.began
         return EgressRequest(
             method=self.method,
@@ -194,7 +194,7 @@ class Entry:
 
 
 class Requests:
-    """Of one call. At most `most` are granted; one more entry tells that there were more."""
+    """Requests of one call. At most `most` are granted; one more entry shows that there were more."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -203,27 +203,28 @@ class Requests:
         self._asked: Counter[str] = Counter()
 
     def begin(self) -> Entry:
-        """A request comes."""
+        """Note that a request comes in."""
         entry = Entry(over=len(self._entries) >= self._most or self._tunnels > self._most)
         if len(self._entries) <= self._most:
             self._entries.append(entry)
         return entry
 
     def drop(self, entry: Entry) -> None:
-        """It was only the way to others (a granted CONNECT); a call has as many of these as requests."""
+        """Drop the entry of a granted CONNECT, which only carried other requests. A call may have as many of these as
+        requests."""
         self._tunnels += 1
         self._entries.remove(entry)
 
     def disregard(self, entry: Entry) -> None:
-        """It was none to the network, and is counted nowhere."""
+        """Drop the entry of a request that did not go to the network; it is counted nowhere."""
         entry.over = False
         self._entries = [one for one in self._entries if one is not entry]
 
     def ordinal(self, key: str) -> int:
-        """How many times this was asked before in the call."""
+        """Return how many times this request was made before in the call."""
         self._asked[key] += 1
         return self._asked[key] - 1
 
     def made(self) -> tuple[EgressRequest, ...]:
-        """Everything so far; complete when `serving` has ended."""
+        """Return all requests so far; complete when `serving` has ended."""
         return tuple(entry.event() for entry in self._entries)

@@ -1,12 +1,11 @@
-"""Where answers come from: the network, the network and a recording, a recording, or one recorded call.
+"""Sources of answers: the network, the network and a recording, a recording, or one recorded call.
 
-A source first admits a request by its head or refuses it, before its body is asked for, then answers it. Requests to
-origins go over aiohttp, whose connections go to checked addresses and nowhere else: a name is resolved once, every
-address of it is checked, and those very ones are used. Public means globally routable unicast (IANA's special-purpose
-registries, RFC 6890); an IPv6 address that carries an IPv4 one is as public as that one: mapped (RFC 4291), 6to4 (RFC
-3056), NAT64 (RFC 6052). httpcore was measured beside aiohttp: four times the processor time per request, and as many
-more turns of the event loop.
-"""
+A source first admits or refuses a request by its head, before its body is read, then answers it. Requests to origins
+use aiohttp, whose connections go only to checked addresses: a name is resolved once, every address of it is checked,
+and exactly those are used. Public means globally routable unicast (IANA's special-purpose registries, RFC 6890). An
+IPv6 address that carries an IPv4 one is as public as that one: mapped (RFC 4291), 6to4 (RFC 3056), NAT64 (RFC 6052).
+httpcore was measured in comparison with aiohttp: four times the processor time per request, and four times as many
+iterations of the event loop."""
 
 from __future__ import annotations
 
@@ -42,23 +41,25 @@ from turnlog.schemas.events import EgressRequest, EgressSource
 from turnlog.schemas.types import BlobRef
 
 IDLE_S = 2.0
-"""An idle connection is used again for so long; origins close theirs after five and more."""
+"""Seconds for which an idle connection is used again; origins close theirs after five and more."""
 _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
      b"proxy-authenticate", b"proxy-authorization", b"proxy-authentication-info")
 )  # fmt: skip
-"""RFC 9110 7.6.1: between two neighbours only."""
+"""RFC 9110 7.6.1: headers between two neighbours only."""
 _NOT_ON = frozenset((b"host", b"content-length", b"expect", b"forwarded", b"via", b"x-real-ip"))
-"""Of requests: written anew, answered here, or claims about who asks."""
+"""Request headers that are not forwarded: written anew, answered here, or claims about the client."""
 _NOT_BACK = frozenset((b"alt-svc", b"content-length", b"turnlog-egress"))
-"""Of answers: ways around this proxy; the length is written anew; what only our own proxies say."""
+"""Response headers that are not returned: ways around this proxy; the length, which is written anew; and headers that
+only our own proxies send."""
 PROXY_STATUS = b"turnlog-egress"
-"""In answers to workers: the reason of a refusal. Of an origin's answer it is dropped, as it says nothing of us."""
+"""Header in answers to workers: the reason of a refusal. It is dropped from an origin's answer, where it means
+nothing."""
 AUTO_HEADERS = ("accept", "accept-encoding", "user-agent", "content-type")
-"""aiohttp would add these."""
+"""Headers that aiohttp would add."""
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Addresses of a host. Raises OSError."""
+"""Callback that returns the addresses of a host. Raises OSError."""
 
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -66,20 +67,20 @@ _SPECIAL = tuple(
     ipaddress.ip_network(text)
     for text in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2001:db8::/32", "3fff::/20", "5f00::/16")
 )
-"""Of no use as an origin, and not private to every version of `ipaddress`."""
+"""Networks that are of no use as an origin and that not every version of `ipaddress` treats as private."""
 
 
 @dataclass(frozen=True, slots=True)
 class Onwards:
-    """The process that connects to origins in a worker's place."""
+    """The process that connects to origins in place of a worker."""
 
     url: str
-    """[egress] proxy"""
+    """Address of the process ([egress] proxy)."""
     token: Callable[[], str]
-    """Says whose request it is, and is good for a while."""
+    """Callback that makes a token, which names the call and is valid for a while."""
 
     def refusal(self, said: bytes) -> EgressError:
-        """What it meant by PROXY_STATUS."""
+        """Return the error that a value of PROXY_STATUS stands for."""
         reason = next((reason for reason in Reason if reason.encode() == said), Reason.unreachable)
         if reason is not Reason.token:
             return RequestRefused(reason)
@@ -90,19 +91,21 @@ class Onwards:
 
 
 class _Absolute(aiohttp.ClientRequest):
-    """https in absolute form, too (RFC 9112 3.2.2), with no tunnel: the proxy is to see method and path."""
+    """A request that uses absolute form for https, too (RFC 9112 3.2.2), without a tunnel, so that the proxy sees
+    method and path."""
 
     def is_ssl(self) -> bool:
         return False
 
 
 class Upstream:
-    """Connections of one call to origins, or to who connects to them in our place."""
+    """Connections of one call to origins, or to the process that connects to them in our place."""
 
     def __init__(
         self, addresses: Addresses, trust: ssl.SSLContext, *, connections: int, onwards: Onwards | None = None
     ) -> None:
-        """`trust` decides which origins' certificates are believed, or which are of the process in our place."""
+        """Create it. `trust` decides which certificates are accepted, those of origins or that of the process in our
+        place."""
         self._addresses, self._way = addresses, onwards
         connector = aiohttp.TCPConnector(
             ssl=trust,
@@ -124,8 +127,9 @@ class Upstream:
 
     @asynccontextmanager
     async def asked(self, head: Head, target: Target, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The origin's answer, its body still to be read. Raises RequestRefused (private_address, unreachable,
-        certificate, and what the process in our place refuses), ProxyUnusable; so does reading the body."""
+        """Send a request and yield the origin's answer, its body still to be read. Raises RequestRefused
+        (private_address, unreachable, certificate, and refusals of the process in our place), ProxyUnusable; reading
+        the body may raise the same."""
         headers, way = [("Host", target.netloc), *onwards(head)], self._way
         if way is not None:
             headers.append(("Proxy-Authorization", f"Bearer {way.token()}"))
@@ -164,7 +168,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises RequestRefused."""
+        """Return the checked addresses. Raises RequestRefused."""
         return [
             ResolveResult(
                 hostname=host,
@@ -178,11 +182,11 @@ class CheckedResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """See AbstractResolver. There is nothing to release."""
 
 
 def trust(upstream_ca: str) -> ssl.SSLContext:
-    """What this machine trusts, and the certificates in the PEM file `upstream_ca`. Raises EgressUnavailable."""
+    """Trust this machine's roots and the certificates in the PEM file `upstream_ca`. Raises EgressUnavailable."""
     context = ssl.create_default_context()
     if upstream_ca:
         try:
@@ -193,14 +197,15 @@ def trust(upstream_ca: str) -> ssl.SSLContext:
 
 
 def backwards(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """What of an answer's headers the sandbox gets, names in lower case."""
+    """Return the headers of an answer that the sandbox gets, names in lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
     dropped = _HOP_BY_HOP | _NOT_BACK | _named(lowered)
     return tuple((name, value) for name, value in lowered if name not in dropped)
 
 
 def onwards(head: Head, without: frozenset[bytes] = frozenset()) -> list[tuple[str, str]]:
-    """What of a request's headers goes on; Host, which is written anew, and those of `without` do not."""
+    """Return the headers of a request that are forwarded. Host, which is written anew, and those in `without` are
+    not."""
     dropped = _HOP_BY_HOP | _NOT_ON | _named(head.headers) | without
     kept = [(name, value) for name, value in head.headers if name not in dropped and not _claims(name)]
     return [(name.decode("latin-1"), _text(value)) for name, value in kept]
@@ -211,7 +216,7 @@ def _claims(name: bytes) -> bool:
 
 
 def _text(value: bytes) -> str:
-    """aiohttp writes UTF-8."""
+    """Decode a header value; aiohttp writes UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -219,7 +224,7 @@ def _text(value: bytes) -> str:
 
 
 def _url(target: Target) -> yarl.URL:
-    """Of the same spelling: nothing is quoted or taken apart again."""
+    """Return the URL with the same spelling: nothing is quoted or parsed again."""
     return yarl.URL.build(
         scheme=target.scheme,
         host=target.authority.host,
@@ -239,7 +244,7 @@ def _is_address(host: str) -> bool:
 
 
 def _named(headers: Headers) -> set[bytes]:
-    """Headers that Connection declares hop-by-hop."""
+    """Return the headers that Connection declares hop-by-hop."""
     values = b",".join(value for name, value in headers if name == b"connection")
     return {name.strip().lower() for name in values.split(b",")}
 
@@ -248,7 +253,8 @@ class Addresses:
     """Decides for each host which addresses may be connected to."""
 
     def __init__(self, private_hosts: Iterable[str], resolve: Resolve | None = None) -> None:
-        """`private_hosts` may have any address. Raises EgressUnavailable for one that is no host:port."""
+        """Create it. `private_hosts` may have any address. Raises EgressUnavailable for an entry that is not
+        host:port."""
         self._resolve = resolve or system_resolver
         try:
             self._private = frozenset(authority(text, None) for text in private_hosts)
@@ -256,8 +262,8 @@ class Addresses:
             raise EgressUnavailable(f"[egress] private_hosts takes host:port: {refused.detail}") from None
 
     async def checked(self, host: Authority) -> tuple[str, ...]:
-        """Addresses to connect to. A host with one address that is not public has none. Raises RequestRefused
-        (private_address, unreachable)."""
+        """Return the addresses to connect to. A host with one address that is not public is refused. Raises
+        RequestRefused (private_address, unreachable)."""
         try:
             found = await self._resolve(host.host, host.port)
         except OSError:
@@ -270,7 +276,8 @@ class Addresses:
 
 
 def public(address: str) -> bool:
-    """Anybody on the internet would be connected to the same host; False also for what is no address."""
+    """Return whether anybody on the internet would be connected to the same host; False also for text that is no
+    address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -287,7 +294,7 @@ def public(address: str) -> bool:
 
 
 async def system_resolver(host: str, port: int) -> Sequence[str]:
-    """The worker's own resolver."""
+    """Resolve a host by the worker's own resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(entry[4][0]) for entry in found]
 
@@ -300,7 +307,7 @@ def _carried(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request, read to its end."""
+    """A request that was read completely."""
 
     head: Head
     target: Target
@@ -309,24 +316,24 @@ class Request:
 
 
 class Source(Protocol):
-    """What admits a request by its head or refuses it, and answers it."""
+    """Source of answers: admits a request by its head or refuses it, and answers it."""
 
     def admit(self, head: Head, target: Target, entry: Entry) -> None:
-        """Raises RequestRefused for a request that nobody shall answer."""
+        """Raise RequestRefused for a request that must not be answered."""
         ...
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
-        """Raises RequestRefused for a CONNECT in which no request would be admitted; `blind`: not every one, since
-        nobody will look at them."""
+        """Raise RequestRefused for a CONNECT in which no request would be admitted. With `blind`, raise it unless every
+        request would be, since nobody will look at them."""
         ...
 
     async def answer(self, request: Request, client: Client) -> None:
-        """Answer it and note what came of it. Raises RequestRefused, BlobError."""
+        """Answer the request and note the outcome. Raises RequestRefused, BlobError."""
         ...
 
 
 class Ruled:
-    """Admits what rules grant."""
+    """Admits what the network rules grant."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -346,7 +353,7 @@ class Live(Ruled):
     """Passes answers on as they come."""
 
     def __init__(self, policy: Policy, upstream: Upstream, *, most: int) -> None:
-        """`most`: response_bytes."""
+        """Create the source. `most` is response_bytes."""
         super().__init__(policy)
         self._upstream, self._most = upstream, most
 
@@ -363,11 +370,11 @@ class Live(Ruled):
 
 
 HELD = 4
-"""Recorded answers of one call that are in memory at once; more wait."""
+"""Maximum number of recorded answers of one call in memory at once; more wait."""
 
 
 class Recording(Ruled):
-    """Keeps each answer before it is passed on: what a sandbox saw can be given again."""
+    """Stores each answer before it is passed on, so that everything a sandbox saw can be given again."""
 
     def __init__(
         self,
@@ -379,7 +386,7 @@ class Recording(Ruled):
         call_seq: int,
         most: int,
     ) -> None:
-        """Of one call; `most`: response_bytes."""
+        """Create the source for one call. `most` is response_bytes."""
         super().__init__(policy)
         self._upstream, self._recordings, self._requests = upstream, recordings, requests
         self._call_seq, self._most = call_seq, most
@@ -405,7 +412,7 @@ class Recording(Ruled):
 
 
 class Replaying(Ruled):
-    """Gives kept answers; nothing goes out, names are not resolved."""
+    """Gives recorded answers; nothing goes out, names are not resolved."""
 
     def __init__(
         self, policy: Policy, blobs: Blobs, recordings: Recordings, requests: Requests, *, call_seq: int
@@ -424,7 +431,7 @@ class Replaying(Ruled):
 
 
 class Repeating:
-    """Gives what one recorded call got, its refusals too; rules are not asked, since nothing goes out."""
+    """Gives the outcomes of one recorded call, including refusals. Rules are not applied, since nothing goes out."""
 
     def __init__(self, blobs: Blobs, repeats: Repeats) -> None:
         self._blobs, self._repeats = blobs, repeats
@@ -461,13 +468,13 @@ async def _replay(answer: Answer, ref: BlobRef, blobs: Blobs, entry: Entry, clie
 
 
 def declared_length(response: aiohttp.ClientResponse) -> int | None:
-    """Bytes of its body, where its head says."""
+    """Return the length of the body in bytes, or None if the head does not declare it."""
     lengths = [value for name, value in response.raw_headers if name.lower() == b"content-length"]
     return int(lengths[0]) if lengths else None
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises RequestRefused(response_bytes)."""
+    """Yield the body as it comes. Raises RequestRefused(response_bytes)."""
     size = 0
     async for chunk in response.content.iter_any():
         if (size := size + len(chunk)) > most:
