@@ -1,4 +1,5 @@
-"""What `turnlog sandbox` and `turnlog session` take, and who does it; argparse alone, so that --help stays instant."""
+"""Arguments of `turnlog sandbox` and `turnlog session`, and dispatch; imports only argparse, so that --help stays
+instant."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot
 
 
 def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its actions; without one it is the role."""
+    """Add the actions of the verb; without an action it is the role."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SANDBOX_EPILOG
     actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
@@ -104,7 +105,7 @@ def _action(
 
 
 def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
-    """`turnlog sandbox [pool|check|exec]`: the role, or one of its three tools; the exit status."""
+    """Run `turnlog sandbox [pool|check|exec]`, the role or one of its three tools; return the exit status."""
     match arguments.action:
         case "pool":
             from turnlog.sandbox_workers.console.actions import show_pools
@@ -127,7 +128,7 @@ def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def session_arguments(verb: argparse.ArgumentParser) -> None:
-    """Give the verb its actions."""
+    """Add the actions of the verb."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SESSION_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -1,9 +1,8 @@
-"""What `turnlog sandbox check`, `exec` and `pool` do.
+"""The actions `turnlog sandbox check`, `exec` and `pool`.
 
 check   which backends work on this machine, and which layers of isolation hold around a call
-exec    one command in a sandbox of its own, as a tool call would run it, output as it is written
-pool    what the slots of every live worker do, asked of their health servers (/state)
-"""
+exec    one command in a sandbox of its own, as a tool call would run it, output as it is written pool    what the slots
+of every live worker do, read from their health servers (/state)"""
 
 from __future__ import annotations
 
@@ -47,25 +46,25 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 from turnlog.settings import Settings
 
 LONGEST = 600
-"""Characters of a line."""
+"""Maximum characters of a line."""
 TRUSTED = "this backend isolates nothing: for code that you trust"
 BWRAP, USERS, SECCOMP, GROUPS = "bwrap", "a user per slot", "seccomp filter", "control groups"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line."""
+    """A line of the report."""
 
     name: str
     ok: bool
     says: str
-    """What was found, or what is missing and how to get it."""
+    """Finding, or what is missing and how to get it."""
     needed: bool
-    """By the backend of [sandbox], to isolate fully."""
+    """True if the backend of [sandbox] needs it to isolate fully."""
 
 
 async def check(settings: Settings, *, as_json: bool) -> int:
-    """Print a line for each; 0 when nothing is missing that is needed."""
+    """Print a line per finding. Return 0 if nothing needed is missing."""
     found = await findings(settings.sandbox, known())
     if as_json:
         say_json([dataclasses.asdict(finding) for finding in found])
@@ -82,7 +81,7 @@ async def check(settings: Settings, *, as_json: bool) -> int:
 
 
 async def findings(settings: SandboxSettings, backends: Iterable[str]) -> list[Finding]:
-    """Layers first, then these backends."""
+    """Return the findings: layers first, then these backends."""
     layers = [await asyncio.to_thread(_bwrap), _users(settings), await asyncio.to_thread(_seccomp), _groups(settings)]
     return [*layers, *[await _backend(name, settings) for name in backends]]
 
@@ -141,12 +140,12 @@ def _groups(settings: SandboxSettings) -> Finding:
 
 
 def _line(error: Exception) -> str:
-    """What it says, on one line."""
+    """Return an error's message on one line."""
     return " ".join(str(error).split())[:LONGEST]
 
 
 FIRST_SLOT = 1000
-"""Slots from here on are no worker's: a host user that runs nothing else."""
+"""First slot number that no worker uses: it stands for a host user that runs nothing else."""
 STATUS = {ToolStatus.timeout: 124, ToolStatus.resource_limit: 137, ToolStatus.cancelled: 130}
 """Exit statuses where the command has none: those of timeout(1) and of a shell."""
 TERMINATED = 128 + signal.SIGTERM
@@ -157,12 +156,12 @@ class NothingToRun(SandboxError):
 
 
 class NotText(SandboxError):
-    """Source of Python or a shell is text: what is none would become a `?`, which a shell expands."""
+    """Source of Python or a shell is not text. Each undecodable byte would become a `?`, which a shell expands."""
 
 
 def execute(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run it; the exit status. Raises BackendUnavailable, SandboxUnavailable, ImageMissing, SandboxDied,
-    NothingToRun, NotText, EgressError."""
+    """Run the command and return the exit status. Raises BackendUnavailable, SandboxUnavailable, ImageMissing,
+    SandboxDied, NothingToRun, NotText, EgressError."""
     command = command_of(arguments)
     try:
         execution = asyncio.run(_run(settings, arguments, command))
@@ -181,7 +180,7 @@ def execute(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def command_of(arguments: argparse.Namespace) -> Command:
-    """What to run. Raises NothingToRun, NotText."""
+    """Return the command to run. Raises NothingToRun, NotText."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise NothingToRun("there is no command: turnlog sandbox exec -- ls -la /")
@@ -197,7 +196,7 @@ def command_of(arguments: argparse.Namespace) -> Command:
 
 
 def granted(settings: Settings, arguments: argparse.Namespace) -> SandboxLimits:
-    """The limits named, else those of [sandbox]."""
+    """Return the limits from the arguments, and those of [sandbox] for the others."""
     names = [field.name for field in dataclasses.fields(SandboxLimits)]
     given = {name: getattr(arguments, name) for name in names}
     own = {name: getattr(settings.sandbox, name) for name in names}
@@ -217,7 +216,7 @@ async def _run(settings: Settings, arguments: argparse.Namespace, command: Comma
 async def _sandbox(
     settings: Settings, arguments: argparse.Namespace, command: Command, limits: SandboxLimits
 ) -> AsyncIterator[tuple[Sandbox, Command]]:
-    """A fresh sandbox with its way out, if it has one, and the command with the variables for that."""
+    """Open a fresh sandbox, with egress if it has a network. Yield it and the command with the variables for that."""
     name = arguments.backend or settings.sandbox.backend
     async with AsyncExitStack() as stack:
         egress = None
@@ -250,16 +249,16 @@ def _written(stream: Stream, chunk: bytes) -> None:
 TIMEOUT_S = 2.0
 EVERY_S = 1.0
 ALWAYS = frozenset({SlotState.ready, SlotState.leased, SlotState.held})
-"""Columns that are shown though no slot is in that state."""
+"""States that have a column even if no slot is in them."""
 NOBODY = 3
-"""Exit status, as `turnlog status` has it, when nothing is up."""
+"""Exit status if nothing is up, as in `turnlog status`."""
 
 Answers = dict[str, dict[str, Any]]
-"""Worker -> what it says of itself, or {"unreachable": why}."""
+"""Report of each worker by name, or {"unreachable": why}."""
 
 
 def show_pools(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print the pools once, or again and again; 0 when a worker answered, else 3."""
+    """Print the pools once, or repeatedly. Return 0 if a worker answered, else 3."""
     found = answers_of(addresses(settings, arguments.urls))
     if arguments.json:
         say_json(found)
@@ -271,19 +270,19 @@ def show_pools(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def addresses(settings: Settings, urls: list[str]) -> dict[str, str]:
-    """Worker -> base URL of its health server: those named, else those of the run."""
+    """Return the base URL of each worker's health server: those in `urls`, else those of the run."""
     if urls:
         return {url: url.rstrip("/") for url in urls}
     return run_folder.health_of(Path(settings.run.directory), "sandbox")
 
 
 def answers_of(workers: dict[str, str]) -> Answers:
-    """What each says; one that does not answer says why."""
+    """Return the report of each worker; for one that does not answer, the reason."""
     return {name: said.get("pools") or said for name, said in states(workers, "sandbox", TIMEOUT_S).items()}
 
 
 def drawn(settings: Settings, found: Answers) -> Group:
-    """A table of the pools that fits a terminal of 80 characters, and lines for what does not fit in."""
+    """Build a table of the pools that fits a terminal of 80 characters, and lines for what does not fit in."""
     if not found:
         where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one by --url"
         return Group(where)

@@ -1,4 +1,4 @@
-"""A session's tool calls as the log has them: asked, begun, answered; for people and for programs.
+"""A session's tool calls on the log: requested, started, completed; for people and for programs.
 
 RerunError
 ├── NoSuchSession      no tool call on the log belongs to such a session
@@ -26,45 +26,45 @@ from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS, Topic
 RUN = (ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit)
 """Statuses of calls whose execution came to an end that can be compared."""
 SHOWN = 60
-"""Characters of a call's arguments."""
+"""Maximum characters of a call's arguments."""
 COLUMNS = {
     "seq": 3, "call": 8, "tool": 6, "status": 6, "seconds": 7, "tries": 5, "files": 5, "arguments": 16, "requests": 8,
 }  # fmt: skip
-"""Heading -> characters that it needs at least: together they fit a terminal of 80."""
+"""Minimum width in characters by heading; together they fit a terminal of 80."""
 
 
 class RerunError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors listed in the module docstring."""
 
 
 class NoSuchSession(RerunError):
-    """Also: the session called no tool."""
+    """No session has that id, or it called no tool."""
 
 
 class AmbiguousSession(RerunError):
-    """Names the candidates."""
+    """Several sessions begin with that text; the message names the candidates."""
 
 
 class NoSuchCall(RerunError):
-    """Names those that there are."""
+    """The session has no such call; the message names those that exist."""
 
 
 class BadPattern(RerunError):
-    """Says what is wrong with it."""
+    """The pattern is not a regular expression; the message tells why."""
 
 
 @dataclass(slots=True)
 class RecordedCall:
-    """What the log has of one call_id."""
+    """Records of one call_id on the log."""
 
     request: ToolCallRequested
     started: list[ToolCallStarted] = field(default_factory=list)
     completed: ToolCallCompleted | None = None
-    """The first in the log: the effective one."""
+    """The first on the log, which is the effective one."""
 
     @property
     def begun(self) -> ToolCallStarted | None:
-        """Of the attempt that was answered."""
+        """ToolCallStarted of the attempt that was answered, or None."""
         if self.completed is None:
             return None
         attempt = self.completed.attempt
@@ -72,12 +72,12 @@ class RecordedCall:
 
     @property
     def ran(self) -> bool:
-        """It ran to an end that can be compared: it was begun, and neither cancelled nor lost by us."""
+        """True if it ran to an end that can be compared: it was started, and neither cancelled nor lost by us."""
         return self.begun is not None and self.completed is not None and self.completed.status in RUN
 
     @property
     def why_not(self) -> str:
-        """Of a call that did not run."""
+        """Reason why the call did not run."""
         if self.completed is None:
             return "it was never answered"
         reason = f" ({self.completed.reason})" if self.completed.reason not in ("", self.completed.status) else ""
@@ -92,7 +92,7 @@ class RecordedSession:
     calls: tuple[RecordedCall, ...]
 
     def upto(self, call_seq: int) -> tuple[RecordedCall, ...]:
-        """Calls up to one of them. Raises NoSuchCall."""
+        """Return the calls up to `call_seq`. Raises NoSuchCall."""
         if all(call.request.call_seq != call_seq for call in self.calls):
             there = ", ".join(str(call.request.call_seq) for call in self.calls)
             raise NoSuchCall(f"session {self.session_id} has no call {call_seq}; it has {there}")
@@ -100,7 +100,7 @@ class RecordedSession:
 
 
 async def recorded(role: Role, beginning: str) -> RecordedSession:
-    """The session whose id begins so; every run's sessions are looked at. Raises NoSuchSession, AmbiguousSession,
+    """Return the session whose id begins so, among the sessions of every run. Raises NoSuchSession, AmbiguousSession,
     LogError."""
     calls: dict[str, RecordedCall] = {}
     for event in await _of(role, TOOL_CALLS, (ToolCallRequested,), beginning):
@@ -123,7 +123,7 @@ async def recorded(role: Role, beginning: str) -> RecordedSession:
 
 
 async def _of(role: Role, topic: Topic, kinds: tuple[type, ...], beginning: str) -> list[Any]:
-    """Events of these classes whose session begins so, by partition and offset."""
+    """Return the events of these classes whose session begins so, by partition and offset."""
     wanted = partitions(role, topic)
     ends = await role.log.end_offsets(wanted)
     names = [kind.__name__ for kind in kinds]
@@ -136,12 +136,12 @@ async def _of(role: Role, topic: Topic, kinds: tuple[type, ...], beginning: str)
 
 
 def session_body(session: RecordedSession) -> dict[str, Any]:
-    """As JSON."""
+    """Return the session as JSON."""
     return {"session_id": session.session_id, "calls": [_call_body(call) for call in session.calls]}
 
 
 def print_session(session: RecordedSession) -> None:
-    """A row per call."""
+    """Print a row per call."""
     table = Table(title=f"tool calls of session {session.session_id}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading, width in COLUMNS.items():
         table.add_column(heading, overflow="fold", min_width=width)

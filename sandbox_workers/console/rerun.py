@@ -1,5 +1,6 @@
-"""`turnlog session rerun|show`: recorded calls run again one after the other, each on the files it had, with the
-answers that the network gave it; and where what comes of them differs from the record."""
+"""`turnlog session rerun|show`: run recorded calls again and compare the outcomes with the record.
+
+Calls run one after the other, each on its recorded files and with the recorded answers of the network."""
 
 from __future__ import annotations
 
@@ -40,23 +41,24 @@ from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 
 REPLAYED_TLS: dict[Interception, Interception] = {"intercept": "intercept", "tunnel": "intercept", "refuse": "refuse"}
-"""What went through a tunnel nobody saw: it cannot be given again, and is refused as not recorded."""
+"""TLS mode of a rerun. Requests in a tunnel were not recorded: they cannot be given again, and are refused as not
+recorded."""
 AROUND = 40
 """Bytes of an excerpt on either side of the first difference."""
 NAMED = 10
-"""Files named of a workspace that differs."""
+"""Maximum number of files named of a workspace that differs."""
 MASK = b"\0"
-"""Stands in both outputs where a pattern of --ignore did; no legal text looks like it."""
+"""Replaces the matches of --ignore in both outputs; no legal text looks like it."""
 COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
-"""Verdict -> colour of its line."""
+"""Colour of a call's line by verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerunOptions:
-    """Which calls, and what counts."""
+    """Selection of calls, and of the differences that count."""
 
     call: int | None = None
-    """The call_seq of the only one; None: all."""
+    """The call_seq of the only call to run; None for all."""
     ignored: tuple[re.Pattern[bytes], ...] = ()
     keep_going: bool = True
     strict: bool = False
@@ -64,7 +66,7 @@ class RerunOptions:
 
 @dataclass(slots=True)
 class Report:
-    """What came of one call."""
+    """Outcome of one call's rerun."""
 
     call: RecordedCall
     verdict: str
@@ -73,7 +75,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the report as JSON."""
         request = self.call.request
         return {
             "call_seq": request.call_seq,
@@ -86,8 +88,8 @@ class Report:
 
 
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """One action on the run's topics, or its archive; the exit status. Raises RerunError, and what keeps sandboxes from
-    coming up."""
+    """Run one action on the run's topics, or its archive; return the exit status. Raises RerunError, and the errors
+    that keep sandboxes from starting."""
     async with opened("session", settings, archive=arguments.source == "archive") as role:
         session = await recorded(role, arguments.id)
         if arguments.action == "show":
@@ -126,7 +128,7 @@ async def rerun(role: Role, session: RecordedSession, options: RerunOptions) -> 
 
 
 def exit_status(reports: Sequence[Report]) -> int:
-    """0: all that ran came out the same; 1: something did not; 2: something could not be run, or nothing was."""
+    """Return 0 if all calls that ran are the same; 1 if one differs; 2 if one could not be run, or none was."""
     verdicts = {report.verdict for report in reports}
     if "differs" in verdicts:
         return ExitStatus.DIFFERS
@@ -134,7 +136,7 @@ def exit_status(reports: Sequence[Report]) -> int:
 
 
 def patterns(texts: Sequence[str]) -> tuple[re.Pattern[bytes], ...]:
-    """Of --ignore. Raises BadPattern."""
+    """Compile the patterns of --ignore. Raises BadPattern."""
     try:
         return tuple(re.compile(text.encode()) for text in texts)
     except re.error as error:
@@ -142,7 +144,7 @@ def patterns(texts: Sequence[str]) -> tuple[re.Pattern[bytes], ...]:
 
 
 def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
-    """A line per call, and what differs below it."""
+    """Print a line per call, and its differences below it."""
     console = Terminal(highlight=False)
     for body in bodies:
         console.print(f"call {body['call_seq']} {body['tool']}: {body['verdict']}", style=COLOURS[body["verdict"]])
@@ -174,26 +176,27 @@ async def _one(rerunner: Rerunner, call: RecordedCall, options: RerunOptions) ->
 
 
 def _only(session: RecordedSession, call_seq: int) -> tuple[RecordedCall, ...]:
-    """One call; with those before it when it goes on in the interpreter that they have built up. Raises NoSuchCall."""
+    """Return one call, preceded by the earlier ones if it uses the interpreter that they have built up. Raises
+    NoSuchCall."""
     before = session.upto(call_seq)
     return before if interpreted(before[-1]) else before[-1:]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """A call that ran again, or why it could not."""
+    """A call that ran again, or the reason why it could not."""
 
     result: Result | None
     notes: tuple[str, ...] = ()
 
 
 class Rerunner:
-    """Runs the calls of one session, in order. `open` makes one."""
+    """Runs the calls of one session, in order. `open` creates one."""
 
     def __init__(
         self, settings: Settings, blobs: Blobs, pools: Pools, egress: Egress | None, *, interpreted: int
     ) -> None:
-        """`interpreted`: the last call_seq that goes on in a persistent interpreter; -1: none does."""
+        """Create it. `interpreted` is the last call_seq that uses a persistent interpreter; -1 if none does."""
         self._interpreted = interpreted
         self._blobs = blobs
         self._workspaces = Workspaces(blobs)
@@ -204,7 +207,7 @@ class Rerunner:
     @classmethod
     @asynccontextmanager
     async def open(cls, role: Role, calls: Sequence[RecordedCall]) -> AsyncIterator[Rerunner]:
-        """With a pool of one sandbox for each backend that the calls ask for. Raises BackendUnavailable,
+        """Open it with a pool of one sandbox for each backend that the calls ask for. Raises BackendUnavailable,
         EgressUnavailable."""
         specs = [call.request.sandbox for call in calls]
         settings, blobs = role.settings, ScratchBlobs(role.blobs)
@@ -227,7 +230,8 @@ class Rerunner:
             yield cls(settings, blobs, pools, egress, interpreted=max(sequence, default=-1))
 
     async def run(self, call: RecordedCall) -> Again:
-        """The call again. Its sandbox stays its session's when its files do. Raises LogError, StoreUnavailable."""
+        """Run the call again. If its files are durable, the sandbox is retained for the session. Raises LogError,
+        StoreUnavailable."""
         request = call.request
         if request.tool == AGENT.name:
             return Again(result=None, notes=("is an agent, whose turns were the policy's: it cannot be had again",))
@@ -257,7 +261,7 @@ class Rerunner:
         return Again(result=result, notes=notes)
 
     async def then(self, call: RecordedCall) -> Result:
-        """What was recorded. Raises BlobError when its whole output is gone."""
+        """Return the recorded result. Raises BlobError if its whole output is gone."""
         done, begun = call.completed, call.begun
         assert done is not None
         assert begun is not None
@@ -272,7 +276,7 @@ class Rerunner:
         )
 
     async def _placed(self, lease: Lease, call: RecordedCall, placement: Placement) -> tuple[str, ...]:
-        """Have the files that the call had in the sandbox; what is to be said about that. Raises SandboxError."""
+        """Put the call's files into the sandbox. Return notes about deviations. Raises SandboxError."""
         wanted, there = call.request.workspace, await self._tree(lease.workspace) if lease.held else None
         asked = await self._tree(wanted)
         if wanted is None and call.request.call_seq and call.request.sandbox.durable_workspace and not lease.held:
@@ -305,7 +309,7 @@ class Rerunner:
     async def _kept(
         self, lease: Lease, call: RecordedCall, placement: Placement, execution: Execution
     ) -> tuple[Execution, Manifest | None]:
-        """The tree that the call left; the session goes on with it. Raises SandboxError."""
+        """Return the tree that the call left, with which the session goes on. Raises SandboxError."""
         try:
             ref = await self._workspaces.snapshot(
                 lease.sandbox, call.request.workspace, most=placement.limits.disk_bytes
@@ -316,7 +320,7 @@ class Rerunner:
         return execution, await self._tree(ref)
 
     async def _tree(self, ref: BlobRef | None) -> Manifest | None:
-        """None: nothing is named, or it is gone."""
+        """Open a workspace. Return None if `ref` is None or its workspace is gone."""
         if ref is None:
             return None
         try:
@@ -326,13 +330,13 @@ class Rerunner:
 
 
 def interpreted(call: RecordedCall) -> bool:
-    """It goes on in what earlier calls have built up in the sandbox's persistent interpreter."""
+    """Return whether the call uses what earlier calls have built up in the sandbox's persistent interpreter."""
     tool = tools().get(call.request.tool)
     return tool is not None and Kind.session in tool.kinds
 
 
 class ScratchBlobs:
-    """Reads from the real store and keeps what is put in memory: a rerun leaves nothing behind."""
+    """Reads from the real store and writes to memory, so that a rerun leaves nothing behind."""
 
     def __init__(self, below: Blobs) -> None:
         self._below = below
@@ -388,41 +392,41 @@ class ScratchBlobs:
         await self._own.remove(name)
 
     async def close(self) -> None:
-        """Nothing to release: the store below is somebody else's."""
+        """There is nothing to release: the store below belongs to the caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a call came to, recorded or now."""
+    """Result of a call, recorded or now."""
 
     status: ToolStatus
     reason: str
     exit_code: int | None
     output: bytes
     tree: Manifest | None
-    """Of a durable workspace after the call; None: there is none, or nobody knows."""
+    """Durable workspace after the call; None if there is none, or if it is unknown."""
     requests: tuple[EgressRequest, ...]
     environment_sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that is not as it was."""
+    """A difference between record and rerun."""
 
     what: str
     """status | exit_code | output | workspace | requests | environment"""
     recorded: str
     now: str
     at: int | None = None
-    """Of outputs: bytes that are alike, after masking."""
+    """Number of equal bytes before the difference, after masking; for outputs only."""
 
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the difference as JSON."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def differences(then: Result, now: Result, ignored: Sequence[re.Pattern[bytes]] = ()) -> list[Difference]:
-    """All of them, the most telling first. Raw bytes are compared, but for what `ignored` matches."""
+    """Return all differences, the most telling first. Raw bytes are compared, except for what `ignored` matches."""
     found = []
     if (then.status, then.reason) != (now.status, now.reason):
         found.append(Difference(what="status", recorded=_status(then), now=_status(now)))
@@ -438,7 +442,7 @@ def differences(then: Result, now: Result, ignored: Sequence[re.Pattern[bytes]] 
 
 
 def masked(output: bytes, ignored: Iterable[re.Pattern[bytes]]) -> bytes:
-    """Without what may differ."""
+    """Replace what may differ."""
     for pattern in ignored:
         output = pattern.sub(lambda _: MASK, output)
     return output
@@ -456,7 +460,7 @@ def _of_outputs(then: bytes, now: bytes) -> list[Difference]:
 
 
 def _excerpt(output: bytes, at: int) -> str:
-    """What stands around the first difference; "..." where more does."""
+    """Return the text around the first difference, with "..." where it is cut."""
     first, last = max(0, at - AROUND), at + AROUND
     text = output[first:last].decode(errors="backslashreplace")
     return ("..." if first else "") + text + ("..." if last < len(output) else "")
@@ -491,7 +495,7 @@ def _listed(what: str, paths: Sequence[str]) -> str:
 
 
 def _of_requests(then: Iterable[EgressRequest], now: Iterable[EgressRequest]) -> list[Difference]:
-    """What was asked and what came of it; not in which order, how long it took, or from where."""
+    """Compare requests and their outcomes, but not their order, duration or source."""
     before, after = Counter(map(_asked, then)), Counter(map(_asked, now))
     if before == after:
         return []
