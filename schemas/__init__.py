@@ -1,13 +1,11 @@
-"""The language of the log: event records, ids, topic catalogue, codec, evolution rules.
-
-What the language refuses.
+"""Schemas of the log: event records, ids, topic catalogue, codec, evolution rules.
 
 SchemaError
-├── UndecodableRecord    bytes that do not decode under a schema we hold: parked
-│   └── LaterKind        a record of a kind that a newer release writes: passed over and counted, never parked
-├── UnknownSchemaId      an id that this process has not seen: ask the registry, then try again
-├── UnknownRecord        a class that is not in the catalogue: a bug of the caller
-└── WrittenTooSoon       an event of a kind that this release reads and does not write yet: a bug of the caller
+├── UndecodableRecord    the bytes do not decode under a known schema; the record is dead-lettered
+│   └── LaterKind        a newer release writes records of this kind; they are skipped and counted, not dead-lettered
+├── UnknownSchemaId      this process has not seen the id yet; fetch the schema from the registry and try again
+├── UnknownRecord        the class is not in the catalogue; a bug of the caller
+└── WrittenTooSoon       this release reads the event's kind and does not write it yet; a bug of the caller
 """
 
 from __future__ import annotations
@@ -17,21 +15,21 @@ if __name__ == "schemas":
 
 
 class SchemaError(Exception):
-    """Base of the tree above."""
+    """Base class of the errors above."""
 
 
 class UndecodableRecord(SchemaError):
-    """The bytes are not a record of the catalogue. Remedy: inspect the dead letter; fix its producer."""
+    """The bytes are not a record of the catalogue. Remedy: inspect the dead letter and fix its producer."""
 
 
 class OtherRegistry(UndecodableRecord):
-    """turnlog wrote the record, and the registry holds another schema, or none, under its id. Remedy: the registry that
-    the run was written with, its schemas restored with their ids."""
+    """The record was written by turnlog, but the registry has another schema, or none, under its id. Remedy: use the
+    registry that the run was written with, or restore its schemas under their ids."""
 
 
 class LaterKind(UndecodableRecord):
-    """The record is of a kind that this release knows nothing of, or does not act on yet. Remedy: none is needed during
-    an upgrade; afterwards, end the roles of the older release."""
+    """The record is of a kind that this release does not know, or does not act on yet. Remedy: none during an upgrade;
+    afterwards, stop the roles of the older release."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} is a record of a newer release of turnlog, which this one passes over")
@@ -39,7 +37,7 @@ class LaterKind(UndecodableRecord):
 
 
 class UnknownSchemaId(SchemaError):
-    """No schema is held for `schema_id`."""
+    """No schema is known for `schema_id`."""
 
     def __init__(self, schema_id: int) -> None:
         super().__init__(f"no schema is held for id {schema_id}: fetch it from the registry and decode again")
@@ -51,4 +49,4 @@ class UnknownRecord(SchemaError):
 
 
 class WrittenTooSoon(SchemaError):
-    """The last release does not know what the event holds. Remedy: take it out of `UNWRITTEN` in the next release."""
+    """The previous release cannot read the event. Remedy: remove its kind from `UNWRITTEN` in the next release."""

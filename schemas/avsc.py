@@ -1,7 +1,7 @@
-"""The Avro schema of an event dataclass, and the .avsc files that hold them.
+"""Avro schemas of the event dataclasses, and the .avsc files that hold them.
 
-`python -m turnlog.schemas.avsc` rewrites `avro/*.avsc`; a test fails when file and class disagree.
-Reference: Apache Avro 1.11 specification.
+`python -m turnlog.schemas.avsc` rewrites `avro/*.avsc`; a test fails if a file and its class disagree. Reference:
+Apache Avro 1.11 specification.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRIMITIVES: dict[type, str] = {str: "string", int: "long", float: "double", bool
 
 
 def avro_schema(record: type) -> dict[str, Any]:
-    """The self-contained Avro schema of one event record."""
+    """Return the self-contained Avro schema of an event record."""
     schema = _named(record, set())
     assert isinstance(schema, dict)
     return {"type": "record", "name": record.__name__, "namespace": NAMESPACE, **schema}
@@ -31,7 +31,7 @@ def avro_schema(record: type) -> dict[str, Any]:
 
 @functools.cache
 def field_types(record: type) -> dict[str, Any]:
-    """Field name -> annotation, with `Annotated` kept."""
+    """Return field name -> annotation, including `Annotated`."""
     hints = get_type_hints(record, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(record)}
 
@@ -55,7 +55,7 @@ def _avro(annotation: Any, seen: set[str]) -> Any:
 
 
 def _named(annotation: type, seen: set[str]) -> Any:
-    """A record or enum: in full where it first stands, by name afterwards."""
+    """Return a record or enum in full at its first occurrence, by name afterwards."""
     if annotation.__name__ in seen:
         return annotation.__name__
     seen.add(annotation.__name__)
@@ -87,19 +87,19 @@ def _field(field: dataclasses.Field[Any], annotation: Any, seen: set[str]) -> di
 
 @functools.cache
 def stored_schema(name: str) -> dict[str, Any]:
-    """The released schema of a record, read from `avro/<name>.avsc`."""
+    """Return the schema of a record as stored in `avro/<name>.avsc`."""
     text = (resources.files("turnlog.schemas") / "avro" / f"{name}.avsc").read_text()
     schema: dict[str, Any] = json.loads(text)
     return schema
 
 
 def render(record: type) -> str:
-    """The text of a record's .avsc file."""
+    """Return the text of a record's .avsc file."""
     return json.dumps(avro_schema(record), indent=2) + "\n"
 
 
 def write_all(folder: Path) -> None:
-    """Write every record's .avsc below `folder`."""
+    """Write the .avsc file of every record to `folder`."""
     for name, record in ALL.items():
         (folder / f"{name}.avsc").write_text(render(record))
 

@@ -1,15 +1,15 @@
-"""Avro bodies of the event records, read and written by straight-line Python that is generated from their annotations.
+"""Readers and writers of the event records' Avro bodies: straight-line Python generated from their annotations.
 
-It holds for plain bodies of the present schemas. Whatever is not plain (a negative block, an overlong number, a value
-of another type, broken bytes) raises one of NOT_PLAIN, and the codec lets fastavro decide: so fastavro's word is the
-only verdict, and the tests hold both to the same events and bytes. Measured against fastavro and its dicts, in us:
-TurnCompleted 39 -> 8 read and 39 -> 5 written, TokenSnapshot of 1,024 tokens 27 -> 8 and 32 -> 4, SegmentSample of
-8,192 tokens 66 -> 22 and 73 -> 13, TurnTreeAssembled of 8 turns 99 -> 32 and 130 -> 17.
-Reference: Apache Avro 1.11 specification, "Binary Encoding".
+They handle plain bodies of the current schemas. Anything that is not plain (a negative block, an overlong number, a
+value of another type, broken bytes) raises one of NOT_PLAIN, and the codec leaves the decision to fastavro. So only
+fastavro's verdict counts, and the tests run both over the same events and bytes. Measured against fastavro and its
+dicts, in us: TurnCompleted 39 -> 8 read and 39 -> 5 written, TokenSnapshot of 1,024 tokens 27 -> 8 and 32 -> 4,
+SegmentSample of 8,192 tokens 66 -> 22 and 73 -> 13, TurnTreeAssembled of 8 turns 99 -> 32 and 130 -> 17. Reference:
+Apache Avro 1.11 specification, "Binary Encoding".
 
-A frozen dataclass sets each field by a call. Its twin, a class of the same slots, takes plain assignments, and then
-its instance takes on the record's class: 0.5 instead of 6.3 us for the 26 fields of a TurnCompleted, 0.4 instead of 1.3
-for the 8 of a TreeNode. For the few records of which there is one per turn.
+A frozen dataclass sets each field by a function call. Its twin, a class with the same slots, takes plain assignments,
+and then its instance is switched to the record's class: 0.5 instead of 6.3 us for the 26 fields of a TurnCompleted, 0.4
+instead of 1.3 for the 8 of a TreeNode. This is meant for the few records that are written once per turn.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Record = TypeVar("Record")
 
 @functools.cache
 def twin(record: type) -> type:
-    """A class of the same slots whose instances may take on `record` as their class. Raises TypeError for a class that
-    is no slotted dataclass, or that checks its fields itself."""
+    """Return a class with the same slots, whose instances can be switched to the class `record`. Raises TypeError for a
+    class that is not a slotted dataclass, or that has a `__post_init__`."""
     if not dataclasses.is_dataclass(record) or "__slots__" not in vars(record) or hasattr(record, "__post_init__"):
         raise TypeError(f"{record.__name__} is no slotted dataclass without checks of its own")
     names = tuple(field.name for field in dataclasses.fields(record))
@@ -39,7 +39,7 @@ def twin(record: type) -> type:
 
 
 def constructor(record: type[Record]) -> Callable[..., Record]:
-    """A function that makes a record of all its fields, in their order and without defaults."""
+    """Return a function that creates a record from all its fields, in their order and without defaults."""
     names = [field.name for field in dataclasses.fields(record)]  # type: ignore[arg-type]
     lines = [f"def make({', '.join(names)}):", "    made = Twin()"]
     lines += [f"    made.{name} = {name}" for name in names]
@@ -51,14 +51,14 @@ def constructor(record: type[Record]) -> Callable[..., Record]:
 
 NOT_PLAIN = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, struct.error)
 Read = Callable[[bytes, int], tuple[Any, int]]
-"""(bytes, where the body starts) -> (event, where it ends). The caller checks that it ends where the bytes do."""
+"""(bytes, start of the body) -> (event, end of the body). The caller checks that the body ends where the bytes do."""
 Write = Callable[[Any, Callable[[bytes], None]], None]
-"""(event, append): appends the body, part by part."""
+"""(event, append): appends the body part by part."""
 
 
 @functools.cache
 def reader(name: str) -> Read | None:
-    """The generated reader of a record; None while its class and its stored schema differ."""
+    """Return the generated reader of a record, or None if its class and its stored schema differ."""
     code = _Code()
     code.line("def read(b, p):")
     _read(code, ALL[name], "event", 1)
@@ -68,7 +68,7 @@ def reader(name: str) -> Read | None:
 
 @functools.cache
 def writer(name: str) -> Write | None:
-    """The generated writer of a record; None while its class and its stored schema differ."""
+    """Return the generated writer of a record, or None if its class and its stored schema differ."""
     code = _Code()
     code.line("def write(event, a):")
     _write(code, ALL[name], "event", 1)
@@ -76,7 +76,8 @@ def writer(name: str) -> Write | None:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """(zigzag-coded number as it stands, where it ends). Raises ValueError above 64 bits, IndexError at the end."""
+    """Return (number, still zigzag-coded, and the offset behind it). Raises ValueError above 64 bits, IndexError at the
+    end of the data."""
     number = shift = 0
     while (byte := data[at]) & 128:
         number |= (byte & 127) << shift
@@ -91,7 +92,8 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def size(data: bytes, at: int) -> tuple[int, int]:
-    """(a length or count of at most the bytes there are, where it ends). Raises ValueError for any other."""
+    """Return (a length or count, and the offset behind it). Raises ValueError if it is negative or larger than the
+    length of the data."""
     number, at = varint(data, at)
     if number & 1 or number >> 1 > len(data):
         raise ValueError("a negative or absurd length")
@@ -100,7 +102,7 @@ def size(data: bytes, at: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1 << 14, typed=True)
 def long(number: int) -> bytes:
-    """An int or long. Raises OverflowError beyond 64 bits, TypeError for anything but an int."""
+    """Encode an int as Avro int or long. Raises OverflowError beyond 64 bits, TypeError for anything but an int."""
     if type(number) is not int:
         raise TypeError(f"{number!r} is no int")
     if not -(1 << 63) <= number < 1 << 63:
@@ -120,7 +122,7 @@ WRITING = {"long": long, "SMALL": SMALL, "double": DOUBLE.pack, "BOOLEANS": {Fal
 
 
 class _Code:
-    """Lines of a function under construction and the constants that they name."""
+    """Lines of a function under construction, and the constants that they refer to."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -131,12 +133,12 @@ class _Code:
         self._lines.append("    " * depth + text)
 
     def name(self) -> str:
-        """A variable that no other line uses."""
+        """Return a variable name that no other line uses."""
         self._count += 1
         return f"v{self._count}"
 
     def constant(self, value: Any) -> str:
-        """A global name of `value`."""
+        """Return a global name for `value`."""
         name = f"C{len(self._names)}"
         self._names[name] = value
         return name
@@ -148,7 +150,7 @@ class _Code:
 
 
 def _read(code: _Code, kind: Any, target: str, depth: int) -> None:
-    """Lines that read a value of this annotation at p into `target` and move p behind it."""
+    """Emit lines that read a value of this annotation at p into `target` and advance p."""
     origin = get_origin(kind)
     if origin is Annotated:
         _read(code, get_args(kind)[0], target, depth)
@@ -182,7 +184,7 @@ SIZE = (
     "    else: n = (n & 127) >> 1 | m << 6; p += 2",
     "else: n >>= 1; p += 1",
 )
-"""Two bytes without a call: an id of ours has 64 characters, and every record has several."""
+"""Reads a length of up to two bytes without a call: turnlog's ids have 64 characters, and every record has several."""
 SCALARS: dict[Any, tuple[str, ...]] = {
     str: (*SIZE, "q = p + n; {} = b[p:q].decode(); p = q"),
     bytes: (*SIZE, "q = p + n; {} = b[p:q]; p = q"),
@@ -199,11 +201,11 @@ SCALARS: dict[Any, tuple[str, ...]] = {
     bool: ("{} = BOOLEANS[b[p]]; p += 1",),
     NoneType: ("{} = None",),
 }
-"""How a scalar is read. A slice that runs past the end is short, and then the end is not where it should be."""
+"""Lines that read a scalar. A slice beyond the end is short, and the end of the body then fails the caller's check."""
 
 
 def _read_blocks(code: _Code, kind: Any, target: str, depth: int) -> None:
-    """An array or a map: blocks of a count and so many items, then 0."""
+    """Emit lines that read an array or a map: blocks of a count and that many items, then 0."""
     many, item, key = code.name(), code.name(), code.name()
     is_map = get_origin(kind) is dict
     code.line(f"{many} = {'{}' if is_map else '[]'}", depth)
@@ -219,7 +221,7 @@ def _read_blocks(code: _Code, kind: Any, target: str, depth: int) -> None:
 
 
 def _write(code: _Code, kind: Any, value: str, depth: int) -> None:
-    """Lines that append the expression `value` of this annotation."""
+    """Emit lines that append the expression `value` of this annotation."""
     origin = get_origin(kind)
     if origin is Annotated:
         _write(code, get_args(kind)[0], value, depth)
@@ -259,7 +261,7 @@ WRITTEN: dict[Any, tuple[str, ...]] = {
 
 
 def _write_blocks(code: _Code, kind: Any, value: str, depth: int) -> None:
-    """An array or a map in one block, as fastavro writes them."""
+    """Emit lines that append an array or a map as one block, as fastavro does."""
     many, item, key = code.name(), code.name(), code.name()
     is_map = get_origin(kind) is dict
     code.line(f"{many} = {value}", depth)
@@ -274,5 +276,5 @@ def _write_blocks(code: _Code, kind: Any, value: str, depth: int) -> None:
 
 
 def _arms(kind: Any) -> list[Any]:
-    """Arms of a union in the order of its schema: null first."""
+    """Return the arms of a union in the order of its schema: null first."""
     return sorted(get_args(kind), key=lambda arm: arm is not NoneType)

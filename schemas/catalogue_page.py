@@ -1,4 +1,4 @@
-"""docs/events.md: topics and records as people read them, generated from the catalogue and the event classes."""
+"""Generate docs/events.md from the catalogue and the event classes: topics and records for people."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ IDS = {
     "`event_id` of SkipRequested": "record, topic, partition, offset",
     "`event_id` of DeadLetter": '"dead-letter", topic, partition, offset',
 }
-"""Id -> what it is the digest of (schemas.ids)."""
+"""Id -> the array that it is the digest of (schemas.ids)."""
 SHARED = {
     "event_id": "Of this record.",
     "run_id": "Of the run.",
@@ -103,11 +103,11 @@ SHARED = {
     "state": "starting, serving, draining or gone.",
     "version": "Weight version served; -1 before the first.",
 }
-"""What a field means in every record that says nothing else of it."""
+"""Meaning of a field in every record that does not document it itself."""
 
 
 def catalogue_page() -> str:
-    """The whole page."""
+    """Render the whole page."""
     rows = [
         f"| `{topic.name}` | {topic.key} | {topic.partitions} | {', '.join(topic.records)} |\n" for topic in CATALOGUE
     ]
@@ -124,7 +124,7 @@ def catalogue_page() -> str:
 
 
 def nested_records() -> list[type]:
-    """Every dataclass that stands in a field of another record, in order of first sight."""
+    """Return every dataclass that is a field of another record, in the order in which they are found."""
     found: dict[type, None] = {}
     waiting = list(ALL.values())
     while waiting:
@@ -136,7 +136,7 @@ def nested_records() -> list[type]:
 
 
 def _arms(kind: Any) -> Iterator[type]:
-    """The classes that an annotation is made of."""
+    """Yield the classes that an annotation is made of."""
     if arguments := get_args(kind):
         for one in arguments:
             yield from _arms(one)
@@ -154,7 +154,7 @@ def _record(name: str, cls: type, level: str) -> str:
 
 
 def _notes(cls: type) -> dict[str, str]:
-    """Field -> the string literal that follows it in the class body."""
+    """Return field -> the string literal that follows it in the class body."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     notes: dict[str, str] = {}

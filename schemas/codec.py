@@ -1,8 +1,8 @@
-"""Event <-> bytes in the Confluent wire format: byte 0, 4-byte big-endian schema id, Avro body.
+"""Conversion of events to and from the Confluent wire format: byte 0, 4-byte big-endian schema id, Avro body.
 
-Plain bodies of the present schemas go through `binary`; fastavro does all else and has the last word on whatever is
-not plain. avro-python3 is the reference that the conformance tests read with (docs/decisions/0005).
-Source of the framing: Confluent Schema Registry, "Wire format".
+Plain bodies of the current schemas go through `binary`. fastavro handles everything else and has the last word on input
+that is not plain. avro-python3 is the reference implementation that the conformance tests read with
+(docs/decisions/0005). Source of the framing: Confluent Schema Registry, "Wire format".
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ Convert = Callable[[Any], Any]
 
 
 class Codec:
-    """Encodes with the ids that the registry gave; decodes every id it holds. Not thread-safe."""
+    """Encodes with the schema ids that the registry assigned and decodes every id whose schema it holds. Not
+    thread-safe."""
 
     def __init__(self, ids: Mapping[str, int], *, unwritten: Set[str] = UNWRITTEN) -> None:
-        """`ids`: record name -> schema id of its present schema; `unwritten`: kinds and arms that are refused when
-        they are to be written, and kinds that are passed over when they are read."""
+        """Create a codec. `ids` maps each record name to the schema id of its current schema. `unwritten` names kinds
+        and union arms that `encode` rejects, and kinds that `decode` skips."""
         self._unwritten = unwritten
         self._present = {name: fastavro.parse_schema(stored_schema(name)) for name in ALL}
         self._headers = {name: HEADER.pack(MAGIC, schema_id) for name, schema_id in ids.items()}
         self._written = {schema_id: (name, self._present[name]) for name, schema_id in ids.items()}
         self._fingerprints: dict[int, str] = {}
         self._readers: dict[bytes, binary.Read | None] = {}
-        """By header, made when its first record comes; None for ids of another layout than the present one."""
+        """Header -> generated reader, added with its first record; None if its schema differs from the current one."""
         self._later: dict[int, str] = {}
-        """Schema id -> a kind of record that a newer release brought."""
+        """Schema id -> record kind that a newer release added."""
         self._refused: dict[int, str] = {}
-        """Schema id -> why no record of it is read."""
+        """Schema id -> reason why its records are rejected."""
 
     def hold(self, schema_id: int, schema: object) -> None:
-        """Hold one more writer's schema, which may be any JSON. Raises UndecodableRecord, as every record of the id
-        will, when it is not of a record of the catalogue, or does not bound the work of its readers."""
+        """Add a writer's schema, which may be any JSON. Raises UndecodableRecord if it is not the schema of a record of
+        the catalogue, or if it does not bound the work of its readers; every record with this id is then rejected in
+        the same way."""
         self._readers.pop(HEADER.pack(MAGIC, schema_id), None)
         for known in (self._written, self._later, self._refused):
             known.pop(schema_id, None)
@@ -79,8 +81,8 @@ class Codec:
         raise UndecodableRecord(why) from cause
 
     def encode(self, event: Event) -> bytes:
-        """Raises UnknownRecord for a class outside the catalogue, WrittenTooSoon, ValueError for a field that does not
-        fit."""
+        """Encode an event. Raises UnknownRecord for a class outside the catalogue, WrittenTooSoon, and ValueError for a
+        field that does not fit."""
         name = type(event).__name__
         if name not in self._headers:
             raise UnknownRecord(f"{name} is not a record of the catalogue")
@@ -102,8 +104,8 @@ class Codec:
         return out.getvalue()
 
     def decode(self, data: bytes) -> Event:
-        """Raises UnknownSchemaId (ask the registry, `hold`, try again), LaterKind (pass it over) or UndecodableRecord
-        (park it)."""
+        """Decode a framed record. Raises UnknownSchemaId (fetch the schema, `hold` it, try again), LaterKind (skip the
+        record) or UndecodableRecord (dead-letter it)."""
         read = self._readers.get(data[: HEADER.size])
         if read is not None:
             try:
@@ -115,7 +117,7 @@ class Codec:
         return self._decode(data)
 
     def _decode(self, data: bytes) -> Event:
-        """As fastavro reads it."""
+        """Decode with fastavro."""
         name, written = self._frame(data)
         stream = io.BytesIO(data)  # shares the bytes, where a slice would copy them
         stream.seek(HEADER.size)
@@ -134,12 +136,13 @@ class Codec:
         return event
 
     def frame(self, data: bytes) -> tuple[str, bytes]:
-        """(record name, Avro body) of framed bytes, without decoding the body. Raises as `decode`."""
+        """Return (record name, Avro body) of framed bytes without decoding the body. Raises the errors of `decode`."""
         return self._frame(data)[0], data[HEADER.size :]
 
     def written(self, data: bytes) -> tuple[str, str]:
-        """(record name, hex sha256 of its writer's schema in parsing canonical form) of framed bytes, without decoding
-        the body. Raises as `decode`. Source: Avro specification, "Parsing Canonical Form for Schemas"."""
+        """Return (record name, hex sha256 of the writer's schema in parsing canonical form) of framed bytes without
+        decoding the body. Raises the errors of `decode`. Source: Avro specification, "Parsing Canonical Form for
+        Schemas"."""
         name, schema = self._frame(data)
         schema_id = HEADER.unpack_from(data)[1]
         if schema_id not in self._fingerprints:
@@ -163,12 +166,12 @@ class Codec:
 
 
 def plain(event: Event) -> Any:
-    """The event as the dict that Avro writers take (enums as symbols, nested records as dicts)."""
+    """Return the event as the dict that Avro writers accept (enums as symbols, nested records as dicts)."""
     return _to_avro(ALL[type(event).__name__])(event)
 
 
 def _types(value: object) -> set[str]:
-    """Names of the records that an event is made of."""
+    """Return the names of the records that an event is made of."""
     if dataclasses.is_dataclass(value):
         inner = (_types(getattr(value, field.name)) for field in dataclasses.fields(value))
         return {type(value).__name__}.union(*inner)
@@ -179,7 +182,7 @@ def _types(value: object) -> set[str]:
 
 @functools.cache
 def _to_avro(record: type) -> Convert:
-    """A function from the record to its datum; the conversions of its fields are looked up once, here."""
+    """Return a function from the record to its datum. The conversions of its fields are looked up only once, here."""
     names = tuple(field_types(record))
     values = operator.attrgetter(*names) if len(names) > 1 else lambda event: (getattr(event, names[0]),)
     others = tuple((name, convert) for name, kind in field_types(record).items() if (convert := _writes(kind)))
@@ -195,7 +198,7 @@ def _to_avro(record: type) -> Convert:
 
 @functools.cache
 def _from_avro(record: type) -> Convert:
-    """The inverse of `_to_avro`; takes the datum over."""
+    """Return the inverse of `_to_avro`; it modifies the datum that it gets."""
     others = tuple((name, convert) for name, kind in field_types(record).items() if (convert := _reads(kind)))
 
     def from_dict(datum: dict[str, Any]) -> Any:
@@ -207,7 +210,7 @@ def _from_avro(record: type) -> Convert:
 
 
 def _writes(kind: Any) -> Convert | None:
-    """How a value of this annotation becomes an Avro datum; None when it is one already."""
+    """Return the conversion of a value of this annotation to an Avro datum, or None if the value is one already."""
     match _shape(kind):
         case ("record", record):
             return _to_avro(record)
@@ -222,7 +225,7 @@ def _writes(kind: Any) -> Convert | None:
 
 
 def _reads(kind: Any) -> Convert | None:
-    """The inverse of `_writes`."""
+    """Return the inverse of `_writes`."""
     match _shape(kind):
         case ("record", record):
             return _from_avro(record)

@@ -1,7 +1,7 @@
-"""Whether data written with one Avro schema can be read with another. Source: Avro 1.11, "Schema Resolution".
+"""Check whether data written with one Avro schema can be read with another. Source: Avro 1.11, "Schema Resolution".
 
-No library that we hold has this check (fastavro finds out while it decodes a datum), and the rule must be known before
-a schema is registered.
+No library among our dependencies has this check (fastavro notices only while it decodes a datum), and the result is
+needed before a schema is registered.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PROMOTIONS: dict[str, frozenset[str]] = {
     "string": frozenset({"bytes"}),
     "bytes": frozenset({"string"}),
 }
-"""Writer's primitive -> the reader's that it may become."""
+"""Writer's primitive type -> the reader's types that it may be promoted to."""
 NAMED = ("record", "error", "enum", "fixed")
 
 Schema = str | Mapping[str, Any] | list[Any]
 
 
 class Rule(StrEnum):
-    """What a change of a schema breaks. The first six are Avro's, the others the house's (releases.py)."""
+    """Rules that a change of a schema can break. The first six are Avro's, the others turnlog's own (releases.py)."""
 
     new_without_default = "new_without_default"
     type_changed = "type_changed"
@@ -45,7 +45,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason against a schema."""
+    """A reason to reject a schema."""
 
     where: str
     """Record and field, or the file."""
@@ -57,9 +57,9 @@ class Problem:
 
 
 def incompatibilities(reader: Schema, writers: Iterable[Schema]) -> list[Problem]:
-    """Why `reader` cannot read what each of `writers` wrote; empty when it can.
+    """Return the reasons why `reader` cannot read what each of `writers` wrote; empty if it can.
 
-    BACKWARD_TRANSITIVE is `incompatibilities(new, every_earlier_one)`. The schemas must be valid by themselves.
+    BACKWARD_TRANSITIVE is `incompatibilities(new, every_earlier_one)`. Each schema must be valid on its own.
     """
     return [
         problem
@@ -69,7 +69,7 @@ def incompatibilities(reader: Schema, writers: Iterable[Schema]) -> list[Problem
 
 
 def named_types(schema: Schema) -> dict[str, Mapping[str, Any]]:
-    """Full name -> definition of every record, enum and fixed of a schema."""
+    """Return full name -> definition of every record, enum and fixed of a schema."""
     found: dict[str, Mapping[str, Any]] = {}
 
     def collect(part: Schema, namespace: str) -> None:
@@ -99,7 +99,7 @@ def _full_name(name: str, namespace: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A reader's and a writer's named types, and the pairs of records that are being compared already."""
+    """The named types of a reader and a writer, and the pairs of records whose comparison has begun."""
 
     reader_names: Mapping[str, Mapping[str, Any]]
     writer_names: Mapping[str, Mapping[str, Any]]
@@ -108,7 +108,8 @@ class _Pair:
     def differences(
         self, reader: Schema, writer: Schema, path: str = "", namespaces: tuple[str, str] = ("", "")
     ) -> Iterator[Problem]:
-        """Every reason, each with the path of its field. `namespaces`: those in force for reader and writer."""
+        """Yield every incompatibility with the path of its field. `namespaces` are those in force for reader and
+        writer."""
         read = _definition(reader, self.reader_names, namespaces[0])
         written = _definition(writer, self.writer_names, namespaces[1])
         if isinstance(written, list):
@@ -165,7 +166,7 @@ class _Pair:
 
 
 def _definition(schema: Schema, names: Mapping[str, Mapping[str, Any]], namespace: str) -> Any:
-    """A union as its list of arms, anything else as a mapping with `type`."""
+    """Return a union as its list of arms, and any other type as a mapping with `type`."""
     if isinstance(schema, list):
         return schema
     if isinstance(schema, str):
@@ -176,7 +177,7 @@ def _definition(schema: Schema, names: Mapping[str, Mapping[str, Any]], namespac
 
 
 def _same_name(read: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
-    """Unqualified names decide, as the specification recommends; a reader's aliases count."""
+    """Compare unqualified names, as the specification recommends; the reader's aliases count."""
     names = {str(name).rpartition(".")[2] for name in (read["name"], *read.get("aliases", ()))}
     return str(written["name"]).rpartition(".")[2] in names
 

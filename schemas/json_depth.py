@@ -1,8 +1,8 @@
-"""How deep JSON is nested and how much is in it, told before a parser recurses or fills the memory: one limit of depth
-at every door, in the folds and for policies.
+"""Depth and size of JSON, measured before a parser recurses or fills the memory. The same depth limit applies at every
+entry point, in the folds and for trajectory rules.
 
-orjson reads 1,024 levels and writes 254; `json` follows as many as the stack of its caller has left. Within MAX_DEPTH
-whatever was read can be written, and every reader of the log reads it, whatever it is called from.
+orjson reads 1,024 levels and writes 254; `json` follows as many as its caller's stack has left. Up to MAX_DEPTH,
+everything that was read can be written, and every reader of the log can read it, however deep its own stack is.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Final
 import numpy as np
 
 MAX_DEPTH: Final = 254
-"""Arrays and objects inside one another, at most."""
+"""Maximum depth of arrays and objects inside one another."""
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _BEGINS = (b"[", b"{", b",")
-"""Each stands before one value at most; the first value has none."""
+"""Characters that each precede at most one value; the first value has none."""
 _OTHERS = bytes(set(range(256)) - set(b"[{]}"))
 
 
 def deeper_than(text: str | bytes, levels: int = MAX_DEPTH) -> bool:
-    """Whether a parser of this JSON (UTF-8) would come to more than `levels` arrays and objects inside one another,
-    before it ends or meets what is no JSON. Linear in its length."""
+    """Return True if a parser of this JSON (UTF-8) would reach more than `levels` nested arrays and objects before the
+    text ends or stops being JSON. Takes time linear in its length."""
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if raw.count(b"[") + raw.count(b"{") <= levels:
         return False
@@ -30,8 +30,8 @@ def deeper_than(text: str | bytes, levels: int = MAX_DEPTH) -> bool:
 
 
 def more_than(raw: bytes, values: int) -> bool:
-    """Whether this JSON (UTF-8) holds more than `values` values, told before a parser makes an object of each; an empty
-    array or object counts as two. Linear in its length."""
+    """Return True if this JSON (UTF-8) holds more than `values` values, without creating an object for each. An empty
+    array or object counts as two. Takes time linear in its length."""
     return 1 + sum(map(raw.count, _BEGINS)) > values and 1 + sum(map(_outside_strings(raw).count, _BEGINS)) > values
 
 

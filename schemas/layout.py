@@ -1,9 +1,10 @@
-"""A writer's schema, whose reader's work follows from the length of a record's bytes, whatever the writer registered.
+"""Safety check of a writer's schema: the work of reading a record must be bounded by the length of its bytes, whatever
+schema was registered.
 
-fastavro reads as many items as a count in the bytes says, follows a type into itself on the C stack, and reads a named
-type anew wherever it is named. So a value that takes no bytes can be repeated 2^62 times within ten bytes, a record of
-one megabyte can overflow the stack, and forty record types that each hold the one before twice are 2^40 values.
-Schemas that could are refused; none of the catalogue comes near the limits.
+fastavro reads as many items as a count in the bytes says, follows recursive types on the C stack, and reads a named
+type anew wherever it is referenced. So a value that takes no bytes can be repeated 2^62 times within ten bytes, a
+record of one megabyte can overflow the stack, and forty record types that each hold the previous one twice are 2^40
+values. Schemas that allow this are rejected; none of the catalogue comes near the limits.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import fastavro
 from turnlog.schemas.json_depth import MAX_DEPTH
 
 MAX_LEVELS: Final = 64
-"""Types inside one another, at most."""
+"""Maximum depth of types inside one another."""
 MAX_VALUES: Final = 10_000
-"""Types in a record, at most, each counted wherever it is named."""
+"""Maximum number of types in a record, counted at each reference."""
 
 
 class UnsafeSchema(Exception):
-    """It is no Avro schema, or lets few bytes cost much; says which type in it, and why."""
+    """The value is not an Avro schema, or lets a few bytes cost much work. The message names type and reason."""
 
 
 class _Size(NamedTuple):
@@ -34,8 +35,8 @@ LEAF = _Size(1, 1)
 
 
 def parsed_schema(schema: object) -> Any:
-    """Any JSON as fastavro takes a schema, without logical types: of what an event has as a number or a text they would
-    make dates, decimals and UUIDs. Raises UnsafeSchema."""
+    """Parse any JSON as an Avro schema, without logical types: they would turn numbers and texts of an event into
+    dates, decimals and UUIDs. Raises UnsafeSchema."""
     if _nested_too_deep(schema):
         raise UnsafeSchema(f"it is no Avro schema: its JSON is nested deeper than {MAX_DEPTH} levels")
     try:
@@ -50,7 +51,7 @@ def parsed_schema(schema: object) -> Any:
 
 
 def _nested_too_deep(schema: object) -> bool:
-    """Told level by level: what recurses has overflowed the stack before it can say so."""
+    """Check level by level, since a recursive check would overflow the stack before it could report the depth."""
     level: list[object] = [schema]
     for _ in range(MAX_DEPTH + 1):
         level = [
@@ -71,8 +72,8 @@ def _without_logical_types(schema: Any) -> Any:
 
 
 def _size(part: Any, where: str, known: dict[str, _Size | None]) -> _Size:
-    """Of a type in a schema as fastavro parsed it, whose names are full ones. `known`: by name; None while the type is
-    being walked. Raises UnsafeSchema."""
+    """Return the size of a type in a schema parsed by fastavro, in which all names are full. `known` maps names to
+    sizes; None marks a type that is being walked. Raises UnsafeSchema."""
     if isinstance(part, list):
         arms = [arm for arm in part if arm not in ("null", {"type": "null"})]
         return _around([_size(arm, where, known) for arm in arms], where)

@@ -1,10 +1,11 @@
-"""What was released: per release a folder whose files never change, and what it forbids today's schemas.
+"""Releases of schemas: one folder per release whose files never change, and the rules that they impose on the current
+schemas.
 
-`released/vN/` holds, for each record that was new or had changed, its schema (.avsc), golden bytes (.bin), what those
-say (.json), and SHA256SUMS over all of them. `turnlog schemas release` cuts the next one.
-Source of the resolution rules: Avro 1.11; of BACKWARD_TRANSITIVE: Confluent Schema Registry, "Schema evolution".
+`released/vN/` holds, for each record that was new or had changed, its schema (.avsc), golden bytes (.bin), their
+contents as JSON (.json), and SHA256SUMS over all of them. `turnlog schemas release` creates the next one. Source of the
+resolution rules: Avro 1.11; of BACKWARD_TRANSITIVE: Confluent Schema Registry, "Schema evolution".
 
-NoReleases (SchemaError)   there is no such folder
+NoReleases (SchemaError)   the folder does not exist
 ReleaseRefused             a rule is broken: keep the field, or give it a default
 """
 
@@ -36,33 +37,33 @@ SUMS = "SHA256SUMS"
 
 
 class NoReleases(SchemaError):
-    """Remedy: name the folder that holds v1."""
+    """There is no folder of releases. Remedy: name the folder that holds v1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One folder of released records."""
+    """A folder of released records."""
 
     name: str
     folder: Traversable
 
     @property
     def records(self) -> list[str]:
-        """Names of the records that it holds, sorted."""
+        """Names of the records in this release, sorted."""
         return sorted(path.name.removesuffix(".avsc") for path in self.folder.iterdir() if path.name.endswith(".avsc"))
 
     def schema(self, record: str) -> dict[str, Any]:
-        """The schema that the record was released with."""
+        """Return the schema with which the record was released."""
         schema: dict[str, Any] = json.loads((self.folder / f"{record}.avsc").read_text())
         return schema
 
     def golden(self, record: str) -> tuple[bytes, Any]:
-        """(framed bytes, what they say as JSON)."""
+        """Return (framed bytes, their contents as JSON)."""
         return (self.folder / f"{record}.bin").read_bytes(), json.loads((self.folder / f"{record}.json").read_text())
 
 
 def releases(folder: Traversable | None = None) -> list[Release]:
-    """Oldest first; those of this package unless a folder is given. Raises NoReleases."""
+    """Return the releases in `folder` (default: those of this package), oldest first. Raises NoReleases."""
     folder = folder or resources.files("turnlog.schemas") / "released"
     if not folder.is_dir():
         raise NoReleases(f"{folder} is no folder; releases are folders v1, v2, ... in one (schemas/released)")
@@ -71,30 +72,31 @@ def releases(folder: Traversable | None = None) -> list[Release]:
 
 
 def history(record: str, past: Iterable[Release]) -> list[dict[str, Any]]:
-    """The schemas of a record, oldest first, each that differs from the one before."""
+    """Return the successive schemas of a record, oldest first; each differs from the one before."""
     return [release.schema(record) for release in past if record in release.records]
 
 
 def as_of(version: str, past: Sequence[Release]) -> dict[str, dict[str, Any]]:
-    """The schema of every record at a release, from it or an older one. Raises ValueError for an unknown release."""
+    """Return the schema of every record at a release, from it or an older one. Raises ValueError for an unknown
+    release."""
     last = [release.name for release in past].index(version)
     return {name: release.schema(name) for release in past[: last + 1] for name in release.records}
 
 
 def changed(past: Sequence[Release]) -> list[str]:
-    """Records whose present schema is in no release yet."""
+    """Return the records whose current schema is in no release yet."""
     return [name for name in ALL if history(name, past)[-1:] != [stored_schema(name)]]
 
 
 def problems(
     present: Mapping[str, Schema], past: Sequence[Release], *, unwritten: Set[str] = UNWRITTEN
 ) -> list[Problem]:
-    """Why `present`, {record: schema}, must not be released after `past`; empty when it may.
+    """Return the reasons why `present`, {record: schema}, must not be released after `past`; empty if it may.
 
-    Transitive: every release counts, not only the last. Beyond Avro's rules, which FULL_TRANSITIVE asks for, today's
-    reader for what was written and the last release's for what is written today: an enum has a default, keeps it and
-    keeps its symbols; packed arrays keep their packing, which Avro does not look at; a record or a field that was
-    released stays; a new kind of record, or arm of a union, is `unwritten` for one release.
+    The check is transitive: every release counts, not only the last. Avro's rules are applied as FULL_TRANSITIVE
+    demands: the current reader must read what was written, and the last release's reader what is written now. Further
+    rules: an enum has a default, keeps it and keeps its symbols; packed arrays keep their packing, which Avro ignores;
+    a released record or field stays; a new record kind, or arm of a union, is `unwritten` for one release.
     """
     found = [problem for name in present for problem in _enum_defaults(present[name])]
     for release in past:
@@ -109,8 +111,8 @@ def problems(
 
 
 def _too_soon(present: Mapping[str, Schema], past: Sequence[Release], unwritten: Set[str]) -> Iterator[Problem]:
-    """What roles of the last release cannot read while both releases are at work. A topic that is new has no reader of
-    that release."""
+    """Yield what roles of the last release cannot read while both releases run. A new topic has no reader of that
+    release."""
     last = as_of(past[-1].name, past) if past else {}
     topics = {TOPIC_OF[name].name for name in last if name in TOPIC_OF}
     for name in present:
@@ -130,7 +132,7 @@ def _too_soon(present: Mapping[str, Schema], past: Sequence[Release], unwritten:
 
 
 def _written(schema: Any, unwritten: Set[str]) -> Any:
-    """The part of a schema that this release's writers use: unions without the arms that it only reads."""
+    """Return the part of a schema that this release's writers use: unions without the arms that it only reads."""
     if isinstance(schema, list):
         return [_written(arm, unwritten) for arm in schema if _name(arm) not in unwritten]
     if isinstance(schema, Mapping):
@@ -146,7 +148,7 @@ def _name(arm: Any) -> str:
 
 
 def altered(release: Release) -> list[Problem]:
-    """Files of a release that are not what its SHA256SUMS say."""
+    """Return the files of a release that differ from its SHA256SUMS."""
     said = dict(line.split("  ")[::-1] for line in (release.folder / SUMS).read_text().splitlines())
     there = {path.name: sha256(path) for path in release.folder.iterdir() if path.is_file() and path.name != SUMS}
     return [
@@ -157,7 +159,7 @@ def altered(release: Release) -> list[Problem]:
 
 
 def sha256(path: Traversable) -> str:
-    """Hex sha256 of a file."""
+    """Return the hex sha256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -172,7 +174,8 @@ def _enum_defaults(schema: Schema) -> Iterator[Problem]:
 
 
 def _fields(old: Schema, new: Schema) -> Iterator[Problem]:
-    """A reader of the release asks for its fields; one without a default it cannot even decode."""
+    """Yield the fields that were removed. A reader of the release needs them, and cannot decode without those that have
+    no default."""
     present = named_types(new)
     for name, kind in named_types(old).items():
         fields = present.get(name, kind).get("fields", ())
@@ -183,7 +186,8 @@ def _fields(old: Schema, new: Schema) -> Iterator[Problem]:
 
 
 def _enums(old: Schema, new: Schema) -> Iterator[Problem]:
-    """FULL: an old reader reads new data by its default, a new reader reads old data by its own symbols."""
+    """Apply the FULL rules: an old reader reads new data by its default, a new reader reads old data by its own
+    symbols."""
     known = _enums_of(old)
     for name, enum in _enums_of(new).items():
         if name not in known:
@@ -209,7 +213,7 @@ def _packing(old: Schema, new: Schema) -> Iterator[Problem]:
 
 
 def _logical_types(schema: Schema) -> dict[str, str]:
-    """Field -> logical types of its arms; "none" for a field without."""
+    """Return field -> logical types of its arms; "none" for a field without one."""
     found = {}
     for name, kind in named_types(schema).items():
         for field in kind.get("fields", ()):
@@ -228,17 +232,19 @@ PACKED = {
 
 
 class ReleaseRefused(SchemaError):
-    """What was released forbids it; every reason is told."""
+    """The released schemas do not allow the current ones; the message lists every reason."""
 
 
 def check(past: Sequence[Release]) -> list[Problem]:
-    """Every rule over today's schemas: resolution, enums, packing, the folders' files, and their golden bytes."""
+    """Apply every rule to the current schemas: resolution, enums, packing, the files of the releases, and their golden
+    bytes."""
     found = problems({name: stored_schema(name) for name in ALL}, past)
     return [*found, *(problem for release in past for problem in (*altered(release), *_unreadable(release)))]
 
 
 def cut(folder: Path = FOLDER) -> tuple[str, list[str]]:
-    """Write the next release: its name and its records; ("", []) when nothing has changed. Raises ReleaseRefused."""
+    """Write the next release and return its name and its records, or ("", []) if nothing has changed. Raises
+    ReleaseRefused."""
     past = releases(folder)
     if found := check(past):
         raise ReleaseRefused("; ".join(f"{problem} (rule {problem.rule})" for problem in found))
@@ -259,19 +265,20 @@ def cut(folder: Path = FOLDER) -> tuple[str, list[str]]:
 
 
 def write_sums(release: Path) -> None:
-    """SHA256SUMS over every file of a release, as sha256sum(1) reads it."""
+    """Write SHA256SUMS over every file of a release, in the format of sha256sum(1)."""
     files = sorted(path for path in release.iterdir() if path.name != SUMS)
     (release / SUMS).write_text("".join(f"{sha256(path)}  {path.name}\n" for path in files))
 
 
 def example(record: type) -> Any:
-    """An event with every optional field set and every other arm of its unions taken in turn; the same each time."""
+    """Return an event with every optional field set, in which unions take their arms in turn. The result is always the
+    same."""
     count = itertools.count(1)
     return _record(record, count)
 
 
 def told(value: Any) -> Any:
-    """An event as JSON: bytes as {"hex": ...}, enums as their symbols."""
+    """Return an event as JSON: bytes as {"hex": ...}, enums as their symbols."""
     if dataclasses.is_dataclass(value):
         return {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
@@ -284,7 +291,7 @@ def told(value: Any) -> Any:
 
 
 def golden_codec(release: Release) -> Codec:
-    """Holds the schemas of a release under the ids that stand in its golden bytes."""
+    """Return a codec with the schemas of a release under the ids in its golden bytes."""
     codec = Codec({}, unwritten=frozenset())
     for name in release.records:
         codec.hold(int.from_bytes(release.golden(name)[0][1:5], "big"), release.schema(name))
@@ -292,7 +299,7 @@ def golden_codec(release: Release) -> Codec:
 
 
 def contains(value: Any, said: Any) -> bool:
-    """Whether `value` still says all that `said` does; records may have gained fields since."""
+    """Return True if `value` contains everything in `said`; records may have gained fields since."""
     if isinstance(said, dict) and isinstance(value, dict):
         return all(name in value and contains(value[name], inner) for name, inner in said.items())
     if isinstance(said, list) and isinstance(value, list):
@@ -355,7 +362,7 @@ def _scalar(name: str, kind: type, number: int) -> Any:
 
 
 def run(action: str, folder: Path | None = None) -> int:
-    """`turnlog schemas check|release`: print what was found; 1 for a broken rule."""
+    """Run `turnlog schemas check|release`: print the findings and return 1 for a broken rule."""
     past = releases(folder)
     if action == "release":
         name, names = cut(folder or FOLDER)

@@ -1,4 +1,4 @@
-"""The topic catalogue: name, key, records, partitions, configuration."""
+"""The topic catalogue: name, key, records, partitions and configuration of each topic."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 INLINE_LIMIT_BYTES = 1 << 20
-"""Larger payloads go to the object store."""
+"""Maximum size of an inline payload; larger ones go to the object store."""
 MAX_MESSAGE_BYTES = 8 << 20
 FOREVER = "-1"
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One topic. `partitions` names a count of the settings ("groups", "rollouts") or is 1."""
+    """A topic. `partitions` names a partition count of the settings ("groups", "rollouts") or is "one"."""
 
     name: str
     key: str
-    """The record field whose UTF-8 text is the key."""
+    """The record field whose UTF-8 text is the Kafka key."""
     records: tuple[str, ...]
     partitions: str
-    """groups | rollouts | one"""
+    """groups, rollouts or one."""
 
     def config(self) -> dict[str, str]:
-        """Broker configuration: nothing expires, nothing is compacted."""
+        """Return the topic's configuration on the broker: nothing expires and nothing is compacted."""
         return {
             "cleanup.policy": "delete",
             "retention.ms": FOREVER,
@@ -33,7 +33,7 @@ class Topic:
         }
 
     def key_of(self, event: Any) -> bytes:
-        """The Kafka key of `event` in this topic: UTF-8 of the key field, or its bytes as they are."""
+        """Return the Kafka key of `event` in this topic: the key field in UTF-8, or unchanged if it is bytes."""
         value = getattr(event, self.key)
         return value if isinstance(value, bytes) else str(value).encode()
 
@@ -84,8 +84,9 @@ CATALOGUE: tuple[Topic, ...] = (
 CONTROL: tuple[Topic, ...] = (
     RUNS, GROUP_REQUESTS, GROUP_SCORES, BATCHES, STEPS, WEIGHTS, ENGINES, ENGINE_REQUESTS, RUN_HEALTH, DEAD_LETTERS,
 )  # fmt: skip
-"""What roles and operators read from its beginning: small, and whole for the run's life. Of every other topic they need
-what is under way, so that the rest may be deleted once it is archived (docs/archive.md)."""
+"""Topics that roles and operators read from the beginning: they are small and kept for the life of the run. Of every
+other topic only records of unfinished work are needed, so older ones may be deleted once they are archived
+(docs/archive.md)."""
 BY_NAME: dict[str, Topic] = {topic.name: topic for topic in CATALOGUE}
 TOPIC_OF: dict[str, Topic] = {record: topic for topic in CATALOGUE for record in topic.records}
-"""The one topic of each record."""
+"""Record name -> the one topic that holds it."""
