@@ -485,7 +485,7 @@ class EngineControl(Protocol):
 
 
 class Transport(Protocol):
-    """Way to transfer the tensors of a verified folder into a paused engine ([loader] transport)."""
+    """Protocol for transferring the tensors of a verified folder into a paused engine ([loader] transport)."""
 
     async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
         """See EngineControl. `flush`: drop the cache."""

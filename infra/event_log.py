@@ -203,7 +203,7 @@ LATER = Counter("turnlog_later_records", "Records read of kinds that only a newe
 
 
 def passed_over(record: Record, later: LaterKind) -> None:
-    """Count a record of a newer release. It is skipped: it can wait until this release is gone."""
+    """Count a record of a newer release, which is skipped: its writer can wait until this release is gone."""
     LATER.labels(record.topic, later.name).inc()
 
 

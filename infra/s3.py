@@ -244,7 +244,8 @@ class S3Blobs(Folders):
         return self._http.anything("HEAD", self._settings.endpoint).headers.get("date")
 
     def _now(self) -> float:
-        """Return the store's time in whole seconds, never ahead of its clock. Any answer has a date, even a refusal."""
+        """Return the store's time in whole seconds, never ahead of its clock. It is the date of any answer, even of a
+        refusal. Raises StoreUnavailable if answers have no date."""
         said = self._date()
         if said is None:
             raise StoreUnavailable(f"{self._settings.endpoint}: its answers have no Date, so ages cannot be told")
@@ -258,7 +259,7 @@ class S3Blobs(Folders):
 
     def _copy(self, name: str, to: str) -> None:
         """Copy with the store's current time as modification time. rclone, unlike all other stores, would preserve the
-        time of the source; it honours this metadata convention instead."""
+        time of the source, but it honours a time that is given by this metadata convention."""
         metadata: dict[str, str | list[str] | tuple[str]] = {"mtime": f"{self._now():.0f}"}
         source = CopySource(self._settings.bucket, name)
         try:
