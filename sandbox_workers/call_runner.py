@@ -105,7 +105,7 @@ class CallRunner:
                     return
             except NoSandboxInTime:
                 execution = self._unrunnable(unit, pending, placement)
-            except DiskLacksRoom as error:  # no attempt: it was not begun, and waits for room
+            except DiskLacksRoom as error:  # not an attempt, since it was not begun; it waits for room
                 self._health.unmet(DISK, str(error))
                 log.warning("call %s waits: %s", pending.request.call_id, error, extra=_about(pending))
                 execution = self._unrunnable(unit, pending, placement)
@@ -168,7 +168,8 @@ class CallRunner:
         """Lease a sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
         request = pending.request
         session = unit.session(request) if request.sandbox.durable_workspace else None
-        pending.again = self._attempts(unit, pending) > 0  # then it is to be seen whether it was the call
+        # A repeated call runs in a new sandbox, to see whether the call itself takes sandboxes down.
+        pending.again = self._attempts(unit, pending) > 0
         lease = placement.pool.lease(placement.shape, session=session, fresh=request.sandbox.fresh or pending.again)
         try:
             async with asyncio.timeout(min(request.deadline_s - self._age(pending), LONG_S)) as pending.lease_timeout:
@@ -212,7 +213,7 @@ class CallRunner:
         call, as far as is known."""
         pending.stateful = placement.interpreter and lease.sandbox.interpreter
         execution, requests = await self._run(lease, pending, placement)
-        if lost and pending.died:  # it was there until this call
+        if lost and pending.died:  # the interpreter existed until this call
             execution, lost = answers.without_interpreter(execution), False
         execution, workspace = await self._kept(lease, pending, placement, execution, lost=lost)
         outcome = Outcome(execution=execution, workspace=workspace, requests=requests)
@@ -272,12 +273,12 @@ class CallRunner:
     async def _run_with_network(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
         """Run the call beside the proxy. Raises SandboxDied, also if the object store or the [egress] proxy failed one
         of its requests: what the call made of a wrong answer cannot be trusted."""
-        from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, ProxyUnusable  # of such calls alone
+        from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, ProxyUnusable  # needed by such calls only
 
         request, sandbox = pending.request, lease.sandbox
-        if self._egress is None:  # then it is an agent: others are refused
+        if self._egress is None:  # only an agent gets here: other calls are refused
             self._egress = Egress.closed(self._settings.egress, self._blobs)
-        assert sandbox.proxy is not None  # as the shape's network asks
+        assert sandbox.proxy is not None  # guaranteed by the shape's network
         env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
         try:
             async with AsyncExitStack() as stack:
@@ -313,7 +314,7 @@ class CallRunner:
         """Submit the answer. Await the returned asyncio task for its acknowledgement."""
         attempt = self._attempts(unit, pending)
         event = answers.completed(pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name)
-        tool, backend = "", ""  # of a refusal: names that are not ours would make series without end
+        tool, backend = "", ""  # empty for a refusal: arbitrary names would make unlimited series
         if isinstance(placement, Placement):
             tool, backend = pending.request.tool, placement.pool.provider.name
         CALLS.labels(tool, outcome.execution.status, backend).inc()

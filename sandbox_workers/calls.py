@@ -248,7 +248,7 @@ class Results:
                 self._reader.assign({place: first})
                 while self._reader.position(place) < end:
                     found += await self._reader.poll(max_records=max(1, end - first))
-            except OffsetOutOfRange:  # the archive holds it, and nobody has asked for so long
+            except OffsetOutOfRange:  # it is only in the archive now, and nobody has asked for so long
                 return []
             finally:
                 self._reader.assign({})
@@ -267,7 +267,7 @@ class Results:
     async def _decoded(self, record: Record) -> Event | None:
         try:
             return await self._events.decode(record)
-        except UndecodableRecord:  # parked when it was met first
+        except UndecodableRecord:  # it was dead-lettered when it was first read
             return None
 
 

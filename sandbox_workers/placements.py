@@ -47,7 +47,7 @@ class Scheduler:
     def __init__(self, settings: SandboxSettings, pools: Pools, *, egress: bool) -> None:
         """Create a scheduler. `egress`: whether the worker has a proxy for calls with network = "allowlist". Raises
         ToolOfferError."""
-        tools()  # a package's broken one ends the worker here, not at somebody's call
+        tools()  # a broken tool of a package ends the worker here, not at a call
         self._pools = pools
         self._egress = egress
         self._argument_bytes = settings.argument_bytes

@@ -108,7 +108,7 @@ class Worker:
             async with self._joined() as reader, asyncio.TaskGroup() as self._tasks:
                 self._reader = reader
                 await self._serve(reader)
-        except BaseExceptionGroup as group:  # one is reported as itself, with what it was raised from
+        except BaseExceptionGroup as group:  # report the first error as itself, with its cause
             raise group.exceptions[0] from group.exceptions[0].__cause__
         finally:
             await self._results.close()
@@ -160,7 +160,7 @@ class Worker:
         left, self._left = self._left, {}
         for number, sessions in left.items():
             for session in sessions:
-                if number in numbers:  # it came back with the same rebalance: the sandboxes are still right
+                if number in numbers:  # the partition came back in the same rebalance, so its sandboxes are still valid
                     self._units[number].durable(session)
                 else:
                     self._pools.release(session)
@@ -169,7 +169,7 @@ class Worker:
         await self._quiet(numbers)
         try:
             await self._commit(numbers)
-        except LogError as error:  # the next owner reads what we did from the results
+        except LogError as error:  # the next owner recovers our work from the results
             log.info("units %s went without a last commit: %s", sorted(numbers), error)
         for number in numbers:
             unit = self._units.pop(number, None)
@@ -205,7 +205,7 @@ class Worker:
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        for name in queues:  # a task that is cancelled before its first step does not come to its `finally`
+        for name in queues:  # a task that is cancelled before its first step never reaches its `finally`
             self._sessions.pop(name, None)
 
     # -- records
@@ -256,7 +256,7 @@ class Worker:
         await self._catch_up(unit)
         position = unit.answers.find(request.call_id)
         if position is None or self._units.get(unit.number) is not unit:
-            return  # the unit is going away with this record unfinished
+            return  # the partition is being revoked with this record unfinished
         stored = await self._results.at(unit.number, position)
         if not isinstance(stored, ToolCallCompleted):
             gone = answers.unrun(
@@ -288,7 +288,7 @@ class Worker:
                 noted(unit, event, position)
             unit.strays.difference_update(range(first, end))
 
-    # -- around them
+    # -- prewarming
 
     def _expect(self) -> None:
         """Tell the pools which calls follow the running ones, so that sandboxes of their shapes are made ready."""

@@ -206,7 +206,7 @@ def _kill(place: Path) -> None:
         put(place / "cgroup.kill", "1")
         return
     if (place / "pids.max").exists():
-        put(place / "pids.max", "0")  # nobody in it forks any more, so that killing comes to an end
+        put(place / "pids.max", "0")  # no process in it can fork any more, so that killing ends
     for _ in range(KILL_ROUNDS):
         pids = [pid for pid in processes(place) if pid != os.getpid()]
         for pid in pids:
@@ -231,7 +231,7 @@ def below(pid: int) -> list[int]:
         parent = ahead.pop()
         try:
             words = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or nobody there any more
+        except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or the process is gone
             words = _with_parent(parent)
         children = [int(word) for word in words]
         found += children
@@ -380,8 +380,8 @@ class Group:
         self._disk_bytes = limits.disk_bytes
         self._bound("memory", limits.memory_bytes + limits.disk_bytes + BASELINE_BYTES)
         standing = self._figures.standing()
-        # One more than its limit, so that looking sees it beyond; what it then tries is refused and counted here,
-        # before the rlimit, which keeps no count.
+        # One more than the limit, so that the init sees it exceeded. Further forks are refused and counted here, before
+        # the rlimit, which counts nothing.
         self._bound("pids", limits.pids + 1 + (BASELINE_PIDS if standing is None else standing))
         if "memory" in self.folders:
             name, most = ("memory.swap.max", 0) if self.version == 2 else (SOCKET_FILE, SOCKET_BYTES)
@@ -427,7 +427,7 @@ class Group:
             return
         files = [folder / name for name in LIMIT_FILES[self.version][controller]]
         if value > int(self._written.get(files[0], value)):
-            files.reverse()  # memory alone may never be bounded higher than memory and swap
+            files.reverse()  # the limit of memory alone may never be above that of memory and swap
         for file in files:
             if not self._write(file, str(value)):
                 return
@@ -533,7 +533,7 @@ class Figures:
     def _text(self, file: Path | None) -> bytes:
         if file is None:
             return b""
-        with contextlib.suppress(OSError):  # this kernel does not have it
+        with contextlib.suppress(OSError):  # the kernel lacks this file
             if file not in self._files:
                 self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             return os.pread(self._files[file], READ_BYTES, 0)

@@ -121,7 +121,7 @@ async def started(
     stderr."""
     ours, theirs = socket.socketpair()
     try:
-        # bwrap dies with the *thread* that started it (PR_SET_PDEATHSIG): that is the event loop's, never a pool's.
+        # bwrap dies with the *thread* that started it (PR_SET_PDEATHSIG), so start it in the event loop's thread.
         process = await asyncio.create_subprocess_exec(
             *argv(theirs.fileno()),
             stdin=asyncio.subprocess.DEVNULL,
@@ -171,7 +171,7 @@ async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> N
         await ready
     finally:
         await asyncio.wait([adoption])
-        failure = adoption.exception()  # asked for also where `ready` raises, or asyncio logs that nobody did
+        failure = adoption.exception()  # also retrieved if `ready` raises; otherwise asyncio logs that it never was
     if failure:
         raise failure
     bounds.adopt(pid)
@@ -264,7 +264,7 @@ class InitSandbox(InitFiles):
     async def _bound(self, limits: SandboxLimits) -> None:
         """Set the limits of a call. Raises SandboxDied if the sandbox is closed; SandboxUnavailable if the limits
         cannot be set, which is not the call's fault."""
-        if self._closing is not None:  # its group is gone, too: that is no failure of the bounds
+        if self._closing is not None:  # its control group is gone, too, so setting limits would fail
             raise SandboxDied("the sandbox was closed")
         try:
             if self.bounds is not None:
@@ -297,7 +297,7 @@ class InitSandbox(InitFiles):
             raise
 
     async def cancel(self) -> None:
-        with contextlib.suppress(SandboxDied):  # then `exec` says so
+        with contextlib.suppress(SandboxDied):  # `exec` raises it
             if self._asked == "exec":
                 self._cancelled = True
                 await self._channel.send({"op": "cancel"})
@@ -353,7 +353,7 @@ class InitSandbox(InitFiles):
                 on_output(stream, parts[stream][-1])
 
     async def _met(self, limit: str) -> None:
-        with contextlib.suppress(SandboxDied):  # then `exec` says so
+        with contextlib.suppress(SandboxDied):  # `exec` raises it
             await self._channel.send({"op": "cancel", "limit": limit})
 
     def _judged(self, found: Execution, limits: SandboxLimits) -> Execution:
@@ -375,7 +375,7 @@ class InitSandbox(InitFiles):
         """Return the result of a call whose sandbox gave no answer, if the call caused that. Raises SandboxDied
         otherwise."""
         late_s = heartbeat.took_s - limits.wall_s - self._patience.grace_s
-        # Later than that, it was we who did not listen.
+        # If it is later than that, this process was suspended.
         silent = isinstance(error, TimeoutError) and late_s < self._patience.stalled_s
         self._evidence = dataclasses.replace(self._evidence, silent=silent, stood=heartbeat.stood)
         said = await self.last_words()

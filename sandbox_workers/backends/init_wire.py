@@ -351,7 +351,7 @@ class Heartbeat:
             await asyncio.wait([beating])
 
     async def _beat(self, channel: Channel) -> None:
-        with contextlib.suppress(SandboxDied):  # then the call says so
+        with contextlib.suppress(SandboxDied):  # the call raises it
             while True:
                 await asyncio.sleep(BEAT_S)
                 self._note()
@@ -430,7 +430,7 @@ class InitFiles:
 
     async def healthy(self, *, timeout_s: float = HEALTH_S) -> bool:
         if self._asked is not None:
-            return True  # it is at work, which has a time limit of its own
+            return True  # it is busy, and its operation has a time limit of its own
         try:
             head, _ = await self._ask({"op": "health"}, timeout_s=timeout_s)
         except (SandboxDied, FileRefused):

@@ -75,7 +75,7 @@ def sweep_folders(parent: Path | None = None) -> int:
     parent, gone = parent or Path(tempfile.gettempdir()), 0
     for name in _names(parent):
         path = parent / name
-        with contextlib.suppress(OSError):  # another worker removes it too, or it is a user's that we may not touch
+        with contextlib.suppress(OSError):  # another worker has removed it, or we lack the permission
             if not ownerless(name) or not stat.S_ISDIR(os.lstat(path).st_mode):
                 continue
             remove_tree(path)
@@ -102,7 +102,7 @@ def remove_tree(root: Path) -> None:
                         continue
                     number += 1
                     ahead.append(f"{token}-{number}")
-                    _unlock(found, inner)  # a move changes its `..`
+                    _unlock(found, inner)  # needed before the rename, which changes its `..`
                     os.rename(found, ahead[-1], src_dir_fd=inner, dst_dir_fd=here)
             finally:
                 if name:

@@ -112,7 +112,8 @@ def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
     names = sorted(path.name for path in paths if path.name.startswith("ld"))
     if not names:
         raise SandboxUnavailable("the interpreter is linked with no ld.so, so it cannot be shown in an image")
-    beside = {path.parent / "libgcc_s.so.1" for path in paths if path.name.startswith("libc.")}  # opened by its name
+    # glibc opens libgcc_s.so.1 by its name, so ldd does not list it.
+    beside = {path.parent / "libgcc_s.so.1" for path in paths if path.name.startswith("libc.")}
     wanted = sorted(path for path in paths | beside if path.exists())
 
     def fill(root: Path) -> None:

@@ -35,10 +35,10 @@ DENIED = (
     "get_kernel_syms", "reboot", "syslog", "iopl", "ioperm", "modify_ldt", "vm86", "vm86old", "uselib", "_sysctl",
     "settimeofday", "clock_settime", "adjtimex", "clock_adjtime", "stime", "sethostname", "setdomainname",
     "personality", "vhangup", "lookup_dcookie",
-    # what would outlive a call, and memory policy of the machine
+    # objects that would outlive a call, and memory policy of the machine
     "mq_open", "mq_unlink", "shmget", "shmat", "semget", "semtimedop", "msgget", "move_pages", "migrate_pages", "mbind",
     "set_mempolicy", "set_mempolicy_home_node", "get_mempolicy",
-    # what the whole machine has one number of (fs.aio-max-nr)
+    # a resource with one limit for the whole machine (fs.aio-max-nr)
     "io_setup",
 )  # fmt: skip
 MAKING = frozenset({"mount", "clone"})
@@ -90,7 +90,7 @@ def program(
         log.warning("no seccomp filter for sandboxes: %s; install turnlog[embedded] and libseccomp", error)
         return None
     rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # libseccomp before 2.5 has no tree
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # libseccomp before 2.5 lacks the attribute
         rules.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, BINARY_TREE)
     refuse = pyseccomp.ERRNO(errno.EPERM)
     for name in [name for name in (*DENIED, *more) if (name in left_out) == inverted]:
@@ -110,7 +110,7 @@ def _argued(pyseccomp: Any, rules: Any) -> None:
     """Add the rules that depend on arguments."""
     refuse = pyseccomp.ERRNO(errno.EPERM)
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
-    # A call runs as the init's user, so the init's limits would be its to lower (prlimit(2)).
+    # A call runs as the init's user, so it could lower the init's limits (prlimit(2)).
     init, given = pyseccomp.Arg(0, pyseccomp.MASKED_EQ, 0xFFFFFFFF, 1), pyseccomp.Arg(2, pyseccomp.NE, 0)
     rules.add_rule(refuse, "prlimit64", init, given)
     for request in TERMINAL_INPUT:

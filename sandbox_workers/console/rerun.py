@@ -215,9 +215,9 @@ class Rerunner:
             settings.sandbox,
             slots=1,
             prewarm=1,
-            # a name that is no backend's is refused by the pools
+            # the pools reject unknown names
             backends=tuple(sorted({spec.backend for spec in specs} - {*LOCAL})),
-            first_uid=settings.sandbox.first_uid + settings.sandbox.slots,  # a worker of this machine has those below
+            first_uid=settings.sandbox.first_uid + settings.sandbox.slots,  # those below are a worker's on this machine
         )
         async with AsyncExitStack() as stack:
             egress = None
@@ -325,7 +325,7 @@ class Rerunner:
             return None
         try:
             return await self._workspaces.open(ref)
-        except SandboxError:  # WorkspaceLost or WorkspaceCorrupt: it cannot be compared with
+        except SandboxError:  # WorkspaceLost or WorkspaceCorrupt: no comparison is possible
             return None
 
 

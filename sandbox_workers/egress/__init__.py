@@ -172,7 +172,7 @@ class Egress:
         task = rules(allow) if gateway is not None else rules(allow) or None
         async with self._source(requests, task, (call_id, call_seq), answers) as source:
             proxy = Proxy(self._settings, source, requests, self._tls, gateway)
-            with listener.dup() as own:  # a sandbox that dies closes its own while we accept
+            with listener.dup() as own:  # if the sandbox dies, it closes its own while we accept
                 forget_waiting(own)
                 accepting = asyncio.create_task(proxy.accept(own))
                 try:

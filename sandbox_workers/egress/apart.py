@@ -173,7 +173,7 @@ class Apart:
 
     async def _served(self, stream: ByteStream) -> None:
         async with stream, self._room:
-            # Of its own, as calls are: who has logged in over a connection to an origin has done so for himself.
+            # Each connection gets its own upstream, as each call does: a login at an origin must not be shared.
             upstream = Upstream(self._addresses, self._trust, connections=CONNECTIONS)
             source = _Passing(self._operator, self._tokens, upstream, most=self._settings.response_bytes)
             try:

@@ -169,7 +169,7 @@ class Client:
         request."""
         while data := await self._receive():
             self._buffer += data
-            if len(self._buffer) > HEAD_BYTES:  # it is nobody who waits for answers
+            if len(self._buffer) > HEAD_BYTES:  # a client that sends so much is not waiting for an answer
                 return
 
     @property

@@ -361,7 +361,7 @@ def readings(path: str) -> tuple[str, str, str]:
     else:
         raise RequestRefused(Reason.malformed, "the path is percent-encoded too often")
     segments = [segment.partition(";")[0] for segment in loose.replace("\\", "/").split("/")]
-    return path, _merged(path), _without_dots(_merged("/".join(segments)))  # dots last: they climb highest so
+    return path, _merged(path), _without_dots(_merged("/".join(segments)))  # dots last, where they climb highest
 
 
 def normalised(path: str) -> str:

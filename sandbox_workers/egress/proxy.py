@@ -194,7 +194,7 @@ class Proxy:
             refused = RequestRefused(Reason.timeout_s)
         except RequestRefused as error:
             refused = error
-        except h11.LocalProtocolError:  # the origin's answer is none that may be passed on
+        except h11.LocalProtocolError:  # the origin's answer is not valid HTTP to pass on
             refused = RequestRefused(Reason.unreachable)
         except (BlobError, ProxyUnusable) as error:
             self.failed = self.failed or error

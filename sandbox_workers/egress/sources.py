@@ -118,7 +118,7 @@ class Upstream:
             connector=connector,
             request_class=aiohttp.ClientRequest if onwards is None else _Absolute,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),  # the proxy's own covers the client's side too
+            timeout=aiohttp.ClientTimeout(total=None),  # the proxy's own time-out covers the client's side too
             auto_decompress=False,
             skip_auto_headers=AUTO_HEADERS,
             max_line_size=HEAD_BYTES,
@@ -133,7 +133,7 @@ class Upstream:
         headers, way = [("Host", target.netloc), *onwards(head)], self._way
         if way is not None:
             headers.append(("Proxy-Authorization", f"Bearer {way.token()}"))
-        elif _is_address(target.authority.host):  # aiohttp asks its resolver for names alone
+        elif _is_address(target.authority.host):  # aiohttp calls its resolver only for names
             await self._addresses.checked(target.authority)
         request = self._session.request(
             head.method,

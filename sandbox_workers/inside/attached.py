@@ -38,7 +38,7 @@ class Pipes(Control):
     def __init__(self, events: Events = EVENTS) -> None:
         self._events = events
         self._read, self._write = os.dup(0), os.dup(1)
-        with open(os.devnull) as nothing:  # as text: the first such imports a module in Python 3.9
+        with open(os.devnull) as nothing:  # text mode on purpose: Python 3.9 imports a module at the first use
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
         self._met = counted(events)

@@ -119,7 +119,7 @@ class Call:
             argv, env = command_line(self.head, source), self.head["env"]
             return spawned(argv, env, folder, streams, limits) if spawnable(argv, env, folder) else 0
         except (OSError, ValueError):
-            return 0  # the fork meets the same, and tells the call
+            return 0  # the fork gets the same error and reports it
 
     def _watch(self) -> Verdict | None:
         """Wait for the main process or a session's source to end (None), or for a limit to be met."""
@@ -256,7 +256,7 @@ class Call:
         if self.output.exceeded:
             return "resource_limit", "output_bytes"
         for limit in ("memory_bytes", "pids", "disk_bytes"):
-            if note.startswith(limit):  # each process that met the limit has written its name
+            if note.startswith(limit):  # each process that met the limit has written the limit's name
                 return "resource_limit", limit
         if name := LIMIT_SIGNALS.get(self._exit_code()):
             return "resource_limit", name
@@ -393,7 +393,7 @@ def end_all(place: Place, reaped: Reaped) -> None:
             os.kill(-1, signal.SIGKILL)
         reaped.look(0)
         return
-    reaped.look()  # without a child left, none of the host's processes have to be looked through
+    reaped.look()  # if no child is left, the host's processes need not be scanned
     while found := _living(place, None):
         _kill(place, found, None, reaped)
     reaped.look()

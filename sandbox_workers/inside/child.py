@@ -104,7 +104,7 @@ def become(place: Place, head: dict[str, Any], source: bytes, folder: int, strea
         else:
             defaults(signal.SIG_DFL)
             code = replaced_by(command_line(head, source), os.environ | head["env"])
-    except BaseException as error:  # whatever it is, this child must not go on as a second init
+    except BaseException as error:  # this child must never continue as a second init
         os.write(2, f"the call could not start: {error}\n".encode(errors="backslashreplace"))
     finally:
         os._exit(code)
@@ -184,14 +184,14 @@ def sealed(content: bytes) -> int:
 def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int]:
     """Return the rlimits that are the same for every process of the call. Limits of the whole tree are checked by
     `Call`."""
-    # RLIMIT_NPROC counts all processes of our user: this one, the zygote that may be above it, one more to be seen
-    # beyond the limit, and those that are not ours to count. It is always set: without it a fork bomb outruns
-    # everything that looks on. One more again, so that a control group, where there is one, refuses first: it keeps
-    # count of that, and an rlimit does not.
+    # RLIMIT_NPROC counts all processes of our user: this one, the zygote that may be above it, one more by which the
+    # limit is seen to be exceeded, and those that do not belong to the call. It is always set, since a fork bomb
+    # outruns everything that only watches. One more is added so that a control group, where there is one, refuses
+    # first: it counts refusals, and an rlimit does not.
     others = standing if place.own_user else processes_of(os.getuid()) + SPARE_PIDS
     return {
         resource.RLIMIT_FSIZE: limits["disk_bytes"],
-        # Address space is reserved far beyond what is touched; the memory that is touched is what `Call` looks at.
+        # Programs reserve far more address space than they touch; `Call` checks the memory that is touched.
         resource.RLIMIT_AS: 2 * limits["memory_bytes"] + 2**28,
         resource.RLIMIT_NPROC: limits["pids"] + 3 + int(place.namespace) + others,
     }
@@ -212,7 +212,7 @@ def pairs(
     if reserves:
         del wanted[resource.RLIMIT_AS]
     wanted[resource.RLIMIT_CORE] = (0, 0)
-    wanted[resource.RLIMIT_MSGQUEUE] = (0, 0)  # POSIX queues outlive processes, and nothing inside can list them
+    wanted[resource.RLIMIT_MSGQUEUE] = (0, 0)  # POSIX queues outlive processes, and cannot be listed inside
     wanted[resource.RLIMIT_NOFILE] = (MOST_DESCRIPTORS, MOST_DESCRIPTORS)
     if place.own_user:
         wanted[resource.RLIMIT_SIGPENDING] = (MOST_SIGNALS, MOST_SIGNALS)
@@ -323,7 +323,7 @@ def run_source(source: bytes, name: str, main: types.ModuleType, *, interactive:
             exec(compile(source, name, "exec"), main.__dict__)
     except SystemExit as request:
         return _requested(request.code), True
-    except BaseException as error:  # the agent's code failed: that is an answer
+    except BaseException as error:  # the agent's code failed, which is a regular outcome
         report(error)
         return 1, False
     return 0, False

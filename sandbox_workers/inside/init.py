@@ -23,7 +23,7 @@ from turnlog.sandbox_workers.inside.interpreter import Interpreter
 from turnlog.sandbox_workers.inside.observables import listener
 from turnlog.sandbox_workers.inside.workspace import PathRefused, Walk, parts, refusal
 
-# Imported for the calls: what agents' code asks for most is warm.
+# Imported for the calls, so that the modules that agents' code uses most are warm.
 import collections, datetime, decimal, fractions, functools, itertools, json, math, re, statistics, string  # isort: skip # noqa: E401, F401
 import gc
 import select
@@ -136,13 +136,13 @@ class Service:
         except ControlClosed:
             raise
         except Exception:
-            self.integrity.check()  # what fails under limits that a call has set is that call's doing
+            self.integrity.check()  # a failure under limits that a call has changed is that call's fault
             raise
 
     def _answer(self) -> None:
         head, size = receive_head(self.control)
         body = exactly(self.control, size)
-        if head["op"] in ("cancel", "beat"):  # it came when the call had just ended
+        if head["op"] in ("cancel", "beat"):  # it arrived just after the call had ended
             return
         try:
             about, content = self.operations[head["op"]](head, body)

@@ -69,13 +69,13 @@ class Interpreter:
 
     def begin(self, head: dict[str, Any], source: bytes, folder: int, streams: list[int]) -> None:
         """Start running the source. Raises OSError if the interpreter cannot receive it."""
-        if self.used:  # a new one puts on those of its first call by itself
+        if self.used:  # a new interpreter sets the limits of its first call itself
             for name, bound in bounds(self.place, head["limits"], 0).items():
                 hard = resource.prlimit(self.pid, name)[1]
                 put(self.pid, name, (min(bound, hard), hard))
         self.used = True
         with contextlib.suppress(BlockingIOError):
-            self.channel.recv(4096)  # what nobody asked for
+            self.channel.recv(4096)  # discard unexpected bytes
         about = json.dumps({"env": head["env"], "cwd": head["cwd"]}).encode()
         call = sealed(SIZES.pack(len(about)) + about + source)
         try:
@@ -113,7 +113,7 @@ class Interpreter:
             with open(f"/proc/{self.pid}/timers", "rb") as file:
                 return any(line.startswith(WAKING) for line in file)
         except OSError:
-            return False  # this kernel does not tell (CONFIG_CHECKPOINT_RESTORE); the init looks again and again
+            return False  # the kernel lacks CONFIG_CHECKPOINT_RESTORE; the init checks periodically instead
 
     def cpu_s(self) -> float:
         """Return the CPU time of all its threads, living or dead, to the nanosecond (clock_getcpuclockid(3))."""
@@ -135,7 +135,7 @@ def live(place: Place, channel: int, folder: int, limits: dict[str, Any], standi
     code = 126
     try:
         os.setsid()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it stands still, and nobody else would look for it
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it is stopped, and nobody else would end it
         os.fchdir(folder)
         os.dup2(channel, CHANNEL_FD, inheritable=False)
         os.closerange(FIRST_OTHER, NOTE_FD)

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     if sys.version_info < OLDEST:
         raise SystemExit(UNFIT + " " + sys.version.split()[0] + ", and sandboxes need 3.9 or newer")
     program = json.loads(taken(int.from_bytes(taken(4), "big")).decode())
-    sys.path[:] = [folder for folder in sys.path if folder]  # -c put the workspace there
+    sys.path[:] = [folder for folder in sys.path if folder]  # -c put the workspace into sys.path
     sources = Sources(program["modules"])
     sys.meta_path.insert(0, sources)
     for name in program["modules"]:

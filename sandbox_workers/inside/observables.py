@@ -77,7 +77,7 @@ def _text(path: str) -> str | None:
     """Read a file; avoids the layers of `open`, which cost more than the kernel does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # this kernel does not have it, or keeps it to itself
+    except OSError:  # the kernel lacks the file or denies access
         return None
     try:
         text = b""
@@ -125,7 +125,7 @@ def _descriptors(_: Place) -> list[int]:
     """Return the file types of our open descriptors."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of this list
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed again
             kinds.append(stat.S_IFMT(os.fstat(int(name)).st_mode))
     return sorted(kinds)
 

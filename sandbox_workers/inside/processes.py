@@ -178,7 +178,7 @@ def tree_bytes(folder: str) -> int:
                     else:
                         with contextlib.suppress(OSError):
                             total += entry.stat(follow_symlinks=False).st_blocks * 512 + INODE_BYTES
-        except OSError as error:  # gone meanwhile, or closed to us
+        except OSError as error:  # it is gone, or we lack the permission
             if error.errno == errno.ENAMETOOLONG:
                 return sys.maxsize
     return total
@@ -193,7 +193,7 @@ def uncharged_bytes(net: str = NET) -> int:
             return 0
     total = 0
     for table, column, base in (("udp", 4, 16), ("udp6", 4, 16), ("netlink", 4, 10)):
-        with contextlib.suppress(FileNotFoundError), open(f"{net}/{table}", "rb") as file:  # without IPv6
+        with contextlib.suppress(FileNotFoundError), open(f"{net}/{table}", "rb") as file:  # a kernel without IPv6
             file.readline()
             total += sum(int(line.split()[column].partition(b":")[0], base) for line in file)
     return total

@@ -234,7 +234,7 @@ def restore(place: Place, entries: list[Entry], contents: Contents) -> None:
             for entry in entries:
                 path = entry["path"]
                 _put(root, entry, contents)
-            for entry in reversed(entries):  # the deepest first: a folder may take the right to enter it away
+            for entry in reversed(entries):  # deepest first: the mode of a folder may deny access to it
                 if entry["kind"] != "link":
                     os.chmod(entry["path"], entry["mode"], dir_fd=root)
         finally:

@@ -66,7 +66,7 @@ def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str
     seccomp(2), for us and, in addition, for inits, after the length of the first; or -1. `paths`: the writable folders,
     each of at most `disk_bytes`."""
     own, denied = _filters(int(filter_fd))
-    if os.getpid() != 1:  # then kill(-1) would end more than sandboxes
+    if os.getpid() != 1:  # otherwise kill(-1) would end more than sandboxes
         raise SystemExit("the zygote of a slot's sandboxes must be pid 1")
     folders = list(paths)
     place = Place(folders, own_user=True, namespace=True)
@@ -113,7 +113,7 @@ def _serve(control: int, place: Place, network: str, enter: Callable[[], None]) 
         code = 0
     except OSError as error:
         os.write(2, f"{REFUSED}: {error}\n".encode())
-    except BaseException:  # as an interpreter's end would show it; nothing here may go on as a second zygote
+    except BaseException:  # show it as an exiting interpreter would; never continue as a second zygote
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)

@@ -63,7 +63,7 @@ class Pool:
             lease = Lease(slot.usable, held, slot.workspace if held else None, session)
             try:
                 yield lease
-            except BaseException:  # what ended the call may have left anything
+            except BaseException:  # the cause may have left anything in the sandbox
                 self._forget(slot)
                 self._upkeep.replace(slot, "error")
                 raise
@@ -75,7 +75,7 @@ class Pool:
         self._usual = shape
         starts = [self._upkeep.start(slot, shape) for slot in self._slots[: self._prewarm] if slot.state in OPEN]
         if tasks := [start for start in starts if start is not None]:
-            await asyncio.wait(tasks)  # unlike gather, it leaves them alone when it is cancelled
+            await asyncio.wait(tasks)  # unlike gather, a cancelled wait does not cancel the tasks
         for slot in self._slots:
             if slot.error is not None:
                 raise slot.error
@@ -134,7 +134,7 @@ class Pool:
         if cancelled:
             raise asyncio.CancelledError
 
-    # -- turns
+    # -- waiting callers
 
     @contextmanager
     def _alone(self, session: str | None) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Pool:
         if own is not None and own.state is SlotState.held:
             self._grant(turn, own, held=True)
         elif own is not None:
-            own.owner = turn  # it is checked this moment
+            own.owner = turn  # it is being checked
         else:
             self._queue.append(turn)
             self._serve()
@@ -253,11 +253,11 @@ class Pool:
             del self._sessions[slot.session]
         slot.session = slot.workspace = None
 
-    # -- what the upkeep tells
+    # -- callbacks of the upkeep
 
     def _idle(self, slot: Slot, state: SlotState) -> None:
         owner, slot.owner, slot.state = slot.owner, None, state
-        if owner is not None and owner.granted.done():  # it was cancelled, and will say so
+        if owner is not None and owner.granted.done():  # it was cancelled, and handles that itself
             owner = None
         if state is SlotState.held and owner is not None:
             self._grant(owner, slot, held=True)

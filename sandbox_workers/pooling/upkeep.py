@@ -312,4 +312,4 @@ class Backoff:
 
     async def _sleep(self, pause_s: float) -> None:
         await self._clock.sleep(pause_s)
-        asyncio.get_running_loop().call_soon(self._due)  # when this task is done, so that `over` says so
+        asyncio.get_running_loop().call_soon(self._due)  # called after this task is done, so that `over` is True

@@ -103,7 +103,7 @@ class Prepared:
         try:
             await asyncio.wait([running], timeout=call.limits.wall_s + self.grace_s)
             if not running.done():
-                await call.sandbox.cancel()  # a command that runs now ends, and its sandbox lives
+                await call.sandbox.cancel()  # ends a running command; its sandbox survives
                 await asyncio.wait([running], timeout=self.grace_s)
                 return call.answer(b"", status=ToolStatus.timeout, reason="wall_s")
         finally:

@@ -78,10 +78,10 @@ class Stage:
 def made(name: str) -> Any:
     """Create the environment by calling its class or factory."""
     module, _, attribute = name.partition(":")
-    for folder in (os.environ.get("HOME", ""), os.getcwd()):  # the workspace, and wherever the interpreter went
+    for folder in (os.environ.get("HOME", ""), os.getcwd()):  # the workspace, and the interpreter's current folder
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
-    importlib.invalidate_caches()  # its file may be younger than the interpreter
+    importlib.invalidate_caches()  # its file may be newer than the interpreter
     factory: Any = importlib.import_module(module)
     for part in attribute.split("."):
         factory = getattr(factory, part)
@@ -121,7 +121,7 @@ def answer(text: str, stage: Stage) -> None:
             said = json.dumps({"answer": as_json(done)}, ensure_ascii=False, allow_nan=False)
     except Refused as refusal:
         said = json.dumps({"error": str(refusal)})
-    except (Exception, SystemExit) as error:  # the environment's code: its traceback is the answer, the episode stands
+    except (Exception, SystemExit) as error:  # the environment's code failed: answer its traceback; the episode stays
         shown = traceback.format_exception(error.with_traceback(_below(error)))
         said = json.dumps({"error": "".join(shown)})
     sys.stdout.write(f"\n{said}\n")

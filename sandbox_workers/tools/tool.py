@@ -157,7 +157,7 @@ def checked_schema(schema: Schema) -> Validator:
             resolver.lookup(reference)
         except Unresolvable:
             raise ValueError(f"its reference {reference!r} leads nowhere: schemas refer to themselves alone") from None
-    return Draft202012Validator(schema, registry=Registry())  # one that fetches nothing
+    return Draft202012Validator(schema, registry=Registry())  # an empty registry fetches nothing
 
 
 def parsed(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class SessionFiles:
         if wanted is None:
             if request.sandbox.durable_workspace and request.call_seq > 0:
                 raise WorkspaceLost(f"call {request.call_seq} of session {request.session_id} names no workspace")
-            if lease.held:  # by an attempt at this very call, which has left something there
+            if lease.held:  # an earlier attempt at this call has left files there
                 await lease.sandbox.restore((), {})
             return False
         if not lease.held or lease.workspace != wanted:
@@ -177,6 +177,6 @@ class Folder:
             else:
                 place.write_bytes(contents[entry.path])
                 place.chmod(entry.mode)
-        for entry in reversed(entries):  # children first: a folder may be closed to us
+        for entry in reversed(entries):  # children first: the mode of a folder may deny access to it
             if entry.kind is FileKind.folder:
                 (self._root / entry.path).chmod(entry.mode)

@@ -166,7 +166,7 @@ class Workspaces:
             return seen
         try:
             return await self.open(since)
-        except WorkspaceLost as error:  # the files themselves are here: they are stored as a whole
+        except WorkspaceLost as error:  # the files themselves are here, so store all of them
             log.warning("workspace %s is stored anew: %s", since.sha256, error)
             return None
 
@@ -217,7 +217,7 @@ class Workspaces:
             return before
         content = await _aside(len(manifest.files), manifest.encode)
         ref = BlobRef(_sha256(content), len(content), MEDIA_TYPE)
-        if ref not in self._manifests or time.monotonic() - self._since[ref] > REUSED_S:  # as pieces: see Known
+        if ref not in self._manifests or time.monotonic() - self._since[ref] > REUSED_S:  # as for pieces, see Known
             ref = await self._blobs.put(content, media_type=MEDIA_TYPE)
             WRITTEN.inc(ref.size)
             self._since[ref] = time.monotonic()

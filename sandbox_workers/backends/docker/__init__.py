@@ -104,7 +104,7 @@ class Docker:
         shown = self._ca if shape.network == "allowlist" else None
         arguments = described(self._daemon, self._settings, slot, shape, shown)
         image = arguments["image"]
-        # A thread cannot be cancelled, so what it makes is waited for and removed.
+        # A thread cannot be cancelled, so wait for its container and remove that.
         making = asyncio.create_task(self._made(arguments, shape))
         try:
             sandbox = await asyncio.shield(making)
@@ -196,7 +196,7 @@ def missing(image: str) -> ImageMissing:
 
 def known_runtime(about: Mapping[str, Any], wanted: str) -> str | None:
     """Return the daemon's name for a runtime, or None for its default. Raises BackendUnavailable."""
-    if not wanted or wanted.startswith("io.containerd."):  # a shim's name, which a daemon of 23 or newer finds itself
+    if not wanted or wanted.startswith("io.containerd."):  # a shim's name, which daemons since version 23 resolve
         return wanted or None
     known = about.get("Runtimes") or {}
     for name in RUNTIMES.get(wanted, (wanted,)):

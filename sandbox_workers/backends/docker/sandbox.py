@@ -175,7 +175,7 @@ def described(daemon: Daemon, settings: SandboxSettings, slot: int, shape: Shape
 
 def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shape, ca: Path | None) -> dict[str, Any]:
     """Return the arguments of the SDK's create_host_config."""
-    # noexec is Docker's default for a tmpfs; a workspace is for programs too.
+    # noexec is Docker's default for a tmpfs, but programs must run from a workspace.
     options = f"rw,exec,nosuid,nodev,size={shape.disk_bytes},mode=0700,uid={uid},gid={uid}"
     memory = settings.memory_bytes + shape.disk_bytes + BASELINE_BYTES  # a tmpfs is charged to its container
     bounds: dict[str, Any] = {"mem_limit": memory, "memswap_limit": memory}
@@ -184,7 +184,7 @@ def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shap
     return bounds | {
         "cap_drop": ["ALL"],
         "ipc_mode": "private",
-        "log_config": {"Type": "none"},  # else the daemon would keep every frame on its disk
+        "log_config": {"Type": "none"},  # otherwise the daemon would write every frame to its disk
         "mounts": [{"Type": "bind", "Source": str(ca), "Target": CA, "ReadOnly": True}] if ca else [],
         "network_mode": "none",
         "pids_limit": settings.pids + BASELINE_PIDS,
@@ -206,7 +206,7 @@ async def sweep(client: Any) -> int:
         here = found["Labels"][LABEL] == boot_id()
         if not (found["State"] in ("exited", "dead") or (here and ownerless(name))):
             continue
-        with contextlib.suppress(SandboxUnavailable):  # another worker removes it too
+        with contextlib.suppress(SandboxUnavailable):  # another worker may have removed it
             await asked(client.remove_container, found["Id"], force=True)
             noted("container", name)
             gone += 1
@@ -374,7 +374,7 @@ class ContainerStream:
         with contextlib.suppress(OSError):
             while part := self._pair.recv(PART_BYTES):
                 self._socket.sendall(part)
-        with contextlib.suppress(OSError):  # TLS has no half of a connection to close: then all of it ends
+        with contextlib.suppress(OSError):  # TLS cannot close one direction; then the whole connection ends
             self._socket.shutdown(socket.SHUT_WR)
 
     def _outward(self) -> None:
@@ -390,7 +390,7 @@ class ContainerStream:
                         self._loop.call_soon_threadsafe(self._said, part)
         with contextlib.suppress(OSError):
             self._pair.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
             self._loop.call_soon_threadsafe(self._over)
 
     def _exactly(self, size: int) -> bytes:
@@ -440,7 +440,7 @@ def listening_in(pid: int, name: str, patience_s: float = NETWORK_S) -> socket.s
         except OSError as error:
             found.append(error)
 
-    thread = threading.Thread(target=enter)  # it never leaves that namespace
+    thread = threading.Thread(target=enter)  # a thread of its own, since it never leaves that namespace
     thread.start()
     thread.join()
     if isinstance(found[0], OSError):

@@ -311,7 +311,7 @@ def template_missing(error: SandboxUnavailable, template: str) -> ImageMissing |
     for errors of a start."""
     cause = error.__cause__
     status = getattr(cause, "status_code", None)
-    # SDK 2.63.0 has a status and neither type nor code: that a 403 is about another team's template only its words say.
+    # SDK 2.63.0 has a status but no type or code: only the message tells that a 403 is about another team's template.
     if status == HTTPStatus.NOT_FOUND or (status == HTTPStatus.FORBIDDEN and "template" in str(cause).lower()):
         return ImageMissing(f"E2B has no template {template!r} for this key ({error}): build it, or name another")
     return None
@@ -420,7 +420,7 @@ class E2b:
         """See Provider. Waits for machines whose start was abandoned."""
         while waiting := [*self._starting, *self._ending]:
             await asyncio.wait(waiting)
-            await asyncio.sleep(0)  # for what their ends have started
+            await asyncio.sleep(0)  # let the callbacks of finished tasks start their work
 
     async def _created(self, template: str) -> AsyncSandbox:
         """Create a machine. If this is cancelled, the machine is ended as soon as it exists. Raises SandboxUnavailable,

@@ -31,7 +31,7 @@ def main(folders: "list[str]", argv: "list[str]") -> int:
     env = {name: os.environ[name] for name in KEPT if name in os.environ}
     env.update(HOME=folders[0], TMPDIR=folders[1], USER="sandbox", LANG="C.UTF-8")
     env.update(PYTHONHASHSEED="0", PYTHONDONTWRITEBYTECODE="1")
-    # Templates let their user become root by sudo: without new privileges no setuid program works for a call.
+    # Templates let their user become root by sudo; no_new_privs disables setuid programs for calls.
     if ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise SystemExit("prctl(PR_SET_NO_NEW_PRIVS) failed")
     ours, theirs = socket.socketpair()
@@ -47,7 +47,7 @@ def main(folders: "list[str]", argv: "list[str]") -> int:
 
 def inward(loader: "IO[bytes]", folders: "list[str]", ours: socket.socket) -> None:
     """Copy the worker's bytes: the program to the init's input, everything else to its socket."""
-    with contextlib.suppress(OSError, ValueError):  # the worker or the init is gone: so is the other, by what follows
+    with contextlib.suppress(OSError, ValueError):  # the worker or the init is gone; closing below ends the other
         program = json.loads(taken(int.from_bytes(taken(4), "big")).decode())
         program["arguments"] += folders
         data = json.dumps(program).encode()

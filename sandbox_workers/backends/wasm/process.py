@@ -42,7 +42,7 @@ class GuestCall(Call):
 
     def _end_tree(self, *, spare: bool) -> None:
         super()._end_tree(spare=spare)
-        self.reaped.look(0)  # a guest has threads, and the kernel reports it when the last of them is gone
+        self.reaped.look(0)  # the kernel reports a guest only when its last thread is gone
 
     def _judge(self, cpu_s: float) -> Verdict:
         if self.output.note.startswith(b"wall_s"):
@@ -101,7 +101,7 @@ def shed(uid: int | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.clear()
     os.umask(0o022)
-    # After the change of user, which clears the first two (prctl(2)).
+    # This follows the change of user, because that clears the first two (prctl(2)).
     for option, value in (
         (PR_SET_PDEATHSIG, signal.SIGKILL),
         (PR_SET_DUMPABLE, 0),

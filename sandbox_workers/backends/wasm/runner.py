@@ -31,7 +31,7 @@ def main(source: str) -> int:
         exec(compile(source, NAME, "exec"), program.__dict__)
     except SystemExit as request:
         code = requested(request.code)
-    except BaseException as error:  # the agent's code failed: that is an answer
+    except BaseException as error:  # the agent's code failed, which is a regular outcome
         code = 1
         report(error)
     for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
