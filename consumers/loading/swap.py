@@ -74,10 +74,10 @@ class Swap:
         """Folders of the loaded adapters."""
         self._expected = model_shapes(Path(role.settings.model.path))
         self._recent: dict[int, WeightVersionPublished] = {}
-        """The newest versions on the log, and those that they build on. An engine that comes back without weights gets
-        one."""
+        """The newest versions on the log, and those that they build on; needed for an engine that comes back without
+        weights."""
         self.waiting: list[int] = []
-        """Versions to try, in ascending order."""
+        """Queue of versions to load, in ascending order."""
         self._refused: set[int] = set()
         self._unanswered: set[int] = set()
         """Versions that the log reports neither as loaded, nor as refused, nor as superseded."""
@@ -103,12 +103,12 @@ class Swap:
         self._recent = {version: one for version, one in self._recent.items() if version in needed}
 
     def begin_after(self, version: int) -> None:
-        """Let all newer versions wait, given that the engine has `version`."""
+        """Queue all newer versions, given that the engine has `version`."""
         known = {*self.waiting, *self._recent} - self._refused
         self.waiting = sorted(one for one in known if self._chain.is_news(one, version))
 
     def begin_again(self) -> None:
-        """Let the newest version that was not refused wait, because the engine has lost its weights."""
+        """Queue the newest version that was not refused, because the engine has lost its weights."""
         self.waiting = [version for version in sorted(self._recent) if version not in self._refused][-1:]
 
     async def fetch_ahead(self) -> None:
