@@ -333,7 +333,8 @@ class Archiver:
                 del self._cuts[unit]
 
     def _covers(self, place: Partition, offset: int) -> bool:
-        """Whether every record below `offset` is in the index, given that only markers follow the last one."""
+        """Return whether every record below `offset` is in the index. Offsets after the last record may be those of
+        markers."""
         return self._ends[place] >= offset or (place not in self._open and self._reader.position(place) >= offset)
 
     async def _patient_cut(self, unit: int) -> Cut:

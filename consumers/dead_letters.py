@@ -2,7 +2,7 @@
 order a partition task to skip one.
 
 A requeued record has the same bytes as before. If it can be decoded this time (the registry is back, the reader is
-fixed), it is treated as any late record. Tool calls differ: the first answer of a call is final, so the request is
+fixed), it is treated like any late record. Tool calls differ: the first answer of a call is final, so the request is
 requeued as a new call.
 
 LetterError

@@ -167,7 +167,8 @@ def _groups(settings: Settings, there: frozenset[str]) -> list[tuple[str, str]]:
 
 
 class Ages:
-    """Time since each partition has had its ends, as far as they were observed. No record is read for this."""
+    """Remembers when each end of a partition was first observed, so that ages of records are known without reading
+    any."""
 
     def __init__(self) -> None:
         self._seen: dict[Partition, deque[tuple[float, int]]] = {}
@@ -194,7 +195,7 @@ class Ages:
 
 
 class Open:
-    """Time since when the last stable offset of partitions has stood still before an open transaction."""
+    """Measures how long an open transaction has held back the last stable offset of each partition."""
 
     def __init__(self) -> None:
         self._since: dict[Partition, tuple[int, float]] = {}

@@ -322,7 +322,8 @@ class Loader:
 
     @property
     def _bound_s(self) -> float:
-        """Seconds of silence after which the engine is reported."""
+        """Seconds without an answer after which the engine is reported as silent, or as gone if it is silent
+        already."""
         return self._role.settings.loader.gone_s if self._standing.silent else self._role.settings.loader.silent_s
 
     async def _unheard(self) -> None:
