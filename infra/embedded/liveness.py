@@ -60,7 +60,7 @@ class Liveness:
 class Silence:
     """Time for which each loop of a child has had no heartbeat, according to the checks.
 
-    The time between two checks counts at most as much as it was planned to be, so that a supervisor that was stopped
+    The time between two checks counts for at most twice the planned interval, so that a supervisor that was stopped
     itself, or a machine that slept, does not make a child look hung."""
 
     def __init__(self, liveness: Liveness, now: float) -> None:
