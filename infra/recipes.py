@@ -243,7 +243,7 @@ class TinyModel:
     pad_token_id: int
 
     def config(self) -> dict[str, Any]:
-        """The Hugging Face `config.json` of this shape (Qwen3ForCausalLM, untied embeddings)."""
+        """Return the Hugging Face `config.json` of this shape (Qwen3ForCausalLM, untied embeddings)."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",

@@ -142,7 +142,7 @@ class HttpRegistry:
         await self._http.aclose()
 
     async def _registered(self, subject: str) -> list[Schema]:
-        """Return every version of a subject. They explain a refusal, whose answer has the registry's own wording."""
+        """Return all registered versions of a subject, to explain a refusal in our own words."""
         where = f"/subjects/{quote(subject, safe='')}/versions"
         numbers = self._body(await self._call("GET", where))
         answers = [await self._call("GET", f"{where}/{number}") for number in numbers]

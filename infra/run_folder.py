@@ -46,7 +46,7 @@ KAFKA_KEY = Path("kafka.key")
 """File in the run's folder with the password of EMBEDDED_USER at the embedded brokers. Without the file they accept any
 client; runs that an earlier release started have none."""
 REGISTRY_KEY = Path("registry.key")
-"""File in the run's folder with the same password for the embedded registry."""
+"""File in the run's folder with the password of EMBEDDED_USER at the embedded registry."""
 EMBEDDED_USER = "turnlog"
 """User name for logins at the embedded brokers and registry."""
 IN_PLACE_OF = {
@@ -161,8 +161,8 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
 
 
 def newest_run(runs: Path = Path("runs")) -> str:
-    """Return the folder name of the run that is up. If several or none are, return the one that was started last; empty
-    if there is no run."""
+    """Return the folder name of the run that is up. If several are, or none is, return the one that was started last.
+    Returns "" if there is no run."""
     started = {path.parent: path.stat().st_mtime_ns for path in runs.glob(f"*/{SETTINGS}")}
     return max(started, key=lambda directory: (is_live(directory), started[directory])).name if started else ""
 

@@ -40,7 +40,7 @@ class UnionSchema:
         self._defined: dict[str, Schema] = {}
 
     def add(self, schema_id: int, schema: Mapping[str, Any]) -> int:
-        """Return the schema's arm; add it if it is new. Raises Unmergeable."""
+        """Add a schema and return its arm. Raises Unmergeable."""
         whole = _expanded(dict(schema), "", {}, ())
         if not isinstance(whole, dict) or whole.get("type") != "record":
             raise Unmergeable(f"schema id {schema_id} is no record")

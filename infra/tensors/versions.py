@@ -1,5 +1,6 @@
 """A published weight version as a folder: files are fetched in pieces, deltas are applied to their base, and everything
-is compared with the event, which an engine does not check. WeightFolders is the disk that a machine's loaders share.
+that the event states is verified, because an engine does not check it. WeightFolders is the disk that a machine's
+loaders share.
 
 BadWeights   SGLang would load wrong tensors and die of short files
 ├── TruncatedSafetensors   a file's length does not match its header, or it has no header
@@ -247,7 +248,7 @@ def rebuilt(base: Path, delta: Path) -> list[tuple[TensorSpec, str]]:
 
 @dataclass(slots=True)
 class Held:
-    """A folder that is not removed until this lock is released or its process ends."""
+    """A locked folder. It is not removed until the lock is released or the process ends."""
 
     path: Path
     descriptor: int
