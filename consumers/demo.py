@@ -80,8 +80,8 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
 
 async def runnable_here(settings: Settings, unisolated: Unisolated, console: Terminal) -> Settings:
     """Set [sandbox] allow_unisolated if no sandbox can isolate on this machine, and print a warning. This is acceptable
-    because the demo's tool only evaluates arithmetic that its own model writes. The report and the tool results state
-    it, too."""
+    because all tool calls of a demo come from its own model (arithmetic, unless another environment is set). The report
+    and the tool results state it, too."""
     why = await unisolated(settings.sandbox)
     if not why:
         return settings
