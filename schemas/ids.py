@@ -23,8 +23,9 @@ def digest(*about: str | int | None) -> str:
 
 
 def environment_digest(about: Mapping[str, object]) -> str:
-    """Return the hex sha256 of a mapping as canonical JSON with sorted keys, so that equal mappings have equal hashes;
-    used for the environment of a call or a session. Raises TypeError or ValueError for values that are not JSON."""
+    """Return the hex sha256 of a mapping as canonical JSON with sorted keys, so that equal mappings have equal hashes.
+    Used for the environment of a call or a session, and for the checksums of weights. Raises TypeError or ValueError
+    for values that are not JSON."""
     text = json.dumps(about, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
