@@ -1,1 +1,1 @@
-"""What a step makes of its tokens: losses by name, the numbers they read, and the passes that give those."""
+"""The computation of a step: losses by name, the columns that they read, and the forward passes that supply those."""

@@ -1,7 +1,7 @@
-"""The built-in losses, and the one that [trainer] algorithm names, a package's own among them.
+"""The built-in losses, and the lookup of [trainer] algorithm, including losses from other packages.
 
-Formulas, papers and what each is for: docs/algorithms.md. Several names share a loss: they differ in estimator,
-weighting and clip, which are settings of their own (turnlog.learning_settings.WANTS says which).
+docs/algorithms.md has formulas, papers and use cases. Several names share a loss: they differ in estimator, weighting
+and clip, which are separate settings (see turnlog.learning_settings.WANTS).
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ KEY, AUXILIARY_KEY = "trainer.algorithm", "trainer.auxiliary"
 
 
 def clipped(tokens: Tokens, clip: Clip) -> TokenLoss:
-    """-min(r A, clamp(r) A), r = exp(current - old): PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds
-    (DAPO, arXiv 2503.14476), and dual clip (arXiv 1912.09729)."""
+    """Return -min(r A, clamp(r) A) per token, with r = exp(current - old).
+
+    This is PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476) and dual clip (arXiv
+    1912.09729).
+    """
     return _surrogate(bounded_ratio(tokens.logprobs, tokens.old), tokens.advantages, clip)
 
 
 def by_sequence(tokens: Tokens, clip: Clip) -> TokenLoss:
-    """The same with one ratio per trajectory, the geometric mean of its tokens' (GSPO, arXiv 2507.18071, eq. 5): its
-    value is the trajectory's, its gradient goes to each token by itself (eq. 14)."""
+    """Return PPO's surrogate with one ratio per trajectory, the geometric mean of its tokens' (GSPO, arXiv 2507.18071,
+    eq. 5).
+
+    The value of the ratio is the trajectory's, but its gradient goes to each token individually (eq. 14).
+    """
     assert tokens.trajectory_gap is not None
     assert tokens.trajectory_tokens is not None
     mean = tokens.trajectory_gap / tokens.trajectory_tokens + tokens.logprobs - tokens.logprobs.detach()
@@ -50,7 +56,9 @@ def by_sequence(tokens: Tokens, clip: Clip) -> TokenLoss:
 
 
 def soft(tokens: Tokens, clip: Clip, positive: float, negative: float) -> TokenLoss:
-    """-4 / t sigmoid(t (r - 1)) A, t by the sign of A: a gate in place of a bound (SAPO, arXiv 2511.20347)."""
+    """Return -4 / t sigmoid(t (r - 1)) A, with t by the sign of A: a soft gate instead of a clip (SAPO, arXiv
+    2511.20347).
+    """
     sharpness = torch.full_like(tokens.advantages, negative).masked_fill(tokens.advantages > 0, positive)
     gate = torch.sigmoid(sharpness * (bounded_ratio(tokens.logprobs, tokens.old) - 1.0))
     value = -4.0 / sharpness * gate * tokens.advantages
@@ -59,8 +67,10 @@ def soft(tokens: Tokens, clip: Clip, positive: float, negative: float) -> TokenL
 
 
 def weighted(tokens: Tokens, clip: Clip) -> TokenLoss:
-    """-clamp(r) A log p with a ratio that has no gradient, so that every token keeps its own (CISPO, arXiv 2506.13585,
-    eq. 4)."""
+    """Return -clamp(r) A log p (CISPO, arXiv 2506.13585, eq. 4).
+
+    The ratio has no gradient, so that every token keeps its own gradient.
+    """
     ratio = bounded_ratio(tokens.logprobs, tokens.old).detach()
     weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, weight != ratio)
@@ -92,12 +102,14 @@ BUILT_IN = {
 
 
 def imitation_of_good(tokens: Tokens, reward: float) -> torch.Tensor:
-    """-log p (the positive examples of VAPO, arXiv 2504.05118)."""
+    """Return -log p (the positive examples of VAPO, arXiv 2504.05118)."""
     return -tokens.logprobs
 
 
 def among_good(rows: BatchRows, reward: float) -> NDArray[np.float64]:
-    """1 / the trained tokens of all trajectories that earned so much."""
+    """Return weights [T]: 1 / the number of trained tokens of all trajectories with at least this reward, for those
+    tokens; else 0.
+    """
     good = (rows.trained == 1) & np.repeat(rows.rewards >= reward, rows.lengths)
     weights: NDArray[np.float64] = good / max(1, int(good.sum()))
     return weights
@@ -107,12 +119,14 @@ AUXILIARY = {"imitate": Auxiliary("imitate", imitation_of_good, among_good, {"re
 
 
 def chosen(spec: str) -> tuple[Algorithm, tuple[float, ...]]:
-    """The algorithm of [trainer] algorithm, and its numbers. Raises SettingsError."""
+    """Return the algorithm of [trainer] algorithm and its arguments. Raises SettingsError if it is unknown or
+    malformed.
+    """
     return _chosen(spec, KEY, BUILT_IN, Algorithm)
 
 
 def chosen_auxiliary(spec: str) -> tuple[Auxiliary | None, tuple[float, ...]]:
-    """The same of [trainer] auxiliary. Raises SettingsError."""
+    """Return the loss of [trainer] auxiliary and its arguments; (None, ()) for "none". Raises SettingsError."""
     return (None, ()) if spec == "none" else _chosen(spec, AUXILIARY_KEY, AUXILIARY, Auxiliary)
 
 

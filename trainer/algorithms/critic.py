@@ -1,9 +1,9 @@
-"""PPO's critic: a model of its own that begins as the policy does and says, before each trained token, what its
-episode still earns.
+"""PPO's critic: a separate model that starts as a copy of the policy and predicts, before each trained token, the
+reward that its episode still earns.
 
-Its own parameters, and not a head on the policy's: what it learns in its warm-up and in further updates of a batch
-moves no token's probability, its gradient takes no part in the policy's norm, and the policy's step is that of the
-algorithms without one. The price is a second model with its optimizer.
+It has its own parameters instead of a head on the policy: what it learns in its warm-up and in further updates of a
+batch changes no token's probability, its gradient does not enter the policy's norm, and the policy's step is that of
+the algorithms without a critic. The price is a second model with its optimizer.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from turnlog.trainer.shape import ModelShape
 
 
 class Critic:
-    """Collective, as Learner is."""
+    """The critic. Its methods are collective, like those of Learner."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
         self.network = TrainedNetwork(shape, weights, options, values=True)
 
     def values(self, rows: BatchRows) -> NDArray[np.float32]:
-        """[T + n]: of each row V before each trained token, 0 elsewhere, and then V behind its last trained one. The
-        same on every rank."""
+        """Return values [T + n]: per row V before each trained token, 0 elsewhere, and then V after its last trained
+        token.
+
+        The result is the same on every rank.
+        """
         longer = _with_an_end(rows)
         forward = _Values(len(longer.token_ids))
         self.network.run(longer, forward, forward_only=True)
@@ -54,8 +57,11 @@ class Critic:
     def learn(
         self, rows: BatchRows, lesson: Lesson, rules: CriticRules, *, beside: bool
     ) -> tuple[bool, dict[str, float]]:
-        """The updates of a batch, unless the first one's gradient is not finite, or the policy's is not (`beside`):
-        whether it moved, and its figures before that."""
+        """Update the critic on a batch and return whether it moved, and its metrics before the first update.
+
+        No update is made if the first gradient is not finite or if `beside` is false, i.e. the policy's gradient is not
+        finite.
+        """
         first = self._gradient(rows, lesson, rules)
         updates = 0
         if beside and first.finite:
@@ -95,7 +101,9 @@ class _Found:
 
 
 def _fit(rows: BatchRows, lesson: Lesson) -> dict[str, float]:
-    """How much of the returns' variance the values told beforehand, and the means of both."""
+    """Return the means of values and returns, and the share of the returns' variance that the values explained
+    beforehand.
+    """
     trained = rows.trained == 1
     values, returns = (column.numpy().astype("f8")[trained] for column in (lesson.values, lesson.returns))
     if not len(returns):
@@ -106,7 +114,7 @@ def _fit(rows: BatchRows, lesson: Lesson) -> dict[str, float]:
 
 
 def _with_an_end(rows: BatchRows) -> BatchRows:
-    """Each row with one token more, and the token behind its last trained one marked beside those that train."""
+    """Return each row with one more token, and mark as trained also the token after its last trained one."""
     ends, counts = rows.starts + rows.lengths, rows.trained_per_row()
     longer: dict[str, Any] = {
         name: np.insert(getattr(rows, name), ends, 0) for name in ("token_ids", "trained", "logprobs", "advantages")
@@ -117,11 +125,11 @@ def _with_an_end(rows: BatchRows) -> BatchRows:
 
 
 class _Values:
-    """Megatron's forward_step_func, for a pass that only says V before each trained token."""
+    """Megatron's forward_step_func for a forward-only pass that records V before each trained token."""
 
     def __init__(self, tokens: int) -> None:
         self.found = torch.zeros(tokens, device=mcore.DEVICE)
-        """[T], this rank's share"""
+        """[T], this rank's share."""
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
@@ -133,13 +141,13 @@ class _Values:
 
 
 class _ValueLoss:
-    """The same for the loss of values, with the rows' divisors."""
+    """Megatron's forward_step_func for the value loss, weighted by the rows' divisors."""
 
     def __init__(self, rows: BatchRows, lesson: Lesson, clip: float) -> None:
         self._trained_total, self._clip = int(rows.trained.sum()), clip
         self._values, self._returns = (column.to(mcore.DEVICE) for column in (lesson.values, lesson.returns))
         self.sums = torch.zeros(3, dtype=torch.float64)
-        """loss, trained tokens, those where the bound decided"""
+        """Sums of loss, trained tokens, and tokens at which the clip decided."""
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)

@@ -1,9 +1,9 @@
-"""What the passes of a draw give its batches, from the weights before its first update.
+"""Results of a rollout batch's forward passes, computed by the weights before its first update.
 
-A draw of several parts is several updates on samples of the same weights. What its ratios are taken against, and how
-far it has gone from the reference, is computed once for all parts, before the first of them moves anything, and kept
-by sample_id until each part is stepped on. A checkpoint inside a draw holds what is left, so that the same numbers,
-and with them the same losses, come of a restart between two updates as of none.
+A rollout batch of several parts means several updates on samples of the same weights. The log-probs for ratios and for
+the divergence from the reference are computed once for all parts, before the first update moves the weights, and are
+retained by sample_id until each part has been stepped on. A checkpoint inside a rollout batch stores the rest, so that
+a restart between two updates yields the same numbers, and with them the same losses, as no restart.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective, Pas
 from turnlog.trainer.gang.calls import Ranks
 
 Kept = dict[str, dict[str, torch.Tensor]]
-"""Pass -> sample_id -> the numbers of its row."""
+"""Pass -> sample_id -> the column of its row."""
 Call = Callable[..., Awaitable[Any]]
-"""(method of Ranks, arguments) -> its result"""
+"""Calls a method of Ranks with arguments and returns its result."""
 Rest = Callable[[SampleBatchFormed], Awaitable[Sequence[BatchRows]]]
-"""The rows of the parts behind a draw's first one."""
+"""Returns the rows of the parts after the first one of a rollout batch."""
 Truncated = Callable[[SampleBatchFormed], Awaitable[NDArray[np.bool_]]]
-"""Of each row of a batch, whether its trajectory was."""
+"""Returns [n] whether the trajectory of each row of a batch was truncated."""
 METHODS: Mapping[Pass, Callable[[Ranks, BatchRows], Floats]] = {
     "proximal": Ranks.logprobs,
     "reference": Ranks.reference_logprobs,
@@ -38,16 +38,20 @@ METHODS: Mapping[Pass, Callable[[Ranks, BatchRows], Floats]] = {
 
 
 class DrawPasses:
-    """The passes of one draw after another."""
+    """The forward passes of successive rollout batches."""
 
     def __init__(self, objective: Objective, call: Call, rest: Rest, truncated: Truncated, kept: Kept) -> None:
-        """`kept`: what a checkpoint inside a draw holds; from then on what the next one has to."""
+        """`kept` holds what a checkpoint inside a rollout batch stored; it is updated in place to what the next one
+        must store.
+        """
         self._objective, self._call, self._rest, self._kept = objective, call, rest, kept
         self._truncated = truncated
 
     async def numbers(self, manifest: SampleBatchFormed, rows: BatchRows) -> Numbers:
-        """Of the batch that is next; `rows`: those of it that are computed. Raises CheckpointUnusable inside a draw
-        whose first update was made without."""
+        """Return the columns of the next batch; `rows` are those of its rows that are computed.
+
+        Raises CheckpointUnusable inside a rollout batch whose first update was made without these passes.
+        """
         passes = self._objective.passes(manifest.parts)
         if passes and manifest.part == 0:
             self._kept.clear()
@@ -55,7 +59,7 @@ class DrawPasses:
             for part in (rows, *map(self._objective.computed, await self._rest(manifest))):
                 for one in sorted(passes):
                     column = await self._call(METHODS[one], part)
-                    each = (len(column) - len(part.token_ids)) // len(part)  # numbers of a row behind those of tokens
+                    each = (len(column) - len(part.token_ids)) // len(part)  # values of a row after those of its tokens
                     pieces = np.split(column, part.starts[1:] + each * np.arange(1, len(part)))
                     self._kept[one].update(zip(part.sample_ids, map(torch.from_numpy, pieces), strict=True))
         columns: dict[str, Any] = {one: self._column(one, manifest, rows) for one in passes}
@@ -64,7 +68,7 @@ class DrawPasses:
         return Numbers(**columns, whitening_std=manifest.whitening_std)
 
     def stepped(self, rows: BatchRows) -> None:
-        """Let go of what a batch needed."""
+        """Release the columns of a batch that was stepped on."""
         for kept in self._kept.values():
             for sample in rows.sample_ids:
                 kept.pop(sample, None)

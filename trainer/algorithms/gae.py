@@ -1,8 +1,8 @@
-"""Advantages against a critic: generalised advantage estimation (arXiv 1506.02438) over a batch's columns.
+"""Advantages relative to a critic: generalised advantage estimation (arXiv 1506.02438) over a batch's columns.
 
-Each segment is an episode of its trained tokens alone, a step a token, with its trajectory's reward at the last one. V
-of a step is read before its token. Columns are those of whole batches, on every rank alike, so that whitening spans all
-of them.
+Each segment is an episode of its trained tokens alone, one step per token, with its trajectory's reward at the last
+one. The V of a step is read before its token. Columns are those of whole batches, on every rank alike, so that
+whitening spans all of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticRules:
-    """What [trainer] says of it (turnlog.learning_settings)."""
+    """The critic's settings of [trainer] (turnlog.learning_settings)."""
 
     discount: float = 1.0
     smoothing: float = 1.0
-    """Lambda."""
+    """Lambda of generalised advantage estimation."""
     whiten: bool = True
     bootstrap: bool = False
-    """What is still to come behind a truncated trajectory is what the critic says, not 0."""
+    """Whether the value after a truncated trajectory is the critic's prediction instead of 0."""
     rate: float = 1e-5
     clip: float = 0.2
     updates: int = 1
@@ -36,22 +36,22 @@ class CriticRules:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """[T] float32 each, 0 where nothing trains."""
+    """Training data of the critic: [T] float32 each, 0 where nothing trains."""
 
     values: torch.Tensor
-    """What the critic said before the draw's first update."""
+    """Predictions of the critic before the first update of the rollout batch."""
     returns: torch.Tensor
-    """What it is to say."""
+    """Targets of the critic."""
 
 
 def credited(
     rows: BatchRows, values: NDArray[np.float32], truncated: NDArray[np.bool_], penalty: Column, rules: CriticRules
 ) -> tuple[NDArray[np.float32], Lesson]:
-    """(advantages [T], what the critic learns). `values`: as Critic.values gives them; `truncated` [n]; `penalty` [T]:
-    what a token costs its episode.
+    """Return (advantages [T], training data of the critic).
 
-    The reward is read off the last trained token's advantage, which is its trajectory's reward under an estimator
-    without a baseline.
+    `values` [T + n] is the result of Critic.values, `truncated` [n] flags truncated trajectories, and `penalty` [T] is
+    subtracted from the reward at each token. The reward is read from the last trained token's advantage, which is its
+    trajectory's reward under an estimator without a baseline.
     """
     edges = rows.starts + rows.lengths + np.arange(len(rows))
     behind = np.where(truncated & rules.bootstrap, values[edges].astype("f8"), 0.0)
@@ -79,7 +79,10 @@ def credited(
 def value_loss(
     values: torch.Tensor, before: torch.Tensor, returns: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(max((V - R)^2, (V within `clip` of what it was - R)^2) / 2, where the bound decided); clip 0: without one."""
+    """Return (max((V - R)^2, (V clipped to within `clip` of its previous value - R)^2) / 2, where the clip decided).
+
+    A `clip` of 0 disables clipping.
+    """
     free = (values - returns).square()
     if not clip:
         return free / 2, torch.zeros_like(free, dtype=torch.bool)

@@ -1,8 +1,8 @@
-"""What a model says of a batch's tokens without training on them: the policy before a draw's first update, its frozen
+"""Log-probs of a batch's tokens without training: of the policy before a rollout batch's first update, the frozen
 reference, and a teacher.
 
-A teacher is a model of its own, of any family and size whose layers the ranks can share as they share the policy's. It
-has no gradient and no optimizer, and lies in host memory between its passes, one a draw.
+A teacher is a separate model, of any family and size whose layers the ranks can shard like the policy's. It has no
+gradient and no optimizer, and stays in host memory between its passes, one per rollout batch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from turnlog.trainer.shape import ModelShape, read_shape
 
 @torch.no_grad()
 def logprobs_by(network: Network, rows: BatchRows) -> Floats:
-    """[T] of the trained tokens, at each row's temperature, over the network's own vocabulary; 0 elsewhere. The same on
-    every rank. Collective."""
+    """Return log-probs [T] of the trained tokens, at each row's temperature, over the network's own vocabulary; 0
+    elsewhere.
+
+    The result is the same on every rank. Collective.
+    """
     forward = _LogProbs(network.shape.vocabulary, len(rows.token_ids))
     network.run(warm(rows), forward, forward_only=True)
     found: Floats = over_ranks(forward.found).numpy()
@@ -37,15 +40,18 @@ def logprobs_by(network: Network, rows: BatchRows) -> Floats:
 
 
 def frozen(shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> Network:
-    """A model that never trains, in host memory. Raises WeightsMismatch."""
+    """Return a model that never trains, in host memory. Raises WeightsMismatch."""
     network = Network(shape, weights, dataclasses.replace(options, lora_rank=0, recompute="none"))
     network.model.requires_grad_(False).to("cpu")
     return network
 
 
 def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
-    """Raises TeacherUnfit for a folder whose model reads other tokens than the policy of `model` writes, or that the
-    ranks cannot share; UnsupportedModel."""
+    """Check that a teacher fits the policy of the folder `model`.
+
+    Raises TeacherUnfit if the teacher's tokenizer differs from the policy's or if the ranks cannot shard the teacher.
+    Raises UnsupportedModel for either folder.
+    """
     shape, policy = read_shape(teacher), read_shape(model)
     setting = f"trainer.teacher = {teacher}"
     try:
@@ -69,7 +75,7 @@ def check_teacher(teacher: Path, model: Path, options: LearnerOptions) -> None:
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """Token -> id, added ones among them. Raises TeacherUnfit."""
+    """Return token -> id, including added tokens. Raises TeacherUnfit if there is no tokenizer.json."""
     file = folder / "tokenizer.json"
     if not file.exists():
         raise TeacherUnfit(f"{file} is missing: a policy and its teacher must have the same tokenizer")
@@ -78,7 +84,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 
 def warm(rows: BatchRows) -> BatchRows:
-    """Greedy rows, which have no temperature to divide by, at 1: steps mask them."""
+    """Set the temperature of greedy rows to 1, because there is none to divide by; steps mask these rows."""
     greedy = rows.temperature <= 0
     if not greedy.any():
         return rows
@@ -86,19 +92,19 @@ def warm(rows: BatchRows) -> BatchRows:
 
 
 def own_logits(logits: torch.Tensor, batch: PaddedRows, vocabulary: int) -> torch.Tensor:
-    """scaled_logits of this rank's columns."""
+    """Return scaled_logits of this rank's columns."""
     columns = logits.size(-1)
     first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
     return scaled_logits(logits, batch.temperature, first_column=first, vocabulary=vocabulary)
 
 
 class _LogProbs:
-    """Megatron's forward_step_func, for a pass that only says what the trained tokens' log-probs are."""
+    """Megatron's forward_step_func for a forward-only pass that records the trained tokens' log-probs."""
 
     def __init__(self, vocabulary: int, tokens: int) -> None:
         self._vocabulary = vocabulary
         self.found = torch.zeros(tokens, device=mcore.DEVICE)
-        """[T], this rank's share"""
+        """[T], this rank's share."""
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)

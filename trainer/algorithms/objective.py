@@ -1,8 +1,8 @@
-"""What a step minimises: an algorithm's loss, weighted by importance, with divergence and entropy; and the token
-columns that it reads beside those of the rows.
+"""The objective of a step: an algorithm's loss, weighted by importance, with divergence and entropy terms; and the
+token columns that it reads beside those of the rows.
 
-Columns are computed from whole batches, on every rank alike, so that what a trajectory sums is the same number however
-its segments are spread over microbatches and ranks, and in which order they come.
+Columns are computed from whole batches, on every rank alike. The sum over a trajectory is therefore the same number
+however its segments are spread over microbatches and ranks, and in whatever order.
 """
 
 from __future__ import annotations
@@ -31,32 +31,35 @@ from turnlog.trainer.algorithms.tokens import (
 )
 
 Pass = Literal["proximal", "reference", "teacher", "values"]
-"""A forward pass without gradients over all rows of a draw, by the weights before its first update, by the frozen
-ones, by the teacher, or by the critic's before its first update."""
+"""A forward pass without gradients over all rows of a rollout batch: by the weights before its first update (proximal),
+by the frozen reference, by the teacher, or by the critic before its first update (values).
+"""
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What the passes of its draw give a batch: log-probs [T], 0 where nothing trains."""
+    """Results of a rollout batch's forward passes for one batch: log-probs [T], 0 where nothing trains."""
 
     proximal: Floats | None = None
     reference: Floats | None = None
     teacher: Floats | None = None
     values: Floats | None = None
-    """[T + n], as Critic.values gives them."""
+    """[T + n], the result of Critic.values."""
     truncated: NDArray[np.bool_] | None = None
-    """[n] whether the row's trajectory was, where the objective asks for it."""
+    """[n] whether the row's trajectory was truncated, if the objective needs it."""
     whitening_std: float | None = None
-    """What its advantages were divided by when they were whitened (SampleBatchFormed); None: they were not."""
+    """Deviation by which its advantages were divided when they were whitened (SampleBatchFormed); None if they were
+    not.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """[T] float32 each, aligned with the rows' token columns."""
+    """Token columns beside those of the rows: [T] float32 each, aligned with the rows' token columns."""
 
     old: torch.Tensor | None = None
-    """None: the recorded ones, or, with `old_is_current`, the current ones."""
+    """Old log-probs. None: the recorded ones or, with `old_is_current`, the current ones."""
     old_is_current: bool = False
     reference: torch.Tensor | None = None
     teacher: torch.Tensor | None = None
@@ -65,21 +68,21 @@ class Columns:
     importance: torch.Tensor | None = None
     lesson: Lesson | None = None
     auxiliary: torch.Tensor | None = None
-    """What the auxiliary loss of a token counts."""
+    """Weight of each token in the auxiliary loss."""
 
     def on(self, device: torch.device) -> Columns:
-        """The same there."""
+        """Return the same columns on another device."""
         held: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         held |= {name: one.to(device) for name, one in held.items() if isinstance(one, torch.Tensor)}
         return Columns(**held)
 
 
 class Objective(Protocol):
-    """Picklable: rank 0 sends it to the others."""
+    """The objective of a step. It must be picklable: rank 0 sends it to the other ranks."""
 
     @property
     def by_trajectory(self) -> bool:
-        """Whether `prepared` wants the current log-probs, which cost a pass."""
+        """Whether `prepared` needs the current log-probs, which cost a forward pass."""
 
     @property
     def trains_entropy(self) -> bool:
@@ -87,25 +90,26 @@ class Objective(Protocol):
 
     @property
     def critic(self) -> CriticRules | None:
-        """None: without one."""
+        """Settings of the critic; None if there is no critic."""
 
     def computed(self, rows: BatchRows) -> BatchRows:
-        """Those of a batch's rows that passes and the step are to compute: without the others the gradient is the
-        same. Never none."""
+        """Return the rows of a batch that passes and the step must compute; the others do not change the gradient.
+        Never empty.
+        """
 
     def passes(self, parts: int) -> frozenset[Pass]:
-        """What a draw of `parts` updates has to have computed before its first one."""
+        """Return the passes that a rollout batch of `parts` updates needs before its first update."""
 
     def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
-        """The rows to step on, and the columns beside theirs."""
+        """Return the rows to step on, and the columns beside theirs."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
-        """What each token adds."""
+        """Return the loss of each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imitation:
-    """-log-prob: supervised training on demonstrations."""
+    """The objective of supervised training on demonstrations: -log-prob."""
 
     by_trajectory: bool = False
     trains_entropy: bool = False
@@ -129,7 +133,7 @@ imitation = Imitation()
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient:
-    """What [trainer] says of the loss (turnlog.learning_settings), checked there."""
+    """The objective that the [trainer] settings describe (turnlog.learning_settings, which also checks them)."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -148,7 +152,7 @@ class PolicyGradient:
     entropy_coefficient: float = 0.0
     critic: CriticRules | None = None
     teacher: float | None = None
-    """What its part of the advantages is multiplied by; None: without one."""
+    """Coefficient of the teacher's part of the advantages; None without a teacher."""
     auxiliary: Auxiliary | None = None
     auxiliary_numbers: tuple[float, ...] = ()
     auxiliary_coefficient: float = 0.0
@@ -168,13 +172,16 @@ class PolicyGradient:
 
     @property
     def _advantages_alone(self) -> bool:
-        """Whether advantages, as the batch has them, are all that gives a gradient."""
+        """Whether the batch's advantages are the only source of gradient."""
         others = self.critic is None and self.teacher is None and self.auxiliary is None
         return self.algorithm.zero_at_zero and others and self.kl == "none" and not self.entropy_coefficient
 
     def computed(self, rows: BatchRows) -> BatchRows:
-        """Without the groups of which every advantage is 0, where nothing else trains; of a batch of nothing but such
-        groups the first one, so that its step is told as others are. Greedy rows stay, which the step masks."""
+        """Leave out groups whose advantages are all 0 if nothing else trains.
+
+        If a batch consists of such groups only, the first one stays, so that its step is reported like others. Greedy
+        rows stay too; the step masks them.
+        """
         if not self._advantages_alone:
             return rows
         _, group = np.unique(np.asarray(rows.group_ids), return_inverse=True)
@@ -186,7 +193,7 @@ class PolicyGradient:
 
     def passes(self, parts: int) -> frozenset[Pass]:
         found: set[Pass] = set()
-        # The one update of a draw of one part reads what its own forward says, unless a sum over rows comes before it.
+        # The only update of a rollout batch reads its own forward pass, unless a sum over rows is needed before it.
         summed = parts > 1 or self.by_trajectory or self.importance_level != "token"
         if self._penalised or self.teacher is not None or (self.logprobs == "recomputed" and summed):
             found.add("proximal")
@@ -261,7 +268,7 @@ class PolicyGradient:
         return TokenLoss(value, found.clipped, masked, measures, beside)
 
     def _auxiliary_weights(self, rows: BatchRows) -> NDArray[np.float64] | None:
-        """Of no row's first token, which nothing predicts."""
+        """Return the weights of the auxiliary loss [T]; 0 at each row's first token, which nothing predicts."""
         if self.auxiliary is None:
             return None
         weights = self.auxiliary_coefficient * self.auxiliary.weigh(rows, *self.auxiliary_numbers)
@@ -269,8 +276,11 @@ class PolicyGradient:
         return weights
 
     def _with_penalty(self, rows: BatchRows, numbers: Numbers) -> BatchRows:
-        """Advantages less the divergence to go: from the token to the end of its segment. Whitened ones are whitened
-        with it: what they were before, but for a number that is the same everywhere, less the divergence."""
+        """Subtract from each advantage the divergence to go: from the token to the end of its segment.
+
+        Advantages that were whitened are first scaled back, up to a constant offset, and whitened again after the
+        subtraction.
+        """
         parts = np.split(self._penalty(rows, numbers), rows.starts[1:])
         to_go = np.concatenate([np.cumsum(part[::-1])[::-1] for part in parts])
         scale = 1.0 if numbers.whitening_std is None else numbers.whitening_std + EPSILON
@@ -281,7 +291,7 @@ class PolicyGradient:
         return dataclasses.replace(rows, advantages=(advantages * rows.trained).astype("<f4"))
 
     def _credited(self, rows: BatchRows, numbers: Numbers, rules: CriticRules) -> tuple[BatchRows, Lesson]:
-        """Advantages against the critic, of rewards less the divergence of each token."""
+        """Compute advantages relative to the critic, from rewards less the divergence of each token."""
         assert numbers.values is not None
         penalty = self._penalty(rows, numbers) if self._penalised else np.zeros(len(rows.token_ids))
         truncated = np.zeros(len(rows), bool) if numbers.truncated is None else numbers.truncated
@@ -289,8 +299,11 @@ class PolicyGradient:
         return dataclasses.replace(rows, advantages=advantages), lesson
 
     def _taught(self, rows: BatchRows, numbers: Numbers, coefficient: float) -> BatchRows:
-        """Advantages less the divergence from the teacher of each token alone, by the weights before the draw's first
-        update; of an algorithm that distils nothing else."""
+        """Subtract from each advantage the divergence from the teacher at that token, by the weights before the rollout
+        batch's first update.
+
+        For an algorithm that distils, the divergence is the only part of the advantage.
+        """
         assert numbers.proximal is not None
         assert numbers.teacher is not None
         kept = 0.0 if self.algorithm.distils else rows.advantages.astype("f8")
@@ -298,7 +311,9 @@ class PolicyGradient:
         return dataclasses.replace(rows, advantages=((kept - coefficient * divergence) * rows.trained).astype("<f4"))
 
     def _penalty(self, rows: BatchRows, numbers: Numbers) -> NDArray[np.float64]:
-        """[T] the divergence that costs reward, by the weights before the draw's first update."""
+        """Return [T] the divergence that is subtracted from rewards, by the weights before the rollout batch's first
+        update.
+        """
         assert numbers.proximal is not None
         assert numbers.reference is not None
         proximal, reference = (torch.from_numpy(one.astype("f8")) for one in (numbers.proximal, numbers.reference))
@@ -307,8 +322,11 @@ class PolicyGradient:
 
 
 def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Of KL(policy | reference) at a token that the policy sampled, g = log p - log q: k1 is g, k2 g^2 / 2, k3
-    exp(-g) - 1 + g (Schulman 2020, Approximating KL divergence), of a g that is bounded as ratios are."""
+    """Estimate KL(policy | reference) at a token that the policy sampled, with g = log p - log q.
+
+    k1 is g, k2 is g^2 / 2, k3 is exp(-g) - 1 + g with g bounded as ratios are (Schulman 2020, Approximating KL
+    divergence).
+    """
     gap = logprobs - reference
     if kind == "k1":
         return gap
@@ -319,7 +337,7 @@ def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torc
 
 
 def _summed(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """At each token the sum over the trained tokens of its trajectory."""
+    """Return at each token the sum over the trained tokens of its trajectory."""
     _, trajectory = np.unique(np.asarray(rows.session_ids), return_inverse=True)
     of = np.repeat(trajectory, rows.lengths)
     sums = np.bincount(of, weights=np.where(rows.trained, values, 0.0)).astype("f8")

@@ -1,5 +1,5 @@
-"""What passes need of Megatron's ranks: frozen weights in place of the trained ones, a column of all ranks, and the
-entropy with a gradient.
+"""Utilities for forward passes on Megatron's ranks: swapping in frozen weights, gathering a column of all ranks, and
+the entropy with a gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from turnlog.trainer import mcore
 
 
 class FrozenWeights:
-    """This rank's part of a model's weights as they are now, on the CPU: as many bytes as the rank's parameters."""
+    """A snapshot of this rank's part of a model's weights on the CPU; it takes as many bytes as the rank's
+    parameters.
+    """
 
     def __init__(self, model: Any) -> None:
         self._kept = _copies(model)
@@ -23,8 +25,10 @@ class FrozenWeights:
     @contextmanager
     @torch.no_grad()
     def in_place(self, model: Any) -> Iterator[None]:
-        """`model` with these while the block runs, for which its own wait on the CPU; then it is bit for bit as before.
-        What the optimizer holds is not touched."""
+        """Put these weights into `model` while the block runs, then restore its own bit for bit.
+
+        The model's own weights wait on the CPU meanwhile. The optimizer's state is not touched.
+        """
         own = _copies(model)
         try:
             _put(model, self._kept)
@@ -44,8 +48,10 @@ def _put(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def over_ranks(column: torch.Tensor) -> torch.Tensor:
-    """A column of which each entry stands on one data-parallel rank of the last pipeline stage, 0 on the others: whole,
-    on every rank, on the CPU. Collective."""
+    """Gather a column on every rank's CPU, whole. Collective.
+
+    On input each entry is set on one data-parallel rank of the last pipeline stage and 0 on the others.
+    """
     state = mcore.parallel_state
     dist.all_reduce(column, group=state.get_data_parallel_group(with_context_parallel=True))
     if state.get_pipeline_model_parallel_world_size() > 1:
@@ -55,14 +61,16 @@ def over_ranks(column: torch.Tensor) -> torch.Tensor:
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """[b, s, v / tensor parallel] -> [b, s]: -sum p log p over the whole vocabulary; with a gradient where `logits`
-    have one."""
+    """Return the entropy -sum p log p over the whole vocabulary: [b, s, v / tensor parallel] -> [b, s], in nats.
+
+    The result has a gradient if `logits` have one.
+    """
     found: torch.Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Entropy(torch.autograd.Function):
-    """d H / d x = -p (log p + H), on each rank for its own columns."""
+    """Entropy with d H / d x = -p (log p + H), computed by each rank for its own columns."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -80,11 +88,13 @@ class _Entropy(torch.autograd.Function):
 
 
 LOWEST = -1e4
-"""In place of the log-prob of a column that has no mass, which is to count 0 times a finite number."""
+"""Replaces the log-prob of a column without mass, so that it contributes 0 times a finite number."""
 
 
 def _normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest logit, and the sums of exp(x) and exp(x) x over the whole vocabulary, of logits x less the largest."""
+    """Return the largest logit, and the sums of exp(x) and exp(x) x over the whole vocabulary, for logits x less the
+    largest.
+    """
     group = mcore.parallel_state.get_tensor_model_parallel_group()
     alone = mcore.parallel_state.get_tensor_model_parallel_world_size() == 1
     top = logits.max(-1).values
