@@ -1,18 +1,19 @@
-"""Which checkpoint a run goes on from, whoever was killed when, and the cursor inside each of them.
+"""Checkpoints of a run: which one training resumes from, whoever was killed when, and the cursor inside each of them.
 
-    step-00000010-i0      a Megatron checkpoint of incarnation 0, whole or not there at all
-    latest-i0.json        the marker of incarnation 0: {"incarnation", "folder"}; the highest incarnation counts, with
-                          the newest checkpoint of its own, else with the one that its marker names
+    step-00000010-i0      a Megatron checkpoint of generation 0, complete or absent
+    latest-i0.json        the marker of generation 0: {"incarnation", "folder"}; the highest generation is effective,
+                          with the newest checkpoint of its own, else with the one that its marker names
 
-They lie in `checkpoints/` of the run's directory (`checkpoints.places`: written as `.part`, renamed into place) or in
-the object store (`checkpoints.store`).
+They lie in `checkpoints/` of the run's directory (`checkpoints.places`: written as `.part`, then renamed) or in the
+object store (`checkpoints.store`).
 
-The cursor is part of the checkpoint's common state, so cursor, optimizer and weights move together. An incarnation
-claims its number by making its marker, which only one process can. All that it names carries that number, so a zombie
-changes nothing that its successor goes on from; a process that finds a higher marker is one, and ends.
+The cursor is part of the checkpoint's common state, so cursor, optimizer and weights move together. A generation of the
+trainer claims its number by creating its marker, which only one process can do. All names that it writes carry that
+number, so a zombie changes nothing that its successor resumes from; a process that finds a higher marker is a zombie,
+and ends.
 
-The sums of its files are held against them before training goes on from a checkpoint: where a file is altered or gone,
-the checkpoint before it is taken, and the steps between the two are stepped again.
+The files of a checkpoint are verified against their checksums before training resumes from it. If a file was altered or
+is missing, the checkpoint before it is used, and the steps between the two are taken again.
 """
 
 from __future__ import annotations
@@ -42,39 +43,43 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where training stands."""
+    """The position of training."""
 
     next_batch: int = 0
     """batch_index of the next manifest."""
     offset: int | None = None
-    """Where that manifest is looked for in sample-batches; None: from the start of the log."""
+    """Offset in sample-batches from which that manifest is searched; None: from the start of the log."""
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     draws: int = 0
-    """Draws trained to their last part."""
+    """Number of rollout batches trained to their last part."""
     inherited: int = 0
-    """Of `step`, those of the run that this one was forked from."""
+    """Part of `step` that was taken by the run from which this one was forked."""
     skipped: int = 0
-    """Steps in a row, up to this one, that had no finite gradient."""
+    """Number of consecutive steps, up to this one, without a finite gradient."""
     critic_from: int = 0
-    """Of `step`, those before the critic began."""
+    """Part of `step` that was taken before the critic began."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, as one incarnation of its trainer sees them. Calls block."""
+    """The checkpoints of one run, as one generation of its trainer sees them. All methods block."""
 
     def __init__(self, place: Place, *, keep: int) -> None:
-        """`keep`: how many of the newest stay, at least 1."""
+        """`keep` is the number of newest checkpoints to retain, at least 1."""
         self._place = place
         self._keep = keep
         self._incarnation = -1
         self._sound: dict[str, Path] = {}
-        """Name of the one that counts -> the folder to go on from: files are read through once."""
+        """Name of the effective checkpoint -> the verified folder to resume from, so that its files are read only
+        once.
+        """
         self._damaged: set[str] = set()
 
     def newest(self) -> Path | None:
-        """A folder with the newest checkpoint that counts, or, where its files are not what was written, the newest
-        before it. Raises CheckpointUnusable when there is none."""
+        """Return a folder with the newest effective checkpoint or, if its files are damaged, the newest one before it.
+
+        None if there is no checkpoint at all. Raises CheckpointUnusable if none of them is usable.
+        """
         found = sorted(self._place.names(), key=_age)
         named = self._named(found)
         if named is None:
@@ -98,47 +103,56 @@ class Checkpoints:
         )
 
     def cursors(self) -> dict[str, Cursor]:
-        """Of those that are there by name, oldest first. Raises CheckpointDamaged."""
+        """Return the cursors of all checkpoints by name, oldest first. Raises CheckpointDamaged."""
         return {name: Cursor(**_cursor(self._place, name)) for name in sorted(self._place.names(), key=_age)}
 
     def condemn(self, name: str, damage: CheckpointDamaged) -> None:
-        """A rank found this one damaged: `newest` is another from now on, also for who comes after."""
+        """Mark a checkpoint that a rank found damaged: from now on `newest` returns another, also for later
+        generations.
+        """
         self.pass_over(name, damage)
         if (folder := self.newest()) is not None:
             self._place.mark(Marker(self._incarnation, folder.name))
 
     def pass_over(self, name: str, damage: CheckpointDamaged) -> None:
-        """This one is damaged: `newest` is another from now on."""
+        """Ignore a damaged checkpoint: from now on `newest` returns another."""
         log.warning("%s", damage)
         self._damaged.add(name)
         self._sound.clear()
 
     def claim(self, least: int, folder: str | None = None) -> int:
-        """Become the incarnation that the checkpoints belong to, and start from the newest of them, or from `folder`:
-        `least`, or the number above the highest that was ever claimed here. Older ones may no longer write."""
+        """Become the generation that owns the checkpoints, and start from the newest of them, or from `folder`.
+
+        Return its number: `least`, or the successor of the highest number that was ever claimed here, whichever is
+        higher. Older generations may no longer write.
+        """
         while True:
             newest = self.newest()
             begun = folder or (newest.name if newest else None)
             self._incarnation = max(least, self._highest() + 1)
             if self._place.created(Marker(self._incarnation, begun)):
-                break  # else another one has just claimed it
+                break  # else another process has just claimed it
         self._place.sweep()
         return self._incarnation
 
     def begin(self, cursor: Cursor) -> Path:
-        """An empty folder to write the checkpoint of `cursor` into. Raises Superseded."""
+        """Return an empty folder for the checkpoint of `cursor`. Raises Superseded if a newer generation owns the
+        checkpoints.
+        """
         self._check_owner()
         return self._place.begun(folder_name(cursor.step, self._incarnation))
 
     def finish(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
-        """See Place.finished."""
+        """Upload what is left and compute checksums; see Place.finished."""
         self._place.finished(folder, stored, about)
 
     def seal(self, folder: Path, needed: Collection[str] = ()) -> str:
-        """The folder is complete: from now on it counts, and old ones go but those `needed`, by name; where there is
-        one of this step, that one stays, since a marker may name it. Its name. Raises Superseded.
+        """Finalize a complete checkpoint and return its name; remove old checkpoints except those in `needed`, by name.
 
-        In this order: whoever claims after the second look inherits what the marker names, which is never dropped."""
+        If there is already a checkpoint of this step, that one stays, since a marker may name it. The ownership is
+        checked twice: whoever claims after the second check inherits what the marker names, which is never removed.
+        Raises Superseded if a newer generation owns the checkpoints.
+        """
         self._check_owner()
         name = self._place.seal(folder)
         self._place.mark(Marker(self._incarnation, name))
@@ -152,11 +166,11 @@ class Checkpoints:
         return name
 
     def said(self, name: str) -> str:
-        """The whole address of a checkpoint."""
+        """Return the whole address of a checkpoint."""
         return self._place.said(name)
 
     def _named(self, found: list[str]) -> str | None:
-        """What counts, of these."""
+        """Return the name of the effective checkpoint among `found`."""
         markers = (marker for marker in self._place.markers().values() if marker.confirmed)
         last = max(markers, key=lambda marker: marker.incarnation, default=Marker(-1, None))
         own = [name for name in found if _age(name)[0] == last.incarnation]
@@ -171,26 +185,33 @@ class Checkpoints:
 
 
 def folder_name(step: int, incarnation: int) -> str:
-    """Of the checkpoint that the incarnation writes after so many optimizer steps."""
+    """Return the name of the checkpoint that a generation writes after `step` optimizer steps."""
     return f"step-{step:08}-i{incarnation}"
 
 
 def cursor_values(cursor: Cursor) -> dict[str, int | None]:
-    """Plain values for the checkpoint's common state; a key that earlier releases do not know only where it matters."""
+    """Return plain values for the checkpoint's common state. Keys that earlier releases do not know are left out if
+    they are 0.
+    """
     values = dataclasses.asdict(cursor)
     return {key: value for key, value in values.items() if value or key not in ("inherited", "skipped", "critic_from")}
 
 
 def cursor_of(common: Mapping[str, Any], *, critic: bool) -> Cursor:
-    """Of a checkpoint's common values; `critic`: there is to be one, which begins here where it holds none."""
+    """Return the cursor in a checkpoint's common values. `critic`: whether there is to be a critic; it begins here if
+    the checkpoint has none.
+    """
     cursor = Cursor(**common["cursor"])
     return dataclasses.replace(cursor, critic_from=cursor.step) if critic and not common.get("critic") else cursor
 
 
 def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
-    """A folder with the checkpoint after `step` optimizer steps, of the newest incarnation that wrote one, and its
-    cursor; None: the one that training would go on from. Raises CheckpointUnusable, which names the steps that are
-    there."""
+    """Return a folder with the checkpoint after `step` optimizer steps, of the newest generation that wrote one, and
+    its cursor.
+
+    `step` None means the checkpoint that training would resume from. Raises CheckpointUnusable, which names the
+    available steps.
+    """
     found = {_age(name)[1]: name for name in sorted(place.names(), key=_age)}
     folder = Checkpoints(place, keep=1).newest() if step is None else None
     if step in found:
@@ -204,8 +225,12 @@ def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
 
 @contextmanager
 def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iterator[Place]:
-    """Where a run's checkpoints lie, for who reads them: what is fetched lies in the folder `beside` while the block
-    runs. `archive`: its log is the one in the object store. Raises NoEndpoints, LogUnavailable, StoreUnavailable."""
+    """Yield the place of a run's checkpoints to a reader; fetched files lie in the folder `beside` while the block
+    runs.
+
+    `archive`: the run's log is the archived one in the object store. Raises NoEndpoints, LogUnavailable,
+    StoreUnavailable.
+    """
     if settings.trainer.checkpoints == "folder":
         yield FolderPlace(checkpoints_directory(settings))
         return
@@ -223,7 +248,9 @@ def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iter
 def found(
     settings: Settings, step: int | None, *, beside: Path, archive: bool
 ) -> Iterator[tuple[Path, dict[str, int | None]]]:
-    """What `find` finds of a run, whole, while the block runs. Raises as `find` and `readable`."""
+    """Yield the result of `find` for a run, with all files, while the block runs. Raises the errors of `find` and
+    `readable`.
+    """
     with readable(settings, beside=beside, archive=archive) as place:
         folder, cursor = find(place, step)
         if isinstance(place, StorePlace):
@@ -233,8 +260,10 @@ def found(
 
 def hand_on(source: Path, directory: Path) -> None:
     """Copy a checkpoint to where another run's trainer finds it as the newest, with a cursor at that run's beginning.
-    Begun anew where it died. Raises CheckpointUnusable for a source that goes away meanwhile, and where a trainer has
-    begun in `directory`: its checkpoints stay."""
+
+    An interrupted copy is started again. Raises CheckpointUnusable if the source is removed meanwhile, or if a trainer
+    has already begun in `directory`, whose checkpoints then stay.
+    """
     if FolderPlace(directory).markers():
         raise CheckpointUnusable(
             f"{directory} holds the checkpoints of a run that has begun: give the new run another id"
@@ -262,15 +291,19 @@ def hand_on(source: Path, directory: Path) -> None:
 
 
 def about(common: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest says of a checkpoint with these common values: where it stands, and under which settings of
-    learning."""
+    """Return what a manifest records of a checkpoint with these common values: its cursor, and a hash of its learning
+    settings.
+    """
     learning = json.dumps(common.get("learning", {}), sort_keys=True).encode()
     return {"cursor": common["cursor"], "learning_sha256": hashlib.sha256(learning).hexdigest()}
 
 
 def bring(directory: Path, place: StorePlace) -> None:
-    """What a run's directory holds of a later incarnation than its store becomes the newest there: of a fork, or of a
-    run whose checkpoints went to a folder. Raises CheckpointUnusable, StoreUnavailable."""
+    """Upload the newest checkpoint of a run's directory if it is of a later generation than the store's.
+
+    This is the case for a fork, and for a run whose checkpoints went to a folder before. Raises CheckpointUnusable,
+    StoreUnavailable.
+    """
     here = FolderPlace(directory)
     theirs = _last_marker(here)
     if theirs.incarnation <= _last_marker(place).incarnation:
@@ -283,7 +316,9 @@ def bring(directory: Path, place: StorePlace) -> None:
 
 
 def check_not_stored(directory: Path) -> None:
-    """Raises SettingsError where this machine has seen later checkpoints of the run in its store than it has here."""
+    """Raises SettingsError if this machine has seen later checkpoints of the run in its store than exist in
+    `directory`.
+    """
     cache = directory / CACHE
     seen = max((_age(path.name)[0] for path in cache.glob("step-*-i*")), default=-1)
     if seen > _last_marker(FolderPlace(directory)).incarnation:
@@ -294,7 +329,7 @@ def check_not_stored(directory: Path) -> None:
 
 
 def _cursor(place: Place, name: str) -> dict[str, Any]:
-    """Without its weights, wherever it lies."""
+    """Return the cursor values of a checkpoint without fetching its weights, wherever it lies."""
     if isinstance(place, StorePlace):
         return place.cursor(name)
     return dict(read_common(Path(place.said(name)))["cursor"])
@@ -305,6 +340,6 @@ def _last_marker(place: Place) -> Marker:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """(incarnation, step): the order in which checkpoints were written."""
+    """Return (generation, step): the order in which checkpoints were written."""
     _, step, incarnation = name.split("-")
     return int(incarnation.removeprefix("i")), int(step)

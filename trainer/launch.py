@@ -1,15 +1,15 @@
-"""From a plan to ranks: one process alone, local processes started from here, or the processes of a torchrun.
+"""Launching of ranks from a plan: one process alone, local processes started from here, or the processes of a torchrun.
 
-Rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one
-process. Ranks that it starts end when it does: their connection to it closes. Under torchrun (`torchrun --no-python ...
-turnlog trainer`), which places ranks on several machines, every process finds its rank in the environment. To its
-caller they are one learner: what rank 0 is asked to do is broadcast, and every rank does it.
+Rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one process. Ranks that
+it starts end when it does, because their connection to it closes. Under torchrun (`torchrun --no-python ... turnlog
+trainer`), which places ranks on several machines, every process finds its rank in the environment. To the caller the
+ranks are one learner: a call to rank 0 is broadcast, and every rank executes it.
 
-A rank waits in a collective for as long as another one does not come, so a stopped rank looks like a slow step to all
-the others. Hence heartbeats: each counts up a key of the store where the ranks met, from a thread of its own over a
-connection of its own, and rank 0 looks whether it moves. One that ends or hangs before it has joined the others ends
-rank 0 by a RankLost, and so the gang: the supervisor starts it again, as another incarnation. So does one that ends
-later, whose connections close under the others.
+A rank in a collective waits for as long as another one does not arrive, so a stopped rank looks like a slow step to all
+the others. Hence heartbeats: each rank increments a key of the store where the ranks met, from its own thread over its
+own connection, and rank 0 checks whether it changes. A rank that ends or hangs before it has joined the others ends
+rank 0 with RankLost, and so the rank group: the supervisor starts it again, as another generation. So does a rank that
+ends later, whose connections close.
 
     LOCAL_RANK=RANK python -m turnlog.trainer.launch RANK WORLD TENSOR PIPELINE CONTEXT EXPERT PORT JOIN_S
                                                     # a rank other than 0 on this machine, and its device
@@ -50,10 +50,12 @@ __all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]
 
 HOST = "127.0.0.1"
 IDLE = timedelta(days=7)
-"""Ranks wait in a collective while rank 0 waits for a batch; a dead peer closes its socket and is noticed at once."""
+"""Timeout of collectives: ranks wait while rank 0 waits for a batch. A dead peer closes its socket and is noticed at
+once.
+"""
 
 JOIN_S = 600.0
-"""For tools; a run's is [liveness] join_s."""
+"""Seconds to join, for tools; a run's limit is [liveness] join_s."""
 JOIN_LOOK_S = 0.1
 
 
@@ -69,9 +71,11 @@ def process_group(
     expert: int = 1,
     join_s: float = JOIN_S,
 ) -> Iterator[dist.ProcessGroup]:
-    """Groups for `world_size` ranks; yields the control group (gloo on every device). One rank needs no port.
+    """Create the groups of `world_size` ranks and yield the control group (gloo on every device). One rank needs no
+    port.
 
-    `store` None with several ranks: torchrun's environment variables say where to meet. Raises RankLost.
+    If `store` is None with several ranks, torchrun's environment variables name the meeting place. Raises RankLost if
+    the ranks do not meet within `join_s` seconds.
     """
     if world_size == 1:
         store = HashStore()
@@ -102,7 +106,7 @@ def process_group(
 
 @contextmanager
 def _joining(limit_s: float) -> Iterator[None]:
-    """What torch says of a rank that went away while the others met it, as a RankLost."""
+    """Convert torch's error about a rank that went away while the others joined it to RankLost."""
     try:
         yield
     except RuntimeError as error:
@@ -111,8 +115,10 @@ def _joining(limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def _together(children: Mapping[int, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """What torch says of a rank that ended while the others were with it, as a RankLost; `children`: those that are
-    ours."""
+    """Convert torch's error about a rank that ended while the others worked with it to RankLost.
+
+    `children` are the ranks that this process started.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -125,8 +131,10 @@ def _together(children: Mapping[int, subprocess.Popen[bytes]]) -> Iterator[None]
 
 
 def await_ranks(store: Store, ranks: Mapping[int, subprocess.Popen[bytes]], limit_s: float) -> None:
-    """Until each of these children has said that it is here. Raises RankLost for one that ended, or that says nothing
-    for so long."""
+    """Wait until each of these children has reported that it is here.
+
+    Raises RankLost for one that ended, or that reported nothing within `limit_s` seconds.
+    """
     deadline = time.monotonic() + limit_s
     missing = dict(ranks)
     while missing := {rank: child for rank, child in missing.items() if not store.check([_here(rank)])}:
@@ -144,10 +152,12 @@ def _here(rank: int) -> str:
 
 
 def meeting_place(port: int, world_size: int, host: str = HOST) -> TCPStore:
-    """Where the ranks meet; port 0: be the host, on a free port."""
+    """Return the store where the ranks meet. Port 0 hosts it on a free port."""
     if port:
         return TCPStore(host, port, world_size, is_master=False, wait_for_workers=False)
-    listener = socket.create_server((host, 0))  # one that the store makes itself listens on every interface
+    listener = socket.create_server(
+        (host, 0)
+    )  # a listener that the store creates itself would accept on every interface
     port = listener.getsockname()[1]
     return TCPStore(host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -157,7 +167,7 @@ BEAT_S = 1.0
 
 @contextlib.contextmanager
 def beating(host: str, port: int, rank: int) -> Iterator[None]:
-    """Beat while the block runs."""
+    """Send heartbeats while the block runs."""
     store = _client(host, port)
     with _every(BEAT_S, lambda: store.add(_key(rank), 1)):
         yield
@@ -165,7 +175,7 @@ def beating(host: str, port: int, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def heard(host: str, port: int, world_size: int, beat: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, call `beat` (in a thread of our own) with every rank but 0 whose count has moved."""
+    """While the block runs, call `beat` from a thread with every rank except 0 whose count has changed."""
     store = _client(host, port)
     counts = dict.fromkeys(range(1, world_size), 0)
 
@@ -189,11 +199,11 @@ def _key(rank: int) -> str:
 
 @contextlib.contextmanager
 def _every(pause_s: float, work: Callable[[], object]) -> Iterator[None]:
-    """`work` again and again in a thread; it ends with the block, or when the store is gone with its host."""
+    """Call `work` every `pause_s` seconds in a thread, until the block ends or the host of the store is gone."""
     over = threading.Event()
 
     def run() -> None:
-        with contextlib.suppress(RuntimeError):  # what torch raises when the host's end is closed
+        with contextlib.suppress(RuntimeError):  # raised by torch when the host closes the connection
             while not over.wait(pause_s):
                 work()
 
@@ -208,18 +218,20 @@ def _every(pause_s: float, work: Callable[[], object]) -> Iterator[None]:
 
 END_S = 30.0
 Beat = Callable[[int], None]
-"""Is told of every rank but 0 that beats, from a thread."""
+"""Called from a thread with every rank except 0 that sends a heartbeat."""
 
 
 def torchrun_rank(environment: Mapping[str, str]) -> int | None:
-    """This process's rank when torchrun started it."""
+    """Return this process's rank if torchrun started it, else None."""
     return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
 @contextmanager
 def local_ranks(plan: LearningPlan, beat: Beat) -> Iterator[Ranks]:
-    """Rank 0 with its peers, which are processes of this machine, or of those that torchrun started. Raises
-    LayoutUnfit, WeightsMismatch, RankLost."""
+    """Yield rank 0 with its peers, which are processes of this machine, or of the machines where torchrun started them.
+
+    Raises LayoutUnfit, WeightsMismatch, RankLost.
+    """
     if plan.world_size == 1 or torchrun_rank(os.environ) is not None:
         with _together({}), _rank_zero(plan, None, beat) as everyone:
             yield everyone
@@ -248,8 +260,11 @@ def serve_rank(
     place: StorePlace | None = None,
     join_s: float = JOIN_S,
 ) -> None:
-    """Be a rank other than 0 until released; rank 0 tells the plan. `layout`: see `layout_of`; port 0: meet as torchrun
-    says; `place`: of checkpoints, with what this machine may know and keep of it."""
+    """Be a rank other than 0 until released; rank 0 sends the plan.
+
+    For `layout`, see `layout_of`. Port 0 means to meet as torchrun's environment says. `place` is the storage of
+    checkpoints, with the settings and the cache of this machine.
+    """
     store = meeting_place(port, world_size) if port else None
     if store:
         store.set(_here(rank), "")
@@ -262,7 +277,7 @@ def serve_rank(
 
 
 def layout_of(options: LearnerOptions) -> dict[str, int]:
-    """The arguments of `process_group` that say how ranks share the model."""
+    """Return the arguments of `process_group` that describe how ranks share the model."""
     return {
         "tensor": options.tensor_parallel,
         "pipeline": options.pipeline_parallel,
@@ -287,12 +302,12 @@ def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterat
 
 
 def _meeting_address(store: TCPStore | None) -> tuple[str, int]:
-    """(host, port) of the store where the ranks met: one of this machine, else torchrun's."""
+    """Return (host, port) of the store where the ranks met: one of this machine, else torchrun's."""
     return (HOST, store.port) if store else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def learner_of(plan: LearningPlan) -> Learner:
-    """This rank's, on the plan's weights. Collective."""
+    """Return this rank's learner, on the plan's weights. Collective."""
     reference = None if plan.reference is None else read_weights(plan.reference)
     teacher = None if plan.teacher is None else (read_shape(plan.teacher), read_weights(plan.teacher))
     return Learner(
@@ -307,7 +322,7 @@ def learner_of(plan: LearningPlan) -> Learner:
 
 
 def follower(plan: LearningPlan, rank: int, port: int) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a rank other than 0 on this machine, which takes the device of its number."""
+    """Return command and environment of a rank other than 0 on this machine, which takes the device of its number."""
     numbers = (rank, plan.world_size, *layout_of(plan.options).values(), port, plan.join_s)
     command = [sys.executable, "-m", "turnlog.trainer.launch", *map(str, numbers)]
     return command, {**os.environ, LOCAL_RANK: str(rank)}
@@ -317,21 +332,21 @@ def _start(plan: LearningPlan, rank: int, port: int) -> subprocess.Popen[bytes]:
     command, environment = follower(plan, rank, port)
     child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError), child.stdin:  # whoever waits for it sees that it ended
+    with contextlib.suppress(BrokenPipeError), child.stdin:  # await_ranks notices that it ended
         pickle.dump(plan.place, child.stdin)
     return child
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until rank 0 releases us or dies. On standard input: where checkpoints go."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # a machine that goes away tells every process of it, or a terminal
-        signal.signal(number, signal.SIG_IGN)  # does: rank 0 needs us for a last checkpoint, and we end with it
+    """Serve until rank 0 releases this rank or dies. Standard input holds the pickled place of checkpoints."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a shutdown or a terminal signals every process:
+        signal.signal(number, signal.SIG_IGN)  # rank 0 needs us for a last checkpoint, and we end with it
     *numbers, join_s = arguments
     rank, world_size, *shares, port = map(int, numbers)
     log_lines.begin(os.environ, sys.stderr)
     log_lines.speaks("trainer", run=os.environ.get("TURNLOG_RUN_ID", ""), instance=f"{instance_of('trainer')}-{rank}")
     layout = dict(zip(layout_of(LearnerOptions()), shares, strict=True))
-    place = pickle.load(sys.stdin.buffer)  # of our own parent
+    place = pickle.load(sys.stdin.buffer)  # written by our own parent
     serve_rank(rank=rank, world_size=world_size, layout=layout, port=port, place=place, join_s=float(join_s))
 
 

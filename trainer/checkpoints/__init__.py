@@ -1,2 +1,4 @@
-"""What a checkpoint holds (`state`), and how it is written while training goes on (`saves`). Where it lies is in
-`turnlog.trainer.checkpoint`."""
+"""Content of checkpoints (`state`), and how they are written while training continues (`saves`).
+
+`turnlog.trainer.checkpoint` decides which one a run resumes from.
+"""

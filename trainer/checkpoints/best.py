@@ -1,7 +1,8 @@
-"""Which checkpoints evaluations need: that of the best version, and those whose rounds are not scored yet.
+"""Checkpoints that evaluations need: that of the best version, and those whose rounds are not scored yet.
 
-What `turnlog eval` finds best may be older than [trainer] checkpoints_kept reaches. So the trainer follows the same
-fold of the log, where [eval] every asks for rounds: beside its steps, once a checkpoint, from where it stood.
+The best version according to `turnlog eval` may be older than the [trainer] checkpoints_kept newest ones. So the
+trainer follows the same fold of the log where [eval] every requests rounds: concurrently with its steps, once per
+checkpoint, from where it stopped.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ TOPICS = (topics.WEIGHTS, topics.GROUP_REQUESTS, topics.SAMPLES, topics.TREES)
 
 
 class NeededByEvaluations:
-    """Of a role's run. One call at a time."""
+    """The checkpoints that the evaluations of a role's run need. Not safe for concurrent calls."""
 
     def __init__(self, role: Role, checkpoints: Checkpoints) -> None:
         self._role, self._checkpoints, self._groups = role, checkpoints, EvalGroups()
         self._since: dict[Partition, int] = {}
 
     async def __call__(self) -> frozenset[str]:
-        """Names of folders, whether they are there or not: of those that wait for their rounds the newest, as many as
-        stay for their age. Raises LogError."""
+        """Return the names of needed folders, whether they exist or not. Raises LogError.
+
+        Of those that wait for their rounds, only the newest checkpoints_kept are returned.
+        """
         every, kept = self._role.settings.eval.every, self._role.settings.trainer.checkpoints_kept
         if not every:
             return frozenset()
@@ -36,7 +39,7 @@ class NeededByEvaluations:
         rounds: dict[int, str] = {}
         for name, cursor in (await asyncio.to_thread(self._checkpoints.cursors)).items():
             if cursor.draws % every == 0:
-                rounds.setdefault(cursor.draws // every, name)  # the first of a draw that has several steps
+                rounds.setdefault(cursor.draws // every, name)  # the first one if the rollout batch has several steps
         waiting = [rounds[one] for one in sorted(rounds) if not self._groups.settled(one)]
         return frozenset((*waiting[-kept:], *self._best()))
 

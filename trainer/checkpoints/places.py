@@ -1,5 +1,7 @@
-"""Where the checkpoints of a run lie, beneath the rules of `trainer.checkpoint`: a folder here, an object store in
-`store`. Both pass the same tests."""
+"""Storage of a run's checkpoints, below the rules of `trainer.checkpoint`: a folder here, an object store in `store`.
+
+Both implementations pass the same tests.
+"""
 
 from __future__ import annotations
 
@@ -18,85 +20,92 @@ from turnlog.trainer import CheckpointDamaged, CheckpointUnusable
 SUMS = "SHA256SUMS"
 PART = ".part"
 MARKERS = "latest*.json"
-"""`latest.json` is what releases before 0.2 kept for all incarnations."""
+"""`latest.json` is the single marker that releases before 0.2 wrote for all generations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What one says. Its incarnation is -1 when there is none."""
+    """The content of a marker. `incarnation` is -1 if there is no marker."""
 
     incarnation: int
     folder: str | None
-    """What the incarnation goes on from, as long as it has written none of its own."""
+    """Checkpoint that the generation resumes from until it has written its own."""
     confirmed: bool = True
-    """Nobody else claims this incarnation: it says what to go on from."""
+    """True if nobody else claims this generation, so that the marker is effective."""
 
 
 Stored = Mapping[str, BlobRef]
-"""Files of a checkpoint that ranks have put where it will lie, by name."""
+"""Files of a checkpoint that ranks have already uploaded to their final place, by name."""
 
 
 class Place(Protocol):
-    """Calls block."""
+    """The storage of a run's checkpoints. All methods block."""
 
     @property
     def where(self) -> str:
-        """Its address, for people."""
+        """The address, for people."""
         ...
 
     def names(self) -> list[str]:
-        """Of the checkpoints that are whole."""
+        """Return the names of complete checkpoints."""
         ...
 
     def opened(self, name: str) -> Path:
-        """A folder of this machine with its common values, ready to be restored from. Raises CheckpointDamaged."""
+        """Return a local folder with the common values of a checkpoint, ready to restore from. Raises
+        CheckpointDamaged.
+        """
         ...
 
     def said(self, name: str) -> str:
-        """Its whole address."""
+        """Return the whole address of a checkpoint."""
         ...
 
     def markers(self) -> dict[str, Marker]:
-        """By name, also of those that somebody is about to make. Raises CheckpointUnusable for one that cannot be
-        read: what it named may be the only one that counts."""
+        """Return all markers by name, including those that are being created.
+
+        Raises CheckpointUnusable for an unreadable marker: the checkpoint that it named may be the only effective one.
+        """
         ...
 
     def created(self, marker: Marker) -> bool:
-        """Make the marker of an incarnation, unless another process has it."""
+        """Create the marker of a generation. Return False if another process has it."""
         ...
 
     def mark(self, marker: Marker) -> None:
-        """Let the marker that was created say this."""
+        """Overwrite the marker that was created."""
         ...
 
     def forget(self, marker: str) -> None:
-        """One of an earlier incarnation goes."""
+        """Remove the marker of an earlier generation."""
         ...
 
     def begun(self, name: str) -> Path:
-        """An empty folder of this machine to write into."""
+        """Return an empty local folder to write a checkpoint into."""
         ...
 
     def finished(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
-        """All of its files are written, those of other ranks `stored`: bring what is left there, with their sums.
-        Takes long. `about`: see `StorePlace`."""
+        """Bring files to their final place, with their checksums; all files are written, and those of other ranks are
+        in `stored`.
+
+        This takes long. For `about`, see `StorePlace`.
+        """
         ...
 
     def seal(self, folder: Path) -> str:
-        """From now on it is whole: its name."""
+        """Finalize a checkpoint and return its name."""
         ...
 
     def drop(self, name: str) -> None:
-        """Remove one."""
+        """Remove a checkpoint."""
         ...
 
     def sweep(self) -> None:
-        """Remove what was left of those that never became whole."""
+        """Remove the remains of checkpoints that were never finalized."""
         ...
 
 
 class FolderPlace:
-    """On disk, which several machines must share."""
+    """Checkpoints in a folder on disk, which several machines must share."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -110,7 +119,9 @@ class FolderPlace:
         return [path.name for path in self._directory.glob("step-*-i*") if path.suffix != PART]
 
     def opened(self, name: str) -> Path:
-        """A file of a release that kept no sums passes."""
+        """Return the folder of a checkpoint after verifying its files; one of a release that stored no checksums is
+        accepted.
+        """
         folder = self._directory / name
         if not folder.is_dir():
             raise CheckpointDamaged(f"{folder} is gone; restore it")
@@ -176,7 +187,7 @@ class FolderPlace:
 
 
 def _read(path: Path) -> Marker:
-    """A marker; of none when its owner's successor has just removed it. Raises CheckpointUnusable."""
+    """Read a marker; an empty one if the successor of its owner has just removed it. Raises CheckpointUnusable."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -185,7 +196,7 @@ def _read(path: Path) -> Marker:
 
 
 def read_marker(content: bytes, where: str) -> Marker:
-    """What one says that lies there. Raises CheckpointUnusable."""
+    """Parse the content of the marker at `where`. Raises CheckpointUnusable if it is malformed."""
     try:
         said = json.loads(content)
         folder, confirmed = said["folder"], said.get("confirmed", True)
@@ -204,7 +215,10 @@ def _garbled(where: str, why: str) -> CheckpointUnusable:
 
 
 def check_files(folder: Path) -> None:
-    """Raises CheckpointDamaged for a file that is not as it was written; one of a release that kept no sums passes."""
+    """Verify the files of a checkpoint. Raises CheckpointDamaged for a file that is missing or was altered.
+
+    A checkpoint of a release that stored no checksums is accepted.
+    """
     sums = folder / SUMS
     for line in sums.read_text(errors="replace").splitlines() if sums.exists() else ():
         wanted, apart, name = line.partition("  ")
@@ -219,13 +233,13 @@ def check_files(folder: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex, of a file of any size."""
+    """Return the hex sha256 of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def contents_sha256(folder: Path, *patterns: str) -> str:
-    """Over names and contents of the files that fit, wherever the folder lies."""
+    """Return the hex sha256 over names and contents of the files that match, independently of the folder's path."""
     running = hashlib.sha256()
     for file in sorted(file for pattern in patterns for file in folder.glob(pattern)):
         running.update(f"{file.name} {file_sha256(file)}\n".encode())
@@ -233,7 +247,7 @@ def contents_sha256(folder: Path, *patterns: str) -> str:
 
 
 def write_sums(folder: Path) -> None:
-    """The last of its files, on disk when this returns: a folder without it is not complete."""
+    """Write the checksums as the last file and sync it to disk: a folder without this file is not complete."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
     text = "".join(f"{file_sha256(path)}  {path.relative_to(folder)}\n" for path in files)
     with (folder / SUMS).open("w") as file:

@@ -1,12 +1,13 @@
-"""Weight versions of one incarnation that go out while it trains on: at most one at a time.
+"""Weight publisher of one trainer generation: weights are published while training continues, at most one version at a
+time.
 
     due          after its step: it has its number, and its tensors are files (a call of the ranks)
-    stored       told apart from the version before it and uploaded (threads, beside the next step)
-    published    WeightVersionPublished is on the log; only then another one may be due
+    stored       compared with the version before it and uploaded (threads, beside the next step)
+    published    WeightVersionPublished is on the log; only then may another version be due
 
-None is skipped or overtaken. Killed before it is published, a version was never there: nothing names what was stored of
-it, and the next incarnation publishes the weights that it starts from. What fails on the way ends the trainer at its
-next look: an ExportFailed where files could not be written.
+No version is skipped or overtaken. If the trainer is killed before a version is published, the version never existed:
+no record names its objects, and the next generation publishes the weights that it starts from. A failure ends the
+trainer at its next check: with ExportFailed if files could not be written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those o
 
 
 class Said(Protocol):
-    """What the log will say of the version: `published`, of one cursor."""
+    """Builds the WeightVersionPublished of a version: `published`, bound to one cursor."""
 
     def __call__(
         self, written: Written, files: tuple[WeightFile, ...], *, difference: Difference | None = None
@@ -41,7 +42,10 @@ class Said(Protocol):
 
 
 class Publications:
-    """Not thread-safe, and not within a transaction: it commits. Left, it gives up what is under way."""
+    """Publisher of weight versions. Not thread-safe; must not be used within a transaction, since it commits one.
+
+    Leaving the context abandons a version in progress.
+    """
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class Publications:
         call: Callable[..., Awaitable[Any]],
         commit: Callable[[WeightVersionPublished], Awaitable[None]],
     ) -> None:
-        """`model`: the folder whose config travels along. `call`: of a method of Ranks."""
+        """`model` is the folder whose config is uploaded with the weights. `call` calls a method of Ranks."""
         self._exports, self._model, self._blobs, self._call, self._commit = exports, model, blobs, call, commit
         self._open: asyncio.Task[WeightVersionPublished] | None = None
         self._waited_s = 0.0
@@ -65,7 +69,7 @@ class Publications:
             await asyncio.wait([self._open])
 
     async def holds(self, tensors: Mapping[str, str]) -> bool:
-        """Whether the ranks' frozen weights have these checksums."""
+        """Return whether the ranks' frozen weights have these checksums."""
         with _writing(self._exports.directory):
             folder = await asyncio.to_thread(self._exports.begun, 0)
             written: Written = await self._call(Ranks.export_files, folder, "base")
@@ -73,8 +77,10 @@ class Publications:
         return written.checksums == tensors
 
     async def begin(self, version: int, said: Said, of: Of = "merged") -> WeightVersionPublished:
-        """Of the weights that the ranks hold now; the one before it is published first. What the log will say of it,
-        but for its files. Raises as `settle`."""
+        """Begin to publish the weights that the ranks hold now, after publishing the previous version.
+
+        Return the record that will be written, still without its files. Raises the errors of `settle`.
+        """
         await self.settle()
         with _writing(self._exports.directory):
             folder = await asyncio.to_thread(self._exports.begun, version)
@@ -83,18 +89,20 @@ class Publications:
         return said(written, ())
 
     async def look(self) -> None:
-        """Publish what is stored. Raises as `settle`."""
+        """Publish a version that is stored. Raises the errors of `settle`."""
         if self._open is not None and self._open.done():
             await self.settle()
 
     async def beside(self, work: asyncio.Future[Any]) -> None:
-        """The same for as long as the work takes."""
+        """Like `look`, repeatedly until `work` is done."""
         if self._open is not None:
             await asyncio.wait([self._open, work], return_when=asyncio.FIRST_COMPLETED)
             await self.look()
 
     async def settle(self) -> None:
-        """Nothing is under way then. Raises StoreUnavailable, and as transactions do."""
+        """Publish the version in progress, so that none is left. Raises StoreUnavailable, and the errors of
+        transactions.
+        """
         if self._open is not None:
             mark = time.monotonic()
             await self._commit(await self._open)
@@ -102,7 +110,7 @@ class Publications:
             self._waited_s += time.monotonic() - mark
 
     def waited_s(self) -> float:
-        """For how long training stood still for publications since this was asked last."""
+        """Return for how many seconds training waited for publications since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
@@ -119,7 +127,7 @@ class Publications:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """While files are written there. Raises ExportFailed."""
+    """Convert an OSError while files are written to `folder`. Raises ExportFailed."""
     try:
         yield
     except OSError as error:

@@ -1,15 +1,15 @@
-"""Checkpoints of one incarnation that are written while it trains on: at most one at a time.
+"""Checkpoints of one trainer generation, written while training continues: at most one at a time.
 
     begin      state copied (a call of the ranks, between two steps)
-    written    every rank has written its part, and put it into the store, and the metadata are there (a look at the
-               ranks, between two steps)
-    summed     the sums of all files are known, and nothing is left to put (in a thread); which older ones are needed is
-               known
-    sealed     this is still the owner; the folder has its name, or the store its manifest
+    written    every rank has written and uploaded its part, and the metadata exist (a check of the ranks, between two
+               steps)
+    summed     the checksums of all files are known, and everything is uploaded (in a thread); it is known which older
+               checkpoints are needed
+    sealed     ownership is confirmed; the folder has its final name, or the store its manifest
 
-Killed before it is sealed, a checkpoint was never there. What fails on the way is a CheckpointFailed, or what the store
-said, and ends the trainer at its next look: the state that the run would go on from stays the one before, and what was
-written goes, so that a disk that it has filled has room for the log.
+If the trainer is killed before a checkpoint is sealed, the checkpoint never existed. A failure is a CheckpointFailed or
+a store's error, and ends the trainer at its next check. The run would still resume from the previous checkpoint, and
+the files written so far are removed, so that a disk that they filled has room for the log.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from turnlog.trainer.gang.calls import Ranks
 
 @dataclass(slots=True)
 class _Open:
-    """The one under way."""
+    """The checkpoint in progress."""
 
     cursor: Cursor
     part: Path
     about: dict[str, Any]
     sums: asyncio.Task[Collection[str]] | None = None
-    """Ends with the names of older ones that are needed."""
+    """Returns the names of older checkpoints that are needed."""
 
 
 class Saves:
-    """Not thread-safe, and not within a transaction: it looks at the fence."""
+    """Writer of checkpoints. Not thread-safe; must not be used within a transaction, since it checks the fence."""
 
     def __init__(
         self,
@@ -51,19 +51,22 @@ class Saves:
         check_owner: Callable[[], Awaitable[None]],
         needed: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
-        """`call`: of a method of Ranks. `check_owner` raises where another one owns the run. `needed`: names of
-        checkpoints that stay, whatever their age."""
+        """`call` calls a method of Ranks. `check_owner` raises if another process owns the run. `needed` returns the
+        names of checkpoints to retain, whatever their age.
+        """
         self._checkpoints, self._call, self._check_owner, self._needed = checkpoints, call, check_owner, needed
         self._open: _Open | None = None
         self._waited_s = 0.0
         self.saved: Cursor | None = None
-        """Of the newest one that is sealed, or that was gone on from."""
+        """Cursor of the newest checkpoint that was sealed, or that training resumed from."""
         self.name = ""
-        """Of that one."""
+        """Name of that checkpoint."""
 
     async def begin(self, cursor: Cursor, common: dict[str, Any]) -> None:
-        """Save the state of `cursor`, which the ranks hold now; first the one before it is ended. Raises
-        CheckpointFailed, StoreUnavailable, Superseded."""
+        """Begin to save the state of `cursor`, which the ranks hold now, after completing the previous checkpoint.
+
+        Raises CheckpointFailed, StoreUnavailable, Superseded.
+        """
         await self.settle()
         mark = time.monotonic()
         try:
@@ -76,7 +79,7 @@ class Saves:
         self._waited_s += time.monotonic() - mark
 
     async def look(self) -> None:
-        """Take it a step further where that needs no waiting. Raises as `begin`."""
+        """Advance the checkpoint in progress as far as possible without waiting. Raises the errors of `begin`."""
         mark = time.monotonic()
         if self._open is not None and self._open.sums is None:
             with _failing(self._open.part):
@@ -88,7 +91,7 @@ class Saves:
         self._waited_s += time.monotonic() - mark
 
     async def settle(self) -> None:
-        """The same to its end: nothing is under way then."""
+        """Complete the checkpoint in progress, so that none is left. Raises the errors of `begin`."""
         mark = time.monotonic()
         if (held := self._open) is not None:
             with _failing(held.part):
@@ -97,7 +100,7 @@ class Saves:
         self._waited_s += time.monotonic() - mark
 
     def waited_s(self) -> float:
-        """For how long training stood still for checkpoints since this was asked last."""
+        """Return for how many seconds training waited for checkpoints since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
@@ -119,7 +122,9 @@ class Saves:
 
 @contextmanager
 def _failing(part: Path) -> Iterator[None]:
-    """While a step towards a checkpoint is taken: what that fails with is a CheckpointFailed, and the part goes."""
+    """Convert an OSError during a step of a checkpoint to CheckpointFailed, and remove the part on any
+    CheckpointFailed.
+    """
     try:
         yield
     except (OSError, CheckpointFailed) as error:

@@ -1,22 +1,22 @@
 """Weights, optimizer and common values as a Megatron distributed checkpoint: one rank's part of it.
 
-A save copies what this rank holds and returns; a thread writes the copies, and a last collective call, once every rank
+A save copies what this rank holds and returns. A thread writes the copies, and a last collective call, once every rank
 has written, adds the metadata that make them a checkpoint. Steps may be taken between the two.
 
-Two formats of the optimizer:
+There are two formats of the optimizer state:
 
-  by place      each data-parallel rank writes the slice that it steps on: nothing is gathered. It loads where as many
-                ranks share layers and experts; how many differ in their rows alone may change
-  reshardable   each data-parallel rank gathers the optimizer of its whole shard. It loads on any layout
+  by place      each data-parallel rank writes the slice that it updates: nothing is gathered. Loads if as many ranks
+                share layers and experts; the number of ranks that differ in their rows alone may change
+  reshardable   each data-parallel rank gathers the optimizer state of its whole shard. Loads on any layout
 
-Bytes on the CPU per rank beside what it trains with, for P parameters of its shard of w bytes each, on D data-parallel
-ranks: a save by place holds 12 P / D until it is written; a reshardable one gathers 12 P on each of the D, by way of
-12 P / D and another 12 P, and gloo's 8 P; the first copies those it has gathered, and holds that until it is written;
-the first holds w P of weights, too. A load by place writes in place, and holds what it reads at once: a third of the
-optimizer's slice, or a weight; a reshardable one 12 P and w P.
+CPU memory per rank in bytes, beside what it trains with, for P parameters of its shard of w bytes each on D
+data-parallel ranks: a save by place holds 12 P / D until it is written. A reshardable save gathers 12 P on each of the
+D ranks, by way of 12 P / D and another 12 P, and gloo's 8 P; the first rank copies what it gathered, and holds that
+until it is written; the first also holds w P of weights. A load by place writes in place, and holds what it reads at
+once: a third of the optimizer's slice, or a weight. A reshardable load holds 12 P and w P.
 
-Where checkpoints lie in an object store, each rank puts what it has written there, in the same thread, and fetches the
-files that hold what it loads.
+If checkpoints lie in an object store, each rank uploads what it has written in the same thread, and fetches the files
+that hold what it loads.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ RESHARDABLE = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
-"""Of Megatron's formats the one that loads under another tensor, pipeline and data parallel size."""
+"""Megatron's format that loads under another tensor, pipeline and data parallel size."""
 BY_PLACE = {"distrib_optim_sharding_type": "dp_reshardable"}
-"""The one that gathers nothing."""
+"""Megatron's format that gathers nothing."""
 
 
 State = tuple[Any, Any]
-"""(model, optimizer) of a network"""
+"""(model, optimizer) of a network."""
 
 
 class Save:
-    """A checkpoint on its way to disk."""
+    """A checkpoint that is being written to disk."""
 
     def __init__(
         self,
@@ -68,13 +68,16 @@ class Save:
         reshardable: bool,
         place: StorePlace | None = None,
     ) -> None:
-        """Copy the state into memory and begin to write it into an existing empty folder. Collective; `common` is the
-        same on every rank. `place`: where each rank puts what it has written. Raises CheckpointFailed."""
+        """Copy the state into memory and begin to write it into an existing empty folder. Collective.
+
+        `common` must be the same on every rank. `place` is where each rank uploads what it has written. Raises
+        CheckpointFailed.
+        """
         self._directory, self._place = directory, place
         self._stored: dict[str, BlobRef] = {}
         self._failure: BlobError | None = None
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # Megatron would start a manager process (5 s, and an orphan after a kill) to carry write results back from
+        # Megatron would start a manager process (5 s, and an orphan after a kill) to return write results from
         # processes that it forks; a thread of this process needs neither.
         mcore.filesystem_async._results_queue = self._results
         strategy = mcore.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
@@ -92,13 +95,16 @@ class Save:
             for path, key, (texts, tensors) in buckets
         ]
         self.bytes = sum(tensor.nbytes for _, _, (_, tensors) in copies for _, tensor in tensors)
-        """Of the copies that are held until they are written."""
+        """Bytes of the copies that are held until they are written."""
         self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def done(self, *, wait: bool) -> dict[str, BlobRef] | None:
-        """What ranks have put into the store, once every rank has written its part; the checkpoint is whole then.
-        Collective. Raises CheckpointFailed on rank 0 and on a rank that failed, BlobError on all."""
+        """Return the files that ranks have uploaded once every rank has written its part, else None. Collective.
+
+        The checkpoint is complete when the files are returned; `wait` waits for that. Raises CheckpointFailed on rank 0
+        and on a rank that failed, BlobError on all.
+        """
         if wait:
             self._thread.join()
         written = torch.tensor([int(not self._thread.is_alive())], device=mcore.DEVICE)
@@ -112,7 +118,7 @@ class Save:
         return {name: ref for of_rank in stored for name, ref in of_rank.items()}
 
     def _write(self, buckets: list[Any]) -> None:
-        """In the thread; what it failed at is raised by `done`."""
+        """Write and upload the copies; runs in the thread. `done` raises its failure."""
         found: dict[int, Any] = {}
         for place, bucket in enumerate(buckets):
             results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -139,19 +145,19 @@ class Save:
             yield
         except (OSError, CheckpointException) as error:
             raise CheckpointFailed(unwritten(self._directory, error)) from error
-        except RuntimeError as error:  # torch says "iostream error", and no more, of a disk that is full
+        except RuntimeError as error:  # for a full disk torch only reports "iostream error"
             if not full_disk(error, self._directory):
                 raise
             raise CheckpointFailed(unwritten(self._directory, error)) from error
 
 
 def unwritten(folder: Path, error: BaseException) -> str:
-    """What a folder could not be written for: its full disk by name, whatever the library says of that."""
+    """Return the message for a folder that could not be written; it names a full disk, whatever the library reports."""
     return f"{folder} could not be written: {full_disk(error, folder) or error}"
 
 
 class _Fetching(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Fetches the files that hold what this rank loads, before any rank loads anything."""
+    """Loading strategy that fetches the files that this rank needs before any rank loads anything."""
 
     def __init__(self, place: StorePlace) -> None:
         super().__init__()
@@ -178,8 +184,9 @@ def _strategy(place: StorePlace | None) -> _Fetching | None:
 
 
 def described(directory: Path, place: StorePlace | None) -> Path:
-    """The folder of this machine with all but the shards of a checkpoint. Collective. Raises CheckpointDamaged,
-    BlobError."""
+    """Return a local folder with all files of a checkpoint except its shards. Collective. Raises CheckpointDamaged,
+    BlobError.
+    """
     if place is None:
         return directory
     name = directory.name
@@ -188,7 +195,9 @@ def described(directory: Path, place: StorePlace | None) -> Path:
 
 
 def together(work: Callable[[], object]) -> None:
-    """On every rank. What it fails with on one is raised on all; damage only where nothing else is in the way."""
+    """Run `work` on every rank. Collective. A failure on one rank is raised on all; CheckpointDamaged only if there is
+    no other failure.
+    """
     failure: Exception | None = None
     try:
         work()
@@ -198,7 +207,7 @@ def together(work: Callable[[], object]) -> None:
 
 
 def _of_ranks(said: Any, failure: Exception | None) -> list[Any]:
-    """What each rank says, unless one has failed: that is raised on all."""
+    """Gather the values of all ranks. Collective. If a rank has failed, its failure is raised on all."""
     found: list[tuple[Any, Exception | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(found, (said, failure))
     failures = [error for _, error in found if error is not None]
@@ -210,8 +219,10 @@ def _of_ranks(said: Any, failure: Exception | None) -> list[Any]:
 def load_state(
     policy: State, critic: State | None, directory: Path, shape: Mapping[str, Any], place: StorePlace | None = None
 ) -> None:
-    """Load weights and optimizer in place, and those of the critic where it holds one. Collective. Raises
-    CheckpointUnusable, BlobError."""
+    """Load weights and optimizer in place, and those of the critic if the checkpoint has one. Collective.
+
+    Raises CheckpointUnusable, BlobError.
+    """
     common = _common(directory, shape)
     by_place = common.get("sharding") == BY_PLACE["distrib_optim_sharding_type"]
     if by_place and common["shards"] != shards():
@@ -241,7 +252,7 @@ def _common(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shards() -> dict[str, int]:
-    """How many ranks share what of the model."""
+    """Return the number of ranks among which the model is sharded, per kind of parallelism."""
     state = mcore.parallel_state
     return {
         "tensor_parallel": state.get_tensor_model_parallel_world_size(),
@@ -251,8 +262,11 @@ def shards() -> dict[str, int]:
 
 
 def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
-    """What is not sharded, for so many optimizers. Experts that ranks share have one of their own beside that of the
-    rest; all are configured alike and have taken the same steps."""
+    """Convert the unsharded optimizer state to `optimizers` optimizers.
+
+    Experts that are shared among ranks have an optimizer of their own beside that of the other parameters; all are
+    configured alike and have taken the same steps.
+    """
     alone = "optimizer" in state
     if alone == (optimizers == 1):
         return state
@@ -272,7 +286,7 @@ def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """The values given to `save`. Raises CheckpointDamaged."""
+    """Return the common values that were given to `save`. Raises CheckpointDamaged if they cannot be read."""
     file = directory / mcore.COMMON_STATE_FNAME
     try:
         whole = mcore.dist_checkpointing.check_is_distributed_checkpoint(str(directory)) and file.is_file()
@@ -285,13 +299,15 @@ def read_common(directory: Path) -> dict[str, Any]:
 
 
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
-"""What torch and pickle make of files that are cut short, or hold other bytes."""
+"""Exceptions that torch and pickle raise for files that are truncated or have other content."""
 
 
 @contextmanager
 def _loading(directory: Path) -> Iterator[None]:
-    """What the block finds unreadable in a checkpoint is damage: of files that no sums vouch for. Raises
-    CheckpointDamaged, on every rank: torch tells all of them what one has found."""
+    """Convert errors of reading a checkpoint to CheckpointDamaged; they come from files without checksums.
+
+    It is raised on every rank, because torch tells all of them what one has found.
+    """
     try:
         yield
     except (CheckpointException, mcore.CheckpointingException) as error:
@@ -319,7 +335,7 @@ def _of(part: State, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[s
 
 
 def _storages(model: Any, optimizer: Any) -> set[int]:
-    """Addresses of what a step changes."""
+    """Return the addresses of all storages that a step changes."""
     states = [one.optimizer for one in optimizer.chained_optimizers]
     held = [
         *model.parameters(),
@@ -330,5 +346,5 @@ def _storages(model: Any, optimizer: Any) -> set[int]:
 
 
 def _apart(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
-    """On the CPU, where no step changes it: Megatron has copied some for reasons of its own."""
+    """Return the tensor on the CPU, where no step changes it. It is not copied again if Megatron already has."""
     return tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() in live)

@@ -1,19 +1,19 @@
-"""Checkpoints in an object store, where ranks of several machines meet that share no disk.
+"""Checkpoints in an object store, for ranks on several machines that share no disk.
 
-    PREFIX/step-00000010-i0/FILE            what a rank has written on its machine's disk, put there by that rank
-    PREFIX/step-00000010-i0/MANIFEST.json   names, sizes and sha256 of all of them: put last, and the commit
-    PREFIX/latest-i0-NONCE.json             the marker of incarnation 0
+    PREFIX/step-00000010-i0/FILE            written by a rank on its machine's disk, then uploaded by that rank
+    PREFIX/step-00000010-i0/MANIFEST.json   names, sizes and sha256 of all files: uploaded last, as the commit
+    PREFIX/latest-i0-NONCE.json             the marker of generation 0
 
-PREFIX is `checkpoints/` in the folder of the run's owner. A name carries its incarnation, so that nobody puts anything
-where another one has. Without its manifest a checkpoint was never there: the next incarnation removes what is left of
-it, and `turnlog gc`, where there is none.
+PREFIX is `checkpoints/` in the folder of the run's owner. A name carries its trainer generation, so that nobody
+overwrites another's objects. Without its manifest a checkpoint never existed: the next generation removes its remains,
+or `turnlog gc` if there is no next one.
 
-Nothing rests on conditional puts. Whoever claims an incarnation puts a marker that names nothing yet, then lists: of
-two that claim the same one, whichever lists last sees the other, and takes the next number. Only a marker that was
-confirmed says what to go on from.
+Nothing relies on conditional puts. A process that claims a generation puts a marker that names nothing yet, then lists
+the markers: of two that claim the same generation, the one that lists last sees the other and takes the next number.
+Only a confirmed marker states what to resume from.
 
-Each machine keeps the files that its ranks have put or fetched, of the checkpoint before and of the one that is under
-way. A file is fetched by whoever needs it, once per machine, and verified as it comes.
+Each machine caches the files that its ranks have uploaded or fetched, of the previous checkpoint and of the one in
+progress. A file is fetched when it is needed, once per machine, and verified on arrival.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from turnlog.trainer import CheckpointDamaged
 from turnlog.trainer.checkpoints.places import Marker, Stored, file_sha256, read_marker
 
 SHARDS = ".distcp"
-"""What the files of ranks end with. All others say what is in them, and are few and small."""
+"""Suffix of the files that ranks write. All other files describe these, and are few and small."""
 AT_ONCE = 16
-"""Removals under way together."""
+"""Maximum number of concurrent removals."""
 LOCKS = ".locks"
 
 T = TypeVar("T")
@@ -49,16 +49,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StorePlace:
-    """See Place. It travels to other processes of this machine, so it opens its client anew for each call."""
+    """Place in an object store. It is pickled to other processes of this machine, so it opens its client anew for each
+    call.
+    """
 
     settings: StoreSettings
     prefix: str
-    """What names of objects begin with, without the slash behind it."""
+    """Prefix of object names, without the trailing slash."""
     cache: Path
-    """The folder of this machine."""
+    """Local cache folder of this machine."""
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     _sums: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Manifests that are not put yet."""
+    """Manifests that are not uploaded yet, by checkpoint."""
 
     @property
     def where(self) -> str:
@@ -72,7 +74,7 @@ class StorePlace:
         return [name.split("/")[-2] for name in found if name.endswith(f"/{MANIFEST}")]
 
     def opened(self, name: str) -> Path:
-        """Its shards are looked at here, and read where they are needed."""
+        """Check the sizes of all files and fetch all but the shards, which are read where they are needed."""
         files = self.manifest(name)
         there = self._run(lambda blobs: blobs.listed(f"{self.prefix}/{name}/")).objects
         sizes = {one.name.rpartition("/")[2]: one.size for one in there}
@@ -85,26 +87,30 @@ class StorePlace:
         return self._brought(name, files, [file for file in files if not file.endswith(SHARDS)])
 
     def cursor(self, name: str) -> dict[str, Any]:
-        """Where it stands. Raises CheckpointDamaged."""
+        """Return the cursor values of a checkpoint. Raises CheckpointDamaged."""
         with self._read(name) as said:
             return dict(said["cursor"])
 
     def manifest(self, name: str) -> dict[str, BlobRef]:
-        """Its files. Raises CheckpointDamaged."""
+        """Return the files of a checkpoint. Raises CheckpointDamaged."""
         with self._read(name) as said:
             return {file: BlobRef(ref["sha256"], ref["bytes"]) for file, ref in said["files"].items()}
 
     @contextlib.contextmanager
     def _read(self, name: str) -> Iterator[dict[str, Any]]:
-        """What its manifest says. Raises CheckpointDamaged for one that does not say what the block asks."""
+        """Yield the content of a checkpoint's manifest. Raises CheckpointDamaged if it is missing or lacks what the
+        block reads.
+        """
         try:
             yield json.loads(self._run(lambda blobs: blobs.get_named(f"{self.prefix}/{name}/{MANIFEST}")))
         except (BlobMissing, ValueError, KeyError, TypeError) as error:
             raise CheckpointDamaged(f"{self.said(name)}/{MANIFEST} is gone, or no manifest ({error})") from error
 
     def fetched(self, name: str, files: Collection[str]) -> Path:
-        """The folder of this machine, in which these files are now; whoever has one already has it verified again.
-        Raises CheckpointDamaged, NoRoom, StoreUnavailable."""
+        """Fetch files of a checkpoint and return its local folder; files that are already there are verified again.
+
+        Raises CheckpointDamaged, NoRoom, StoreUnavailable.
+        """
         return self._brought(name, self.manifest(name), files)
 
     def _brought(self, name: str, refs: Mapping[str, BlobRef], files: Collection[str]) -> Path:
@@ -117,7 +123,7 @@ class StorePlace:
         return folder
 
     def all_of(self, name: str) -> Path:
-        """The whole of it, on this machine. Raises as `fetched`."""
+        """Fetch all files of a checkpoint and return its local folder. Raises the errors of `fetched`."""
         refs = self.manifest(name)
         return self._brought(name, refs, refs)
 
@@ -135,11 +141,11 @@ class StorePlace:
         part.replace(path)
 
     def put(self, folder: Path, file: str) -> BlobRef:
-        """A file of a checkpoint that is being written. Raises StoreUnavailable."""
+        """Upload a file of a checkpoint that is being written. Raises StoreUnavailable."""
         return self._run(lambda blobs: blobs.put_named_file(f"{self.prefix}/{folder.name}/{file}", folder / file))
 
     def here(self, name: str, keep: str) -> Path:
-        """This machine's folder of a checkpoint that begins; all others but that of `keep` go."""
+        """Return this machine's folder of a new checkpoint; remove all others except that of `keep`."""
         for old in self.cache.glob("step-*-i*"):
             if old.name not in (name, keep):
                 shutil.rmtree(old, ignore_errors=True)
@@ -154,7 +160,7 @@ class StorePlace:
         return self.cache / name
 
     def finished(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
-        """`about`: what the manifest says beside its files."""
+        """Upload the remaining files and prepare the manifest. `about` holds the manifest's values beside the files."""
         left = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.name not in stored]
         files = {**stored, **{file: self.put(folder, file) for file in left}}
         sums = {file: {"bytes": ref.size, "sha256": ref.sha256} for file, ref in sorted(files.items())}
@@ -165,7 +171,7 @@ class StorePlace:
         return folder.name
 
     def drop(self, name: str) -> None:
-        """What makes it whole goes first."""
+        """Remove a checkpoint, its manifest first, so that it is never complete without all of its files."""
         self._removed([f"{self.prefix}/{name}/{MANIFEST}"])
         self._removed(self._run(lambda blobs: blobs.names(f"{self.prefix}/{name}/")))
 
@@ -226,15 +232,17 @@ class StorePlace:
 
 
 CACHE = "s3"
-"""In `checkpoints/` of the run's directory."""
+"""Name of the cache folder in `checkpoints/` of the run's directory."""
 
 
 def checkpoints_directory(settings: Settings) -> Path:
-    """Of this machine."""
+    """Return the checkpoints folder of a run on this machine."""
     return Path(settings.run.directory).resolve() / CHECKPOINTS
 
 
 async def store_place(role: Role, cache: Path, *, owned: bool = False) -> StorePlace:
-    """Where checkpoints of the role's run lie in its store; `owned`: the store is told whose they are. Raises as
-    `folder_of`."""
+    """Return the place of the checkpoints of the role's run in its store. If `owned`, the store is told whose they are.
+
+    Raises the errors of `folder_of`.
+    """
     return StorePlace(role.settings.store, f"{await folder_of(role, owned=owned)}/{CHECKPOINTS}", cache)

@@ -1,4 +1,4 @@
-"""How the ranks hear what they are to do, and where they run."""
+"""RPC from rank 0 to all ranks, and their launchers (local, torchrun, Ray)."""
 
 LOCAL_RANK = "LOCAL_RANK"
-"""A rank's number on its machine, which says its device: in the environment, where torchrun puts it, too."""
+"""Environment variable with a rank's number on its machine, which selects its device; torchrun sets it too."""

@@ -1,7 +1,7 @@
-"""A rank as an actor of Ray's, on whatever node it was placed.
+"""A rank as a Ray actor, on whatever node it was placed.
 
-Ray imports this module before it makes the actor, and Megatron asks for a device as soon as it is imported: so nothing
-here imports it, nor torch, before the actor has said which device is its own.
+Ray imports this module before it creates the actor, and Megatron requests a device as soon as it is imported. So
+nothing here imports Megatron or torch before the actor has set its own device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def local_rank(given: Mapping[str, list[str]], environment: Mapping[str, str]) -> int:
-    """The place of the device that Ray gave this process among those that it sees."""
+    """Return the index of the device that Ray gave this process among the devices that it sees."""
     if not (mine := given.get("GPU")):
         return 0
     seen = environment.get("CUDA_VISIBLE_DEVICES")
@@ -33,7 +33,7 @@ def local_rank(given: Mapping[str, list[str]], environment: Mapping[str, str]) -
 
 
 class Rank:
-    """All but `alive` are called one after the other."""
+    """A rank. All methods except `alive` are called one after the other."""
 
     def __init__(self, run: str) -> None:
         os.environ[LOCAL_RANK] = str(local_rank(ray.get_runtime_context().get_accelerator_ids(), os.environ))
@@ -44,18 +44,18 @@ class Rank:
         self._first = False
 
     def place(self, model: Path) -> Place:
-        """Where this is, and whether that folder is there, too."""
+        """Return the node of this actor, and whether the model folder exists there."""
         return place(model)
 
     def meet(self, address: str, world_size: int) -> int:
-        """Host the store where all ranks meet: its port."""
+        """Host the store where all ranks meet, and return its port."""
         from turnlog.trainer.launch import meeting_place
 
         self._store = meeting_place(0, world_size, address)
         return int(self._store.port)
 
     def join(self, plan: LearningPlan, rank: int, address: str, port: int) -> None:
-        """Be that rank, on the weights of the plan. Raises as launchers.ranks."""
+        """Become rank `rank`, on the weights of the plan. Raises the errors of launchers.ranks."""
         from turnlog.trainer.launch import layout_of, learner_of, meeting_place, process_group
 
         log_lines.begin(os.environ, sys.stderr)
@@ -69,9 +69,9 @@ class Rank:
         self._learner, self._first = learner_of(plan), rank == 0
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Of Learner; what it gives at rank 0."""
+        """Call a method of Learner and return its result at rank 0, None elsewhere."""
         found = getattr(self._learner, method)(*arguments)
         return found if self._first else None
 
     def alive(self) -> None:
-        """In a thread of its own."""
+        """Answer a heartbeat, in a separate thread."""

@@ -1,8 +1,8 @@
-"""What rank 0 is asked to do every rank does: a call is a method of Learner and its arguments.
+"""Calls from rank 0 to all ranks: a call is a method of Learner and its arguments.
 
-The arrays of a call, a batch's rows above all, lie in memory that rank 0 fills once and that each rank of its machine
-maps. So none waits until they have come through a socket, and a machine holds them once. Where a rank cannot map them,
-because it is on another machine, all get them by broadcast.
+The arrays of a call, above all a batch's rows, lie in memory that rank 0 fills once and that each rank of its machine
+maps. So no rank waits until they have come through a socket, and a machine holds them once. If any rank cannot map
+them, because it is on another machine, all ranks get them by broadcast.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from turnlog.trainer.learner import NONE, Learner, StepResult
 from turnlog.trainer.weights import Of
 
 Call = tuple[str, tuple[Any, ...]]
-"""(method of Learner, arguments)"""
+"""(method of Learner, arguments)."""
 ALIGNMENT = 64
-"""Bytes; of where an array begins."""
+"""Alignment in bytes of the start of each array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Mapped:
 
     path: str
     extents: tuple[tuple[int, int], ...]
-    """(start, end) of each array."""
+    """(start, end) of each array, in bytes."""
     rest: bytes
-    """Pickle 5 without them."""
+    """The object pickled with protocol 5, without its arrays."""
 
     def read(self) -> Any:
-        """The object; its arrays are this process's to write to, which changes nobody else's. Raises OSError."""
+        """Return the object. Its arrays are private to this process, which may write to them. Raises OSError."""
         with open(self.path, "rb") as file:
             memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         return pickle.loads(self.rest, buffers=[memory[start:end] for start, end in self.extents])
@@ -53,7 +53,10 @@ class Mapped:
 
 @contextmanager
 def laid_out(value: object) -> Iterator[Mapped | None]:
-    """While the block runs others on this machine can map it; what they have mapped stays. None: it has no arrays."""
+    """Yield a value that others on this machine can map while the block runs; None if `value` has no arrays.
+
+    What they have mapped stays valid after the block.
+    """
     buffers: list[pickle.PickleBuffer] = []
     rest = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     arrays = [buffer.raw() for buffer in buffers]
@@ -61,7 +64,7 @@ def laid_out(value: object) -> Iterator[Mapped | None]:
         yield None
         return
     extents = []
-    with open(os.memfd_create("turnlog-call"), "wb") as file:  # gone with the last process that holds it
+    with open(os.memfd_create("turnlog-call"), "wb") as file:  # freed with the last process that maps it
         for array in arrays:
             start = file.seek(-(-file.tell() // ALIGNMENT) * ALIGNMENT)
             extents.append((start, start + file.write(array)))
@@ -70,7 +73,7 @@ def laid_out(value: object) -> Iterator[Mapped | None]:
 
 
 def all_map(control: dist.ProcessGroup) -> bool:
-    """Whether every rank can map what rank 0 lays out. Collective."""
+    """Return whether every rank can map what rank 0 lays out. Collective."""
     sent = pickle.PickleBuffer(secrets.token_bytes(ALIGNMENT))
     box: list[Any] = [None]
     with laid_out(sent) as there:
@@ -85,12 +88,12 @@ def all_map(control: dist.ProcessGroup) -> bool:
 def _maps(there: Mapped, wanted: bytes) -> bool:
     try:
         return bytes(there.read()) == wanted
-    except (OSError, ValueError):  # nothing there, or something else: this is another machine
+    except (OSError, ValueError):  # missing, or another file: this is another machine
         return False
 
 
 class Ranks(ABC):
-    """All of them as one learner. Not thread-safe: one thread makes all calls."""
+    """All ranks as one learner. Not thread-safe: one thread must make all calls."""
 
     def step(
         self,
@@ -101,67 +104,67 @@ class Ranks(ABC):
         tell_tokens: bool = False,
         held: int | None = None,
     ) -> StepResult:
-        """See Learner.step."""
+        """Call Learner.step on all ranks."""
         result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers, tell_tokens, held)
         return result
 
     def logprobs(self, rows: BatchRows) -> Floats:
-        """See Learner.logprobs."""
+        """Call Learner.logprobs on all ranks."""
         found: Floats = self._everywhere("logprobs", rows)
         return found
 
     def reference_logprobs(self, rows: BatchRows) -> Floats:
-        """See Learner.reference_logprobs."""
+        """Call Learner.reference_logprobs on all ranks."""
         found: Floats = self._everywhere("reference_logprobs", rows)
         return found
 
     def teacher_logprobs(self, rows: BatchRows) -> Floats:
-        """See Learner.teacher_logprobs."""
+        """Call Learner.teacher_logprobs on all ranks."""
         found: Floats = self._everywhere("teacher_logprobs", rows)
         return found
 
     def values(self, rows: BatchRows) -> Floats:
-        """See Learner.values."""
+        """Call Learner.values on all ranks."""
         found: Floats = self._everywhere("values", rows)
         return found
 
     def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
-        """See Learner.measure."""
+        """Call Learner.measure on all ranks."""
         result: StepResult = self._everywhere("measure", rows, objective)
         return result
 
     def export_files(self, folder: Path, of: Of = "merged") -> Written:
-        """See Learner.export_files."""
+        """Call Learner.export_files on all ranks."""
         written: Written = self._everywhere("export_files", folder, of)
         return written
 
     def free_cache(self) -> None:
-        """See Learner.free_cache."""
+        """Call Learner.free_cache on all ranks."""
         self._everywhere("free_cache")
 
     def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
-        """See Learner.begin_save."""
+        """Call Learner.begin_save on all ranks."""
         self._everywhere("begin_save", directory, dict(common), before)
 
     def saved(self, wait: bool) -> Mapping[str, BlobRef] | None:
-        """See Learner.saved."""
+        """Call Learner.saved on all ranks."""
         stored: Mapping[str, BlobRef] | None = self._everywhere("saved", wait)
         return stored
 
     def restore(self, directory: Path) -> None:
-        """See Learner.restore."""
+        """Call Learner.restore on all ranks."""
         self._everywhere("restore", directory)
 
     @abstractmethod
     def _everywhere(self, method: str, *arguments: Any) -> Any:
-        """Call it on every rank: what it gives at rank 0."""
+        """Call a method on every rank and return its result at rank 0."""
 
 
 class RankZero(Ranks):
-    """Its end of those that follow it."""
+    """Rank 0, which broadcasts its calls to the ranks that run `follow`."""
 
     def __init__(self, learner: Learner, control: dist.ProcessGroup, world_size: int) -> None:
-        """`control`: a gloo group of all ranks. Collective, with `follow`."""
+        """`control` is a gloo group of all ranks. Collective with `follow`."""
         self._learner, self._control, self._world_size = learner, control, world_size
         self.maps = world_size > 1 and all_map(control)
         """Whether all ranks map the arrays of a call."""
@@ -184,7 +187,7 @@ class RankZero(Ranks):
 
 
 def follow(learner: Learner, control: dist.ProcessGroup) -> None:
-    """Every other rank's end: do what rank 0 does until it releases us. Raises RuntimeError when rank 0 dies."""
+    """Execute the calls of rank 0 on another rank until it releases this one. Raises RuntimeError if rank 0 dies."""
     all_map(control)
     while True:
         box: list[Call | Mapped | None] = [None]
@@ -196,5 +199,5 @@ def follow(learner: Learner, control: dist.ProcessGroup) -> None:
             call = call.read()
             dist.barrier(control)
         method, arguments = call
-        with suppress(CheckpointDamaged):  # every rank raises it, and rank 0 names another
+        with suppress(CheckpointDamaged):  # every rank raises it, and rank 0 chooses another checkpoint
             getattr(learner, method)(*arguments)

@@ -1,4 +1,4 @@
-"""Who starts the ranks: this process, torchrun before it, or a Ray cluster."""
+"""Launchers of the ranks: this process, torchrun before it, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from turnlog.trainer.shape import read_shape
 
 @contextmanager
 def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
-    """All of them, on the weights of the plan's model folder. Raises UnsupportedModel, LayoutUnfit, WeightsMismatch,
-    TeacherUnfit, RankLost."""
+    """Yield all ranks, on the weights of the plan's model folder.
+
+    Raises UnsupportedModel, LayoutUnfit, WeightsMismatch, TeacherUnfit, RankLost.
+    """
     check_layout(read_shape(plan.model), plan.options)
     if plan.teacher is not None:
         check_teacher(plan.teacher, plan.model, plan.options)
@@ -25,7 +27,7 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
 
 
 def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
-    """Those of a Ray cluster. Raises LayoutUnfit without Ray."""
+    """Return the ranks of a Ray cluster. Raises LayoutUnfit if Ray is not installed."""
     try:
         from turnlog.trainer.gang.on_ray import actors
     except ModuleNotFoundError as error:

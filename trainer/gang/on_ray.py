@@ -1,9 +1,9 @@
 """Ranks as actors of a Ray cluster, one in each bundle of a placement group.
 
-The trainer is none of them and needs no device. The arrays of a call lie in Ray's object store, once a node, and each
-rank maps them. What one of them raises, and the death of one, is raised here and ends the trainer and with it, since
-the others would wait for that rank in a collective, all: the supervisor starts the next incarnation, which goes on from
-the checkpoint. Ray ends the actors of a trainer that was killed, too.
+The trainer is not a rank and needs no device. The arrays of a call lie in Ray's object store, once per node, and each
+rank maps them. An exception or the death of a rank is raised here and ends the trainer, and with it all ranks, since
+the others would wait for that rank in a collective. The supervisor starts the next generation, which resumes from the
+checkpoint. Ray also ends the actors of a trainer that was killed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from turnlog.trainer.plan import LearningPlan
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
 BEATS = "beats"
-"""A concurrency group: a rank answers there while it computes."""
+"""Concurrency group in which a rank answers heartbeats while it computes."""
 
 
 class OnRay(Ranks):
-    """Those actors, in the order of their ranks."""
+    """The actors as one learner, in the order of their ranks."""
 
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = ranks
@@ -43,8 +43,10 @@ class OnRay(Ranks):
 
 @contextmanager
 def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
-    """All ranks, joined; `beat` is told of each that answers, from a thread. Raises LayoutUnfit, RankLost, and what
-    launchers.ranks does."""
+    """Yield all ranks, joined; `beat` is called from a thread with each rank that answers a heartbeat.
+
+    Raises LayoutUnfit, RankLost, and the errors of launchers.ranks.
+    """
     with _cluster(plan.ray_address):
         bundle, count = _bundle(plan), plan.world_size
         actor = ray.remote(concurrency_groups={BEATS: 1})(Rank)
@@ -75,7 +77,7 @@ def _cluster(address: str) -> Iterator[None]:
 
 
 def _bundle(plan: LearningPlan) -> dict[str, int]:
-    """What a rank takes of a node: a device, where the cluster has some."""
+    """Return the resources that a rank takes from a node: a device, if the cluster has any."""
     devices = int(ray.cluster_resources().get("GPU", 0))
     if 0 < devices < plan.world_size:
         raise LayoutUnfit(f"trainer.world_size = {plan.world_size} and the Ray cluster has {devices} GPUs")
@@ -83,7 +85,7 @@ def _bundle(plan: LearningPlan) -> dict[str, int]:
 
 
 def _joined(plan: LearningPlan, gang: Sequence[Any]) -> list[Any]:
-    """In the order of ranks: those of one node are neighbours."""
+    """Join the actors and return them in the order of ranks; those of one node are neighbours."""
     places = of_ranks([one.place.remote(plan.model) for one in gang])
     if blind := next((place for place in places if not place.sees), None):
         raise LayoutUnfit(
@@ -98,7 +100,9 @@ def _joined(plan: LearningPlan, gang: Sequence[Any]) -> list[Any]:
 
 
 def of_ranks(asked: Sequence[Any]) -> list[Any]:
-    """What all ranks give, by rank. Raises RankLost for one that died, and what the first one to fail raised."""
+    """Return the results of all ranks, by rank. Raises RankLost for a rank that died, or the first exception of a
+    rank.
+    """
     try:
         return results(asked, [f"rank {rank}" for rank in range(len(asked))])
     except ActorLost as error:
@@ -107,7 +111,9 @@ def of_ranks(asked: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def _heard(ranks: Sequence[Any], beat: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, ask all ranks again and again, each when it has answered."""
+    """Request a heartbeat from all ranks repeatedly while the block runs, from each once it has answered the last
+    one.
+    """
     over = threading.Event()
 
     def listen() -> None:
