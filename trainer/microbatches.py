@@ -1,8 +1,8 @@
-"""Which rows a forward pass takes, and as what tensors.
+"""Assignment of rows to microbatches, and their layout as tensors.
 
-Rows are right-padded, or packed behind one another; position t predicts token t + 1, so token columns are shifted by
-one here. Which rank and microbatch a row goes to is a pure function of lengths, data-parallel size and the token limit,
-so that a checkpoint resumes on another layout, and a re-run sees the same sums in the same order.
+Rows are right-padded, or packed one after the other. Position t predicts token t + 1, so token columns are shifted by
+one here. The rank and microbatch of a row are a pure function of lengths, data-parallel size and the token limit, so
+that a checkpoint resumes on another layout, and a re-run sees the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -28,38 +28,42 @@ from turnlog.trainer.models.vision import PicturedRows, Shown, shown
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """b rows, s = longest length - 1 positions. Padding carries weight 0."""
+    """b rows of s = longest length - 1 positions. Padding has weight 0."""
 
     inputs: torch.Tensor
-    """[b, s] int64"""
+    """[b, s] int64 token ids."""
     targets: torch.Tensor
-    """[b, s] int64, the token after each input"""
+    """[b, s] int64, the token after each input."""
     positions: torch.Tensor
-    """[b, s] int64; [b, s, 3] of rows with images"""
+    """[b, s] int64; [b, s, 3] for rows with images."""
     trained: torch.Tensor
-    """[b, s] bool"""
+    """[b, s] bool, whether the target trains."""
     recorded: torch.Tensor
-    """[b, s] float32, the engine's log-prob of the target"""
+    """[b, s] float32, the engine's log-prob of the target."""
     advantages: torch.Tensor
-    """[b, s] float32"""
+    """[b, s] float32, advantage of the target."""
     weights: torch.Tensor
-    """[b, s] float32, 1 / weight_divisor where trained"""
+    """[b, s] float32, 1 / weight_divisor where trained, else 0."""
     temperature: torch.Tensor
-    """[b] float32; packed [1, t]"""
+    """[b] float32; packed [1, t]."""
     places: torch.Tensor
-    """[b, s] int64, where the target stands among all tokens of the batch; 0 for padding"""
+    """[b, s] int64, index of the target among all tokens of the batch; 0 for padding."""
     experts: torch.Tensor | None = None
-    """[b, s, layers, top_k] int64, where routing is replayed; None: routers choose"""
+    """[b, s, layers, top_k] int64, if routing is replayed; None if routers choose."""
     features: torch.Tensor | None = None
-    """[b, s] int64, of rows with images: which of their features stands there, counted from 1; 0: the token's own"""
+    """[b, s] int64, for rows with images: 1 + index of the image feature at each position; 0 for the token's own
+    embedding.
+    """
     images: Shown | None = None
     edges: tuple[int, ...] = ()
-    """Of rows that are packed into one: where each begins, and where the last ends. The others are [1, t] then."""
+    """Start of each row, and end of the last one, if the rows are packed; the tensors are [1, t] then."""
 
 
 def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
-    """The rows of one microbatch, `multiple` x n positions each. A trained first token, which nothing predicts, is left
-    out; `step` then finds the books off."""
+    """Lay out the rows of one microbatch, with a multiple of `multiple` positions each.
+
+    A trained first token, which nothing predicts, is left out; `step` then raises BooksOff.
+    """
     if not microbatch:
         return stand_in(device, multiple)
     index = np.asarray(microbatch)
@@ -98,7 +102,9 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
 def _experts(
     rows: BatchRows, microbatch: Microbatch, at: NDArray[np.int64], real: NDArray[np.bool_], device: torch.device
 ) -> torch.Tensor | None:
-    """Of the inputs; distinct ones for padding. None of unrouted rows, which share no microbatch with others."""
+    """Return the experts of the inputs, with distinct ones for padding; None for unrouted rows, which share no
+    microbatch with others.
+    """
     if not isinstance(rows, RoutedRows) or not rows.has_experts[microbatch[0]]:
         return None
     found = np.where(real[..., None, None], rows.experts[at], np.arange(rows.experts.shape[-1]))
@@ -106,7 +112,7 @@ def _experts(
 
 
 def stand_in(device: torch.device, positions: int) -> PaddedRows:
-    """One row of weight 0."""
+    """Return a stand-in row of weight 0."""
     integers = torch.zeros((1, positions), dtype=torch.int64, device=device)
     floats = torch.zeros((1, positions), dtype=torch.float32, device=device)
     return PaddedRows(
@@ -123,7 +129,9 @@ def stand_in(device: torch.device, positions: int) -> PaddedRows:
 
 
 def packed(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
-    """The rows behind one another, of each the first `positions`: no padding but what ranks need to share them."""
+    """Pack the rows one after the other, the first `positions` of each; the only padding is what sharing among ranks
+    requires.
+    """
     device = batch.inputs.device
     row = torch.repeat_interleave(torch.arange(len(positions)), torch.tensor(positions)).to(device)
     column = torch.cat([torch.arange(count) for count in positions]).to(device)
@@ -133,7 +141,7 @@ def packed(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
 
 
 def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
-    """What a context-parallel rank computes of it."""
+    """Return the part of a batch that a context-parallel rank computes."""
     if ranks == 1:
         return batch
     edges = batch.edges or (0, batch.inputs.size(1))
@@ -144,17 +152,19 @@ def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
 
 
 def _tables(batch: PaddedRows) -> dict[str, torch.Tensor]:
-    """What has a number for each position."""
+    """Return the tensors with a value for each position."""
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.dim() > 1}
 
 
 Microbatch = tuple[int, ...]
-"""Row indices in ascending order; empty: a stand-in row of weight 0, so that every rank runs equally many."""
+"""Row indices in ascending order. Empty: a stand-in row of weight 0, so that every rank runs equally many
+microbatches.
+"""
 
 
 Cost = Callable[[int], int]
-"""Of a row, by its length."""
+"""Cost of a row, as a function of its length."""
 
 
 def microbatches(
@@ -166,13 +176,14 @@ def microbatches(
     packing: bool = False,
     kinds: Sequence[bool] | None = None,
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """For each rank its microbatches, equally many for all; of each of the `kinds`, which share none, the costliest
-    first.
+    """Return for each rank its microbatches, equally many for all ranks; within each of `kinds`, which share none, the
+    costliest first.
 
-    Every row is in exactly one. A microbatch of several rows takes at most `limit_tokens`, with rows padded to its
-    longest or, when they are packed, behind one another; a longer row goes alone. Ranks are balanced by cost (longest
-    processing time first, Graham 1969), and so are the microbatches of a rank, in number as few as limits allow: ranks
-    that share experts wait for each other in every one, and pipeline stages for the costliest.
+    Every row is in exactly one microbatch. A microbatch of several rows takes at most `limit_tokens`, with rows padded
+    to its longest one or, if packed, one after the other; a longer row forms a microbatch alone. Ranks are balanced by
+    cost (longest processing time first, Graham 1969). So are the microbatches of a rank, whose number is as small as
+    the limits allow: ranks that share experts wait for each other in every microbatch, and pipeline stages for the
+    costliest one. Raises ValueError if `ranks` or `limit_tokens` is not positive.
     """
     if ranks < 1 or limit_tokens < 1:
         raise ValueError(f"ranks {ranks} and limit_tokens {limit_tokens} must be positive")
@@ -190,7 +201,7 @@ def microbatches(
 
 
 ROW_POSITIONS = 25
-"""What a row of its own costs attention, in positions (benchmark L3)."""
+"""Cost of a separate attention call per row, in positions (benchmark L3)."""
 
 
 def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence[int]) -> bool:
@@ -200,15 +211,15 @@ def worth_packing(padded_plan: Sequence[Sequence[Microbatch]], lengths: Sequence
 
 
 STEPS = 4096
-"""Into which the least cost is looked for."""
+"""Resolution of the search for the lowest cost limit."""
 
 
 @dataclass(order=True, slots=True)
 class _Filled:
-    """A microbatch, of any the cheapest last."""
+    """A microbatch under construction; sorted order puts the cheapest last."""
 
     credit: int
-    """What it costs, below 0."""
+    """Negative cost."""
     rows: list[int]
     tokens: int = 0
 
@@ -218,11 +229,13 @@ class _Rows:
     lengths: Sequence[int]
     costs: Sequence[int]
     limit: int
-    """Tokens of a microbatch."""
+    """Maximum number of tokens in a microbatch."""
 
     def dealt(self, rows: Sequence[int], loads: list[tuple[int, int, int]]) -> list[list[int]]:
-        """By rank: the costliest first, each to the rank with the least cost so far (then fewest rows), which `loads`
-        say, and go on saying."""
+        """Deal rows to ranks: the costliest first, each to the rank with the least cost so far (then fewest rows).
+
+        `loads` holds (cost, rows, rank) of the ranks and is updated in place.
+        """
         dealt: list[list[int]] = [[] for _ in loads]
         for row in sorted(rows, key=lambda row: (-self.costs[row], row)):
             total, count, rank = heapq.heappop(loads)
@@ -231,7 +244,7 @@ class _Rows:
         return dealt
 
     def packed(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
-        """As few for every rank as have room for its rows."""
+        """Pack the rows of every rank into the smallest number of microbatches that has room on every rank."""
         counts = range(1, max(map(len, dealt)) + 1)
 
         def fits(count: int) -> bool:
@@ -241,7 +254,7 @@ class _Rows:
         return [self._spread(rows, counts[fewest]) or [] for rows in dealt]
 
     def _spread(self, rows: Sequence[int], count: int) -> list[_Filled] | None:
-        """Each row to the cheapest microbatch that has room for it; None where none has."""
+        """Put each row into the cheapest microbatch that has room for it; None if none has."""
         open_ = [(0, place, _Filled(0, [])) for place in range(count)]
         for row in rows:
             full = []
@@ -259,13 +272,15 @@ class _Rows:
         return [one for _, _, one in open_ if one.rows]
 
     def padded(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
-        """As few for every rank as the fullest one needs, of each rank the costliest as cheap as may be."""
+        """Fill padded microbatches, as few as the fullest rank needs, and make the costliest of each rank as cheap as
+        possible.
+        """
         filled = [self._filled(rows, math.inf) for rows in dealt]
         count = max(map(len, filled))
         return [self._evened(rows, count, one) for rows, one in zip(dealt, filled, strict=True)]
 
     def _evened(self, rows: Sequence[int], count: int, filled: list[_Filled]) -> list[_Filled]:
-        """At most `count`; `filled`: without a bound on cost."""
+        """Distribute rows over at most `count` microbatches; `filled` is the distribution without a cost limit."""
         high = max((-one.credit for one in filled), default=0)
 
         def found(step: int) -> list[_Filled]:
@@ -278,8 +293,11 @@ class _Rows:
         return found(bisect.bisect_left(range(STEPS - 1), True, key=fits))
 
     def _filled(self, rows: Sequence[int], most: float) -> list[_Filled]:
-        """One after the other, the longest rows first, so that neighbours in length share one, and each counts as the
-        first, the longest. Over `most` cost is only a row alone."""
+        """Fill microbatches one after the other, the longest rows first, so that rows of similar length share one.
+
+        Each row costs as much as the first, the longest one. A microbatch costs more than `most` only if it is a single
+        row.
+        """
         filled: list[_Filled] = []
         for row in rows:
             last = filled[-1] if filled else None

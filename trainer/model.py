@@ -1,9 +1,7 @@
-"""Megatron's GPTModel from a model shape, and what trains one: DDP, distributed optimizer, schedule.
+"""Megatron's GPTModel from a model shape, and what trains it: DDP, distributed optimizer, schedule.
 
-Local layer spec, torch RMSNorm, SDPA core attention, on CPU and CUDA alike.
-
-The local spec is used on every device, so that the same modules are tested and shipped; Megatron's checkpoint keys are
-those of its TransformerEngine spec as well.
+The model uses the local layer spec, torch RMSNorm and SDPA core attention on CPU and CUDA alike, so that the tested
+modules are the shipped ones. Megatron's checkpoint keys are the same as those of its TransformerEngine spec.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def padded_vocabulary(shape: ModelShape, tensor_parallel: int, multiple: int = 1) -> int:
-    """Embedding rows: the vocabulary rounded up so that the tensor-parallel ranks share it equally."""
+    """Return the number of embedding rows: the vocabulary rounded up so that tensor-parallel ranks share it equally."""
     unit = math.lcm(tensor_parallel, multiple)
     return -(-shape.vocabulary // unit) * unit
 
 
 def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
-    """Megatron's TransformerConfig. Kernel fusions that need apex or TransformerEngine are off."""
+    """Return Megatron's TransformerConfig. Kernel fusions that need apex or TransformerEngine are off."""
     params = DTYPES[options.dtype]
     own = family(shape.kind)
     return mcore.TransformerConfig(
@@ -66,7 +64,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         expert_tensor_parallel_size=1,
         sequence_parallel=options.sequence_parallel,
         **_recompute(options),
-        # Microbatches differ in length, so pipeline stages tell each other shapes; Megatron then asks for `alltoall`.
+        # Microbatches differ in length, so pipeline stages exchange shapes; Megatron then requires `alltoall`.
         variable_seq_lengths=options.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
         **(_mixture(shape) if shape.experts else {}),
@@ -94,8 +92,11 @@ def _recompute(options: LearnerOptions) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape) -> dict[str, Any]:
-    """Without a load-balancing loss: what trains is the batch's objective alone. A softmax over all experts whose
-    chosen ones are made to sum to 1 is a softmax over the chosen ones."""
+    """Return the arguments for a mixture of experts.
+
+    There is no load-balancing loss: only the batch's objective trains. A softmax over all experts whose chosen ones are
+    normalised to sum to 1 equals a softmax over the chosen ones.
+    """
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
@@ -109,7 +110,7 @@ def _mixture(shape: ModelShape) -> dict[str, Any]:
 
 
 def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
-    """This rank's part of the model, with Megatron's initial weights. Call after the process groups exist."""
+    """Build this rank's part of the model, with Megatron's initial weights. Call after the process groups exist."""
     model = mcore.GPTModel(
         config,
         _layers(config, options),
@@ -132,7 +133,7 @@ def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
 
 
 class ValueHead(torch.nn.Module):
-    """In place of an output layer: a number at each position, in float32; 0 before it has learnt."""
+    """Output layer that predicts a float32 number at each position; 0 before training."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -140,21 +141,23 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros((1, config.hidden_size), dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        """[s, b, h] -> [s, b, 1], as GPTModel calls an output layer; every tensor-parallel rank has all of it."""
+        """Map [s, b, h] to [s, b, 1], as GPTModel calls an output layer; every tensor-parallel rank has the whole
+        layer.
+        """
         if self._parallel:
             hidden = mcore.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return functional.linear(hidden.float(), self.weight.float()), None
 
     @classmethod
     def put_on(cls, model: Any) -> None:
-        """Make it the end of a model with its weights loaded."""
+        """Replace the output layer of a model whose weights are loaded."""
         model.share_embeddings_and_output_weights = False
         if model.post_process:
             model.output_layer = cls(model.config).to(mcore.DEVICE)
 
 
 def _layers(config: Any, options: LearnerOptions) -> Any:
-    """The specs of this pipeline stage's layers and of the norm behind the last."""
+    """Return the specs of this pipeline stage's layers and of the final norm."""
     layer = mcore.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -170,7 +173,7 @@ def _layers(config: Any, options: LearnerOptions) -> Any:
 
 
 def _scale_rope(rotary: Any, shape: ModelShape) -> None:
-    """Megatron's own arguments for this leave all but the factor at Llama 3.1's."""
+    """Apply RoPE scaling directly: Megatron's own arguments fix everything but the factor to Llama 3.1's values."""
     scaling = shape.rope_scaling
     if scaling is not None:
         rotary.inv_freq = rotary._apply_scaling(
@@ -187,8 +190,11 @@ Forward = Callable[[Iterator[PaddedRows], Any], tuple[torch.Tensor, Any]]
 
 
 class Network:
-    """A model that says what it says of rows. Collective: every rank makes the same calls with the same arguments.
-    Process groups exist before it."""
+    """A model that can run forward passes over rows. Collective: every rank makes the same calls with the same
+    arguments.
+
+    Process groups must exist before it is created.
+    """
 
     def __init__(
         self,
@@ -199,8 +205,9 @@ class Network:
         reference: Mapping[str, torch.Tensor] | None = None,
         values: bool = False,
     ) -> None:
-        """`reference`: weights to keep beside its own; `values`: with a number at each position in place of logits.
-        Raises WeightsMismatch."""
+        """`reference` holds weights to keep beside its own. `values` replaces the output layer by a value head. Raises
+        WeightsMismatch.
+        """
         self.shape, self._options = shape, options
         self._config = model_config(shape, options)
         self.model = build_model(shape, self._config, options)
@@ -222,7 +229,7 @@ class Network:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The model on its rank's device while the block runs, and in host memory from then on."""
+        """Keep the model on its rank's device while the block runs, and move it to host memory afterwards."""
         self.model.to(mcore.DEVICE)
         try:
             yield
@@ -230,7 +237,7 @@ class Network:
             self.model.to("cpu")
 
     def run(self, rows: BatchRows, forward: Forward, *, forward_only: bool) -> None:
-        """This rank's microbatches through Megatron's schedule."""
+        """Run this rank's microbatches through Megatron's schedule."""
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
@@ -253,7 +260,7 @@ class Network:
             self._replay.clear()
 
     def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
-        """This rank's part of a microbatch."""
+        """Return this rank's part of a microbatch."""
         multiple = self._options.multiple
         batch = padded(rows, microbatch, mcore.DEVICE, multiple=multiple)
         if packing:
@@ -262,7 +269,7 @@ class Network:
         return shared(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
 
     def _taken(self, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
-        """As forward passes take them; routers replay what their rows recorded."""
+        """Yield microbatches as forward passes take them; routers replay what their rows recorded."""
         for batch in self._replay.over(batches) if self._replay else batches:
             self._edges = batch.edges
             if self._sight:
@@ -270,8 +277,10 @@ class Network:
             yield batch
 
     def _say_where_rows_stand(self, _: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Whoever runs the model on a batch that was just taken runs it on rows that do not see each other, at their
-        positions on as many axes as it has."""
+        """Forward hook: tell the model where the rows of the current microbatch lie.
+
+        Packed rows do not attend to each other, and positions get as many axes as the model has.
+        """
         if self.shape.vision:
             inputs, positions, *rest = arguments
             axes = positions.movedim(-1, 0) if positions.dim() > inputs.dim() else positions.expand(3, -1, -1)
@@ -285,7 +294,7 @@ class Network:
 
 
 class TrainedNetwork(Network):
-    """The same with what trains it."""
+    """A network with its optimizer."""
 
     def __init__(
         self,
@@ -296,12 +305,12 @@ class TrainedNetwork(Network):
         reference: Mapping[str, torch.Tensor] | None = None,
         values: bool = False,
     ) -> None:
-        """As Network."""
+        """The arguments are those of Network."""
         super().__init__(shape, weights, options, reference=reference, values=values)
         distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
         self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped])
-        for one in self.optimizer.chained_optimizers:  # moments of 0, so that step 0 can be saved
+        for one in self.optimizer.chained_optimizers:  # moments start at 0, so that step 0 can be saved
             one.init_state_fn(one.optimizer, one.config)
             for group in one.optimizer.param_groups:
                 group.setdefault("step", 0)
@@ -310,24 +319,24 @@ class TrainedNetwork(Network):
 
     @property
     def state(self) -> State:
-        """What a checkpoint holds."""
+        """The content of a checkpoint: (model, optimizer)."""
         return self.model, self.optimizer
 
     def forget_gradients(self) -> None:
-        """Before a pass with gradients."""
+        """Reset gradients; call before a pass with gradients."""
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def gradient_norm(self) -> float:
-        """Of the last pass, before clipping."""
+        """Return the gradient norm of the last pass, before clipping."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def step(self, learning_rate: float) -> None:
-        """Move by the gradients whose norm was asked for."""
+        """Update the weights with the gradients whose norm was computed."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-            # Megatron marks norms and biases by 0 here, which only its own scheduler would read.
+            # Megatron sets `wd_mult` to 0 for norms and biases, but only its own scheduler would read it.
             group["weight_decay"] = self._options.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
 

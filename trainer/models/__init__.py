@@ -1,1 +1,1 @@
-"""The parts of Megatron's GPTModel that are ours: attention over shared rows, norms, routed experts."""
+"""Our own parts of Megatron's GPTModel: attention over shared rows, norms, routed experts, adapters, vision."""

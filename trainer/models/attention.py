@@ -1,14 +1,14 @@
 """Core attention by torch's scaled_dot_product_attention, over rows that context-parallel ranks share.
 
-It is a choice of spec: it runs on CPU and on CUDA without TransformerEngine, and serves grouped queries, explicit
-masks, packed rows and context parallelism, which Megatron's own refuses.
+It is selected by the layer spec. It runs on CPU and CUDA without TransformerEngine, and supports grouped queries,
+explicit masks, packed rows and context parallelism, which Megatron's own does not.
 
-Context parallelism: of n ranks each takes two of a row's 2 n equal chunks, the r-th from either end, so that each has
+Context parallelism: each of n ranks takes two of a row's 2 n equal chunks, the r-th from either end, so that each has
 as many causal pairs as any other (`zigzag`; Megatron cuts its rotary positions in the same way). Keys and values are
 gathered over the group; a rank's queries attend to those before them. The gradient of keys and values is summed and
 scattered back.
 
-Packed rows are one call of torch's kernel for rows of varying length where it has one (`varlen_kernel`), else a call
+Packed rows take one call of torch's kernel for rows of varying length if available (`varlen_kernel`), else one call
 each.
 """
 
@@ -28,14 +28,16 @@ from turnlog.trainer import mcore
 
 
 def zigzag(positions: int, rank: int, ranks: int) -> torch.Tensor:
-    """Which of a row's positions a context-parallel rank has, in its order; `positions` is a multiple of 2 x ranks."""
+    """Return the positions of a row that a context-parallel rank has, in its order; `positions` is a multiple of 2 x
+    ranks.
+    """
     chunks = torch.arange(positions).view(2 * ranks, -1)
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
 @functools.lru_cache(maxsize=64)
 def _natural(edges: tuple[int, ...], ranks: int) -> torch.Tensor:
-    """Of positions that stand rank by rank, and on each rank row by row, the order row by row."""
+    """Return the permutation to row-by-row order of positions that lie rank by rank, and on each rank row by row."""
     held = torch.cat(
         [
             start + zigzag(end - start, rank, ranks)
@@ -48,12 +50,14 @@ def _natural(edges: tuple[int, ...], ranks: int) -> torch.Tensor:
 
 
 Kernel = Callable[..., Any]
-"""torch.nn.attention.varlen.varlen_attn, or one that takes and gives the same."""
+"""torch.nn.attention.varlen.varlen_attn, or a function with the same arguments and results."""
 
 
 @functools.lru_cache(maxsize=8)
 def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
-    """FlashAttention over rows of varying length, of heads of `head` numbers: torch 2.12 or later, CUDA, bfloat16."""
+    """Return FlashAttention over rows of varying length for head size `head`, or None: needs torch 2.12 or later, CUDA,
+    bfloat16.
+    """
     if device != "cuda" or dtype is not torch.bfloat16 or head > 256 or head % 8:
         return None
     try:
@@ -64,7 +68,7 @@ def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
 
 
 class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
-    """softmax(q k^T / sqrt(d)) v, causal unless a mask is given. No parameters."""
+    """softmax(q k^T / sqrt(d)) v, causal unless a mask is given. It has no parameters."""
 
     varlen_kernel = staticmethod(varlen_kernel)
 
@@ -78,7 +82,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
-        """The signature that Megatron builds a `core_attention` submodule with."""
+        """Accept the arguments with which Megatron builds a `core_attention` submodule."""
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -94,8 +98,11 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[s, b, h, d] x 3 -> [s, b, h d]; packed [t, h, d] x 3 -> [t, h d]. A mask is True where masked out; rows that
-        ranks share take none. s, t: positions of this rank."""
+        """Map [s, b, h, d] x 3 to [s, b, h d], or packed [t, h, d] x 3 to [t, h d]; s and t count the positions of this
+        rank.
+
+        The mask is True where masked out. Rows that context-parallel ranks share take no mask.
+        """
         packed = packed_seq_params is not None
         ranks = self.config.context_parallel_size
         if packed and ranks == 1 and not self.dropout:
@@ -117,7 +124,9 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
     def _in_one_call(
         self, kernel: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Any
     ) -> torch.Tensor:
-        """[t, h, d] x 3 -> [t, h d]. Nothing is read from the device: a call each would wait for it."""
+        """Map [t, h, d] x 3 to [t, h d]. Nothing is read from the device, whereas one call per row would wait for
+        it.
+        """
         ends, longest = packing.cu_seqlens_q, packing.max_seqlen_q
         causal, grouped = (-1, 0), query.size(1) != key.size(1)
         found: torch.Tensor = kernel(
@@ -128,7 +137,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
     def _rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Row by row; this rank's part of each."""
+        """Attend row by row; return this rank's part of each row."""
         ranks = self.config.context_parallel_size
         rank = mcore.parallel_state.get_context_parallel_rank()
         parts: list[torch.Tensor] = []
@@ -144,17 +153,17 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         return parts
 
     def _gathered(self, x: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
-        """Of all ranks, row by row."""
+        """Gather keys or values of all ranks, in row-by-row order."""
         group = mcore.parallel_state.get_context_parallel_group()
         order = _natural(tuple(edges), self.config.context_parallel_size).to(x.device)
         return mcore.gather_from_sequence_parallel_region(x.contiguous(), group=group)[order]  # type: ignore[no-any-return]
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None) -> torch.Tensor:
-        """[s, b, h, d] x 3 -> [s, b, h, d]; without a mask the last query is at the last key."""
+        """Map [s, b, h, d] x 3 to [s, b, h, d]; without a mask the last query is aligned with the last key."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         square = q.size(2) == k.size(2)
         if mask is None and not square:
-            from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler: a second of a rank's start
+            from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, a second of a rank's start
 
             mask = causal_lower_right(q.size(2), k.size(2))
         out = functional.scaled_dot_product_attention(
@@ -171,10 +180,13 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, as Megatron builds a norm. Sequence-parallel ranks see other tokens each, so that the gradient of its
-    weight is their sum: Megatron's wrapper of the same class refuses that."""
+    """torch's RMSNorm with Megatron's constructor.
+
+    Sequence-parallel ranks see different tokens, so that the gradient of the weight is the sum over ranks: Megatron's
+    wrapper of the same class does not support that.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        """The signature that Megatron builds a norm with."""
+        """Accept the arguments with which Megatron builds a norm."""
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
 """Replay of recorded routing (R3): each token goes to the experts that the engine sent it to when it was sampled.
 
-A router decides by the largest of numbers that often are nearly equal, so that engine and trainer, whose kernels round
-differently, send some tokens to other experts, and their log-probs lie far apart. With the choice replayed the weights
-of the chosen experts are still the trainer's own, and its gradient flows through them.
+A router picks the largest of numbers that often are nearly equal. Engine and trainer, whose kernels round differently,
+would therefore send some tokens to different experts, and their log-probs would differ widely. With the choice
+replayed, the weights of the chosen experts are still the trainer's own, and its gradient flows through them.
 
-Every position is replayed, those of prompts and tool results, too. Padding takes the first experts: a router's map of a
-row has no place for one that comes twice. Rows of which nothing was recorded are unrouted: they share no microbatch
-with the others, and in theirs routers choose for themselves.
+Every position is replayed, including prompts and tool results. Padding takes the first experts, because a router's map
+of a row cannot contain an expert twice. Rows without recorded experts are unrouted: they share no microbatch with the
+others, and routers choose for them.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ class RoutedRows(BatchRows):
     """Rows with the experts of their tokens."""
 
     experts: NDArray[Any]
-    """[T, layers, top_k], entry t about token t as a model's input; that of a row's last token, which no engine ran, is
-    not read, nor are those of unrouted rows."""
+    """[T, layers, top_k], entry t belongs to token t as a model's input. Entries of a row's last token, which no engine
+    ran, and of unrouted rows are not read.
+    """
     has_experts: NDArray[np.bool_]
-    """[n] False of unrouted rows."""
+    """[n] False for unrouted rows."""
 
     def among(self, kept: NDArray[np.bool_]) -> RoutedRows:
-        """See BatchRows.among."""
+        """Return the rows of `kept`, with their experts."""
         found = BatchRows.among(self, kept)
         experts = self.experts[np.repeat(kept, self.lengths)]
         return replace(found, experts=experts, has_experts=self.has_experts[kept])
 
 
 def unrouted(rows: BatchRows) -> NDArray[np.bool_]:
-    """[n] whether a row comes without recorded experts."""
+    """Return [n] whether a row lacks recorded experts."""
     return ~rows.has_experts if isinstance(rows, RoutedRows) else np.ones(len(rows), bool)
 
 
 def routed(
     rows: BatchRows, experts: NDArray[Any], shape: ModelShape, recorded: NDArray[np.bool_] | None = None
 ) -> RoutedRows:
-    """`recorded`: which rows have some; None: all. Raises ExpertsUnfit for ids that are not `experts_per_token`
-    different experts of the model in every layer."""
+    """Return rows with experts; `recorded` [n] tells which rows have some, None means all.
+
+    Raises ExpertsUnfit for ids that are not `experts_per_token` different experts of the model in every layer.
+    """
     recorded = np.ones(len(rows), bool) if recorded is None else recorded
     wanted = (len(rows.token_ids), shape.layers, shape.experts_per_token)
     if experts.shape != wanted or not shape.experts:
@@ -69,21 +72,21 @@ def routed(
 
 
 def without_experts(rows: BatchRows) -> BatchRows:
-    """Without recorded experts, which are the policy's: for other models."""
+    """Return the rows without recorded experts, for models other than the policy, whose experts they are."""
     return BatchRows(**rows.columns()) if isinstance(rows, RoutedRows) else rows
 
 
 class Microbatch(Protocol):
-    """What a forward pass takes."""
+    """The part of a microbatch that replay reads."""
 
     @property
     def inputs(self) -> torch.Tensor:
-        """[b, s] of this rank"""
+        """[b, s] of this rank."""
         ...
 
     @property
     def experts(self) -> torch.Tensor | None:
-        """[b, s, layers, top_k] int64 of its positions; None: routers choose."""
+        """[b, s, layers, top_k] int64 of its positions; None if routers choose."""
         ...
 
 
@@ -91,21 +94,23 @@ M = TypeVar("M", bound=Microbatch)
 
 
 class Replay:
-    """The routers of this rank's layers."""
+    """Replay on the routers of this rank's layers."""
 
     def __init__(self, model: Any, *, recompute: bool) -> None:
-        """`recompute`: layers are computed again for the gradient, and must choose again what they chose."""
+        """`recompute`: layers are computed again for the gradient, and must then repeat their choice."""
         self._routers = [(int(layer.layer_number) - 1, layer.mlp.router) for layer in model.decoder.layers]
         self._recompute = recompute
         self._replays = False
-        """The microbatch that was taken last."""
+        """Whether the microbatch taken last replays routing."""
         self._again: dict[Any, deque[bool]] = {router: deque() for _, router in self._routers}
-        """Whether each microbatch does that the router has seen and will see again, in this order."""
+        """Router -> whether each microbatch that it has seen and will see again replays, in order."""
         for _, router in self._routers:
             router.register_forward_pre_hook(self._say_which_pass)
 
     def over(self, batches: Sequence[M]) -> Iterator[M]:
-        """The microbatches; as a forward pass takes one its experts become the routers' targets. Afterwards `clear`."""
+        """Yield the microbatches. As a forward pass takes one, its experts become the routers' targets. Call `clear`
+        afterwards.
+        """
         for batch in batches:
             self._replays = batch.experts is not None
             if batch.experts is not None:
@@ -114,7 +119,7 @@ class Replay:
             yield batch
 
     def clear(self) -> None:
-        """Routers choose for themselves again."""
+        """Let routers choose again."""
         self._replays = False
         for _, router in self._routers:
             self._again[router].clear()
@@ -122,7 +127,9 @@ class Replay:
             router.router_replay.clear_router_replay_action()
 
     def _say_which_pass(self, router: Any, _: Any) -> None:
-        """A layer that will be computed again runs without gradients first."""
+        """Forward hook: tell a router whether it replays. A layer that will be computed again first runs without
+        gradients.
+        """
         again = self._recompute and torch.is_grad_enabled()
         if again:
             replays = self._again[router].popleft()
@@ -137,8 +144,11 @@ class Replay:
 
 
 def _in_router_order(ids: torch.Tensor) -> torch.Tensor:
-    """[b, s, top_k] -> [tokens, top_k]: a router's tokens run through the rows of one position before the next; of
-    tensor-parallel ranks, which are sequence parallel in a mixture, each has equally many positions."""
+    """Reorder [b, s, top_k] to [tokens, top_k] in a router's token order.
+
+    The order is all rows of one position before the next. Tensor-parallel ranks, which are sequence parallel in a
+    mixture, have equally many positions each.
+    """
     state = mcore.parallel_state
     shares = ids.transpose(0, 1).chunk(state.get_tensor_model_parallel_world_size())
     mine: torch.Tensor = shares[state.get_tensor_model_parallel_rank()]

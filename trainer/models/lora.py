@@ -1,9 +1,9 @@
-"""Low-rank adapters: y = W x + alpha / rank B A x, W frozen, A random and B 0 at first (LoRA, Hu et al. 2021).
+"""Low-rank adapters: y = W x + alpha / rank B A x, with W frozen, A random and B 0 initially (LoRA, Hu et al. 2021).
 
 The matrices of attention and of dense feed-forward layers have them; embedding, output layer, norms, routers and
-experts stay as they are. Tensor-parallel ranks cut that factor which lies on the side where they cut W, and hold the
-other one whole: its gradient is the same on all of them, since what lies between the factors is summed over the ranks.
-q, k and v share an A, as gate and up do.
+experts are unchanged. Tensor-parallel ranks cut the factor on the side where they cut W, and each holds the other one
+whole: its gradient is the same on all ranks, since what lies between the factors is summed over them. q, k and v share
+an A, as gate and up do.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from turnlog.trainer import mcore
 from turnlog.trainer.shape import Tensor
 
 ADAPTERS = (".lora_a", ".lora_b")
-"""[rank, in] and [out, rank]"""
+"""Parameter suffixes of the factors [rank, in] and [out, rank]."""
 
 
 class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
-    """Ranks share what comes out."""
+    """Adapted matrix whose output dimension is cut among the ranks."""
 
     def __init__(self, *sizes: int, rank: int, scale: float, gated: bool = False, **named: Any) -> None:
-        """`gated`: gate and up lie behind one another, which a checkpoint of another layout is to tell apart."""
+        """`gated`: gate and up are stacked, which a checkpoint that loads on another layout must distinguish."""
         super().__init__(*sizes, **named)
         self.scale, self._gated = scale, gated
         self.lora_a = _factor(self.weight, rank, self.input_size)
@@ -38,7 +38,7 @@ class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
         self.lora_a.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: torch.Tensor, *arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, in] -> [s, b, this rank's share of out], as Megatron's own."""
+        """Map [s, b, in] to [s, b, this rank's share of out], like Megatron's own."""
         output, bias = super().forward(input_, *arguments, **named)
         between = functional.linear(input_, self.lora_a)
         if self.sequence_parallel:
@@ -48,7 +48,7 @@ class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
         return output + self.scale * functional.linear(between, self.lora_b), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What a checkpoint holds, and how ranks cut it."""
+        """Return the tensors for a checkpoint, and how ranks cut them."""
         axes = {"weight": 0, "bias": 0, "lora_b": 0}
         found = _sharded(self, prefix, axes, sharded_offsets, metadata)
         if self._gated:
@@ -58,7 +58,7 @@ class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
 
 
 class Row(mcore.RowParallelLinear):  # type: ignore[misc]
-    """Ranks share what goes in."""
+    """Adapted matrix whose input dimension is cut among the ranks."""
 
     def __init__(self, *sizes: int, rank: int, scale: float, **named: Any) -> None:
         super().__init__(*sizes, **named)
@@ -69,7 +69,7 @@ class Row(mcore.RowParallelLinear):  # type: ignore[misc]
         self.lora_b.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, this rank's share of in] -> [s, b, out], as Megatron's own."""
+        """Map [s, b, this rank's share of in] to [s, b, out], like Megatron's own."""
         output, bias = super().forward(input_)
         between = functional.linear(input_, self.lora_a)
         if self.sequence_parallel:
@@ -79,7 +79,7 @@ class Row(mcore.RowParallelLinear):  # type: ignore[misc]
         return output + self.scale * functional.linear(between, self.lora_b), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """What a checkpoint holds, and how ranks cut it."""
+        """Return the tensors for a checkpoint, and how ranks cut them."""
         return _sharded(self, prefix, {"weight": 1, "lora_a": 1}, sharded_offsets, metadata)
 
 
@@ -100,7 +100,7 @@ def _sharded(module: Any, prefix: str, axes: dict[str, int], offsets: Any, metad
 
 
 def adapt(layer: Any, rank: int, alpha: float) -> None:
-    """Give the matrices of a layer's spec their adapters."""
+    """Add adapters to the matrices of a layer's spec."""
     own = {"rank": rank, "scale": alpha / rank}
     attention = layer.submodules.self_attention.submodules
     attention.linear_qkv = mcore.ModuleSpec(Column, params=own)
@@ -113,7 +113,9 @@ def adapt(layer: Any, rank: int, alpha: float) -> None:
 
 @torch.no_grad()
 def start(model: Any, seed: int, global_name: Callable[[str], str]) -> None:
-    """Freeze all but the adapters and draw each A, the same in every layout. Before Megatron's DDP looks at it."""
+    """Freeze everything except the adapters and initialise each A, identically in every layout. Call before Megatron's
+    DDP wraps the model.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(ADAPTERS))
     for name, module in model.named_modules():
@@ -123,12 +125,14 @@ def start(model: Any, seed: int, global_name: Callable[[str], str]) -> None:
             at = mcore.parallel_state.get_tensor_model_parallel_rank() * columns if isinstance(module, Row) else 0
             module.lora_a.copy_(whole[:, at : at + columns])
     if model.pre_process:
-        # Layers that are computed again for the gradient ask for one only where what comes in has one.
+        # Recomputed layers compute a gradient only if their input has one.
         model.embedding.register_forward_hook(lambda _module, _arguments, output: output.requires_grad_())
 
 
 def first_factor(name: str, seed: int, rank: int, columns: int) -> torch.Tensor:
-    """A as it is at first, uniform within 1 / sqrt(columns). `name`: Megatron's of the matrix, over all ranks."""
+    """Return the initial A, uniform within 1 / sqrt(columns). `name` is Megatron's name of the matrix, over all
+    ranks.
+    """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     uniform = torch.rand(rank, columns, generator=generator)
@@ -136,13 +140,14 @@ def first_factor(name: str, seed: int, rank: int, columns: int) -> torch.Tensor:
 
 
 def adapted(model: Any) -> dict[str, Column | Row]:
-    """The modules with adapters, by the name of their weight."""
+    """Return the modules with adapters, by the name of their weight."""
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Column | Row)}
 
 
 def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iterator[Tensor]:
-    """The factors of those matrices that have any, by what Megatron and PEFT call them; `held`: parameters of all
-    pipeline stages."""
+    """Yield the factors of matrices with adapters, under Megatron's and PEFT's names; `held` has the parameters of all
+    pipeline stages.
+    """
     rank = len(next(iter(adapted(model).values())).lora_a)
     for tensor in tensors:
         a, b = (tensor.megatron.removesuffix(".weight") + factor for factor in ADAPTERS)
@@ -155,11 +160,11 @@ def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iter
 
 
 def merged(weight: torch.Tensor, module: Column | Row | None) -> torch.Tensor:
-    """With what the adapter of its module adds."""
+    """Return the weight plus what its module's adapter adds."""
     return weight if module is None else summed(weight, module.lora_a.detach(), module.lora_b.detach(), module.scale)
 
 
 def summed(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale B A, summed in float32, in W's type."""
+    """Return W + scale B A, summed in float32, in W's dtype."""
     whole: torch.Tensor = (weight.float() + scale * b.float() @ a.float()).to(weight.dtype)
     return whole

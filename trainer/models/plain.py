@@ -1,6 +1,6 @@
-"""A policy and its critic in plain transformers and torch, and a step of theirs.
+"""A policy and its critic in plain transformers and torch, with one step of each, for comparison with the Learner.
 
-They share nothing with the Learner but the formula: no Megatron, no microbatches, no padding; autograd over the log
+They share nothing with the Learner except the formula: no Megatron, no microbatches, no padding; autograd over the log
 softmax of each row, torch.optim.AdamW and clip_grad_norm_.
 """
 
@@ -28,21 +28,21 @@ from turnlog.trainer.weights import tensors_of
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
-    """What a step did."""
+    """Result of a step."""
 
     loss: float
     grad_norm: float
 
 
 class PlainLearner:
-    """transformers' eager attention with torch's AdamW."""
+    """A policy with transformers' eager attention and torch's AdamW."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
         import transformers
 
         values = config_json(shape, eos_token_id=0, pad_token_id=0)
         text = values.get("text_config", values)
-        text["pad_token_id"] = None  # transformers gives that row of the embedding no gradient
+        text["pad_token_id"] = None  # transformers would exclude that row of the embedding from the gradient
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         of_config: Any = getattr(transformers, family(shape.kind).architecture)._from_config
         self._model: Any = of_config(config, attn_implementation="eager").float()
@@ -68,9 +68,12 @@ class PlainLearner:
         proximal: Sequence[torch.Tensor] | None = None,
         frozen: Sequence[torch.Tensor] | None = None,
     ) -> PlainStep:
-        """One step, row by row: what an algorithm makes of a ratio of tokens or, of gspo, of trajectories, against the
-        recorded log-probs or the `proximal` ones, which are then weighted against the recorded ones; the divergence
-        from the `frozen` ones; and the entropy."""
+        """Take one step, row by row.
+
+        The algorithm's ratio is per token or, for gspo, per trajectory, against the recorded log-probs or the
+        `proximal` ones, which are then weighted against the recorded ones. The divergence from the `frozen` log-probs
+        and the entropy are added.
+        """
         self._optimizer.zero_grad()
         whole = self._trajectory_ratios(rows, proximal) if objective.algorithm.name == "gspo" else None
         total = torch.zeros(())
@@ -101,12 +104,12 @@ class PlainLearner:
         return PlainStep(float(total), float(norm))
 
     def logprobs(self, rows: BatchRows, row: int) -> torch.Tensor:
-        """Of the tokens of a row behind its first, with a gradient."""
+        """Return the log-probs of a row's tokens after its first, with a gradient."""
         targets = of_row(rows, rows.token_ids, row).long()
         return self.distribution(rows, row).gather(-1, targets[:, None])[:, 0]
 
     def distribution(self, rows: BatchRows, row: int) -> torch.Tensor:
-        """The same of the whole vocabulary."""
+        """Return log-probs of the whole vocabulary at these positions."""
         start, length = int(rows.starts[row]), int(rows.lengths[row])
         tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
         self._routing = None
@@ -118,7 +121,7 @@ class PlainLearner:
         return found
 
     def _images(self, rows: BatchRows, row: int, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """As transformers takes those of a row."""
+        """Return the images of a row as arguments of transformers' model."""
         if self._shape.vision is None or not isinstance(rows, PicturedRows) or not rows.pictures[row]:
             return {}
         merge, pictures = self._shape.vision.merge, rows.pictures[row]
@@ -129,17 +132,17 @@ class PlainLearner:
         }
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """What a step moves."""
+        """Yield the parameters that a step updates."""
         yield from (parameter for parameter in self._model.parameters() if parameter.requires_grad)
 
     @torch.no_grad()
     def columns(self, rows: BatchRows) -> list[torch.Tensor]:
-        """The log-probs of each row, without a gradient."""
+        """Return the log-probs of each row, without a gradient."""
         return [self.logprobs(rows, row) for row in range(len(rows))]
 
     @torch.no_grad()
     def _trajectory_ratios(self, rows: BatchRows, proximal: Sequence[torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Session -> the mean logarithm of its trained tokens' ratios."""
+        """Return session -> mean log ratio of its trained tokens."""
         gaps: dict[str, list[torch.Tensor]] = {}
         for row, session in enumerate(rows.session_ids):
             old = of_row(rows, rows.logprobs, row) if proximal is None else proximal[row]
@@ -149,7 +152,7 @@ class PlainLearner:
 
     @torch.no_grad()
     def recorded(self, rows: BatchRows) -> RoutedRows:
-        """The rows as an engine that computes in bfloat16 records them: its log-probs and its experts."""
+        """Return the rows as an engine that computes in bfloat16 records them, with its log-probs and its experts."""
         self._model.bfloat16()
         logprobs = np.zeros(len(rows.token_ids), "<f4")
         experts = np.zeros((len(rows.token_ids), self._shape.layers, self._shape.experts_per_token), "u1")
@@ -163,7 +166,7 @@ class PlainLearner:
         return routed(dataclasses.replace(rows, logprobs=logprobs), experts, self._shape)
 
     def _routed(self, layer: int, gate: Any, _: Any, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """What a layer's router says, of the recorded experts where there are any."""
+        """Hook: return the router's result, for the recorded experts if there are any."""
         if self._routing is None:
             self._chosen[layer] = found[2]
             return found
@@ -171,7 +174,7 @@ class PlainLearner:
         return found[0], found[0].gather(-1, chosen).softmax(-1), chosen
 
     def export(self) -> dict[str, torch.Tensor]:
-        """The weights, experts fused as transformers holds them."""
+        """Return the weights, experts fused as transformers stores them."""
         places = ((name, *name.rpartition(".")[::2]) for name in self._names)
         return {name: getattr(self._model.get_submodule(at), leaf).detach().clone() for name, at, leaf in places}
 
@@ -179,7 +182,9 @@ class PlainLearner:
 def gain(
     objective: PolicyGradient, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
-    """What a step makes more of, by token: SAPO's gate, CISPO's weight, or PPO's surrogate, with its dual clip."""
+    """Return the quantity that a step maximises, per token: SAPO's gate, CISPO's weight, or PPO's surrogate with dual
+    clip.
+    """
     least, most = 1 - objective.clip_low, 1 + objective.clip_high
     if objective.algorithm.name == "sapo":
         positive, negative = objective.numbers
@@ -194,14 +199,14 @@ def gain(
 
 
 def divergence(kind: str, logprobs: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
-    """Schulman's estimates of it, of the odds of a token under the frozen model."""
+    """Return Schulman's estimates of the divergence from a frozen model."""
     log_odds = frozen - logprobs
     near = log_odds.clamp(-20, 20)
     return {"k1": -log_odds, "k2": log_odds.square() / 2, "k3": near.exp() - 1 - near}[kind]
 
 
 def _adamw(parameters: Iterable[torch.Tensor], options: LearnerOptions, *heads: torch.Tensor) -> torch.optim.AdamW:
-    """torch's, which decays matrices and `heads`, and neither norms nor biases."""
+    """Return torch's AdamW with weight decay for matrices and `heads`, but not for norms and biases."""
     matrices, vectors = list(heads), list[torch.Tensor]()
     for parameter in parameters:
         (matrices if parameter.dim() > 1 else vectors).append(parameter)
@@ -211,7 +216,7 @@ def _adamw(parameters: Iterable[torch.Tensor], options: LearnerOptions, *heads: 
 
 
 class _LowRank(torch.nn.Module):
-    """A weight with what an adapter adds to it."""
+    """Parametrization of a weight that adds an adapter."""
 
     def __init__(self, a: torch.nn.Parameter, rows: int, scale: float) -> None:
         super().__init__()
@@ -222,7 +227,7 @@ class _LowRank(torch.nn.Module):
 
 
 def _adapted(model: Any, shape: ModelShape, options: LearnerOptions) -> None:
-    """Frozen but for adapters that begin as the learner's do."""
+    """Freeze the model and add adapters that are initialised as the learner's."""
     model.requires_grad_(False)
     for tensor in tensors_of(shape):
         matrix = tensor.megatron.removesuffix(".weight")
@@ -236,7 +241,7 @@ def _adapted(model: Any, shape: ModelShape, options: LearnerOptions) -> None:
 
 
 class PlainCritic:
-    """transformers' base model with a number at each position, and torch's AdamW; GAE token by token."""
+    """A critic: transformers' base model with a value head, torch's AdamW, and GAE token by token."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
         plain = PlainLearner(shape, weights, options)
@@ -247,7 +252,7 @@ class PlainCritic:
         self._optimizer = _adamw(self._trunk.parameters(), options, self.head)
 
     def values(self, rows: BatchRows, row: int) -> torch.Tensor:
-        """[tokens of the row], entry t behind token t."""
+        """Return [tokens of the row] values; entry t is the value after token t."""
         start, length = int(rows.starts[row]), int(rows.lengths[row])
         tokens = torch.from_numpy(rows.token_ids[start : start + length].astype("int64"))
         found: torch.Tensor = self._trunk(tokens[None]).last_hidden_state[0] @ self.head
@@ -255,11 +260,11 @@ class PlainCritic:
 
     @torch.no_grad()
     def told(self, rows: BatchRows) -> list[list[float]]:
-        """The values of each row."""
+        """Return the values of each row."""
         return [self.values(rows, row).tolist() for row in range(len(rows))]
 
     def step(self, rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules) -> PlainStep:
-        """One update, towards what `told` makes of the batch."""
+        """Take one update towards the returns that follow from the values `told`."""
         self._optimizer.zero_grad()
         total = torch.zeros(())
         for row, (_, returns) in enumerate(credits(rows, told, rules)):
@@ -280,8 +285,10 @@ class PlainCritic:
 def credits(
     rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules, truncated: Sequence[bool] = ()
 ) -> list[tuple[list[float], list[float]]]:
-    """(advantages, returns) of the tokens of each row behind its first, 0 where nothing trains; advantages as they are
-    before whitening. `told`: the value behind each token."""
+    """Return (advantages, returns) of each row's tokens after its first; 0 where nothing trains.
+
+    Advantages are not whitened. `told` holds the value after each token.
+    """
     found = []
     for row in range(len(rows)):
         start, length = int(rows.starts[row]), int(rows.lengths[row])
@@ -300,7 +307,7 @@ def credits(
 
 
 def with_credits(rows: BatchRows, told: Sequence[Sequence[float]], rules: CriticRules) -> BatchRows:
-    """The rows with those advantages, whitened over the batch."""
+    """Return the rows with these advantages, whitened over the batch."""
     found = np.concatenate([[0.0, *advantages] for advantages, _ in credits(rows, told, rules)])
     trained = rows.trained == 1
     whitened = (found - found[trained].mean()) / (found[trained].std() + 1e-6)
@@ -308,7 +315,7 @@ def with_credits(rows: BatchRows, told: Sequence[Sequence[float]], rules: Critic
 
 
 def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objective: PolicyGradient) -> BatchRows:
-    """The rows with advantages by the teacher, against the policy as it is."""
+    """Return the rows with advantages from the teacher, relative to the current policy."""
     assert objective.teacher is not None
     advantages = rows.advantages.astype("f8") * (objective.algorithm.name != "opd")
     for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
@@ -321,7 +328,7 @@ def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objectiv
 def penalised(
     rows: BatchRows, proximal: Sequence[torch.Tensor], frozen: Sequence[torch.Tensor], objective: PolicyGradient
 ) -> BatchRows:
-    """The rows with advantages less the divergence of the token and of those behind it in its segment."""
+    """Return the rows with advantages less the divergence of the token and of those after it in its segment."""
     advantages = rows.advantages.astype("f8")
     for row, (start, length) in enumerate(zip(rows.starts.tolist(), rows.lengths.tolist(), strict=True)):
         costs = divergence(objective.kl, proximal[row].double(), frozen[row].double()).tolist()
@@ -334,8 +341,9 @@ def penalised(
 
 
 def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, torch.Tensor]:
-    """As transformers 5 holds them, which is not as its files do: the experts of a layer as one tensor, tower and
-    decoder beside each other."""
+    """Rename weights from files to transformers 5's modules: the experts of a layer are one tensor, tower and decoder
+    are siblings.
+    """
     if shape.vision:
         named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
         return {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in named.items()}
@@ -353,6 +361,6 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
 
 
 def of_row(rows: BatchRows, column: np.ndarray[tuple[int, ...], np.dtype[Any]], row: int) -> torch.Tensor:
-    """A token column of a row, behind its first token, as float32."""
+    """Return a token column of a row, after its first token, as float32."""
     start, length = int(rows.starts[row]), int(rows.lengths[row])
     return torch.from_numpy(column[start + 1 : start + length].astype("f4"))

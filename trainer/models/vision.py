@@ -1,9 +1,8 @@
-"""Images of a policy that sees: rows that have some, and transformers' own tower, frozen, on the first pipeline stage.
+"""Images of a policy with vision: rows with images, and transformers' own tower, frozen, on the first pipeline stage.
 
-What the tower says of an image stands in place of the embeddings of its tokens. Positions have three axes, frame, row
-and column, which rotate pairs of a head's dimensions each: text moves along all three at once, an image's tokens stand
-in a plane of one frame, and what comes behind it goes on where its longer side ended (M-RoPE; Qwen2-VL,
-arXiv 2409.12191, 2.1).
+The tower's features of an image replace the embeddings of its tokens. Positions have three axes, frame, row and column,
+which each rotate some pairs of a head's dimensions. Text advances along all three at once; an image's tokens lie in a
+plane of one frame, and what follows continues where its longer side ended (M-RoPE; Qwen2-VL, arXiv 2409.12191, 2.1).
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from turnlog.trainer.shape import ModelShape, tower_json
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """An image of a row, as the model's image processor lays it out."""
+    """An image of a row, preprocessed by the model's image processor."""
 
     sha256: str
     position: int
-    """Of its first token in the row."""
+    """Index of its first token in the row."""
     rows: int
-    """Of tokens."""
+    """Height in tokens."""
     columns: int
     pixels: NDArray[np.float32]
-    """[patches, values of one], the patches of a token behind one another"""
+    """[patches, values of a patch], the patches of a token adjacent."""
 
     @property
     def tokens(self) -> int:
-        """How many it takes."""
+        """Number of tokens of the image."""
         return self.rows * self.columns
 
 
@@ -45,21 +44,21 @@ class PicturedRows(BatchRows):
     """Rows with their images."""
 
     pictures: tuple[tuple[Picture, ...], ...]
-    """[n] by position; none of those whose first token a draw has cut off."""
+    """[n] images by position; without those whose first token a rollout batch has cut off."""
 
     def among(self, kept: NDArray[np.bool_]) -> PicturedRows:
-        """See BatchRows.among."""
+        """Return the rows of `kept`, with their images."""
         found = BatchRows.among(self, kept)
         return replace(found, pictures=tuple(self.pictures[row] for row in np.flatnonzero(kept)))
 
 
 def pictured(rows: BatchRows, pictures: Sequence[Sequence[Picture]]) -> PicturedRows:
-    """`pictures`: of each row, by position."""
+    """Return rows with images; `pictures` holds those of each row, by position."""
     return PicturedRows(**rows.columns(), pictures=tuple(map(tuple, pictures)))
 
 
 def axes(length: int, pictures: Sequence[Picture]) -> NDArray[np.int64]:
-    """[length, 3] positions of a row's tokens: frame, row, column."""
+    """Return positions [length, 3] of a row's tokens: frame, row, column."""
     parts: list[NDArray[np.int64]] = []
     at = shown = 0
     for picture in pictures:
@@ -78,16 +77,19 @@ class Shown:
     """The images of a microbatch, each once."""
 
     pixels: torch.Tensor
-    """[patches, values] float32"""
+    """[patches, values] float32."""
     grids: torch.Tensor
-    """[images, 3] int64: frames, rows and columns of patches"""
+    """[images, 3] int64: frames, rows and columns of patches."""
 
 
 def shown(
     rows: PicturedRows, microbatch: Sequence[int], positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, Shown | None]:
-    """Of rows of so many positions: their axes [b, s, 3], which of the images' features stands at each [b, s], counted
-    from 1 (0: the token's own embedding), and the images."""
+    """Lay out the images of a microbatch whose rows have `positions` positions.
+
+    Return the axes [b, s, 3]; 1 + the index of the image feature at each position [b, s], with 0 for the token's own
+    embedding; and the images.
+    """
     placed = np.zeros((len(microbatch), positions, 3), np.int64)
     features = np.zeros((len(microbatch), positions), np.int64)
     first: dict[str, int] = {}
@@ -112,7 +114,7 @@ def shown(
 
 
 def tower(shape: ModelShape, dtype: torch.dtype) -> Any:
-    """transformers' module, without weights that mean something; it takes no gradient."""
+    """Return transformers' module with meaningless weights; it takes no gradient."""
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -123,36 +125,36 @@ def tower(shape: ModelShape, dtype: torch.dtype) -> Any:
 
 
 class Microbatch(Protocol):
-    """What a forward pass takes."""
+    """The part of a microbatch that vision reads."""
 
     @property
     def features(self) -> torch.Tensor | None:
-        """See `shown`."""
+        """Feature indices, see `shown`."""
         ...
 
     @property
     def images(self) -> Shown | None:
-        """Those that it shows, if any."""
+        """The images of the microbatch, if any."""
         ...
 
 
 class Sight:
-    """The embedding of the first pipeline stage, with images in it."""
+    """Hook that puts images into the embedding of the first pipeline stage."""
 
     def __init__(self, model: Any) -> None:
         self._tower = model.vision
         self.microbatch: Microbatch | None = None
-        """The one that the next forward pass takes."""
+        """The microbatch that the next forward pass takes."""
         model.embedding.register_forward_hook(self._see)
 
     def _see(self, _: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
-        """[s, b, h], of sequence-parallel ranks each its share of s."""
+        """Replace embeddings [s, b, h] by image features; sequence-parallel ranks have their share of s each."""
         batch = self.microbatch
         if batch is None or batch.images is None or batch.features is None:
             return embedded
         with torch.no_grad():
             found = self._tower(batch.images.pixels.to(embedded.dtype), batch.images.grids).pooler_output
-        places = batch.features.transpose(0, 1).contiguous()  # what is made of it lies as it does, and stages send it
+        places = batch.features.transpose(0, 1).contiguous()  # the output inherits its layout, and stages send it
         if embedded.size(0) < places.size(0):
             ranks = mcore.parallel_state.get_tensor_model_parallel_world_size()
             places = places.chunk(ranks)[mcore.parallel_state.get_tensor_model_parallel_rank()]

@@ -1,1 +1,1 @@
-"""What learns or reads weights beside no loop: `turnlog export`, `turnlog sft`."""
+"""Training and reading of weights outside a loop: `turnlog export`, `turnlog sft`."""

@@ -1,12 +1,12 @@
-"""`turnlog export FOLDER`: weights of a run as a Hugging Face folder that stands by itself, in one step or not at all.
+"""`turnlog export FOLDER`: write weights of a run as a self-contained Hugging Face folder, atomically.
 
-Weights come from the store by their WeightVersionPublished, file by file, or out of a checkpoint; every tensor is held
-against the checksums that the trainer published. What a loop never writes comes from [model] path: tokenizer, chat
-template, generation settings.
+Weights come from the store by their WeightVersionPublished, file by file, or from a checkpoint. Every tensor is checked
+against the checksums that the trainer published. Files that training never writes come from [model] path: tokenizer,
+chat template, generation settings.
 
 ExportError
-├── ExportRefused     FOLDER is taken, or there is no such version: nothing was written
-└── WeightsDamaged    bytes are not those that were published: nothing was written
+├── ExportRefused     FOLDER exists, or there is no such version: nothing was written
+└── WeightsDamaged    bytes differ from those that were published: nothing was written
 """
 
 from __future__ import annotations
@@ -51,47 +51,49 @@ from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, rea
 
 CARD = "README.md"
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE")
-"""Of the model that training began from: whoever passes its weights on passes these on."""
+"""Licence files of the model that training began from, which must accompany its weights."""
 BESIDE = (*TOKENIZER, "tokenizer.model", *LICENCES)
-"""Files of [model] path that go along as they are."""
+"""Files of [model] path that are copied unchanged."""
 
 
 class ExportError(Exception):
-    """Base of the tree above."""
+    """Base of the errors above."""
 
 
 class ExportRefused(ExportError):
-    """Says what stands in the way."""
+    """The export cannot be written; the message gives the reason."""
 
 
 class WeightsDamaged(ExportError):
-    """Names the version and the tensor or file."""
+    """Weights differ from the published ones; the message names the version and the tensor or file."""
 
 
 @dataclass(slots=True)
 class Exported:
-    """What was written, for the card and the terminal."""
+    """Facts about an export, for the model card and the terminal."""
 
     run_id: str
     model: Path
-    """What training began from."""
+    """Folder of the model that training began from."""
     version: WeightVersionPublished | None
-    """Whose checksums the tensors were held against; None: no version was published with a checkpoint's weights."""
+    """The version against whose checksums the tensors were checked; None if no version was published with a
+    checkpoint's weights.
+    """
     checkpoint: str = ""
-    """Name of the folder that they were read from; empty: the store."""
+    """Name of the checkpoint folder from which they were read; empty if they came from the store."""
     tensors: int = 0
     parameters: int = 0
     dtypes: set[str] = field(default_factory=set)
 
     def count(self, specs: Sequence[TensorSpec]) -> None:
-        """All tensors."""
+        """Count all tensors."""
         self.tensors = len(specs)
         self.parameters = sum(math.prod(spec.shape) for spec in specs)
         self.dtypes = {DTYPES[spec.code] for spec in specs}
 
     @property
     def said(self) -> str:
-        """Which weights these are, in words."""
+        """Description of the weights, in words."""
         about = f"checkpoint {self.checkpoint}" if self.checkpoint else ""
         if self.version is not None:
             at = f"version {self.version.version} (step {self.version.step}, batch {self.version.batch_index})"
@@ -100,7 +102,10 @@ class Exported:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Export and say what; 0. Raises ExportError, BlobError, LogUnavailable, CheckpointUnusable, UnsupportedModel."""
+    """Run the verb: export, print a summary, return the exit status.
+
+    Raises ExportError, BlobError, LogUnavailable, CheckpointUnusable, UnsupportedModel.
+    """
     folder: Path = arguments.folder
     check_free(folder)
     archive = arguments.source == "archive"
@@ -131,14 +136,14 @@ async def _versions(settings: Settings, *, archive: bool) -> list[WeightVersionP
 
 
 async def published_versions(role: Role) -> list[WeightVersionPublished]:
-    """Of the run, by number."""
+    """Return the run's published versions, by number."""
     found = {event.version: event for event in await all_events(role, topics.WEIGHTS)
              if isinstance(event, WeightVersionPublished)}  # fmt: skip
     return [found[number] for number in sorted(found)]
 
 
 async def export_version(role: Role, folder: Path, number: int | None) -> Exported:
-    """Write the published version, None: the newest. Raises ExportError, BlobMissing, StoreUnavailable."""
+    """Write the published version `number`, None for the newest. Raises ExportError, BlobMissing, StoreUnavailable."""
     found = await published_versions(role)
     event = next((one for one in reversed(found) if number in (None, one.version)), None)
     if event is None:
@@ -160,8 +165,11 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
 def export_checkpoint(
     settings: Settings, place: Place, name: str, folder: Path, versions: Iterable[WeightVersionPublished]
 ) -> Exported:
-    """Write the weights of a checkpoint, by this process alone whatever layout saved it. They are held against the
-    version that names it. Raises ExportError, CheckpointUnusable, UnsupportedModel, BlobError."""
+    """Write the weights of a checkpoint, in this process alone, whatever layout saved it.
+
+    They are checked against the version that names the checkpoint. Raises ExportError, CheckpointUnusable,
+    UnsupportedModel, BlobError.
+    """
     held = [one for one in versions if one.checkpoint and Path(one.checkpoint).name == name]
     event = held[-1] if held else None
     model = Path(settings.model.path)
@@ -179,7 +187,7 @@ def export_checkpoint(
 
 
 async def _merged(chain: Chain, blobs: Blobs, folder: Path) -> Sequence[TensorSpec]:
-    """The weights that an adapter makes of those that it rests on; their tensors. Raises BadWeights, BlobError."""
+    """Write the weights of an adapter merged into its base, and return their tensors. Raises BadWeights, BlobError."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
         base, adapter = Path(beside) / "base", Path(beside) / "adapter"
         base.mkdir()
@@ -210,8 +218,11 @@ def _merge(base: Path, adapter: Path, folder: Path) -> Written:
 
 
 def _restored(settings: Settings, place: Place, name: str, folder: Path, published: Of) -> tuple[Written, Written]:
-    """The weights of a checkpoint under Hugging Face names, as files, and what of them is published. Raises
-    CheckpointUnusable, UnsupportedModel, BlobError."""
+    """Write the weights of a checkpoint as files under Hugging Face names.
+
+    Return the description of these files, and that of the files in the form `published`. Raises CheckpointUnusable,
+    UnsupportedModel, BlobError.
+    """
     checkpoint = place.opened(name)
     common = read_common(checkpoint)
     stored = common["shape"]
@@ -234,15 +245,17 @@ def _restored(settings: Settings, place: Place, name: str, folder: Path, publish
 
 
 def check_free(folder: Path) -> None:
-    """Raises ExportRefused."""
+    """Raises ExportRefused if the folder exists."""
     if folder.exists() or folder.is_symlink():
         raise ExportRefused(f"{folder} is there already; name another folder, or remove it first")
 
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write into, which takes its name when the block ends well and goes when it does not.
-    Raises ExportRefused where the name is taken, before and after."""
+    """Yield a temporary folder beside `folder`, which is renamed to `folder` if the block succeeds and removed if not.
+
+    Raises ExportRefused if `folder` exists, before or after the block.
+    """
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PART, dir=folder.parent))
@@ -273,8 +286,10 @@ def _finish(part: Path, done: Exported) -> None:
 
 
 def model_files(part: Path, model: Path, dtypes: Collection[str]) -> None:
-    """What no trainer publishes, from the model that it began from; what is there already stays. config.json names the
-    type that the tensors have: loaders cast to what it says."""
+    """Copy files that no trainer publishes from the model that it began from; existing files are not overwritten.
+
+    config.json is changed to name the dtype of the tensors, because loaders cast to what it names.
+    """
     for name in (*BESIDE, *DESCRIPTION):
         if (model / name).exists() and not (part / name).exists():
             shutil.copyfile(model / name, part / name)
@@ -289,7 +304,7 @@ def model_files(part: Path, model: Path, dtypes: Collection[str]) -> None:
 
 
 def card(done: Exported) -> str:
-    """The model card."""
+    """Return the model card."""
     rows: dict[str, Any] = {"run": done.run_id, "began from": done.model.name}
     if done.version is not None:
         rows |= {
@@ -306,7 +321,7 @@ def card(done: Exported) -> str:
 
 
 def card_of(title: str, tags: tuple[str, ...], rows: Mapping[str, Any]) -> str:
-    """A model card with a table of facts."""
+    """Return a model card with a table of facts."""
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- turnlog"]
     table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     return "\n".join([*head, *(f"- {tag}" for tag in tags), "---", "", f"# {title}", "", *table, ""])

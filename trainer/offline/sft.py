@@ -1,18 +1,18 @@
-"""`turnlog sft`: supervised fine-tuning on a dataset of a run, by the Learner that reinforcement trains with.
+"""`turnlog sft`: supervised fine-tuning on a dataset of a run, by the same Learner as reinforcement learning.
 
-Rows of the view `rl` are the tokens that were recorded, with the masks that trained; conversations of the view `sft`
-are rendered by the model's own chat template, cut and encoded as the gateway does it, and every answer is imitated.
-Each imitated token of a step weighs the same. Images that recorded tokens name come from the object store, as a step
-needs them. One process; a function of dataset, model, numbers and seed, bit for bit.
+Rows of the view `rl` are the recorded tokens, with the masks that trained. Conversations of the view `sft` are rendered
+by the model's own chat template, cut and encoded as in the gateway, and every answer is imitated. All imitated tokens
+of a step have the same weight. Images of recorded tokens are fetched from the object store when a step needs them.
+Training runs in one process and is a bitwise reproducible function of dataset, model, numbers and seed.
 
-    .OUT.sft/plan.json      what OUT is made of; another one is refused
-    .OUT.sft/epoch-0001     a checkpoint after each epoch: the same command goes on from the newest
+    .OUT.sft/plan.json      the inputs of OUT; other inputs are rejected
+    .OUT.sft/epoch-0001     a checkpoint after each epoch: the same command resumes from the newest
 
 SftError
 ├── BadDataset     its view has nothing to imitate, no row fits, or its tokens or images are not the model's
-├── BadNumber      an argument that means nothing
-├── NotFinite      steps in a row had no finite gradient: nothing was written
-└── OtherSft       what stands unfinished beside OUT was begun otherwise: names what differs
+├── BadNumber      an argument is out of range
+├── NotFinite      several steps in a row had no finite gradient: nothing was written
+└── OtherSft       the unfinished folder beside OUT has other inputs; the message names what differs
 """
 
 from __future__ import annotations
@@ -61,86 +61,86 @@ COLUMNS = {
     "rl": ("task_id", "sample_id", "token_ids", "trained", "images"),
     "sft": ("task_id", "messages", "tools", "finish_reason"),
 }
-"""Of each view, what is read."""
+"""View of a dataset -> columns that are read."""
 
 
 class SftError(Exception):
-    """Base of the tree above."""
+    """Base of the errors above."""
 
 
 class BadDataset(SftError):
-    """Says what view it has, or which row does not fit."""
+    """The dataset cannot be used. The message names its view, or the row that does not fit."""
 
 
 class BadNumber(SftError):
-    """Names the argument and what is legal."""
+    """An argument is out of range. The message names it and the legal values."""
 
 
 class NotFinite(SftError):
-    """Remedy: a lower --rate, or other rows."""
+    """Steps have no finite gradient. Remedy: a lower --rate, or other rows."""
 
 
 class OtherSft(SftError):
-    """Remedy: the arguments of before, another OUT, or --fresh."""
+    """The unfinished fine-tuning has other inputs. Remedy: the previous arguments, another OUT, or --fresh."""
 
 
 class Verified(Protocol):
-    """A dataset's manifest."""
+    """The manifest of a dataset."""
 
     @property
     def view(self) -> str:
-        """rl | sft | preference"""
+        """View of the dataset: rl | sft | preference."""
         ...
 
     @property
     def format(self) -> str:
-        """parquet | arrow"""
+        """File format: parquet | arrow."""
         ...
 
     @property
     def rows_sha256(self) -> str:
-        """Of its content."""
+        """Hash of the dataset's content."""
         ...
 
 
 class Demonstrated(Protocol):
-    """One sequence: `mask[t]` is 1 where token t is imitated."""
+    """A sequence to imitate: `mask[t]` is 1 if token t is imitated."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Of the whole sequence."""
+        """Token ids of the whole sequence."""
         ...
 
     @property
     def mask(self) -> Sequence[int]:
-        """As long."""
+        """Mask of the same length."""
         ...
 
 
 Verify = Callable[[Path], Verified]
-"""The manifest of a dataset whose files are what it says (consumers.datasets)."""
+"""Verifies the files of a dataset and returns its manifest (consumers.datasets)."""
 Imitated = Callable[[Sequence[Mapping[str, Any]], Any, bool], Sequence[Demonstrated]]
-"""(messages, tools, whether the last answer came to its end) -> rows, in the tokens of the model (producers)."""
+"""(messages, tools, whether the last answer is complete) -> rows in the model's tokens (producers)."""
 Fetch = Callable[[Sequence[BlobRef]], Sequence[bytes]]
-"""Contents from the object store, in order."""
+"""Fetches contents from the object store, in order."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is imitated, and of which task."""
+    """A row to imitate, with its task."""
 
     task: str
     token_ids: NDArray[np.int32]
     mask: NDArray[np.uint8]
     sample: str = ""
-    """Whose recorded tokens they are."""
+    """Id of the sample whose recorded tokens these are; empty for conversations."""
     images: tuple[ImageRef, ...] | None = ()
-    """That it shows; None: nobody recorded whether it does."""
+    """Images in the row; None if the dataset does not record them."""
 
     @property
     def imitated(self) -> int:
-        """Tokens that carry loss; the first is predicted by nothing."""
+        """Number of tokens with a loss; nothing predicts the first token."""
         return int(self.mask[1:].sum())
 
 
@@ -151,15 +151,15 @@ class Numbers:
     epochs: int
     rate: float
     rows: int
-    """Per step."""
+    """Rows per step."""
     held_out: float
-    """Share of the tasks that are measured and never trained."""
+    """Share of the tasks that are only measured, never trained."""
     max_tokens: int
-    """Longer rows are left out; 0: what the model takes."""
+    """Rows with more tokens are left out; 0 means the model's limit."""
     seed: int
 
     def check(self) -> None:
-        """Raises BadNumber."""
+        """Raises BadNumber for an argument that is out of range."""
         for name, good, legal in (
             ("epochs", self.epochs >= 1, "at least 1"),
             ("rate", 0 < self.rate < 1, "above 0 and below 1"),
@@ -173,30 +173,32 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Rows to train, and those of other tasks to measure."""
+    """Rows to train, and rows of other tasks to measure."""
 
     train: list[Row]
     held_out: list[Row]
     removed: dict[str, int]
-    """Reason -> rows that are neither."""
+    """Reason -> number of rows that are neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """What one pass did; losses are nats per imitated token."""
+    """Result of one epoch; losses are in nats per imitated token."""
 
     epoch: int
     loss: float | None
-    """While its steps were taken; null before the first."""
+    """Mean loss of its steps; None for epoch 0, before the first step."""
     held_out: float | None
-    """After it; null without rows to measure."""
+    """Loss on the held-out rows after it; None without such rows."""
     tokens: int
-    """Imitated."""
+    """Number of imitated tokens."""
 
 
 def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, imitated: Imitated) -> int:
-    """Fine-tune, saying how it goes; 0. Raises SftError, ExportRefused, DatasetError, UnsupportedModel, and of
-    images ImagesUnfit, BlobError, NoEndpoints."""
+    """Run the verb: fine-tune, print the progress, return the exit status.
+
+    Raises SftError, ExportRefused, DatasetError, UnsupportedModel, and for images ImagesUnfit, BlobError, NoEndpoints.
+    """
     numbers = Numbers(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Numbers)})
     numbers.check()
     out: Path = arguments.out
@@ -214,7 +216,9 @@ def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, i
 
 @contextmanager
 def fetching(settings: Settings) -> Iterator[Fetch]:
-    """Of the run's object store, which whoever fetches first opens: text needs none."""
+    """Yield a function that fetches from the run's object store, which is opened at the first fetch: text needs
+    none.
+    """
     opened: list[S3Blobs] = []
 
     async def contents(refs: Sequence[BlobRef]) -> list[bytes]:
@@ -241,7 +245,7 @@ def _say_rows(split: Split) -> None:
 
 
 def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[Row]:
-    """The dataset's rows as tokens, in file order. Raises BadDataset."""
+    """Yield the dataset's rows as tokens, in file order. Raises BadDataset."""
     if manifest.view not in COLUMNS:
         raise BadDataset(
             f"{dataset} is of the view {manifest.view}; build one with --view sft (or rl: recorded tokens)"
@@ -271,7 +275,7 @@ def _recorded(row: Mapping[str, Any]) -> Row:
 
 
 def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
-    """Rows by task: a share of the tasks is held out, which ones is the seed's choice. Raises BadDataset."""
+    """Split the rows by task. A share of the tasks, chosen by the seed, is held out. Raises BadDataset."""
     most = min(numbers.max_tokens or shape.positions, shape.positions)
     kept: list[Row] = []
     removed: dict[str, int] = {}
@@ -307,7 +311,7 @@ def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
 
 
 class Tuning:
-    """One fine-tuning, and what stands beside its folder until it is done."""
+    """A fine-tuning, and the working folder beside its output until it is done."""
 
     def __init__(
         self,
@@ -319,10 +323,10 @@ class Tuning:
         say: Say,
         fetch: Fetch,
     ) -> None:
-        """Raises UnsupportedModel."""
+        """Raises UnsupportedModel if the model's architecture is not supported."""
         self.shape = read_shape(model)
         self.epochs: list[Epoch] = []
-        """Those done, the one before the first included."""
+        """Completed epochs, including epoch 0, the measurement before training."""
         trainer = settings.trainer
         self._options = LearnerOptions(
             microbatch_tokens=trainer.microbatch_tokens,
@@ -345,7 +349,7 @@ class Tuning:
         self._skipped = 0
 
     def run(self, split: Split, *, fresh: bool = False) -> None:
-        """Train what is left of the epochs and write the folder. Raises OtherSft, NotFinite, ExportRefused."""
+        """Train the remaining epochs and write the folder. Raises OtherSft, NotFinite, ExportRefused."""
         newest = self._begin(fresh=fresh)
         with process_group():
             learner = Learner(self.shape, read_weights(self._model), self._options)
@@ -363,7 +367,7 @@ class Tuning:
         shutil.rmtree(self._beside)
 
     def _begin(self, *, fresh: bool) -> Path | None:
-        """The newest checkpoint of the same plan. Raises OtherSft."""
+        """Return the newest checkpoint of the same plan, or None. Raises OtherSft if the folder has another plan."""
         if fresh:
             shutil.rmtree(self._beside, ignore_errors=True)
         self._beside.mkdir(parents=True, exist_ok=True)
@@ -403,12 +407,14 @@ class Tuning:
         self._done(Epoch(epoch=epoch, loss=loss / tokens, held_out=held_out, tokens=tokens))
 
     def _rate(self, step: int, steps: int) -> float:
-        """Rises over a tenth of the steps, 30 at most, and falls linearly to a twentieth."""
+        """Return the learning rate: it rises over a tenth of the steps, 30 at most, and falls linearly to a
+        twentieth.
+        """
         ramp = min(RAMP_STEPS, max(1, steps // 10))
         return self._numbers.rate * min(1.0, (step + 1) / ramp) * max(LOWEST_RATE, 1 - step / steps)
 
     def _batch(self, rows: Sequence[Row]) -> BatchRows:
-        """Raises ImagesUnfit, and what fetching does."""
+        """Return rows as a batch, with their images. Raises ImagesUnfit, and the errors of fetching."""
         batch = demonstration_rows([(row.token_ids.tolist(), row.mask.tolist()) for row in rows])
         refs = {image.image.sha256: image.image for row in rows for image in row.images or ()}
         if not refs or self.shape.vision is None:

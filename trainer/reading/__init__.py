@@ -1,1 +1,1 @@
-"""From manifests to checked rows: each batch of the log is read while the one before it trains."""
+"""Data loading: from manifests to checked rows. Each batch is read while the previous one trains."""

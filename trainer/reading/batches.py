@@ -1,8 +1,8 @@
-"""The batches of a run, in order; each is read and checked while the one before it trains.
+"""The batches of a run, in order; each is read and checked while the previous one trains.
 
-One batch is read ahead and no more, so that two are held at most. Reading moves nothing: the cursor is that of the last
-batch that was stepped on, and what was read ahead of a kill is read again. What is wrong with a batch is raised when it
-is taken, after the step before it, as if it had been read then.
+Only one batch is read ahead, so that at most two are in memory. Reading does not move the cursor, which belongs to the
+last batch that was stepped on; after a kill, what was read ahead is read again. Errors of a batch are raised when it is
+taken, after the step before it, as if it had been read then.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ class Manifests:
     """Manifests of one run, in order of batch_index, without gaps or repeats."""
 
     def __init__(self, reader: Reader, events: EventLog, run_id: str, cursor: Cursor, *, start: int) -> None:
-        """`start`: first offset of the topic, for a cursor that has none."""
+        """`start` is the first offset of the topic, for a cursor without an offset."""
         self._reader, self._events, self._run_id = reader, events, run_id
         self._next = cursor.next_batch
         self._waiting: deque[tuple[Manifest, int]] = deque()
         reader.assign({PARTITION: start if cursor.offset is None else cursor.offset})
 
     async def next(self, *, timeout_s: float) -> tuple[Manifest, int] | None:
-        """The next manifest and the offset behind it; None when there is none yet. Raises BatchGap."""
+        """Return the next manifest and the offset after it; None if there is none yet. Raises BatchGap if a batch is
+        missing.
+        """
         if not self._waiting:
             await self._read(timeout_s)
         while self._waiting:
@@ -61,8 +63,11 @@ class Manifests:
         return None
 
     async def ahead(self, count: int) -> list[SampleBatchFormed]:
-        """The `count` manifests behind the last one, which stay the next: further parts of its draw, which stand in one
-        transaction with it. Raises BatchGap."""
+        """Return the `count` manifests after the last one without consuming them.
+
+        They are the further parts of its rollout batch and were written in the same transaction. Raises BatchGap if one
+        is missing.
+        """
         wanted = range(self._next, self._next + count)
         while True:
             found = {one.batch_index: one for one, _ in self._waiting if isinstance(one, SampleBatchFormed)}
@@ -81,19 +86,19 @@ class Manifests:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The next of a run."""
+    """The next batch of a run."""
 
     manifest: Manifest
     offset: int
-    """Behind the manifest."""
+    """Offset after the manifest."""
     rows: BatchRows | None
-    """None of a skipped draw."""
+    """Rows of the batch; None if the rollout batch was skipped."""
     known_at: float
-    """time.monotonic() when the manifest was there."""
+    """time.monotonic() when the manifest was read."""
 
 
 class ReadAhead:
-    """The batch behind the one that trains. Left, it gives up what it reads."""
+    """Reader of the batch after the one that trains. Leaving the context abandons a read in progress."""
 
     def __init__(self, manifests: Manifests, fetch: Fetch) -> None:
         self._manifests, self._fetch = manifests, fetch
@@ -105,20 +110,24 @@ class ReadAhead:
     async def __aexit__(self, *_: object) -> None:
         if self._reading is not None:
             self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)  # what is wrong with it is nobody's yet
+            await asyncio.gather(self._reading, return_exceptions=True)  # nobody waits for its errors
 
     def begin(self) -> None:
-        """Read the next batch beside what comes now. Once it is begun the parts of a draw are no longer ahead."""
+        """Start to read the next batch concurrently. After this, `Manifests.ahead` can no longer return the parts of
+        the current rollout batch.
+        """
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
 
     async def next(self, *, timeout_s: float) -> Batch | None:
-        """The next batch; None when it is not there yet. Raises BatchGap, and what `fetch` does."""
+        """Return the next batch; None if it is not available within `timeout_s`. Raises BatchGap, and the errors of
+        `fetch`.
+        """
         self.begin()
         assert self._reading is not None
         began = time.monotonic()
         await asyncio.wait([self._reading], timeout=timeout_s)
-        WAITED.inc(time.monotonic() - began)  # as it passes: a wait that does not end is one to be told of
+        WAITED.inc(time.monotonic() - began)  # counted while waiting, so that an endless wait shows
         if not self._reading.done():
             return None
         done, self._reading = self._reading, None
@@ -134,8 +143,10 @@ class ReadAhead:
 
 
 async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs, *, retry_s: Sequence[float] = RETRY_S) -> BatchRows:
-    """The batch's rows, checked. Raises CorruptBatch, BlobMissing that names the batch, StoreUnavailable (after
-    retries)."""
+    """Return the batch's rows, checked against the manifest.
+
+    Raises CorruptBatch, BlobMissing that names the batch, and StoreUnavailable after retries.
+    """
     if manifest.rows_version not in ROWS_VERSIONS:
         known = ", ".join(map(str, ROWS_VERSIONS))
         raise CorruptBatch(
@@ -182,9 +193,11 @@ async def _fetched(manifest: SampleBatchFormed, blobs: Blobs, retry_s: Sequence[
 
 
 def check_lengths(manifest: SampleBatchFormed, rows: BatchRows, positions: int) -> None:
-    """Raises TokensUnfit for a row that the model has too few positions for: beyond them neither transformers nor
-    Megatron refuses anything, and what they compute is not what the model was trained to. The last token of a row is
-    predicted, and takes none."""
+    """Raises TokensUnfit for a row that exceeds the model's positions.
+
+    Beyond them neither transformers nor Megatron raises an error, but what they compute is not what the model was
+    trained for. The last token of a row is only predicted and takes no position.
+    """
     beyond = np.flatnonzero(rows.lengths - 1 > positions)
     if len(beyond):
         row = int(beyond[0])
@@ -197,8 +210,11 @@ def check_lengths(manifest: SampleBatchFormed, rows: BatchRows, positions: int) 
 
 
 def check_vocabulary(manifest: SampleBatchFormed, rows: BatchRows, vocabulary: int) -> None:
-    """Raises TokensUnfit for a token that the model has no embedding of. Tensor-parallel ranks would take it for one of
-    zeros, and the columns that pad a vocabulary for one of probability 0."""
+    """Raises TokensUnfit for a token without an embedding in the model.
+
+    Tensor-parallel ranks would use a zero embedding for it, and the columns that pad a vocabulary would give it
+    probability 0.
+    """
     outside = np.flatnonzero((rows.token_ids < 0) | (rows.token_ids >= vocabulary))
     if len(outside):
         at = int(outside[0])

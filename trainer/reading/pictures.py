@@ -1,7 +1,8 @@
-"""The images that rows name, laid out by the model's own image processor, as an engine lays them out.
+"""Images of rows, preprocessed by the model's own image processor, as an engine does it.
 
-Batch files and datasets hold none: they are named by content, as experts are. transformers' processor resizes by
-torchvision where it is installed, else by Pillow, whose values differ by a 255th: trainer and engines need the same.
+Batch files and datasets do not contain images: they refer to them by content hash, as they do to experts. transformers'
+processor resizes with torchvision if it is installed, else with Pillow, whose values differ by 1/255: trainer and
+engines need the same library.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ async def with_pictures(
     events: EventLog,
     blobs: Blobs,
 ) -> BatchRows:
-    """The rows of a batch with the images of those that have some; `model`: the folder with the processor's settings.
+    """Return the rows of a batch with their images. `model` is the folder with the processor's settings.
 
-    Raises BlobError, LogError, and ImagesUnfit for an image that cannot be read, or does not take the tokens that its
-    sample says.
+    Raises BlobError, LogError, and ImagesUnfit for an image that cannot be read or that takes another number of tokens
+    than its sample says.
     """
     named = await samples_of(manifest, log, events)
     refs = {one.image.sha256: one.image for sample in named for one in sample.images}
@@ -55,7 +56,7 @@ def laid_out(
     vision: VisionShape,
     model: Path,
 ) -> BatchRows:
-    """The rows with the images of each, whose `contents` are by their sha256. Raises ImagesUnfit."""
+    """Return the rows with the images of each; `contents` maps sha256 to the file. Raises ImagesUnfit."""
     arrays: dict[str, Any] = {}
     pictures: list[list[Picture]] = []
     for row, named in enumerate(images):
@@ -64,7 +65,7 @@ def laid_out(
         pictures.append([])
         for image in named:
             if image.position >= length:
-                continue  # a draw may have cut the sample's tail
+                continue  # the rollout batch may have cut the sample's tail
             about = f"sample {rows.sample_ids[row]}: the image {image.image.sha256} at token {image.position}"
             if image.image.sha256 not in arrays:
                 arrays[image.image.sha256] = _processed(contents[image.image.sha256], model, about)
@@ -88,11 +89,11 @@ def _placed(image: ImageRef, arrays: Any, vision: VisionShape, about: str) -> Pi
 
 
 def _processed(content: bytes, model: Path, about: str) -> Any:
-    """The processor's answer. Raises ImagesUnfit."""
+    """Run the model's image processor. Raises ImagesUnfit."""
     try:
         with opened_image(content, whole=True) as image:
             return _processor(model)(images=[image], return_tensors="np")
-    except (ImageUnreadable, ValueError) as error:  # of an image that is too narrow
+    except (ImageUnreadable, ValueError) as error:  # raised for an image that is too narrow
         raise ImagesUnfit(f"{about}: {error}") from error
 
 

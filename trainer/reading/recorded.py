@@ -1,8 +1,8 @@
-"""What the samples that a batch's manifest names say beside its file: where the rows of experts that the engine
-recorded lie, and how their trajectories ended.
+"""Data of samples that is not in a batch's file: the experts that the engine recorded, and how trajectories ended.
 
-Batch files hold no experts, which would be most of their bytes: a sample names them by content, so that what its
-record says is as fixed as a column. One without any (an engine died, a gateway did not ask) leaves its row unrouted.
+Batch files do not contain experts, which would be most of their bytes. A sample refers to them by content hash, so that
+its record is as immutable as a column. A sample without any (an engine died, a gateway did not request them) leaves its
+row unrouted.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from turnlog.trainer.shape import ModelShape
 
 UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture that came without recorded experts")
 NAMED = 5
-"""Samples that a warning names of each cause."""
+"""Number of samples that a warning names for each cause."""
 _said = logging.getLogger(__name__)
 
 
 async def with_experts(
     manifest: SampleBatchFormed, rows: BatchRows, shape: ModelShape, log: Log, events: EventLog, blobs: Blobs
 ) -> BatchRows:
-    """The rows of a batch with the experts of those that have some.
+    """Return the rows of a batch with the experts of those that have some.
 
-    Raises BrokenExperts, ExpertsDoNotCover, BlobError, LogError, and ExpertsUnfit for rows of samples of other widths
-    or experts that are not the model's.
+    Raises BrokenExperts, ExpertsDoNotCover, BlobError, LogError, and ExpertsUnfit if samples have different shapes of
+    experts or experts that are not the model's.
     """
     named = await samples_of(manifest, log, events)
     _tell_unrouted(manifest, named)
@@ -62,7 +62,7 @@ def _joined(
     whole = np.zeros((len(rows.token_ids), *widths.pop()), narrow)
     for row, each in zip(np.flatnonzero(recorded).tolist(), found, strict=True):
         start, inputs = int(rows.starts[row]), int(rows.lengths[row]) - 1
-        whole[start : start + inputs] = each[:inputs]  # a draw may have cut the sample's tail
+        whole[start : start + inputs] = each[:inputs]  # the rollout batch may have cut the sample's tail
     return routed(rows, whole, shape, recorded)
 
 
@@ -81,12 +81,14 @@ def _tell_unrouted(manifest: SampleBatchFormed, named: list[SegmentSample]) -> N
 
 
 async def truncated(manifest: SampleBatchFormed, log: Log, events: EventLog) -> NDArray[np.bool_]:
-    """[n] whether the trajectory of each row was. Raises ExpertsUnfit, LogError."""
+    """Return [n] whether the trajectory of each row was truncated. Raises ExpertsUnfit, LogError."""
     return np.array([one.outcome is Outcome.truncated for one in await samples_of(manifest, log, events)], bool)
 
 
 async def samples_of(manifest: SampleBatchFormed, log: Log, events: EventLog) -> list[SegmentSample]:
-    """In order of the rows. Raises ExpertsUnfit."""
+    """Return the samples of a batch, in order of its rows. Raises ExpertsUnfit if a sample is not where the manifest
+    says.
+    """
     wanted: dict[int, dict[int, str]] = {}
     for row in manifest.samples:
         wanted.setdefault(row.partition, {})[row.offset] = row.sample_id

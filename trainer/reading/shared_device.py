@@ -1,8 +1,8 @@
 """Engines on the trainer's devices ([engine] colocate): a step begins when none of them holds memory there.
 
-What they hold stands in engine-status. A loader releases its engine once it has read of a batch that the published
-weights have not seen, and says which version was the newest then: the trainer has its turn until it publishes the next.
-An engine that is gone is not waited for; one that is silent, or drains, holds what it held.
+The engines' state is in engine-status. A loader releases its engine once it has read about a batch that the published
+weights do not include, and reports the newest version at that time: the trainer may use the device until it publishes
+the next version. An engine that is gone is ignored; one that is silent, or drains, still holds its memory.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ LOOK_S = 0.2
 
 
 class SharedDevice:
-    """Who holds memory, folded from engine-status."""
+    """The engines that hold memory, folded from engine-status."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
         self._reader: Reader
         self._released: dict[str, int] = {}
-        """Engine -> version that it was released behind; -1: it holds memory."""
+        """Engine -> newest version when it was released; -1 if it holds memory."""
 
     async def follow(self, reader: Reader) -> None:
-        """From the start of the log on."""
+        """Start to follow engine-status from the start of the log."""
         self._reader = reader
         reader.assign(await self._role.log.start_offsets([PARTITION]))
 
     async def free(self, published: int | None, beat: Callable[[], None]) -> bool:
-        """Once every engine is released behind that version, the newest there is; False where the role is to stop
-        first. `beat` is called meanwhile."""
+        """Wait until every engine was released with version `published`, the newest one; `beat` is called meanwhile.
+
+        Return False if the role is to stop first.
+        """
         wanted = -1 if published is None else published
         end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
         while self._reader.position(PARTITION) < end or (holding := self._holding(wanted)):

@@ -1,6 +1,8 @@
-"""The tokenizer that sessions were sampled with, as their first records say it, against that of the trainer's model.
+"""Check of the tokenizer with which sessions were sampled, according to their first records, against the trainer's
+model.
 
-Ids of another tokenizer can all lie within the vocabulary, and then nothing else tells them from the model's own.
+Ids of another tokenizer can all lie within the vocabulary, and then nothing else distinguishes them from the model's
+own.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from turnlog.trainer import TokensUnfit
 from turnlog.trainer.checkpoints.places import file_sha256
 
 BEHIND = 200
-"""Records of a partition before the end that are looked at first: those of the sessions that a draw may still hold."""
+"""Number of records before the end of each partition that are checked first: those of sessions that a rollout batch may
+still hold.
+"""
 
 
 class Tokenizers:
-    """Of a role's run."""
+    """The tokenizer check of a role's run."""
 
     def __init__(self, role: Role, model: Path) -> None:
         self._role, self._file = role, model / "tokenizer.json"
@@ -28,7 +32,9 @@ class Tokenizers:
         self._since: dict[Partition, int] = {}
 
     async def check(self, manifest: SampleBatchFormed) -> None:
-        """Once a draw, the sessions that began since the one before. Raises TokensUnfit, LogError."""
+        """Check, once per rollout batch, the sessions that began since the previous one. Raises TokensUnfit,
+        LogError.
+        """
         if manifest.part:
             return
         ends = await self._role.log.end_offsets(partitions(self._role, SESSIONS))
