@@ -1,27 +1,27 @@
-"""Batches to Megatron steps to checkpoints to weights to weight-version events.
+"""Training: from batches to Megatron steps, checkpoints, weights and weight-version events.
 
-What can be wrong in the trainer. Each ends the process; the supervisor restarts it at the last checkpoint.
+This module defines the trainer's errors. Each ends the process; the supervisor restarts it at the last checkpoint.
 
 TrainerError
 ├── UnsupportedModel     the model folder describes something that the mapping to Megatron does not cover
-├── ModelDamaged         a file of the model folder is gone, cut short, or not what its name says
-├── LayoutUnfit          the model cannot be shared as the settings say, or this machine lacks a device for a rank
+├── ModelDamaged         a file of the model folder is missing, truncated, or not what its name says
+├── LayoutUnfit          the model cannot be sharded as the settings say, or this machine lacks a device for a rank
 ├── WeightsMismatch      names or shapes of Hugging Face weights differ from the model's
-├── TeacherUnfit         the teacher reads other tokens than the policy writes, or the ranks cannot share it
+├── TeacherUnfit         the teacher has another tokenizer than the policy, or the ranks cannot shard it
 ├── ExpertsUnfit         recorded experts are not those of this model's layers, or a sample is not where a batch says
 ├── TokensUnfit          a batch has tokens that the model lacks, or its sessions were sampled with another tokenizer
-├── ImagesUnfit          an image of a sample cannot be read, or takes other tokens than the sample says
+├── ImagesUnfit          an image of a sample cannot be read, or has another number of tokens than the sample says
 ├── BatchGap             the next manifest is not the next batch
-├── BooksOff             the ranks together did not train the tokens that the manifest counts
+├── BooksOff             the ranks together did not train the number of tokens in the manifest
 ├── RankLost             a rank ended, or hung before it had joined the others
-├── Diverged             steps in a row had no finite gradient
+├── Diverged             several steps in a row had no finite gradient
 ├── CheckpointUnusable   missing, incomplete, of another model or, by place, of another layout
-│   └── CheckpointDamaged    a file is gone, or not what was written: the one before it is taken
+│   └── CheckpointDamaged    a file is missing or was altered: the checkpoint before it is used
 ├── CheckpointFailed     a rank could not write its part
 ├── ExportFailed         the files of a weight version could not be written
-└── Superseded           a newer incarnation of the trainer owns the checkpoints
+└── Superseded           a newer generation of the trainer owns the checkpoints
 
-A batch file that is not what its manifest says is infra.batch_files.CorruptBatch: it is never skipped.
+A batch file that differs from its manifest raises infra.batch_files.CorruptBatch; it is never skipped.
 """
 
 from __future__ import annotations
@@ -31,72 +31,80 @@ if __name__ == "trainer":
 
 
 class TrainerError(Exception):
-    """Base of the tree above."""
+    """Base of the errors above."""
 
 
 class UnsupportedModel(TrainerError):
-    """Names the key of config.json and what is supported."""
+    """The model is not supported. The message names the key of config.json and what is supported."""
 
 
 class ModelDamaged(TrainerError):
-    """Names the file and what is wrong with it."""
+    """A file of the model folder is damaged. The message names the file and the defect."""
 
 
 class LayoutUnfit(TrainerError):
-    """Raised before any rank starts; names the setting and what it must divide."""
+    """The layout does not fit model or machine. Raised before any rank starts; names the setting and what it must
+    divide.
+    """
 
 
 class WeightsMismatch(TrainerError):
-    """Names the first tensor that differs."""
+    """The weights do not match the model. The message names the first tensor that differs."""
 
 
 class TeacherUnfit(TrainerError):
-    """Raised before any rank starts; names the folder and what must be equal."""
+    """The teacher does not fit the policy. Raised before any rank starts; names the folder and what must be equal."""
 
 
 class ExpertsUnfit(TrainerError):
-    """Names the sample, the token and the layer."""
+    """Recorded experts do not fit. The message names the sample, the token and the layer."""
 
 
 class TokensUnfit(TrainerError):
-    """Names batch, sample and token, or the session and both tokenizers."""
+    """Tokens do not fit the model. The message names batch, sample and token, or the session and both tokenizers."""
 
 
 class ImagesUnfit(TrainerError):
-    """Names the sample and the image."""
+    """An image does not fit. The message names the sample and the image."""
 
 
 class BatchGap(TrainerError):
-    """sample-batches does not continue where the checkpoint ended."""
+    """The topic sample-batches does not continue where the checkpoint ended."""
 
 
 class BooksOff(TrainerError):
-    """Raised before the optimizer moves, so that no weights come of it."""
+    """The token counts of ranks and manifest differ. Raised before the optimizer steps, so that no weights result from
+    it.
+    """
 
 
 class RankLost(TrainerError):
-    """Names the rank, or the limit; a restart begins with all of them anew."""
+    """A rank was lost. The message names the rank, or the time limit; a restart starts all ranks again."""
 
 
 class Diverged(TrainerError):
-    """Names the last batch and what to do; the weights are those before it."""
+    """Training diverged. The message names the last batch and what to do; the weights are those before it."""
 
 
 class CheckpointUnusable(TrainerError):
-    """Names the folder; remove it to start from [model] path."""
+    """The checkpoint cannot be used. The message names the folder; remove it to start from [model] path."""
 
 
 class CheckpointDamaged(CheckpointUnusable):
-    """Names the file; every rank raises it when one does."""
+    """A file of the checkpoint is damaged. The message names the file; if one rank raises this, every rank does."""
 
 
 class CheckpointFailed(TrainerError):
-    """Names the folder and why; the checkpoint before it stands."""
+    """The checkpoint could not be written. The message names the folder and the reason; the previous checkpoint
+    remains.
+    """
 
 
 class ExportFailed(TrainerError):
-    """Names the folder and why, a full disk above all. The version was never there."""
+    """The export could not be written. The message names the folder and the reason, usually a full disk. The version
+    was never published.
+    """
 
 
 class Superseded(TrainerError):
-    """This process is a zombie and must end."""
+    """A newer generation owns the run: this process is a zombie and must end."""

@@ -1,9 +1,9 @@
-"""The optimizer step of a policy, and of its critic where it has one.
+"""The optimizer step of a policy, and of its critic if it has one.
 
-Loss of the step = sum over trained tokens of token loss / weight_divisor; nothing else normalises it, and tokens that
-the objective masks count in M all the same. Megatron divides gradients by the number of tokens that the loss function
-reports (calculate_per_token_loss), so the loss function hands over M x its share and its own m_i trained tokens; that
-the m_i of all ranks sum to M is checked before the optimizer moves.
+The loss of a step is the sum over trained tokens of token loss / weight_divisor. Nothing else normalises it, and tokens
+that the objective masks still count in M, the number of trained tokens. Megatron divides gradients by the number of
+tokens that the loss function reports (calculate_per_token_loss), so the loss function returns M x its share and its own
+m_i trained tokens. That the m_i of all ranks sum to M is checked before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -46,40 +46,47 @@ from turnlog.trainer.weights import Of, Tensors, export_files, export_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step did; measured before the weights moved, the same on every rank."""
+    """Result of one step, measured before the weights moved; the same on every rank."""
 
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     trained_tokens: int
     skipped: bool
-    """The gradient was not finite: weights and optimizer are as before."""
+    """True if the gradient was not finite: weights and optimizer are unchanged."""
     logprob_gap_max: float
-    """max |trainer - recorded| log-prob over trained tokens but those of rows.old_cache, which have their own."""
+    """max |trainer - recorded| log-prob over trained tokens except those of rows.old_cache, which are reported
+    separately.
+    """
     logprob_gap_mean: float
     old_cache_tokens: int
     old_cache_gap_max: float
     old_cache_gap_mean: float
     entropy: float
-    """Mean over trained tokens, nats, at the row's temperature."""
+    """Mean over trained tokens, in nats, at the row's temperature."""
     clip_fraction: float
     masked: int
-    """Of trained_tokens, those that the objective gave no part in the step."""
+    """Number of trained_tokens that the objective masked."""
     metrics: Mapping[str, float]
-    """What the objective measures, by name."""
+    """Metrics of the objective, by name."""
     tokens: Mapping[str, Floats] | None = None
-    """[T] each, where they were asked for: logprob, entropy, ratio, advantage; 0 where nothing trains."""
+    """[T] each, if requested: logprob, entropy, ratio, advantage; 0 where nothing trains."""
 
 
 NONE = Numbers()
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""glibc's alone. By itself it keeps what a step frees, in holes that fit none of the next batch, whose lengths are
-others: what a rank of a small policy held rose by a quarter in 100 steps, to half as much again as it needs."""
+"""malloc_trim, which exists in glibc only. Without it, glibc retains what a step frees in holes that do not fit the
+next batch, whose lengths differ: the memory of a small policy's rank rose by a quarter in 100 steps, to half as much
+again as it needs.
+"""
 
 
 class Learner:
-    """Collective: every rank makes the same calls with the same arguments. Process groups exist before it."""
+    """The models of a rank and their optimizers. Collective: every rank makes the same calls with the same arguments.
+
+    Process groups must exist before it is created.
+    """
 
     def __init__(
         self,
@@ -92,9 +99,12 @@ class Learner:
         teacher: tuple[ModelShape, Mapping[str, torch.Tensor]] | None = None,
         place: StorePlace | None = None,
     ) -> None:
-        """`reference`: the frozen weights that objectives with a divergence are held to; `critic`: with one that begins
-        as the policy does; `teacher`: a frozen model of any shape that the ranks can share as they share the policy;
-        `place`: of checkpoints, unless they stay in the folders that are named. Raises WeightsMismatch."""
+        """Build the models and their optimizers.
+
+        `reference` holds the frozen weights for objectives with a divergence. `critic` adds a critic that starts as a
+        copy of the policy. `teacher` is a frozen model of any shape that the ranks can shard like the policy. `place`
+        is the storage of checkpoints, unless they stay in the named folders. Raises WeightsMismatch.
+        """
         torch.set_num_threads(options.threads)
         mcore.tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         self.shape = shape
@@ -118,9 +128,13 @@ class Learner:
         tell_tokens: bool = False,
         held: int | None = None,
     ) -> StepResult:
-        """One optimizer step on all rows together; `numbers`: what the passes that the objective asks for gave them;
-        `tell_tokens`: with the result's `tokens`; `held`: the version that these weights are, if they are one. A rate
-        of 0 leaves the policy as it is, its optimizer, too. Raises BooksOff, with the weights as before."""
+        """Take one optimizer step on all rows together.
+
+        `numbers` are the results of the passes that the objective needs. `tell_tokens` requests the result's `tokens`.
+        `held` is the version number of these weights, if they have one. A rate of 0 leaves the policy and its optimizer
+        unchanged. Raises BooksOff, with the weights unchanged, if the batch is empty or the ranks' token counts do not
+        add up.
+        """
         if not len(rows):
             raise BooksOff("the batch has no rows: there is nothing to step on")
         rows, columns = self._prepared(rows, objective, numbers)
@@ -144,25 +158,27 @@ class Learner:
 
     @mcore.quiet()
     def measure(self, rows: BatchRows, objective: Objective, numbers: Numbers = NONE) -> StepResult:
-        """What `step` would report, without moving anything; grad_norm is 0."""
+        """Return what `step` would report, without moving anything; grad_norm is 0."""
         rows, columns = self._prepared(rows, objective, numbers)
         totals, _ = self._run(rows, objective, columns, forward_only=True)
         return totals.result(0.0, skipped=False)
 
     @mcore.quiet()
     def logprobs(self, rows: BatchRows) -> Floats:
-        """[T] of the weights as they are, at each row's temperature; 0 where nothing trains. The same on every rank."""
+        """Return log-probs [T] by the current weights, at each row's temperature; 0 where nothing trains. The same on
+        every rank.
+        """
         return logprobs_by(self.policy, rows)
 
     def reference_logprobs(self, rows: BatchRows) -> Floats:
-        """The same of the reference."""
+        """Like `logprobs`, by the reference."""
         assert self.policy.reference is not None, "the learner was made without a reference"
         with self.policy.reference.in_place(self.policy.model):
             return self.logprobs(rows)
 
     @mcore.quiet()
     def teacher_logprobs(self, rows: BatchRows) -> Floats:
-        """The same of the teacher."""
+        """Like `logprobs`, by the teacher."""
         assert self._teacher is not None, "the learner was made without a teacher"
         with self._teacher.on_device():
             return logprobs_by(self._teacher, without_experts(rows))
@@ -170,16 +186,16 @@ class Learner:
     @mcore.quiet()
     @torch.no_grad()
     def values(self, rows: BatchRows) -> Floats:
-        """See Critic.values."""
+        """Return values [T + n]; see Critic.values."""
         assert self._critic is not None, "the learner was made without a critic"
         return self._critic.values(rows)
 
     def export(self) -> Tensors:
-        """The policy's weights under Hugging Face names, in rank 0's memory."""
+        """Return the policy's weights under Hugging Face names, in rank 0's memory."""
         return export_weights(self.policy.model, self.shape)
 
     def export_files(self, folder: Path, of: Of = "merged") -> Written | None:
-        """The same as files in rank 0's `folder`, what is in them at rank 0."""
+        """Write the same as files into rank 0's `folder`; return their content description at rank 0."""
         written = export_files(self.policy.model, self.shape, folder, of)
         if written is not None and of == "adapter":
             config = adapters.config_json(self._adapters["lora_rank"], self._adapters["lora_alpha"], written.checksums)
@@ -188,21 +204,25 @@ class Learner:
         return written
 
     def free_cache(self) -> None:
-        """Give the device what no tensor holds any more: an engine that shares it takes its turn."""
+        """Return unused cached memory to the device, so that an engine that shares it can use it."""
         torch.cuda.empty_cache()
 
     def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
-        """Weights, optimizer, those of the critic and `common` as they are now, as one Megatron checkpoint in an
-        existing empty folder that is written while steps go on: one at a time. With a store each machine has a folder
-        of that name, beside that of the one `before`. Raises CheckpointFailed."""
+        """Begin to save the current weights, optimizer, critic and `common` as one Megatron checkpoint, one at a time.
+
+        The folder must exist and be empty; it is written while steps continue. With an object store, each machine has a
+        folder of that name, beside that of the checkpoint `before`. Raises CheckpointFailed.
+        """
         common = {**common, "shape": self._stored_shape()}
         if self._place is not None:
             directory = self._place.here(directory.name, before)
         self._save = Save(*self.states(), directory, common, reshardable=self._whole, place=self._place)
 
     def saved(self, wait: bool) -> dict[str, BlobRef] | None:
-        """What ranks have put into the store, once that checkpoint is whole; `wait`: until it is. Raises
-        CheckpointFailed, BlobError."""
+        """Return the files that ranks have uploaded once the checkpoint is complete, else None; `wait` waits for that.
+
+        Raises CheckpointFailed, BlobError.
+        """
         if self._save is None:
             return {}
         if (stored := self._save.done(wait=wait)) is not None:
@@ -210,24 +230,26 @@ class Learner:
         return stored
 
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
-        """Both at once. Raises CheckpointFailed."""
+        """Save a checkpoint and wait until it is complete. Raises CheckpointFailed."""
         self.begin_save(directory, common)
         self.saved(True)
 
     def restore(self, directory: Path) -> None:
-        """Become what `save` stored; of a checkpoint without a critic, all but that. Raises CheckpointUnusable, which
-        every rank does, BlobError."""
+        """Restore what `save` stored; from a checkpoint without a critic, everything else.
+
+        Raises CheckpointUnusable on every rank, BlobError.
+        """
         load_state(*self.states(), described(directory, self._place), self._stored_shape(), self._place)
 
     def restore_weights(self, directory: Path) -> None:
-        """Of it the policy's weights alone, for an export: whatever the layout then was. Raises CheckpointUnusable."""
+        """Restore only the policy's weights, for an export, whatever the layout was. Raises CheckpointUnusable."""
         load_model(self.policy.model, described(directory, self._place), self._stored_shape(), self._place)
 
     def _stored_shape(self) -> dict[str, Any]:
         return as_dict(self.shape) | self._adapters
 
     def states(self) -> tuple[State, State | None]:
-        """What a checkpoint holds: of the policy, and of the critic if there is one."""
+        """Return the content of a checkpoint: (model, optimizer) of the policy, and of the critic if there is one."""
         critic = self._critic.network.state if self._critic else None
         return self.policy.state, critic
 
@@ -256,19 +278,20 @@ class Learner:
         return totals, {**dict(zip(TOLD, told, strict=True)), "advantage": rows.advantages}
 
     def _out(self, rows: BatchRows) -> NDArray[np.bool_]:
-        """[n] rows whose tokens are to have no part in the step: greedy ones, and unrouted ones where they are not to
-        train."""
+        """Return a mask [n] of rows whose tokens are left out of the step: greedy rows, and unrouted rows if those must
+        not train.
+        """
         greedy: NDArray[np.bool_] = rows.temperature <= 0
         return greedy | unrouted(rows) if self.shape.experts and not self._unrouted_train else greedy
 
 
 HELD_GAPS = (HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX)
 TOLD = ("logprob", "entropy", "ratio")
-"""Of a token, by the forward pass."""
+"""Per-token figures from the forward pass."""
 
 
 class _Forward:
-    """Megatron's forward_step_func; sums what the microbatches of this rank report."""
+    """Megatron's forward_step_func; sums the reports of this rank's microbatches."""
 
     def __init__(
         self,
@@ -280,28 +303,29 @@ class _Forward:
         tell_tokens: bool,
         held: int | None,
     ) -> None:
-        """`out`: [n] rows whose tokens are masked."""
+        """`out` [n] flags the rows whose tokens are masked."""
         self._objective, self._vocabulary, self._trained_total = objective, vocabulary, int(rows.trained.sum())
         self._out = torch.from_numpy(np.repeat(out, rows.lengths)).to(mcore.DEVICE)
         self._columns = columns.on(mcore.DEVICE)
         old_cache = np.zeros(len(rows.token_ids), "|u1") if rows.old_cache is None else rows.old_cache
         self._old_cache = torch.from_numpy(old_cache).bool().to(mcore.DEVICE)
         self.sums = torch.zeros(9, dtype=torch.float64)
-        """weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens, auxiliary loss; of the trained
-        tokens on an old cache, which are not in |gap|, their |gap| and count"""
+        """Sums: weighted loss, trained tokens, entropy, clipped tokens, |gap|, masked tokens, auxiliary loss; then
+        |gap| and number of the trained tokens on an old cache, which the first |gap| leaves out.
+        """
         self.gap_max = torch.zeros(2, dtype=torch.float64)
-        """The largest of both"""
+        """Maxima of both gaps."""
         known = np.zeros(len(rows.token_ids), bool) if held is None else rows.known_of(held)
         self._known = torch.from_numpy(known).to(mcore.DEVICE)
         self.held_gap_max = torch.full((len(HELD_GAPS),), -torch.inf, dtype=torch.float64)
-        """The largest of both among tokens of the weights held; -inf without one"""
+        """Maxima of both gaps among tokens that the held weights sampled; -inf without such tokens."""
         self.told = torch.zeros((len(TOLD), len(rows.token_ids)), device=mcore.DEVICE) if tell_tokens else None
-        """This rank's share"""
-        # Every rank knows the names, while the last pipeline stage alone has the numbers.
+        """Figures in TOLD of this rank's tokens, [figures, T], 0 elsewhere."""
+        # Every rank needs the names, although only the last pipeline stage has the numbers.
         nothing = torch.zeros((1, 1), device=mcore.DEVICE)
         self.measured = objective(self._tokens(nothing, nothing, stand_in(mcore.DEVICE, 1))).measures
         self.measures = torch.zeros((len(self.measured), 2), dtype=torch.float64)
-        """[k, (sum, sum of squares)]"""
+        """[k, (sum, sum of squares)] of the k measures."""
         self.largest = torch.full((len(self.measured),), -torch.inf, dtype=torch.float64)
 
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
@@ -312,7 +336,7 @@ class _Forward:
     def _loss(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         scaled = own_logits(logits, batch, self._vocabulary)
         entropy = token_entropy(scaled if self._objective.trains_entropy else scaled.detach())
-        logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # it overwrites `scaled`
+        logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # overwrites `scaled`
         seen = self._tokens(logprobs, entropy, batch)
         token = self._objective(seen)
         masked = self._out[batch.places]
@@ -347,19 +371,22 @@ class _Forward:
 
     @property
     def auxiliary(self) -> bool:
-        """Whether there is such a loss."""
+        """Whether there is an auxiliary loss."""
         return self._columns.auxiliary is not None
 
     def _beside(self, values: torch.Tensor | None, masked: torch.Tensor, batch: PaddedRows) -> torch.Tensor:
-        """The auxiliary loss. Padding stands at the batch's first token, which counts nothing."""
+        """Return the auxiliary loss. Padding refers to the batch's first token, which has weight 0."""
         weights = self._columns.auxiliary
         if values is None or weights is None:
             return torch.zeros((), device=mcore.DEVICE)
         return (weights[batch.places] * torch.where(masked, 0.0, values)).sum()
 
     def _tokens(self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: PaddedRows) -> Tokens:
-        """The objective's view. Where nothing trains, or the token's row is masked, every log-prob is the current one:
-        its loss is dropped afterwards, and what it had of infinity would stay in the gradient as NaN."""
+        """Return the objective's view of the tokens.
+
+        Where nothing trains, or the token's row is masked, every log-prob is replaced by the current one: the loss of
+        such a token is dropped afterwards, but an infinity in it would stay in the gradient as NaN.
+        """
         current, columns = logprobs.detach(), self._columns
         live = batch.trained & ~self._out[batch.places]
 
@@ -411,7 +438,7 @@ class Totals:
 
     @classmethod
     def over_ranks(cls, forward: _Forward) -> Totals:
-        """Only the last pipeline stage has sums; every rank gets them."""
+        """Sum over ranks. Only the last pipeline stage has sums; every rank receives them."""
         state = mcore.parallel_state
         sums = torch.cat([forward.sums, forward.measures.flatten()]).to(mcore.DEVICE)
         largest = torch.cat([forward.gap_max, forward.held_gap_max, forward.largest]).to(mcore.DEVICE)
@@ -442,7 +469,7 @@ class Totals:
         )  # fmt: skip
 
     def result(self, grad_norm: float, *, skipped: bool, more: Mapping[str, float] | None = None) -> StepResult:
-        """Means over the trained tokens; `more` metrics."""
+        """Return means over the trained tokens; `more` adds metrics."""
         each = max(1, self.trained)
         return StepResult(
             loss=self.loss,

@@ -1,23 +1,26 @@
 """The trainer's loop: manifest -> step -> transaction -> checkpoint, and weights beside the next step.
 
-Order of effects, and why a kill at any instruction neither repeats nor skips a batch in the history that counts
-(readers take the highest incarnation per batch_index):
+Order of effects, and why a kill at any instruction neither repeats nor skips a batch in the effective history (readers
+take the highest trainer generation, `incarnation`, per batch_index):
 
-  1. The transactor is entered: the last owner is fenced, its open transaction aborted. Then the incarnation is taken.
-  2. The newest checkpoint is loaded (none: the model folder) and its weights go out under a new version number.
-  3. Per batch: read and check the file, which was begun when the step before was (`ReadAhead`), step, export weights
-     when the draw publishes, then StepCompleted in a transaction. Only after the commit the cursor moves, and only then
-     a checkpoint may begin: one never covers a step that is not on the log. It is written while the next steps go on
-     (`Saves`), and so weights go out, in a later transaction (`Publications`): lags count them from their step on, and
-     a checkpoint may cover one that is not out.
-     With [engine] colocate a step waits until every engine has given its memory back (`SharedDevice`).
-  4. Killed before the commit, the step is not on the log and the next incarnation takes the batch again. Killed after
-     it, the batches since the last checkpoint are stepped again from the same weights under the next incarnation,
-     whose records win. With the same layout and threads on CPU their losses are the same bits.
+  1. The transactor is entered: the previous owner is fenced, its open transaction aborted. Then the generation number
+     is taken.
+  2. The newest checkpoint is loaded (or the model folder) and its weights are published under a new version number.
+  3. Per batch: read and check the file, which was begun during the previous step (`ReadAhead`), step, export weights
+     if the rollout batch publishes, then StepCompleted in a transaction. Only after the commit does the cursor move,
+     and only then may a checkpoint begin, so that it never covers a step that is not on the log. The checkpoint is
+     written while the next steps run (`Saves`), and so are weights published, in a later transaction
+     (`Publications`): lags count them from their step on, and a checkpoint may cover a version that is not out yet.
+     With [engine] colocate a step waits until every engine has released its memory (`SharedDevice`).
+  4. If the trainer is killed before the commit, the step is not on the log and the next generation takes the batch
+     again. If it is killed after the commit, the batches since the last checkpoint are stepped again from the same
+     weights under the next generation, whose records are effective. With the same layout and threads on CPU their
+     losses are bitwise equal.
 
-Which incarnation this is and which version comes next stands in weight-versions, since each publishes the weights that
-it starts from before its first step. It is read after the fence: by then nothing of the last owner can still appear.
-`rerun` trains again over the manifests of a run and publishes nothing: its losses must be those of train-steps.
+The generation and the next version number follow from weight-versions, since each generation publishes the weights that
+it starts from before its first step. They are read after the fence: by then no record of the previous owner can appear
+any more. `rerun` trains again over the manifests of a run and publishes nothing: its losses must be those of
+train-steps.
 """
 
 from __future__ import annotations
@@ -93,8 +96,11 @@ VERSIONS = Partition(WEIGHTS.name, 0)
 
 
 async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChain, WeightVersionPublished | None]:
-    """What the incarnations before published, and the last of it that rests on no other version. Call after entering
-    the transactor. Raises TransactionHanging."""
+    """Return the published weight versions of previous generations, and the last full one, which needs no other
+    version.
+
+    Call this after entering the transactor. Raises TransactionHanging.
+    """
     start = (await log.start_offsets([VERSIONS]))[VERSIONS]
     end = (await own_ends(log, [VERSIONS]))[VERSIONS]
     past, whole = WeightChain(), None
@@ -112,7 +118,7 @@ async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChai
 def draw_passes(
     objective: Objective, call: Call, manifests: Manifests, fetch: Fetch, role: Role, kept: Kept
 ) -> DrawPasses:
-    """Over draws whose further parts are read ahead of their turn."""
+    """Return the passes of rollout batches, whose further parts are read ahead."""
 
     async def rest(manifest: SampleBatchFormed) -> list[BatchRows]:
         return [await fetch(one) for one in await manifests.ahead(manifest.parts - 1)]
@@ -130,7 +136,9 @@ MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the 
 
 
 async def main(role: Role) -> None:
-    """Train until feeder.draws draws are trained or the role stops. Raises TrainerError, CorruptBatch, LogError."""
+    """Train until feeder.draws rollout batches are trained or the role stops. Raises TrainerError, CorruptBatch,
+    LogError.
+    """
     plan = learning_plan(role.settings)
     if role.settings.trainer.checkpoints == "s3":
         place = await store_place(role, checkpoints_directory(role.settings) / CACHE, owned=True)
@@ -170,10 +178,10 @@ def _follow(plan: LearningPlan, rank: int) -> None:
 
 
 class LearnerThread:
-    """The ranks, called from one thread of their own, so that a step never holds up clients, health and signals."""
+    """The ranks, called from a dedicated thread, so that a step never blocks clients, health checks and signals."""
 
     def __init__(self, plan: LearningPlan, beat: launch.Beat) -> None:
-        """`beat`: see launchers.ranks."""
+        """`beat` is called as in launchers.ranks."""
         self._plan, self._beat = plan, beat
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._open = ExitStack()
@@ -194,7 +202,7 @@ class LearnerThread:
             self._thread.shutdown()
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """`method` of Ranks, in the thread."""
+        """Call a `method` of Ranks in the thread."""
         return await self._run(method, self._ranks, *arguments)
 
     async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -202,8 +210,12 @@ class LearnerThread:
 
 
 async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
-    """The batch's rows, with their images and with the experts that routers are to replay, where the model (its folder)
-    has eyes or experts. Raises as fetch_rows, check_vocabulary, check_lengths, with_pictures and with_experts."""
+    """Return the batch's rows, with images if the model has a vision tower, else with recorded experts if routers
+    replay them.
+
+    `model` is the model's folder. Raises the errors of fetch_rows, check_vocabulary, check_lengths, with_pictures and
+    with_experts.
+    """
     rows = await fetch_rows(manifest, role.blobs)
     check_vocabulary(manifest, rows, shape.vocabulary)
     check_lengths(manifest, rows, shape.positions)
@@ -215,7 +227,7 @@ async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShap
 
 
 class Trainer:
-    """One incarnation."""
+    """A generation of the trainer."""
 
     def __init__(self, role: Role, transactor: Transactor, plan: LearningPlan, learner: LearnerThread) -> None:
         settings = role.settings
@@ -236,14 +248,14 @@ class Trainer:
         self._versions = WeightChain()
         self._of: Of = "adapter" if settings.trainer.publish == "adapter" else "merged"
         self._whole: WeightVersionPublished | None = None
-        """The last version that rests on no other one: adapters rest on it."""
+        """The last full version, which needs no other version; adapters are based on it."""
         self._kept: Kept = {}
         self._passes: DrawPasses
         self._reached: Reached
         self._shared = SharedDevice(role) if settings.engine.colocate else None
 
     async def run(self) -> None:
-        """See the module."""
+        """Train as described in the module docstring."""
         group = ConsumerGroup.TRAINER.format(run=self._run_id)
         self._reached = await Reached.recalled(self._role.log, self._transactor, group, [PARTITION])
         await self._take_over()
@@ -260,7 +272,7 @@ class Trainer:
         log.info("trained %d of %d draws, %d steps", self._cursor.draws, self._draws, self._cursor.step)
 
     async def _train_all(self) -> None:
-        """Until the draws are trained or the role is to stop."""
+        """Train until all rollout batches are trained or the role stops."""
         async with AsyncExitStack() as stack:
             reader = await stack.enter_async_context(self._role.log.reader())
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
@@ -293,7 +305,7 @@ class Trainer:
                 free = time.monotonic()
 
     async def _take_over(self) -> None:
-        """Incarnation, then the state to go on from."""
+        """Take the generation number, then restore the state to resume from."""
         if self._plan.place is None:
             check_not_stored(self._directory)
         else:
@@ -304,7 +316,7 @@ class Trainer:
                 said = read_common(held)
             except CheckpointDamaged as damage:
                 self._checkpoints.pass_over(held.name, damage)
-            else:  # refused before anything is claimed
+            else:  # rejected before anything is claimed
                 check_unchanged(said.get("learning", {}), self._plan, held.name)
                 break
         self._versions, self._whole = await read_past(self._role.log, self._role.events, self._run_id)
@@ -322,7 +334,9 @@ class Trainer:
         log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
 
     async def _restored(self) -> Path | None:
-        """The checkpoint that the ranks hold now: the newest of which no rank finds a file damaged."""
+        """Restore the newest checkpoint in which no rank finds a damaged file, and return its folder; None if there is
+        none.
+        """
         while (folder := await asyncio.to_thread(self._checkpoints.newest)) is not None:
             try:
                 await self._learner.call(Ranks.restore, folder)
@@ -333,8 +347,10 @@ class Trainer:
         return None
 
     async def _publish_start(self) -> None:
-        """The weights that this incarnation starts from; they always lie in a checkpoint. Before the first adapter go
-        those that adapters rest on: of a new run, they are the same."""
+        """Publish the weights that this generation starts from; they always lie in a checkpoint.
+
+        The base weights of adapters are published before the first adapter; in a new run the two are the same.
+        """
         begins = self._saves.saved is None
         if begins:
             await self._save()
@@ -347,7 +363,9 @@ class Trainer:
         await self._go_out(checkpoint, self._of)
 
     async def _go_out(self, checkpoint: str | None, of: Of) -> None:
-        """Lags are counted along steps: what adapters rest on has the step that they begin at."""
+        """Publish the current weights and wait for it. Lags are counted in steps: base weights have the step at which
+        adapters begin.
+        """
         due = await self._due(self._cursor, checkpoint, of)
         self._versions.apply(due)
         self._whole = due if due.kind == "full" else self._whole
@@ -356,7 +374,7 @@ class Trainer:
     async def _train(
         self, manifest: SampleBatchFormed, rows: BatchRows, offset: int, ahead: ReadAhead, seconds: dict[str, float]
     ) -> None:
-        """`seconds`: by phase, of what came before."""
+        """Train on one batch. `seconds` holds the time of the phases before the step."""
         seconds |= {"checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
@@ -375,7 +393,7 @@ class Trainer:
         )
         await self._role.events.transact(self._transactor, [completed])
         self._cursor = cursor
-        if due is not None:  # lags count it from here on
+        if due is not None:  # lags count this version from here on
             self._versions.apply(due)
         self._observe(rows, completed)
         self._check_converges(manifest)
@@ -384,7 +402,9 @@ class Trainer:
             await self._save()
 
     async def _step(self, manifest: SampleBatchFormed, rows: BatchRows, ahead: ReadAhead, rate: float) -> StepResult:
-        """On those rows of the batch that are computed; with their tokens, where it leaves a token file."""
+        """Step on those rows of the batch that are computed; include per-token figures if the step leaves a token
+        file.
+        """
         numbers = await self._passes.numbers(manifest, rows)
         ahead.begin()
         every = self._role.settings.trainer.token_files_every
@@ -396,12 +416,13 @@ class Trainer:
         return result
 
     async def _device_is_free(self, seconds: dict[str, float]) -> bool:
-        """Once no engine holds memory on devices that are shared, which `seconds` count as waiting; False where the
-        role is to stop first."""
+        """Wait until no engine holds memory on shared devices; `seconds` counts this as waiting. False if the role
+        stops first.
+        """
         if self._shared is None:
             return True
         mark = time.monotonic()
-        await self.publications.settle()  # what engines go by is on the log then
+        await self.publications.settle()  # then the records that engines follow are on the log
         free = await self._shared.free(self._versions.newest, functools.partial(_beat, self._role))
         seconds["wait"] += time.monotonic() - mark
         return free
@@ -414,12 +435,12 @@ class Trainer:
         return self._cursor.draws >= self._draws
 
     async def _call(self, method: Callable[..., Any], rows: BatchRows) -> Any:
-        """A pass of the learner."""
+        """Run a forward pass of the learner."""
         _beat(self._role)
         return await self._learner.call(method, rows)
 
     def _check_converges(self, manifest: SampleBatchFormed) -> None:
-        """Raises Diverged."""
+        """Raises Diverged after [trainer] max_skipped steps in a row without a finite gradient."""
         skipped, limit = self._cursor.skipped, self._role.settings.trainer.max_skipped
         if limit and skipped >= limit:
             raise Diverged(
@@ -441,18 +462,20 @@ class Trainer:
         )
 
     def _evaluated(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
-        """Whether the feeder asks for a round of the weights behind this batch."""
+        """Whether the feeder requests an evaluation round of the weights after this batch."""
         every = self._role.settings.eval.every
         return every > 0 and manifest.part == manifest.parts - 1 and after.draws % every == 0
 
     def _publishes(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
-        """After the last part of every publish_every-th draw that trained, and after the last step of the run."""
+        """Whether to publish: after the last part of every publish_every-th trained rollout batch, and after the run's
+        last step.
+        """
         last_part = manifest.part == manifest.parts - 1
         due = after.draws % self._role.settings.trainer.publish_every == 0
         return last_part and (due or after.draws >= self._draws)
 
     async def _due(self, cursor: Cursor, checkpoint: str | None, of: Of) -> WeightVersionPublished:
-        """The weights that the ranks hold become the next version, which goes out beside what comes now."""
+        """Make the ranks' weights the next version, which is published concurrently."""
         version = 0 if self._versions.newest is None else self._versions.newest + 1
         said = functools.partial(
             published,
@@ -470,12 +493,12 @@ class Trainer:
         return due
 
     async def _published(self, event: WeightVersionPublished) -> None:
-        """An error ends the process; nothing is repaired in place."""
+        """Write the record of a version that is stored. An error ends the process; nothing is repaired in place."""
         await self._role.events.transact(self._transactor, [event])
         VERSION.set(event.version)
 
     async def _beside(self, work: Awaitable[Any]) -> Any:
-        """What the work gives. Meanwhile how far we have come is told, and weights that are stored are published."""
+        """Return the result of `work`. Meanwhile commit the position reached, and publish weights that are stored."""
         working = asyncio.ensure_future(work)
         try:
             await self._say_reached()
@@ -506,7 +529,7 @@ class Trainer:
         rate: float,
         seconds: dict[str, float],
     ) -> StepCompleted:
-        """`computed`: those of the rows that the step was made on."""
+        """Build the record of a step. `computed` holds the rows that the step computed."""
         lag, unrouted_tokens = self._lag(manifest, rows), self._unrouted_tokens(computed)
         only = self._role.settings.trainer.router_replay == "only"
         return StepCompleted(
@@ -544,19 +567,23 @@ class Trainer:
         )
 
     def _unrouted_tokens(self, rows: BatchRows) -> dict[str, int]:
-        """Trained tokens of computed rows without recorded experts, where routers replay those of the others."""
+        """Count trained tokens of computed rows without recorded experts, if routers replay those of the others."""
         if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
             return {}
         return {"unrouted_tokens": int(rows.trained_per_row()[unrouted(rows)].sum())}
 
     def _updates_since_sampling(self, rows: BatchRows) -> float:
-        """Optimizer steps between the weights that sampled the oldest trained token and those held: several updates to
-        a draw, or draws to a publication, leave samples of lag 0 behind."""
+        """Return the number of optimizer steps between the weights that sampled the oldest trained token and the
+        current ones.
+
+        With several updates per rollout batch, or rollout batches per publication, samples of lag 0 are older than
+        that.
+        """
         oldest = map(self._versions.step_of, rows.version_min[rows.trained_per_row() > 0].tolist())
         return float(max((self._cursor.step - step for step in oldest if step is not None), default=0))
 
     def _lag(self, manifest: SampleBatchFormed, rows: BatchRows) -> int:
-        """Of the rows against the weights that are held: after a death they need not be what the manifest foresaw."""
+        """Return the lag of the rows behind the current weights: after a crash it can differ from the manifest's."""
         lag = self._versions.largest_lag(rows.sampled_by(map(int, manifest.lags)))
         if lag > manifest.max_lag:
             log.warning(
@@ -587,8 +614,10 @@ class Trainer:
 
 
 def _masked(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: int) -> dict[str, int]:
-    """Trained tokens of the manifest that a step did not train, by reason. Those that it did not have to compute are
-    trained: their gradient is 0."""
+    """Return the number of the manifest's trained tokens that a step did not train, by reason.
+
+    Tokens that the step did not have to compute count as trained: their gradient is 0.
+    """
     if result.skipped:
         return {MaskReason.step_skipped.value: manifest.trained_tokens}
     found = {MaskReason.unrouted: unrouted_tokens, MaskReason.trainer_mask: result.masked - unrouted_tokens}
@@ -596,16 +625,16 @@ def _masked(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: in
 
 
 def _mean_reward(rows: BatchRows) -> float:
-    """Over trajectories: each session counts once, however many segments it has."""
+    """Return the mean reward over trajectories: each session counts once, however many segments it has."""
     _, first = np.unique(np.asarray(rows.session_ids), return_index=True)
     return float(rows.rewards[first].mean()) if len(first) else 0.0
 
 
 def rerun(settings: Settings, checkpoint: Path | None, until: int) -> list[float]:
-    """Losses of the batches from the checkpoint's cursor (None: batch 0, from the model folder) up to, not including,
-    batch_index `until`, or to the end of sample-batches.
+    """Return the losses of the batches from the checkpoint's cursor (None: batch 0, from the model folder) up to, not
+    including, batch_index `until`, or to the end of sample-batches.
 
-    Not from within an event loop or a process that trains. Raises CheckpointUnusable, CorruptBatch, BatchGap.
+    Do not call this within an event loop or a process that trains. Raises CheckpointUnusable, CorruptBatch, BatchGap.
     """
 
     async def run() -> list[float]:

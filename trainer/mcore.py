@@ -1,4 +1,4 @@
-"""The one door to megatron-core: prepares it for this machine, then names what the trainer uses of it."""
+"""The only importer of megatron-core: prepares it for this machine, then re-exports what the trainer uses of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from turnlog.trainer.gang import LOCAL_RANK
 
 
 def own_device(environment: Mapping[str, str]) -> torch.device:
-    """This rank's device, made current: among those of its machine the one of its local rank. Megatron asks for the
-    current device as soon as it is imported. Raises LayoutUnfit."""
+    """Return this rank's device and make it current: on its machine, the device with the number of its local rank.
+
+    Megatron uses the current device as soon as it is imported. Raises LayoutUnfit if there is no such device.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = int(environment.get(LOCAL_RANK, "0"))
@@ -27,7 +29,7 @@ def own_device(environment: Mapping[str, str]) -> torch.device:
 
 
 def check_devices(ranks: int) -> None:
-    """Raises LayoutUnfit unless each of so many ranks on this machine has a device of its own; on CPU they share it."""
+    """Check that each of `ranks` ranks on this machine has its own device; on CPU they share it. Raises LayoutUnfit."""
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise LayoutUnfit(f"{ranks} ranks on this machine need a device each, torch sees {torch.cuda.device_count()}")
 
@@ -35,7 +37,7 @@ def check_devices(ranks: int) -> None:
 DEVICE = own_device(os.environ)
 
 with warnings.catch_warnings(), megatron_cpu.importing():
-    warnings.simplefilter("ignore")  # it says at import that TransformerEngine and apex are absent
+    warnings.simplefilter("ignore")  # Megatron warns at import that TransformerEngine and apex are absent
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -72,18 +74,20 @@ with warnings.catch_warnings(), megatron_cpu.importing():
     megatron_cpu.install()
 
 BACKEND = "gloo" if ON_CPU else "nccl"
-"""By device: torch says that NCCL is available on machines without a GPU too."""
+"""Chosen by device, because torch reports that NCCL is available on machines without a GPU too."""
 
 
 def rewrite_common(directory: Path, common: Mapping[str, Any]) -> None:
-    """Replace what `common` of a checkpoint's common state says; shards are not touched."""
+    """Replace the value of `common` in a checkpoint's common state; shards are not touched."""
     state = dist_checkpointing.load_common_state_dict(str(directory))
     torch.save({**state, "common": dict(common)}, directory / COMMON_STATE_FNAME)  # as save_common does on rank 0
 
 
 def files_of(sharded_state_dict: Mapping[str, Any], directory: Path) -> set[str]:
-    """Files of a checkpoint that hold what this rank loads, by the metadata in its folder: the plan that
-    TorchDistLoadShardedStrategy makes, too."""
+    """Return the files of a checkpoint that hold what this rank loads, according to the metadata in its folder.
+
+    TorchDistLoadShardedStrategy makes the same plan.
+    """
     named, _, _ = torch_format._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
     other = {one.key: one for some in named.values() for one in some if getattr(one, "allow_shape_mismatch", False)}
     metadata = torch_format.FileSystemReader(directory).read_metadata()
@@ -95,7 +99,9 @@ def files_of(sharded_state_dict: Mapping[str, Any], directory: Path) -> set[str]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Megatron warns about its own defaults while it builds, saves and loads; nothing of it is ours to act on."""
+    """Suppress warnings: Megatron warns about its own defaults while it builds, saves and loads, and no warning is ours
+    to act on.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

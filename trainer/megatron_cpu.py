@@ -1,13 +1,15 @@
-"""Run unmodified megatron-core on CPU and gloo. `enable()` does nothing where CUDA is available.
+"""Run unmodified megatron-core on CPU and gloo. `enable()` does nothing if CUDA is available.
 
-Megatron names "cuda" in many places that no setting reaches. The real torch module stays as it is; instead
+Megatron names "cuda" in many places that no setting reaches. The real torch module is not changed. Instead:
+
   * in each listed megatron.core module the global `torch` becomes a proxy that forwards everything, except that
     factories take device="cuda" for the CPU, and torch.cuda's stream, device and RNG functions are torch.cpu's;
   * the few functions of SCOPED, which compare `tensor.type()` with a CUDA name or call `tensor.cuda()`, run under a
     TorchFunctionMode that answers as they expect.
-torch.compile (`jit_fuser`) decorates nothing of it. Pinned to megatron-core 0.16.1: a new call site in another
-version shows itself as "Torch not compiled with CUDA enabled", never as wrong numbers. GroupStepAdam stands in for apex
-and TransformerEngine, with the state layout that Megatron's checkpoints round-trip.
+
+torch.compile (`jit_fuser`) decorates nothing. This is pinned to megatron-core 0.16.1: a new call site in another
+version fails with "Torch not compiled with CUDA enabled", never with wrong numbers. GroupStepAdam replaces the Adam of
+apex and TransformerEngine, with the state layout that Megatron's checkpoints round-trip.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ MODULES = (
     "dist_checkpointing.strategies.state_dict_saver",
 )
 # fmt: on
-"""Modules on the path of GPT training, dense and of experts, and checkpointing that mention CUDA."""
+"""Modules on the path of GPT training (dense and mixtures of experts) and checkpointing that mention CUDA."""
 SCOPED = (
     ("optimizer.optimizer", "clip_grad_by_total_norm_fp32"),
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
@@ -62,16 +64,18 @@ SCOPED = (
     ("tensor_parallel.data", "broadcast_data"),
     ("utils", "check_param_hashes_across_dp_replicas"),
 )
-"""(module, attribute): setup and clipping functions that look at CUDA type names or move tensors."""
+"""(module, attribute) of setup and clipping functions that check CUDA type names or move tensors."""
 CPU_MIRROR = ("synchronize", "current_device", "stream", "set_device", "device_count", "Event")
-"""torch.cpu mirrors these of torch.cuda; current_device() is "cpu"."""
+"""Functions of torch.cuda that torch.cpu mirrors; current_device() is "cpu"."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around the first import of megatron-core, after which a trainer has started in 5.7 s in place of 9.2: wandb, to
-    which its inference could log, is not there, and without CUDA torch.compile leaves the fusions alone, which are off,
-    and its own machinery unloaded."""
+    """Context for the first import of megatron-core; it reduces a trainer's start from 9.2 s to 5.7 s.
+
+    wandb, to which Megatron's inference could log, is hidden. Without CUDA, torch.compile is replaced by a no-op: the
+    fusions that it would compile are off, and its machinery is not loaded.
+    """
     compiled = torch.compile
     if not torch.cuda.is_available():
         torch.compile = _uncompiled  # type: ignore[assignment]
@@ -92,7 +96,9 @@ def _uncompiled(function: Any = None, **_: Any) -> Any:
 
 @functools.cache
 def enable() -> bool:
-    """Prepare megatron-core for a machine without CUDA; True when it did. Call before a model is built."""
+    """Prepare megatron-core for a machine without CUDA and return whether that was needed. Call before a model is
+    built.
+    """
     if torch.cuda.is_available():
         return False
     proxy = _TorchProxy()
@@ -110,18 +116,20 @@ def enable() -> bool:
 
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron makes split sizes of tokens between expert-parallel ranks numbers only where they come from a GPU."""
+    """Convert split sizes of tokens between expert-parallel ranks to NumPy; Megatron does so only for tensors from a
+    GPU.
+    """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream without order: on the CPU everything has happened when a call returns."""
+    """A stream without order: on the CPU all work is complete when a call returns."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or torch.cpu.Event()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -129,7 +137,7 @@ def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 class _CudaProxy(types.ModuleType):
-    """torch.cuda as Megatron's modules see it; `is_available()` and the rest stay truthful."""
+    """torch.cuda as Megatron's modules see it; `is_available()` and everything else stay truthful."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -171,14 +179,14 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         if device is not None and (str(device).startswith("cuda") or type(device) is int):
             named["device"] = CPU
         if named.pop("pin_memory", False):
-            named["pin_memory"] = False  # pinned memory is a GPU's
+            named["pin_memory"] = False  # pinned memory needs a GPU
         return factory(*args, **named)
 
     return make
 
 
 class _AnswersAsCuda(TorchFunctionMode):
-    """`tensor.type()` says "torch.cuda.XTensor" and `tensor.cuda()` is the tensor itself."""
+    """Mode in which `tensor.type()` returns "torch.cuda.XTensor" and `tensor.cuda()` returns the tensor itself."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -212,7 +220,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
         **_: Any,
     ) -> None:
-        """`adam_w_mode` and `bias_correction` are part of the contract that Megatron calls with."""
+        """`adam_w_mode` and `bias_correction` are arguments that Megatron passes."""
         if not bias_correction:
             raise ValueError("Adam without bias correction is not supported")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -220,7 +228,7 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None, **_: Any) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [param for param in group["params"] if param.grad is not None]
@@ -251,8 +259,10 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Give Megatron this Adam where it would fall back to torch.optim.AdamW, and a name that its router asks for and
-    that without TransformerEngine nothing defines."""
+    """Give Megatron this Adam where it would fall back to torch.optim.AdamW.
+
+    Also define a name that its router uses, but that nothing defines without TransformerEngine.
+    """
     mixtures: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(mixtures, "te_general_gemm"):
         mixtures.te_general_gemm = None

@@ -1,4 +1,4 @@
-"""What the settings say of learning: model, layout, rate and objective."""
+"""The learning plan of a run, from its settings: model, layout, learning rate and objective."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 def scaled_logits(
     logits: torch.Tensor, temperature: torch.Tensor, *, first_column: int, vocabulary: int
 ) -> torch.Tensor:
-    """logits / temperature in float32 with the columns that pad the vocabulary out of every softmax.
+    """Return logits / temperature in float32, with the columns that pad the vocabulary masked out of every softmax.
 
-    logits [b, s, v], this rank's columns from `first_column` on; temperature [b] or [b, s]. A new tensor.
+    `logits` [b, s, v] are this rank's columns from `first_column` on; `temperature` is [b] or [b, s]. The result is a
+    new tensor.
     """
     scaled = logits.float() / temperature.reshape(*temperature.shape, *(1,) * (3 - temperature.dim()))
     columns = torch.arange(first_column, first_column + logits.size(-1), device=logits.device)
@@ -41,12 +42,12 @@ def scaled_logits(
 
 
 ADAPTERS = ("lora_rank", "lora_alpha")
-"""Options that a checkpoint of adapters names beside its model's shape: it loads with no others."""
+"""Options that a checkpoint of adapters records beside its model's shape; it loads only with the same values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerOptions:
-    """How to learn; the same on every rank."""
+    """Options of the learner; the same on every rank."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
@@ -63,25 +64,29 @@ class LearnerOptions:
     seed: int = 1234
     dtype: str = "float32"
     lora_rank: int = 0
-    """0: every weight trains."""
+    """Rank of the low-rank adapters; 0: every weight trains."""
     lora_alpha: float = 32.0
     threads: int = 1
     vocabulary_multiple: int = 1
     unrouted_train: bool = True
-    """Rows of a mixture without recorded experts; else their tokens are masked."""
+    """Whether rows of a mixture without recorded experts train; if not, their tokens are masked."""
     reshardable: bool = True
-    """Of checkpoints."""
+    """Whether checkpoints can be loaded on another layout."""
 
     @property
     def multiple(self) -> int:
-        """Of what a row's positions are padded to a multiple: context-parallel ranks take two chunks of equal length
-        each, which sequence-parallel ranks share in turn."""
+        """A row's positions are padded to a multiple of this.
+
+        Context-parallel ranks take two chunks of equal length each, which sequence-parallel ranks share in turn.
+        """
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         return chunks * (self.tensor_parallel if self.sequence_parallel else 1)
 
 
 def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
-    """Raises LayoutUnfit for a model that the ranks cannot share equally, or that Megatron does not train so."""
+    """Raises LayoutUnfit for a model that the ranks cannot share equally, or that Megatron cannot train in this
+    layout.
+    """
     tensor, pipeline, expert = options.tensor_parallel, options.pipeline_parallel, options.expert_parallel
     shares = [
         ("tensor_parallel", tensor, "attention heads", shape.heads),
@@ -102,7 +107,7 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
     if expert > 1 and not shape.experts:
         raise LayoutUnfit(f"trainer.expert_parallel = {expert} of a model without experts ({shape.kind})")
     if shape.experts and tensor > 1 and not (options.sequence_parallel and expert > 1):
-        # Where no ranks share experts, Megatron does not sum their gradients over the tensor-parallel ranks.
+        # If no ranks share experts, Megatron does not sum their gradients over the tensor-parallel ranks.
         raise LayoutUnfit(
             "trainer.tensor_parallel of a mixture of experts needs trainer.sequence_parallel = true and "
             "trainer.expert_parallel above 1"
@@ -111,48 +116,53 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningPlan:
-    """The same on every rank, and in a re-run."""
+    """The plan of training; the same on every rank, and in a re-run."""
 
     model: Path
-    """Describes the policy: config, tokenizer, template."""
+    """Folder that describes the policy: config, tokenizer, template."""
     weights: Path
-    """What version 0 holds."""
+    """Folder with the weights of version 0."""
     world_size: int
     options: LearnerOptions
     objective: PolicyGradient
     reference: Path | None
-    """Frozen weights that the objective measures a divergence from."""
+    """Folder of the frozen weights from which the objective measures a divergence."""
     teacher: Path | None
-    """A frozen model whose log-probs are in the advantages."""
+    """Folder of a frozen model whose log-probs enter the advantages."""
     steps: int
-    """Planned optimizer steps of the run."""
+    """Planned number of optimizer steps of the run."""
     rate: float
     lowest_ratio: float
     recorded: Mapping[str, str]
-    """What checkpoints say of [trainer]: the settings that decide what is learnt, as JSON by name."""
+    """[trainer] settings that decide what is learned, as recorded in checkpoints: name -> JSON."""
     may_change: bool
     join_s: float
-    """For how long ranks wait for one another at the start."""
+    """Seconds for which ranks wait for one another at the start."""
     launcher: str = "local"
     ray_address: str = "auto"
     ray_placement: str = "PACK"
     schedule: str = "linear"
     warmup: int = 0
-    """Steps."""
+    """Number of warm-up steps of the learning rate."""
     value_warmup: int = 0
-    """Steps of the critic alone."""
+    """Number of initial steps that train only the critic."""
     critic_from: int = 0
-    """Steps of the run before its critic began."""
+    """Number of the run's steps before its critic began."""
     place: StorePlace | None = None
-    """Where checkpoints go, unless that is a folder."""
+    """Storage of checkpoints, unless it is a folder."""
 
     def behind(self, steps: int, critic_from: int) -> LearningPlan:
-        """The same after `steps` steps of a run that this one was forked from: its schedule goes on from there."""
+        """Return the plan after `steps` steps of the run from which this one was forked: its schedule continues
+        there.
+        """
         return dataclasses.replace(self, steps=self.steps + steps, critic_from=critic_from)
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` steps: 0 while the critic warms up; in the others up to `rate` in `warmup` steps,
-        then along the schedule to `lowest_ratio` x `rate` at the last planned one."""
+        """Return the learning rate of the step after `step` steps.
+
+        It is 0 while the critic warms up. Otherwise it rises to `rate` in `warmup` steps, then follows the schedule to
+        `lowest_ratio` x `rate` at the last planned step.
+        """
         with_critic = step - self.critic_from
         if 0 <= with_critic < self.value_warmup:
             return 0.0
@@ -167,10 +177,11 @@ class LearningPlan:
 
 
 def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPlan:
-    """The plan of a run. `cuda`: whether its ranks have a device (None: torch says).
+    """Return the plan of a run. `cuda`: whether its ranks have a device (None: ask torch).
 
-    Raises SettingsError for a layout that its ranks cannot make, and for an algorithm that is unknown or not defined
-    with these settings."""
+    Raises SettingsError for a layout that its ranks cannot form, and for an algorithm that is unknown or not defined
+    with these settings.
+    """
     trainer = settings.trainer
     for names in (("tensor", "pipeline", "context"), ("expert", "pipeline")):
         copy = math.prod(getattr(trainer, f"{name}_parallel") for name in names)
@@ -234,12 +245,13 @@ UNRECORDED = frozenset(
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}
     | {"max_skipped", "token_files_every", "publish", "launcher", "ray_address", "ray_placement"}
 )
-"""Settings of [trainer] that a run may change: how ranks share the work, where models lie (what they hold is recorded:
-`identified`), and how often."""
+"""[trainer] settings that a run may change: how ranks share the work, where models lie (their content is recorded, see
+`identified`), and how often something happens.
+"""
 
 
 LEARNING_RATE = 1e-6
-"""Where [trainer] learning_rate is 0."""
+"""Learning rate if [trainer] learning_rate is 0."""
 
 
 def _rate(trainer: TrainerSettings) -> float:
@@ -247,7 +259,9 @@ def _rate(trainer: TrainerSettings) -> float:
 
 
 def parameter_type(trainer: TrainerSettings, *, cuda: bool | None = None) -> Literal["float32", "bfloat16"]:
-    """What [trainer] dtype says, or means on this machine. Raises SettingsError where ranks are elsewhere."""
+    """Return the dtype that [trainer] dtype selects on this machine. Raises SettingsError if it is auto and the ranks
+    are elsewhere.
+    """
     if trainer.dtype != "auto":
         return trainer.dtype
     if trainer.launcher == "ray":
@@ -262,8 +276,10 @@ PLANNED = "feeder.draws x batcher.updates_per_draw"
 
 
 def recorded(settings: Settings, *, cuda: bool | None = None) -> dict[str, str]:
-    """What a checkpoint keeps of [trainer], by the name of the setting; and, where the rate follows them, the planned
-    steps of the run, by that of theirs."""
+    """Return the [trainer] settings that a checkpoint records, as JSON by name.
+
+    If the learning rate depends on them, the planned steps of the run are included, under the name of their settings.
+    """
     trainer = settings.trainer
     dtype = parameter_type(trainer, cuda=cuda)
     values = dataclasses.asdict(trainer) | {"learning_rate": _rate(trainer), "dtype": dtype}
@@ -276,7 +292,9 @@ def _planned(settings: Settings) -> int:
 
 
 def identified(plan: LearningPlan) -> LearningPlan:
-    """With what the weights that its objective holds on to are, wherever they lie, among what is recorded."""
+    """Return the plan with hashes of the frozen weights among the recorded values, so that their content counts and not
+    their path.
+    """
     frozen = {"reference": plan.reference, "teacher": plan.teacher}
     said = {
         f"{name}_sha256": json.dumps("" if folder is None else contents_sha256(folder, "*.safetensors", "config.json"))
@@ -286,8 +304,11 @@ def identified(plan: LearningPlan) -> LearningPlan:
 
 
 def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -> None:
-    """Raises SettingsError that shows what is otherwise than in a checkpoint, unless [trainer] allow_changes. What it
-    does not name, because an earlier release wrote it, may be anything."""
+    """Check that a checkpoint's recorded settings equal the plan's. Raises SettingsError with the differences, unless
+    [trainer] allow_changes is set.
+
+    Settings that the checkpoint does not name, because an earlier release wrote it, may have any value.
+    """
     now = plan.recorded
     changed = [
         f"{name if name == PLANNED else f'trainer.{name}'} {before[name]} -> {now[name]}"

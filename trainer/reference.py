@@ -1,18 +1,18 @@
-"""What the trainer is held against: random batches without agents, and the same step in plain transformers and torch.
+"""Reference for the trainer: random batches without agents, and the same step in plain transformers and torch.
 
-Both (turnlog.trainer.models.plain is the latter), on any number of ranks and in one layout of them after another, as a
-printed line each:
+Runs both (turnlog.trainer.models.plain is the latter), on any number of ranks and in several layouts, and prints one
+line for each:
 
 python -m turnlog.trainer.reference STEPS dp
 torchrun --nproc-per-node 4 -m turnlog.trainer.reference 2 tp2-pp2 tp2-sp-ep2 cp2-tied dp:gspo
 
-A layout is named by what its ranks share: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
-parallel. Ranks that are left are data parallel. With ep or replay the model is a mixture of experts; replay: its
-routing is a recorded one, some: but for every third row; images: rows have some, and the model sees them; packed: rows
-are; again: layers are computed again; tied: the output layer is the embedding; moved: one rank goes on from the
-checkpoint at the end; kept: the same ranks go on from one that gathers no optimizer; lora: low-rank adapters train
-alone; called: rank 0 tells the others what to do, as in a run, and they map its rows.
-Behind a colon stands one of OBJECTIVES, in place of the clipped ratio against recorded log-probs.
+A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
+parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. replay: its
+routing is recorded; some: except for every third row. images: rows have images, and the model has vision. packed: rows
+are packed. again: layers are recomputed. tied: the output layer is the embedding. moved: one rank resumes from the
+checkpoint at the end. kept: the same ranks resume from a checkpoint that gathers no optimizer state. lora: only
+low-rank adapters train. called: rank 0 calls the others, as in a run, and they map its rows. After a colon, one of
+OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from turnlog.trainer.weights import Tensors
 
 
 def synthetic_model(folder: Path, shape: ModelShape = TINY) -> Path:
-    """A folder with a tiny random policy and a tokenizer of four words."""
+    """Create a folder with a tiny random policy and a tokenizer of four words, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "a": 3}
     Tokenizer(models.WordLevel(vocabulary, "a")).save(str(folder / "tokenizer.json"))
@@ -87,8 +87,10 @@ def synthetic_rows(
     segments: int = 1,
     lengths: NDArray[np.int32] | None = None,
 ) -> BatchRows:
-    """`rows` rows of 12 to 40 tokens in groups, or of `lengths`, every `segments` of them one trajectory; about half
-    the tokens train, prompt-equal weights."""
+    """Return `rows` random rows of 12 to 40 tokens in groups, or of `lengths`.
+
+    Every `segments` rows form one trajectory. About half the tokens train, with prompt-equal weights.
+    """
     random = np.random.default_rng(seed)
     if lengths is None:
         lengths = random.integers(12, 41, rows).astype("<i4")
@@ -123,7 +125,9 @@ def synthetic_rows(
 def synthetic_manifest(
     rows: BatchRows, file: BlobRef, run_id: str, batch_index: int, *, part: int = 0, parts: int = 1
 ) -> SampleBatchFormed:
-    """The manifest that a batcher would have written for `rows`, batch `batch_index` of draws of `parts` parts."""
+    """Return the manifest that a batcher would have written for `rows`, batch `batch_index` of rollout batches of
+    `parts` parts.
+    """
     samples = tuple(
         BatchSample(
             sample_id=rows.sample_ids[row],
@@ -170,7 +174,7 @@ def synthetic_manifest(
 async def append_batches(
     events: EventLog, blobs: Blobs, run_id: str, count: int, *, parts: int = 1, rows: int = 16
 ) -> None:
-    """Write `count` batches of `rows` rows as a batcher would: file first, then the manifest."""
+    """Write `count` batches of `rows` rows as a batcher would: the file first, then the manifest."""
     for batch_index in range(count):
         batch = synthetic_rows(batch_index, rows=rows)
         file = await blobs.put(write_rows(batch), media_type=MEDIA_TYPE)
@@ -181,7 +185,7 @@ RATE = 1e-3
 
 
 def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int, *, some: bool = False) -> RoutedRows:
-    """Each token sent to any experts; `some`: but for those of every third row."""
+    """Return the rows with each token sent to random experts; with `some`, every third row has none."""
     random = np.random.default_rng(seed)
     chosen = random.random((len(rows.token_ids), shape.layers, shape.experts)).argsort(-1)
     recorded = np.arange(len(rows)) % 3 > 0 if some else None
@@ -189,7 +193,9 @@ def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int, *, some: 
 
 
 def with_random_pictures(rows: BatchRows, shape: ModelShape, seed: int) -> PicturedRows:
-    """Two images in every third row, one in the next, none in the last; some are in several rows."""
+    """Return the rows with two images in every third row, one in the next, none in the last; some images occur in
+    several rows.
+    """
     random = np.random.default_rng(seed)
     vision = shape.vision
     assert vision is not None
@@ -231,16 +237,18 @@ OBJECTIVES = {
         0.2, 0.2, algorithm=BUILT_IN["ppo"], critic=CriticRules(discount=0.99, smoothing=0.9, rate=1e-3, clip=0.01)
     ),
 }
-"""The steps of one are the updates of one draw."""
+"""Objectives by name. The steps of one are the updates of one rollout batch."""
 POLICY, OTHER, FROZEN = 1, 2, 4
-"""Seeds of weights: before the first step, before a checkpoint is read, and of what a divergence is taken from."""
+"""Seeds of weights: before the first step, before a checkpoint is loaded, and of the frozen reference of a
+divergence.
+"""
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
 WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
-    """The model and the options of a layout by name, `tp2-sp-ep2`. Raises ValueError, LayoutUnfit."""
+    """Return the model and the options of a layout by name, such as `tp2-sp-ep2`. Raises ValueError, LayoutUnfit."""
     words = name.split("-")
     shares: dict[str, Any] = {SHARES[word[:2]]: int(word[2:]) for word in words if word[:2] in SHARES}
     if unknown := [word for word in words if word[:2] not in SHARES and word not in WORDS]:
@@ -265,11 +273,11 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
 
 
 Figures = list[tuple[float, float]]
-"""(loss, gradient norm) of each update of a draw, and behind that of the critic's."""
+"""(loss, gradient norm) of each update of a rollout batch, followed by those of the critic's."""
 
 
 def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[BatchRows]) -> Figures:
-    """Of a draw of these."""
+    """Return the figures of a rollout batch of `batches` under the Learner."""
     passes = objective.passes(len(batches))
     numbers = [
         Numbers(
@@ -290,7 +298,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
 def _called(
     control: dist.ProcessGroup, learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]
 ) -> Figures:
-    """The same at rank 0. Collective."""
+    """Return the result of `ours` at rank 0, by calls to the other ranks. Collective."""
     if dist.get_rank():
         follow(learner, control)
         return []
@@ -301,7 +309,7 @@ def _called(
 
 
 class Theirs:
-    """The same of the reference."""
+    """The reference implementation of the same training."""
 
     def __init__(self, shape: ModelShape, options: LearnerOptions, objective: PolicyGradient) -> None:
         weights = random_weights(shape, POLICY)
@@ -313,7 +321,7 @@ class Theirs:
         self._frozen = PlainLearner(shape, random_weights(shape, FROZEN), options) if frozen else None
 
     def draw(self, batches: Sequence[BatchRows]) -> Figures:
-        """Of a draw of these."""
+        """Return the figures of a rollout batch of `batches`."""
         objective, lessons = self._objective, list[PlainStep]()
         if self._teacher is not None:
             batches = [taught(rows, self.policy, self._teacher, objective) for rows in batches]
@@ -334,7 +342,7 @@ class Theirs:
 def learner_of(
     shape: ModelShape, options: LearnerOptions, objective: PolicyGradient, seed: int | None = None
 ) -> Learner:
-    """Ours, of other weights by a `seed`. Collective."""
+    """Return a Learner; `seed` selects other weights. Collective."""
     return Learner(
         shape,
         random_weights(shape, POLICY if seed is None else seed),
@@ -346,22 +354,27 @@ def learner_of(
 
 
 def _teacher() -> tuple[ModelShape, Tensors]:
-    """Another model than the policy."""
+    """Return a teacher, which is another model than the policy."""
     shape = dataclasses.replace(TINY, layers=4, hidden=96, ffn=160, tied=True)
     return shape, random_weights(shape, 3)
 
 
 def _saved(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[float]]:
-    """(a checkpoint in a folder of this machine that rank 0 makes, `_peaks` of it). Collective."""
+    """Save a checkpoint in a local folder that rank 0 creates; return the folder and the `_peaks` of saving.
+    Collective.
+    """
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box, src=0, group=control)
     return Path(box[0]), _peaks(learner, lambda: learner.save(Path(box[0]), {}))
 
 
 def _peaks(learner: Learner, work: Callable[[], None]) -> list[float]:
-    """By rank, what torch holds on the CPU at most while that is done, beside what it held before: bytes a parameter of
-    the rank's. Collective."""
-    gc.collect()  # what layouts before have left would else be let go of meanwhile
+    """Return by rank the peak CPU memory of torch during `work`, beyond what it held before, in bytes per parameter of
+    the rank.
+
+    Collective.
+    """
+    gc.collect()  # garbage of earlier layouts would otherwise be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -375,8 +388,10 @@ def _peaks(learner: Learner, work: Callable[[], None]) -> list[float]:
 def _restored(
     folder: Path, name: str, objective: PolicyGradient, wanted: Mapping[str, torch.Tensor], batches: Sequence[BatchRows]
 ) -> tuple[bool, Figures, list[float]]:
-    """(whether one rank reads those weights from a checkpoint, what it makes of another draw, `_peaks` of loading). The
-    folder goes."""
+    """Load a checkpoint on one rank and remove its folder.
+
+    Return whether its weights equal `wanted`, the figures of another rollout batch, and the `_peaks` of loading.
+    """
     shape, options = layout(name)
     with process_group():
         alone = LearnerOptions(lora_rank=options.lora_rank, lora_alpha=options.lora_alpha)
@@ -394,8 +409,11 @@ def _goes_on(
     objective: PolicyGradient,
     batches: Sequence[BatchRows],
 ) -> tuple[bool, dict[str, list[float]]]:
-    """(whether the next draw from a checkpoint is that of the learner that wrote it, bit for bit; `_peaks` of saving it
-    and loading it). Collective."""
+    """Resume from a checkpoint of the learner.
+
+    Return whether the next rollout batch is bitwise the same as without resuming, and the `_peaks` of saving and
+    loading. Collective.
+    """
     folder, saving = _saved(learner, control)
     other = learner_of(learner.shape, options, objective, OTHER)
     loading = _peaks(other, lambda: other.restore(folder))
@@ -408,15 +426,18 @@ def _goes_on(
 
 
 def _apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """What |differences| stay below but for one in 10,000: Adam divides a gradient by its own size plus 1e-8, so that
-    rounding of one that is smaller moves its weight by a part of the rate. Of ppo under tensor parallelism 3 in 123,264
-    weights are further apart than 1e-5, two of them with gradients below 1e-7, where the median is 2e-4."""
+    """Return the 99.99th percentile of the |differences|.
+
+    Adam divides a gradient by its own size plus 1e-8, so rounding of a smaller gradient moves its weight by a part of
+    the rate. Under ppo with tensor parallelism, 3 of 123,264 weights differ by more than 1e-5, two of them with
+    gradients below 1e-7, where the median is 2e-4.
+    """
     differences = torch.cat([(x - wanted[key]).abs().flatten() for key, x in found.items()])
     return float(differences.kthvalue(differences.numel() - differences.numel() // 10_000).values)
 
 
 def _rows_for(name: str, shape: ModelShape, step: int) -> BatchRows:
-    """What a layout trains in a step."""
+    """Return the rows that a layout trains in a step."""
     rows = synthetic_rows(step, segments=2)
     if "replay" in name:
         return with_random_experts(rows, shape, step, some="some" in name)
@@ -424,15 +445,17 @@ def _rows_for(name: str, shape: ModelShape, step: int) -> BatchRows:
 
 
 def _meeting_place() -> TCPStore:
-    """Torchrun's."""
+    """Return torchrun's store."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(host, port, is_master=False, wait_for_workers=False)
 
 
 def main(steps: int, names: Sequence[str]) -> None:
-    """Print {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": how
-    far they are apart, "exact": whether exports and checkpoints give back what they hold, "peaks": by `_peaks`, of a
-    checkpoint's "save" and "load"} of each."""
+    """Print one JSON object for each layout.
+
+    {"layout": name, "steps": [[loss, its reference, gradient norm, its reference], ...], "weights": their difference,
+    "exact": whether exports and checkpoints return what they hold, "peaks": `_peaks` of "save" and "load"}
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(1)
     met = _meeting_place() if world_size > 1 else None

@@ -1,7 +1,8 @@
-"""Model families: what config.json of a Hugging Face folder says, and by which names Megatron knows its tensors.
+"""Model families: what config.json of a Hugging Face folder describes, and Megatron's names of its tensors.
 
-A family is a decoder of grouped-query attention, SwiGLU (dense, or a mixture of experts), RMSNorm and rotary positions.
-Those below are built in; a package offers another one by the entry point `turnlog.models` (docs/models.md).
+A family is a decoder with grouped-query attention, SwiGLU (dense, or a mixture of experts), RMSNorm and rotary
+positions. The families below are built in; a package adds another one by the entry point `turnlog.models`
+(docs/models.md).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from turnlog.trainer import ModelDamaged, UnsupportedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's: wavelengths above the `original` positions / `low` are stretched by `factor`, those below `original` /
-    `high` are not, and between them it is interpolated."""
+    """Llama 3's RoPE scaling.
+
+    Wavelengths above `original` positions / `low` are stretched by `factor`, those below `original` / `high` are not,
+    and those between are interpolated.
+    """
 
     factor: float
     low: float
@@ -32,7 +36,9 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
-    """Qwen2.5-VL's: what makes features of images, and how they stand among a row's tokens."""
+    """Shape of Qwen2.5-VL's vision tower, which extracts features of images, and positions of images among a row's
+    tokens.
+    """
 
     layers: int
     hidden: int
@@ -40,50 +46,50 @@ class VisionShape:
     ffn: int
     channels: int
     patch: int
-    """Pixels of its side."""
+    """Side of a patch, in pixels."""
     frames: int
-    """That a patch takes; an image comes that often."""
+    """Number of frames in a patch; a still image is repeated that often."""
     merge: int
-    """Patches of the side of the square that a token stands for."""
+    """A token represents a square of this many patches per side."""
     window: int
-    """Pixels of the side that a layer attends within."""
+    """Side of the window within which a layer attends, in pixels."""
     unbounded: tuple[int, ...]
     """Layers that attend to the whole image."""
     token: int
-    """Id of an image's tokens."""
+    """Id of the placeholder token of images."""
     sections: tuple[int, int, int]
     """Pairs of a head's dimensions that rotate by frame, row and column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Everything that decides tensor shapes and what they compute."""
+    """All values that determine tensor shapes and the computation."""
 
     kind: str
-    """model_type: its family."""
+    """model_type, which identifies the family."""
     layers: int
     hidden: int
     heads: int
     groups: int
-    """Key-value heads."""
+    """Number of key-value heads."""
     head_dim: int
     ffn: int
-    """Of a dense layer."""
+    """Intermediate size of a dense layer."""
     vocabulary: int
     positions: int
     norm_epsilon: float
     rope_theta: float
     tied: bool
-    """The output layer shares the embedding."""
+    """Whether the output layer shares the embedding."""
     rope_scaling: RopeScaling | None = None
     experts: int = 0
-    """Of each layer; 0: the model is dense."""
+    """Number of experts per layer; 0 if the model is dense."""
     experts_per_token: int = 0
     expert_ffn: int = 0
     normalized_routing: bool = True
-    """The weights of a token's experts sum to 1."""
+    """Whether the weights of a token's experts sum to 1."""
     vision: VisionShape | None = None
-    """None: it reads text alone."""
+    """Vision tower; None if the model reads only text."""
 
 
 TINY = ModelShape(
@@ -100,9 +106,9 @@ TINY = ModelShape(
     rope_theta=10000.0,
     tied=False,
 )
-"""The recipes' policy: half a megabyte, learns one-digit arithmetic with a tool in a minute of two CPU cores."""
+"""The recipes' policy: half a megabyte; it learns one-digit arithmetic with a tool in a minute on two CPU cores."""
 TINY_MIXTURE = dataclasses.replace(TINY, kind="qwen3_moe", experts=4, experts_per_token=2, expert_ffn=32)
-"""The same with four experts a layer, two of them per token."""
+"""TINY with four experts per layer, two of them per token."""
 TINY_VISION = dataclasses.replace(
     TINY,
     kind="qwen2_5_vl",
@@ -111,7 +117,7 @@ TINY_VISION = dataclasses.replace(
         token=5, sections=(2, 3, 3),
     ),
 )  # fmt: skip
-"""The same with eyes."""
+"""TINY with vision."""
 
 Joined = Literal["", "qkv", "gate_up", "shared"]
 Sizes = tuple[int, ...]
@@ -119,21 +125,22 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter of Megatron's and the Hugging Face tensors that it holds."""
+    """A parameter of Megatron's and the Hugging Face tensors that it contains."""
 
     megatron: str
-    """Layers and experts are numbered over all ranks."""
+    """Megatron's name; layers and experts are numbered over all ranks."""
     parts: tuple[tuple[str, Sizes], ...]
-    """(Hugging Face name, shape)"""
+    """(Hugging Face name, shape) of each contained tensor."""
     cut: int | None = None
-    """The dimension that tensor-parallel ranks share; None: each holds all of it."""
+    """Dimension that tensor-parallel ranks share; None if each rank has all of it."""
     joined: Joined = ""
-    """qkv: per query group [its q heads | k | v], stacked; gate_up: each part is cut, then they are stacked; shared: it
-    is each part."""
+    """Arrangement of the parts. qkv: per query group [its q heads | k | v], stacked; gate_up: each part is cut, then
+    they are stacked; shared: each part equals the parameter.
+    """
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Of the parameter, over all ranks."""
+        """Shape of the parameter, over all ranks."""
         counted = self.parts[:1] if self.joined == "shared" else self.parts
         return (sum(size[0] for _, size in counted), *self.parts[0][1][1:])
 
@@ -143,7 +150,9 @@ LAYER, EXPERT = "decoder.layers.", ".experts.local_experts."
 
 
 def decoder_tensors(shape: ModelShape) -> Iterator[Tensor]:
-    """Every tensor, by the names that Llama and Qwen gave them. Random weights are drawn in this order."""
+    """Yield every tensor of a decoder, by the names that Llama and Qwen use. Random weights are generated in this
+    order.
+    """
     yield Tensor(EMBEDDING, (("model.embed_tokens.weight", (shape.vocabulary, shape.hidden)),), 0)
     yield Tensor("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden,)),))
     if not shape.tied:
@@ -183,11 +192,11 @@ def _feed_forward(h: str, m: str, hidden: int, ffn: int, *, cut: bool) -> Iterat
 
 
 VISION = "vision."
-"""What Megatron's names of the tower's tensors begin with."""
+"""Prefix of Megatron's names of the vision tower's tensors."""
 
 
 def seeing_tensors(shape: ModelShape) -> Iterator[Tensor]:
-    """Those of the decoder, and of the tower, which every rank that has it has whole."""
+    """Yield the tensors of the decoder, and of the tower, which is whole on every rank that has it."""
     yield from decoder_tensors(shape)
     vision = shape.vision
     assert vision is not None
@@ -213,34 +222,34 @@ def _linear(name: str, rows: int, columns: int) -> dict[str, Sizes]:
 
 
 Config = Mapping[str, Any]
-"""config.json"""
+"""Content of config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What models of one model_type have in common."""
+    """The common properties of models of one model_type."""
 
     model_type: str
     architecture: str
-    """The class of transformers' that an exported config.json names."""
+    """Class of transformers that an exported config.json names."""
     qkv_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each head of q and k."""
+    """Whether RMSNorm is applied to each head of q and k."""
     mixture: bool = False
-    """A mixture of experts in every layer."""
+    """Whether every layer is a mixture of experts."""
     vision: bool = False
-    """It takes images, by a tower as Qwen2.5-VL's."""
+    """Whether it takes images, with a tower like Qwen2.5-VL's."""
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    """Key of config.json -> the values that it may have: those that the Megatron model computes."""
+    """Key of config.json -> supported values, which are those that the Megatron model computes."""
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Key of `only` -> what transformers takes where config.json does not give it, if that is not the first value."""
+    """Key of `only` -> transformers' default if config.json lacks the key, where that is not the first value."""
     rope_theta: float = 10_000.0
-    """Where config.json gives none."""
+    """Default if config.json has no rope_theta."""
     tensors: Callable[[ModelShape], Iterator[Tensor]] = decoder_tensors
 
 
 ELSEWHERE = ("quantization_config", "compression_config", "transformers_weights")
-"""Keys of config.json by which weights are not the values, or not in the files, that the trainer reads."""
+"""Keys of config.json that mean that the weights are quantized, or not in the files that the trainer reads."""
 _NO_WINDOW = {"use_sliding_window": (False, None)}
 _NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
 FAMILIES = {
@@ -267,12 +276,14 @@ FAMILIES = {
         ),
     )
 }
-"""Qwen2 and Qwen2.5, Qwen3, Llama 3, Qwen3's mixtures of experts, and Qwen2.5-VL."""
+"""Built-in families: Qwen2 and Qwen2.5, Qwen3, Llama 3, Qwen3's mixtures of experts, and Qwen2.5-VL."""
 
 
 @functools.cache
 def family(model_type: str) -> Family:
-    """A built-in family, or the one that a package offers as `model_type`. Raises UnsupportedModel."""
+    """Return a built-in family, or the one that a package offers as `model_type`. Raises UnsupportedModel if there is
+    none.
+    """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     points = offered(EntryPointGroup.MODELS, "model family", UnsupportedModel)
@@ -286,7 +297,7 @@ def family(model_type: str) -> Family:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of a model folder. Raises UnsupportedModel, ModelDamaged."""
+    """Read the shape of a model folder. Raises UnsupportedModel, ModelDamaged."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:
@@ -305,7 +316,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 def _shape(config: dict[str, Any]) -> ModelShape:
     own = family(str(config.get("model_type")))
-    text = config.get("text_config") or config if own.vision else config  # in models of the Hub it is flat
+    text = config.get("text_config") or config if own.vision else config  # flat in models of the Hugging Face Hub
     config = {**config, **text}
     for key in ELSEWHERE:
         if config.get(key):
@@ -337,7 +348,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
 
 
 def _vision(config: Config, rope: Config) -> VisionShape:
-    """Raises UnsupportedModel."""
+    """Read the shape of the vision tower. Raises UnsupportedModel."""
     tower = config["vision_config"]
     if "mrope_section" not in rope or rope["rope_type"] not in ("default", "mrope"):
         raise UnsupportedModel(f"rotary positions {dict(rope)} are not supported; supported: mrope_section")
@@ -371,8 +382,11 @@ def _mixture(config: Config) -> dict[str, Any]:
 
 
 def _rope(text: Config, own: Family) -> dict[str, Any]:
-    """rope_theta, rope_type and what belongs to it, as transformers 5 reads them. It takes rope_scaling where that is
-    given beside rope_parameters, and other readers the latter, so both must say the same. Raises UnsupportedModel."""
+    """Return rope_theta, rope_type and related values, as transformers 5 reads them.
+
+    If both rope_scaling and rope_parameters are given, transformers uses the former and other readers the latter, so
+    both must be equal. Raises UnsupportedModel if they are not.
+    """
     plain = {"rope_theta": text.get("rope_theta") or own.rope_theta, "rope_type": "default"}
     given = [text[key] for key in ("rope_scaling", "rope_parameters") if text.get(key)]
     found = [{**plain, "rope_type": rope.get("type", "default"), **rope} for rope in given]
@@ -408,7 +422,7 @@ def _rope_scaling(rope: Config) -> RopeScaling | None:
 
 
 def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtype: str = "float32") -> dict[str, Any]:
-    """config.json of `shape`, as transformers 5 and SGLang read it."""
+    """Return the config.json of `shape`, as transformers 5 and SGLang read it."""
     own = family(shape.kind)
     values = {
         "architectures": [own.architecture],
@@ -448,7 +462,7 @@ def _seeing_json(text: dict[str, Any], vision: VisionShape) -> dict[str, Any]:
 
 
 def tower_json(vision: VisionShape, features: int) -> dict[str, Any]:
-    """vision_config of config.json; `features`: numbers of one, the decoder's hidden size."""
+    """Return vision_config of config.json; `features` is the size of an output feature, the decoder's hidden size."""
     return {
         "depth": vision.layers,
         "hidden_size": vision.hidden,
@@ -491,7 +505,9 @@ def _mixture_json(shape: ModelShape) -> dict[str, Any]:
 
 
 def row_flops(shape: ModelShape, tokens: int) -> int:
-    """Of a row's forward pass: two a parameter and token, the embedding aside, and causal attention's two products."""
+    """Return the FLOPs of a row's forward pass: two per parameter and token, without the embedding, and causal
+    attention's two products.
+    """
     q, kv = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     feed_forward = shape.experts_per_token * shape.expert_ffn if shape.experts else shape.ffn
     layer = shape.hidden * (2 * q + 2 * kv + 3 * feed_forward)
@@ -500,8 +516,9 @@ def row_flops(shape: ModelShape, tokens: int) -> int:
 
 
 def as_dict(shape: ModelShape) -> dict[str, Any]:
-    """Plain values, for checkpoints; what is as it was before there were others is left out, so that earlier
-    checkpoints stay equal."""
+    """Return plain values for checkpoints. Values equal to their defaults are left out, so that new fields do not
+    change earlier checkpoints.
+    """
     values = dataclasses.asdict(shape)
     defaults = {field.name: field.default for field in dataclasses.fields(shape)}
     return {name: value for name, value in values.items() if value != defaults[name]}

@@ -1,4 +1,4 @@
-"""The policy of a recipe that brings none: a random tiny model at once, its warm start when the trainer first needs it.
+"""The policy of a recipe without a model: a random tiny model at once, its warm start when the trainer first needs it.
 
 Both are cached below $XDG_CACHE_HOME/turnlog/models, named by everything that they are a function of.
 """
@@ -21,22 +21,26 @@ from turnlog.settings import Settings
 from turnlog.trainer.shape import ModelShape, read_shape
 
 FORMAT = "1"
-"""Changes when the same settings would make another model."""
+"""Must be changed whenever the same settings would make another model."""
 LEARNING_RATE = 8e-4
-"""Of reinforcement learning, where [trainer] learning_rate is 0: a thousand times what a grown model takes."""
+"""Learning rate for such a policy if [trainer] learning_rate is 0: a thousand times the rate for a full-size model."""
 Progress = Callable[[int, int, float], None]
-"""(steps taken, steps wanted, loss)"""
+"""Called with (steps taken, total steps, loss)."""
 
 
 class NoPolicy(Exception):
-    """[model] path is empty and the recipe has no warm start: name a Hugging Face folder in [model] path."""
+    """There is no policy. Remedy: set [model] path to a Hugging Face folder, since it is empty and the recipe has no
+    warm start.
+    """
 
 
 def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Settings:
-    """Settings whose model.path exists: the user's, else the recipe's random tiny model, with trainer.initial_weights
-    naming where its warm start is or will be, and a learning rate and a type that suit it. Raises NoPolicy,
-    UnknownRecipe, and of the user's own model ModelMissing, UnsupportedModel, ModelDamaged: before anything is started
-    for it."""
+    """Return settings whose model.path exists: the user's model, else the recipe's random tiny model.
+
+    For the latter, trainer.initial_weights names the folder of its warm start, which may not exist yet, and learning
+    rate and dtype suit it. Raises NoPolicy, UnknownRecipe, and for the user's own model ModelMissing, UnsupportedModel,
+    ModelDamaged, before any server is started for it.
+    """
     if settings.model.path:
         check_model(Path(settings.model.path))
         read_shape(Path(settings.model.path))
@@ -63,7 +67,7 @@ def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Setting
 
 
 def initial_weights(settings: Settings, progress: Progress = lambda *_: None) -> Path:
-    """The folder that version 0 comes from; runs the recipe's warm start first where it is still missing."""
+    """Return the folder of the weights of version 0; run the recipe's warm start first if they are missing."""
     if not settings.trainer.initial_weights:
         return Path(settings.model.path)
     folder = Path(settings.trainer.initial_weights)
@@ -74,7 +78,9 @@ def initial_weights(settings: Settings, progress: Progress = lambda *_: None) ->
 
 
 def copied(model: Path, folder: Path) -> Path:
-    """`folder`, which holds a copy of `model` unless it was there: what it holds is served and trained already."""
+    """Return `folder` after copying `model` into it, unless it exists: its content may already be served and
+    trained.
+    """
     _write_whole(folder, lambda part: shutil.copytree(model, part, dirs_exist_ok=True))
     return folder
 
@@ -122,7 +128,9 @@ def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Make `folder` in one step, unless it is there: a second process waits for it. What a killed one left goes."""
+    """Create `folder` atomically unless it exists; a second process waits for it. Remains of a killed process are
+    removed.
+    """
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)

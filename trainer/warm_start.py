@@ -1,6 +1,6 @@
-"""A policy to start from: a random one at once, then supervised training on demonstrations, by the same Learner.
+"""A policy to start from: random weights at once, then supervised training on demonstrations by the same Learner.
 
-An engine can start on `make_base` while `warm_start` runs, since the architecture is what it needs to start.
+An engine can start with `make_base` while `warm_start` runs, since it only needs the architecture to start.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ LOWEST_RATE = 0.05
 INITIAL_STD = 0.02
 
 Demonstration = tuple[Sequence[int], Sequence[int]]
-"""(token ids, mask): mask 1 where the token is to be imitated; the first one never is."""
+"""(token ids, mask): mask is 1 where the token is imitated; the first token never is."""
 Progress = Callable[[int, float], None]
-"""(steps taken, mean negative log-prob of the step)"""
+"""Called with (steps taken, mean negative log-prob of the step)."""
 
 
 def random_weights(
     shape: ModelShape, seed: int, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    """Normal(0, 0.02) matrices and kernels, norms of 1, biases of 0: what transformers starts such models from. In host
-    memory, `device`: where they are drawn, which gives other numbers."""
+    """Return random weights in host memory: matrices and kernels from Normal(0, 0.02), norms 1, biases 0, like
+    transformers.
+
+    `device` is where they are sampled; another device gives other numbers.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     weights: Tensors = {}
     for name, size in expected_shapes(shape).items():
@@ -43,7 +46,7 @@ def random_weights(
 
 
 def make_base(shape: ModelShape, tokenizer: Path, folder: Path, *, seed: int = 0) -> None:
-    """Write a model folder with random weights: the one that `warm_start` with the same seed starts from."""
+    """Write a model folder with the random weights from which `warm_start` with the same seed starts."""
     write_folder(folder, shape, random_weights(shape, seed), tokenizer)
 
 
@@ -59,9 +62,9 @@ def warm_start(
     progress: Progress = lambda step, loss: None,
     threads: int = 2,
 ) -> None:
-    """Train `steps` x 32 rows of demonstrations and write the model folder. Needs no other process, no port.
+    """Train on `steps` x 32 rows of demonstrations and write the model folder. Needs no other process and no port.
 
-    The rate rises over 30 steps and falls linearly to 5 %.
+    The learning rate rises over 30 steps and falls linearly to 5 %.
     """
     from turnlog.trainer.launch import process_group
     from turnlog.trainer.learner import Learner
@@ -78,7 +81,7 @@ def warm_start(
 
 
 def demonstration_rows(demonstrations: Sequence[Demonstration]) -> BatchRows:
-    """Rows whose imitated tokens weigh equally."""
+    """Return rows in which all imitated tokens have the same weight."""
     rows = len(demonstrations)
     lengths = np.array([len(ids) for ids, _ in demonstrations], "<i4")
     trained = np.concatenate([np.asarray(mask, "u1") for _, mask in demonstrations])

@@ -1,8 +1,9 @@
-"""Weights between Megatron, Hugging Face folders and the store: no pickles, and exact in every direction.
+"""Conversion of weights between Megatron, Hugging Face folders and the store, without pickles and exact in every
+direction.
 
-An export is safetensors files, content-addressed in the store, and the WeightVersionPublished that names them. Which
-tensor is which, and how it is cut, a model family says (shape.Tensor); embedding and output layer have rows added so
-that tensor-parallel ranks share them equally.
+An export consists of safetensors files, content-addressed in the store, and the WeightVersionPublished that names them.
+A model family defines the mapping of tensors and how they are cut (shape.Tensor). Embedding and output layer have rows
+added so that tensor-parallel ranks share them equally.
 """
 
 from __future__ import annotations
@@ -52,29 +53,31 @@ from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
 Of = Literal["merged", "base", "adapter"]
-"""The whole model; the same without what its low-rank adapters add; or these alone, in float32."""
+"""merged: the whole model; base: the model without what its low-rank adapters add; adapter: only these, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that is not cut yet: `parts` are cut along `dim` one by one and then joined (dim None: not cut)."""
+    """A tensor before it is cut: `parts` are cut along `dim` one by one and then joined (dim None: not cut)."""
 
     parts: tuple[torch.Tensor, ...]
     dim: int | None
 
 
 def tensors_of(shape: ModelShape) -> Iterator[Tensor]:
-    """Every tensor of the model, as its family names it."""
+    """Yield every tensor of the model, as its family names it."""
     return family(shape.kind).tensors(shape)
 
 
 def expected_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the Hugging Face model: name -> shape."""
+    """Return name -> shape of every tensor of the Hugging Face model."""
     return dict(part for tensor in tensors_of(shape) for part in tensor.parts)
 
 
 def check_shapes(state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
-    """Raises WeightsMismatch. A tied model may carry its output layer all the same."""
+    """Raises WeightsMismatch if names, shapes or dtypes do not fit. A tied model may contain its output layer
+    nevertheless.
+    """
     for name, tensor in state.items():
         if str(tensor.dtype).removeprefix("torch.") not in CODES:
             raise WeightsMismatch(
@@ -110,8 +113,11 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
 
 
 class Export:
-    """The model under Hugging Face names, or its adapters under PEFT's, tensor by tensor, at rank 0: every rank drops
-    its part as it goes. Collective, and so is each walk through it. Added rows are left out."""
+    """The model's tensors under Hugging Face names, or its adapters under PEFT's, one by one at rank 0.
+
+    Added rows are left out. Construction and each iteration are collective; the other ranks send their parts as it
+    proceeds.
+    """
 
     def __init__(self, model: Any, shape: ModelShape, of: Of = "merged") -> None:
         self._shape, self._first, self._rank = shape, _first(model, shape), dist.get_rank()
@@ -132,12 +138,12 @@ class Export:
         held = {name: (stage, of_stage[name]) for stage, of_stage in enumerate(stages) for name in of_stage}
         tensors = lora.factors(model, tensors_of(shape), held) if self._adapter else tensors_of(shape)
         found = [(tensor, *held[tensor.megatron]) for tensor in tensors]
-        # Wide values first, so that each tensor lies where its type may.
+        # Wide values first, so that each tensor is aligned for its dtype.
         self._plan: list[tuple[Tensor, int, torch.dtype]] = sorted(found, key=lambda each: -each[2].itemsize)
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """What comes, in order."""
+        """Specifications of the tensors, in order."""
         return [
             TensorSpec(name, _code(torch.float32 if self._adapter else dtype), size)
             for tensor, _, dtype in self._plan
@@ -146,7 +152,7 @@ class Export:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, values) at rank 0, nothing elsewhere. On a CPU the values may be the model's own."""
+        """Yield (name, values) at rank 0, nothing elsewhere. On a CPU the values may share memory with the model."""
         for tensor, stage, dtype in self._plan:
             whole = self._at_rank_zero(tensor, stage, dtype)
             if whole is not None:
@@ -172,7 +178,7 @@ class Export:
         return whole
 
     def _of_stage(self, megatron: str) -> torch.Tensor:
-        """One of this stage's tensors, of all tensor- or expert-parallel ranks."""
+        """Gather one of this stage's tensors from all tensor- or expert-parallel ranks."""
         name, parameter = self._mine[megatron]
         if EXPERT in name:
             return self._of_expert_rank(self._first.global_names(name).index(megatron), parameter.detach())
@@ -180,7 +186,7 @@ class Export:
         return tensor[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else tensor
 
     def _of_expert_rank(self, owner: int, mine: torch.Tensor) -> torch.Tensor:
-        """An expert of that rank's; `mine` is the one that has its place here."""
+        """Return an expert of rank `owner`; `mine` is the expert in its place on this rank."""
         if self._first.expert_ranks == 1:
             return mine
         group = mcore.parallel_state.get_expert_model_parallel_group()
@@ -190,13 +196,15 @@ class Export:
 
 
 def export_weights(model: Any, shape: ModelShape) -> Tensors:
-    """The whole model in memory, at rank 0; elsewhere nothing. Collective."""
+    """Return the whole model in memory at rank 0, nothing elsewhere. Collective."""
     return {name: tensor.detach().clone() for name, tensor in Export(model, shape)}
 
 
 def export_files(model: Any, shape: ModelShape, folder: Path, of: Of = "merged") -> Written | None:
-    """The same as safetensors files in rank 0's `folder`, of which a piece is in memory; of the adapter as PEFT's, but
-    for its config. None elsewhere. Collective."""
+    """Write the model as safetensors files into rank 0's `folder`, with only one piece in memory at a time. Collective.
+
+    An adapter is written in PEFT's format, without its config. Returns None on ranks other than 0.
+    """
     export = Export(model, shape, of)
     if dist.get_rank() == 0:
         stem, shard_bytes = (adapters.STEM, sys.maxsize) if of == "adapter" else (MODEL, SHARD_BYTES)
@@ -208,19 +216,21 @@ def export_files(model: Any, shape: ModelShape, folder: Path, of: Of = "merged")
 
 
 def global_name(model: Any, shape: ModelShape) -> Callable[[str], str]:
-    """What a parameter or module of this rank's part is called where layers and experts are counted over all ranks."""
+    """Return a function from the name of this rank's parameter or module to the name with layers and experts counted
+    over all ranks.
+    """
     return _first(model, shape).global_name
 
 
 def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: ModelShape) -> torch.Tensor:
-    """[heads d, x], [groups d, x], [groups d, x] -> [groups (heads/groups + 2) d, x]"""
+    """Fuse [heads d, x], [groups d, x], [groups d, x] to [groups (heads/groups + 2) d, x]."""
     per_group = shape.heads // shape.groups
     parts = [x.reshape(shape.groups, heads * shape.head_dim, -1) for x, heads in ((q, per_group), (k, 1), (v, 1))]
     return torch.cat(parts, 1).reshape(shape.groups * (per_group + 2) * shape.head_dim, -1)
 
 
 def split_qkv(fused: torch.Tensor, shape: ModelShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The inverse of `fuse_qkv`."""
+    """Return the inverse of `fuse_qkv`."""
     per_group, d = shape.heads // shape.groups, shape.head_dim
     w = fused.reshape(shape.groups, (per_group + 2) * d, -1)
     q, k, v = w[:, : per_group * d], w[:, per_group * d : (per_group + 1) * d], w[:, (per_group + 1) * d :]
@@ -251,16 +261,16 @@ def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> I
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """What this rank's numbers of layers and experts begin at."""
+    """The first global numbers of this rank's layers and experts."""
 
     layer: int
     expert_rank: int
     expert_ranks: int
     experts: int
-    """Of this rank."""
+    """Number of experts on this rank."""
 
     def global_name(self, name: str, expert_rank: int | None = None) -> str:
-        """The parameter's name with its layer and expert counted over all ranks."""
+        """Return the parameter's name with its layer and expert counted over all ranks."""
         if not name.startswith(LAYER):
             return name
         index, rest = name[len(LAYER) :].split(".", 1)
@@ -271,7 +281,7 @@ class _First:
         return f"{LAYER}{int(index) + self.layer}.{rest}"
 
     def global_names(self, name: str) -> list[str]:
-        """Of an expert's parameter, on each expert-parallel rank in turn."""
+        """Return the global names of an expert's parameter on each expert-parallel rank in turn."""
         return [self.global_name(name, rank) for rank in range(self.expert_ranks)]
 
 
@@ -292,7 +302,7 @@ def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int 
 
 
 def _gathered(name: str, parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a parameter on all tensor-parallel ranks."""
+    """Gather a parameter's values from all tensor-parallel ranks."""
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return tensor
@@ -305,7 +315,7 @@ def _gathered(name: str, parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 DESCRIPTION = ("config.json", "generation_config.json")
-"""What travels with published weights beside the tensors."""
+"""Files that are published with weights beside the tensors."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -320,8 +330,10 @@ TOKENIZER = (
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder's model, on the CPU. Raises UnsupportedModel when there is none, ModelDamaged,
-    WeightsMismatch."""
+    """Read every tensor of the folder's model, on the CPU.
+
+    Raises UnsupportedModel if there is none, ModelDamaged, WeightsMismatch.
+    """
     try:
         files = weight_files(folder)
     except NoWeights as error:
@@ -338,7 +350,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Those of one file, on the CPU. Raises ModelDamaged."""
+    """Read the tensors of one file, on the CPU. Raises ModelDamaged."""
     try:
         return load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
@@ -346,12 +358,12 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def description(folder: Path) -> dict[str, bytes]:
-    """config.json and its like, as they are."""
+    """Read config.json and similar files, unchanged."""
     return {name: (folder / name).read_bytes() for name in DESCRIPTION if (folder / name).exists()}
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, shard_bytes: int = SHARD_BYTES) -> Written:
-    """Safetensors files, with an index when there are several. The same tensors give the same bytes."""
+    """Write safetensors files, with an index if there are several. The same tensors give the same bytes."""
     ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     specs = [TensorSpec(name, _code(tensors[name].dtype), tuple(tensors[name].shape)) for name in ordered]
     contents = ((name, tensor_bytes(tensors[name])) for name in ordered)
@@ -363,12 +375,12 @@ def _code(dtype: torch.dtype) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Its values, one after another."""
+    """Return the values as contiguous bytes."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_folder(folder: Path, shape: ModelShape, tensors: Mapping[str, torch.Tensor], tokenizer: Path) -> None:
-    """A folder that transformers, SGLang and the trainer load. `tokenizer` may be the folder itself."""
+    """Write a folder that transformers, SGLang and the trainer can load. `tokenizer` may be the folder itself."""
     folder.mkdir(parents=True, exist_ok=True)
     eos, pad = _special_tokens(tokenizer)
     generation = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": True}
@@ -404,12 +416,14 @@ def _text(token: Any) -> str:
 MEDIA = {".json": "application/json", ".safetensors": "application/vnd.safetensors"}
 DELTA_MEDIA = "application/vnd.turnlog.delta"
 AT_ONCE = 4
-"""Files of a version that are stored together."""
+"""Number of files of a version that are uploaded concurrently."""
 
 
 async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blobs) -> tuple[WeightFile, ...]:
-    """Store files of the folder, {name: sha256 as far as it is known}, with the config files of the `model` folder,
-    where they are no adapter, which has its own; unchanged ones keep their names. Raises StoreUnavailable."""
+    """Store files of the folder, {name: sha256 if known}, with the config files of the `model` folder.
+
+    An adapter has its own config instead. Unchanged files keep their names. Raises StoreUnavailable.
+    """
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def one(name: str, sha256: str) -> WeightFile:
@@ -426,34 +440,41 @@ async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blo
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of weights from those that went out before them."""
+    """The difference of weights from the previously published version."""
 
     base: int
-    """Version."""
+    """Number of that version."""
     files: Mapping[str, str]
-    """In the folder of the newer ones, to be published in place of their tensors; empty: it is no smaller than they."""
+    """Files in the folder of the newer weights, to be published in place of their tensors; empty if they are no
+    smaller.
+    """
     unchanged: Mapping[str, float]
-    """See WeightVersionPublished."""
+    """Shares of unchanged values; see WeightVersionPublished."""
 
 
 class LastExport:
-    """The trainer's own last export, which stays on disk: what the next one is told apart from. The first of an
-    incarnation has none."""
+    """The trainer's last export, which stays on disk so that the next one can be compared with it. A trainer generation
+    begins without one.
+    """
 
     def __init__(self, directory: Path, *, chain: int) -> None:
-        """`chain`: most differences in a row; 0 for none, and nothing stays."""
+        """`chain` is the maximum number of consecutive differences; with 0 there are none, and no export is
+        retained.
+        """
         self.directory, self._chain = directory, chain
         self._last: tuple[int, Path, Written] | None = None
         self._links = 0
         shutil.rmtree(directory, ignore_errors=True)
 
     def begun(self, version: int) -> Path:
-        """An empty folder to export into."""
+        """Return an empty folder to export into."""
         self.directory.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.directory))
 
     def difference(self, folder: Path, written: Written) -> Difference | None:
-        """None: from nothing, or from an export that is not any more what was published."""
+        """Compute the difference from the last export; None if there is none, or if it no longer equals what was
+        published.
+        """
         if self._last is None or not self._chain:
             return None
         version, base, was = self._last
@@ -474,7 +495,7 @@ class LastExport:
         return Difference(version, found, unchanged.shares())
 
     def keep(self, version: int, folder: Path, written: Written, difference: Difference | None) -> None:
-        """It went out: what it was told apart from goes."""
+        """Retain a version that was stored, and remove the previous one."""
         if not self._chain:
             shutil.rmtree(folder)
             return
@@ -497,7 +518,7 @@ def published(
     difference: Difference | None = None,
     adapts: int | None = None,
 ) -> WeightVersionPublished:
-    """The event of weights that stand at `cursor`; `adapts`: the version that they are an adapter of."""
+    """Return the event of weights at `cursor`; `adapts` is the version that an adapter is based on."""
     base = difference.base if difference and difference.files else adapts
     types = {spec.name: DTYPES[spec.code] for spec in written.specs}
     several = len(set(types.values())) > 1
