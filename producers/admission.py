@@ -1,22 +1,23 @@
-"""Which groups to ask for, and when: arithmetic over facts of the log, without clock or I/O; and whether the weights
-that new rollouts must be sampled with are there.
+"""Admission of groups: which to request and when, as arithmetic over facts of the log, without clock or I/O; and
+whether the weights that new rollouts must be sampled with are published.
 
     groups open + draws formed x prompts_per_draw
         <= min(max_lag x publish_every + draws trained + 1, draws) x prompts_per_draw
 
-A group is open from its first request until a draw takes it or it fails: discarded by its score, or dropped whole by a
-manifest (stale). So the group that was admitted last is in draw number `draws trained + max_lag x publish_every` at the
-latest if none is slow, and no more than `max_lag` versions old there. Fresh tasks come from the run's datasets by their
-weights. The task of a failed group is drawn again as a new group. A group that was dropped, or that lost too many of
-its rollouts, taught nothing yet: its task comes before any fresh one. A group that a filter discarded has been seen,
-and the next one of its task is likely to end alike: its task waits until every fresh task of the epoch was asked for,
-and is drawn again a bounded number of times, so that tasks that are always solved or always failed cannot hold a run. A
-group that a draw trained without had its slot in that draw: it gives none back, or every drop would let one more group
-run ahead for ever. Facts may come in any order between topics, and more than once.
+A draw is a rollout batch. A group is open from its first request until a rollout batch takes it or it fails: its score
+discards it, or a manifest drops it whole (stale). So the group that was admitted last is in rollout batch number
+`draws trained + max_lag x publish_every` at the latest if none is slow, and is no more than `max_lag` versions old
+there. Fresh tasks come from the run's datasets in proportion to their weights. The task of a failed group is drawn
+again as a new group. A group that was dropped, or that lost too many of its rollouts, has taught nothing yet, so its
+task comes before any fresh one. A group that a filter discarded has been seen, and the next one of its task is likely
+to end the same way. So its task waits until every fresh task of the epoch was requested, and is drawn again a bounded
+number of times: tasks that are always solved or always failed cannot stall a run. A group that a rollout batch was
+trained without had its slot in that batch. The slot is not freed, or every drop would let one more group run ahead for
+good. Facts may arrive in any order between topics, and more than once.
 
 A task whose last group was passed by too few or too many of its rollouts teaches little (Foster and Foerster 2025,
-"Learning to reason at the frontier of learnability": p (1 - p) is what a gradient has of it): it is not drawn again
-when such a group fails, and passed over for some epochs.
+"Learning to reason at the frontier of learnability": its gradient is proportional to p (1 - p)). It is not drawn again
+when such a group fails, and is skipped for some epochs.
 """
 
 from __future__ import annotations
@@ -53,37 +54,37 @@ from turnlog.schemas.events import (
 
 
 class Place(NamedTuple):
-    """One visit of one row: a task is drawn once per epoch, and again at the same place if its group fails."""
+    """A visit of a row. A task is drawn once per epoch, and again at the same place if its group fails."""
 
     epoch: int
     row: int
     source: int = 0
-    """Which of the run's datasets."""
+    """Index of the dataset among the run's datasets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A dataset to draw from."""
+    """A dataset to draw tasks from."""
 
     dataset: str
-    """As on GroupRequested."""
+    """Name of the dataset in GroupRequested."""
     count: int
     weight: float = 1.0
-    """Of the fresh tasks it has a share of its weight over the sum of all weights."""
+    """Weight of the dataset: its share of the fresh tasks is this weight over the sum of all weights."""
     passed: int = 0
-    """Places that lie behind the checkpoint that the run was forked from."""
+    """Number of places before the checkpoint that the run was forked from."""
     left: frozenset[Place] = frozenset()
-    """Of them, those that it has not seen."""
+    """Places among those that the parent run has not seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassRates:
-    """Which tasks are worth a visit, by the share of their last group that passed."""
+    """Range of pass rates in which a task is worth a visit: the share of its last group that passed."""
 
     low: float = 0.0
     high: float = 1.0
     epochs: int = 1
-    """For how many epochs a task outside of them is passed over."""
+    """Number of epochs for which a task outside the range is skipped."""
 
     def __contains__(self, rate: float) -> bool:
         return self.low <= rate <= self.high
@@ -95,39 +96,39 @@ class AdmissionRules:
 
     prompts_per_draw: int
     draws: int
-    """Draws to train in the whole run."""
+    """Rollout batches to train in the whole run."""
     max_lag: int
     publish_every: int
     sources: tuple[Rows, ...]
-    """By Place.source."""
+    """Datasets, indexed by Place.source."""
     seed: int
-    """Of the order of rows after the first epoch."""
+    """Seed of the order of rows after the first epoch."""
     pass_rates: PassRates = PassRates()
     discarded_repeats: int = 1
-    """How often a place is asked for again because its group was discarded."""
+    """Maximum number of times that a place is requested again because its group was discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class DueGroup:
-    """A group to ask for."""
+    """A group to request."""
 
     place: Place
     draw: int
-    """How often the task was drawn before."""
+    """Number of times that the task was drawn before."""
     versions_ahead: int = field(default=0, compare=False)
-    """Weight versions that go out before the draw that it has a slot in."""
+    """Number of weight versions that are published before the rollout batch in which the group has a slot."""
 
 
 @dataclass(slots=True)
 class _Parts:
-    """One draw of the batcher: its batches as far as they are known."""
+    """A rollout batch, with its batches as far as they are known."""
 
     wanted: int
     batches: set[int] = field(default_factory=set)
     taken: set[str] = field(default_factory=set)
-    """Groups that the draw consumed."""
+    """Groups that the rollout batch consumed."""
     live: set[str] = field(default_factory=set)
-    """Those of them that have a row in a batch."""
+    """Consumed groups that have a row in a batch."""
 
 
 @dataclass(slots=True)
@@ -135,11 +136,11 @@ class _Repeats:
     """Places whose latest group failed."""
 
     dropped: set[Place]
-    """Due before any fresh one."""
+    """Places due before any fresh one."""
     waiting: set[Place] = field(default_factory=set)
-    """Due behind the fresh ones of their epoch."""
+    """Places due after the fresh ones of their epoch."""
     given_up: set[Place] = field(default_factory=set)
-    """Discarded too often to be due."""
+    """Places discarded too often to be due."""
 
     def forget(self, place: Place) -> None:
         for places in (self.dropped, self.waiting, self.given_up):
@@ -147,99 +148,100 @@ class _Repeats:
 
 
 class Admission:
-    """The fold of group-requests, group-scores, manifests and steps."""
+    """Fold of group-requests, group-scores, manifests and steps."""
 
     def __init__(self, rules: AdmissionRules) -> None:
         self._rules = rules
         self._source = {rows.dataset: number for number, rows in enumerate(rules.sources)}
         self._fresh = [rows.passed for rows in rules.sources]
-        """Fresh places asked for, by source."""
+        """Number of fresh places that were requested, by source."""
         self._positions = list(self._fresh)
-        """Of the next one: they are asked for in order."""
+        """Position of the next fresh place, by source; they are requested in order."""
         self._drawn: dict[tuple[int, int], int] = {}
         """(source, row index) -> times drawn."""
         self._latest: dict[Place, tuple[int, str]] = {}
         """Place -> (draw, group) of its latest group."""
         self._visited: dict[tuple[int, int], Place] = {}
-        """(source, row index) -> its place of the latest epoch."""
+        """(source, row index) -> its place in the latest epoch."""
         self._rates: dict[str, float] = {}
         """Scored group -> the share of its rewards that passed."""
         self._places: dict[str, Place] = {}
-        """Group asked for -> its place."""
+        """Requested group -> its place."""
         self._open: set[str] = set()
         self._taken: set[str] = set()
         self._failed: set[str] = set()
         self._discarded: dict[str, bool] = {}
-        """Those of the failed ones that were discarded by their score, and whether that says something of the task;
-        draws dropped the others."""
+        """Failed group that was discarded by its score -> whether that is evidence about its task. The other failed
+        groups were dropped by rollout batches."""
         self._discards: Counter[Place] = Counter()
-        """Place -> its groups among those."""
+        """Place -> number of its groups in `_discarded`."""
         self._left = frozenset(place for rows in rules.sources for place in rows.left)
         self._repeats = _Repeats(set(self._left))
         self._draws: dict[int, _Parts] = {}
-        """Draws that were formed and not yet trained."""
+        """Rollout batches that were formed and not trained yet."""
         self._stepped: set[int] = set()
         self._trained: list[tuple[int, int]] = []
-        """(draw index, its last batch index) of every trained draw, ascending."""
+        """(draw index, its last batch index) of every trained rollout batch, ascending."""
 
     @property
     def open(self) -> int:
-        """Groups asked for that did not fail and that no draw has taken."""
+        """Number of requested groups that did not fail and that no rollout batch has taken."""
         return len(self._open)
 
     @property
     def draws_formed(self) -> int:
-        """Draws that have a batch."""
+        """Number of rollout batches that have a batch."""
         return len(self._draws) + len(self._trained)
 
     @property
     def slots(self) -> int:
-        """Slots in use: one per open group, and those of every draw."""
+        """Number of slots in use: one per open group, and those of every rollout batch."""
         return self.open + self.draws_formed * self._rules.prompts_per_draw
 
     @property
     def passed_over(self) -> int:
-        """Places that were not asked for, because their task would teach little."""
+        """Number of places that were not requested, because their task would teach little."""
         return sum(self._positions) - sum(self._fresh)
 
     @property
     def given_up(self) -> int:
-        """Places whose every group was discarded, as often as they may be asked for again."""
+        """Number of places all of whose groups were discarded, as often as they may be requested again."""
         return len(self._repeats.given_up)
 
     @property
     def asked(self) -> int:
-        """Train groups asked for so far."""
+        """Number of training groups requested so far."""
         return len(self._places)
 
     def knows(self, group_id: str) -> bool:
-        """Whether it was asked for."""
+        """Return whether the group was requested."""
         return group_id in self._places
 
     @property
     def draws_trained(self) -> int:
-        """Draws whose every batch has a StepCompleted."""
+        """Number of rollout batches whose every batch has a StepCompleted."""
         return len(self._trained)
 
     def publications_after(self, batch: int) -> int:
-        """Of the weights after every publish_every-th trained draw, how many hold more than that batch."""
+        """Return how many publications, one after every publish_every-th trained rollout batch, hold weights trained on
+        more than batch `batch`."""
         held = bisect_right(self._trained, batch, key=itemgetter(1))
         return self.draws_trained // self._rules.publish_every - held // self._rules.publish_every
 
     @property
     def limit(self) -> int:
-        """How many slots there are now."""
+        """Number of slots that exist now."""
         rules = self._rules
         draws = min(rules.max_lag * rules.publish_every + self.draws_trained + 1, rules.draws)
         return draws * rules.prompts_per_draw
 
     @property
     def finished(self) -> bool:
-        """Every draw of the run is trained."""
+        """True if every rollout batch of the run is trained."""
         return self.draws_trained >= self._rules.draws
 
     def apply(self, event: Event) -> None:
-        """Fold one record; repeats change nothing, records of other kinds and purposes are passed over."""
+        """Fold one record. Repeats change nothing; records of other kinds and purposes are ignored."""
         if isinstance(event, GroupEmitted) and event.rewards:
             self._rates[event.group_id] = sum(reward >= PASS for reward in event.rewards) / len(event.rewards)
         match event:
@@ -257,8 +259,8 @@ class Admission:
                 self._settle(event.draw_index)
 
     def due(self) -> list[DueGroup]:
-        """The groups to ask for now, in order: dropped ones again (oldest place first), then fresh rows, and behind
-        those of each epoch its discarded ones again."""
+        """Return the groups to request now, in order: dropped ones again (oldest place first), then fresh rows, and
+        after those of each epoch its discarded ones again."""
         if self.slots >= self.limit:
             return []
         rules, drawn = self._rules, ChainMap({}, self._drawn)
@@ -315,7 +317,8 @@ class Admission:
         self._mark(place)
 
     def _fail(self, group_id: str, *, discarded: bool = False, seen: bool = True) -> None:
-        """`discarded`: by its score; `seen`: its rollouts were judged, and say something of the task."""
+        """Mark a group as failed. `discarded`: by its score; `seen`: its rollouts were judged, which is evidence about
+        its task."""
         place = self._places.get(group_id)
         if discarded and group_id not in self._discarded:
             self._discarded[group_id] = seen
@@ -327,7 +330,7 @@ class Admission:
             self._mark(place)
 
     def _mark(self, place: Place) -> None:
-        """A place is due again iff the latest group drawn there failed, though the task would teach, and was not
+        """Make a place due again iff the latest group drawn there failed, its task would still teach, and it was not
         discarded too often."""
         self._repeats.forget(place)
         rules, latest = self._rules, self._latest[place][1]
@@ -366,18 +369,20 @@ class Admission:
 
 
 def next_source(positions: Sequence[int], weights: Sequence[float]) -> int:
-    """The source that is furthest behind its share when one more is drawn from it; of several, the first."""
+    """Return the source that would be furthest behind its share if one more task were drawn from it; ties go to the
+    first."""
     return min(range(len(weights)), key=lambda source: ((positions[source] + 1) / weights[source], source))
 
 
 def nth_place(position: int, rows: int, seed: int, source: int = 0) -> Place:
-    """The position-th fresh place: the first epoch in file order, later ones shuffled by (seed, epoch)."""
+    """Return the position-th fresh place. The first epoch is in file order; later ones are shuffled by (seed,
+    epoch)."""
     epoch, rank = divmod(position, rows)
     return Place(epoch, _order(epoch, rows, seed)[rank], source)
 
 
 def position_of(place: Place, rows: int, seed: int) -> int:
-    """Of which nth_place is the place."""
+    """Return the position for which nth_place returns `place`."""
     return place.epoch * rows + _ranks(place.epoch, rows, seed)[place.row]
 
 
@@ -397,17 +402,18 @@ def _order(epoch: int, rows: int, seed: int) -> tuple[int, ...] | range:
 
 
 class Readiness:
-    """Repeats change nothing; each topic is read in its own order."""
+    """Fold that determines whether the weights for new rollouts are published and loaded. Repeats change nothing; each
+    topic is read in its own order."""
 
     def __init__(self) -> None:
         self.batch = -1
-        """The last one that its weights have been stepped on."""
+        """Last batch on which the newest published weights were trained."""
         self._engines: dict[str, int] = {}
-        """Live engine -> weight version it serves."""
+        """Live engine -> the weight version that it serves."""
         self._chain = WeightChain()
 
     def apply(self, event: Event) -> None:
-        """Fold one record; others are passed over."""
+        """Fold one record; other kinds are ignored."""
         match event:
             case WeightVersionPublished() if event.version > self.version:
                 self._chain.apply(event)
@@ -419,27 +425,28 @@ class Readiness:
 
     @property
     def version(self) -> int:
-        """The newest published weight version; -1 before the first."""
+        """Newest published weight version; -1 before the first."""
         return -1 if self._chain.newest is None else self._chain.newest
 
     def waits_for(self, *, first: bool) -> str:
-        """What stands in the way of asking for groups; empty when nothing does. `first`: nothing was asked for yet."""
+        """Return what prevents requesting groups; empty if nothing does. `first`: nothing was requested yet."""
         if self.version < 0:
             return "no weights are published yet: is the trainer running?"
         return self._first_acknowledgements() if first else ""
 
     def version_for(self, *, versions_ahead: int, max_lag: int) -> int:
-        """The oldest version that a group may be sampled with to be at most `max_lag` behind in the draw that it has a
-        slot in, `versions_ahead` versions from now; where it is above `version`, those weights are not out yet.
+        """Return the oldest version with which a group may be sampled so that it is at most `max_lag` versions behind
+        in the rollout batch in which it has a slot, `versions_ahead` versions from now. If the result is above
+        `version`, those weights are not published yet.
 
         A step is on the log before its weights are, and a trainer that went back to a checkpoint publishes older
-        weights under a new number until it has caught up: both count as versions ahead. Versions are counted along the
-        chain of publications, where weights that went out twice have one place.
-        """
+        weights under new numbers until it has caught up. Both count as versions ahead. Versions are counted along the
+        chain of publications, in which weights that were published twice have one place."""
         return max(self._chain.oldest(ahead=versions_ahead, max_lag=max_lag), 0)
 
     def _first_acknowledgements(self) -> str:
-        """Before the very first task every registered engine serves the first weights."""
+        """Return which engines do not serve the first weights yet; the very first task waits until every registered one
+        does."""
         if not self._engines:
             return "no engine is registered yet: is a weight loader running?"
         behind = sorted(engine for engine, version in self._engines.items() if version < self.version)

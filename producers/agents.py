@@ -1,7 +1,7 @@
-"""Who acts in a session: the built-in loop over tools, or a function or a program that a recipe brings.
+"""Agents of a session: the built-in loop over tools, or a function or a program that an environment (`Recipe`) brings.
 
-The loop decides from the session's messages alone, so that whoever owns the task continues it: the same step is the
-same turn, the same call has the same id. A function keeps what it likes in variables: under another runner it begins
+The loop decides from the session's messages alone, so that whoever owns the task can continue it: the same step is the
+same turn, and the same call has the same id. A function may keep state in variables, so under another runner it begins
 anew, in a session of its own. A program runs in the sandbox, whichever runner waits for it.
 """
 
@@ -45,17 +45,18 @@ log = logging.getLogger(__name__)
 TURNS = Counter("turnlog_runner_turns", "Turns taken by agents")
 TOOL_CALLS = Counter("turnlog_runner_tool_calls", "Tool calls answered", ["status"])
 STEP_REPEATS = 4
-"""Times that one step may be asked for: its session may move between gateways."""
+"""Maximum number of requests for one step; its session may move between gateways."""
 NO_TOOL = f"there is no tool {AGENT.name!r}"
-"""It is the runner's own, by whatever way a model comes to its name."""
+"""Answer to a model that calls the runner's own tool, however it learned the name."""
 OBEY_S = 5.0
-"""For a function that was cancelled to end; then it is left alone."""
+"""Seconds that a cancelled function has to end; after that it is left alone."""
 LAST_LINES = 2000
-"""Characters of a function's traceback, or of what a program printed, that stand in the reason of its session's end."""
+"""Number of characters of a function's traceback, or of a program's output, that go into the reason of its session's
+end."""
 
 
 WAITED = "Outage"
-"""Begins the reason of a session that our own servers kept from going on."""
+"""Prefix of the reason of a session that our own servers prevented from continuing."""
 LOST_TURN = "the last turn that it asked for came to nothing for want of an engine, a log or its gateway"
 LOST_TIME = "it was cut off, and how long it had waited for its gateway nobody knows"
 SLACK_S = 1.0
@@ -68,7 +69,7 @@ class ToolBroken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a session ended, and why."""
+    """Outcome of a session, and the reason."""
 
     outcome: Outcome
     reason: str = ""
@@ -79,12 +80,12 @@ ENDINGS = {
     "turns_spent": Ending(Outcome.truncated, "max_turns"),
     "stray_image_token": Ending(Outcome.agent_error, "stray_image_token"),
 }
-"""Code of a request that the gateway refused -> how the session has ended by that."""
+"""Error code of a request that the gateway refused -> the ending of the session that follows from it."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and why the last assistant message ended."""
+    """Messages so far, and the finish reason of the last assistant message."""
 
     messages: list[Message]
     finish_reason: str = ""
@@ -97,7 +98,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Attempt:
-    """One session of a rollout, and what may be used in it."""
+    """A session of a rollout, and what may be used in it."""
 
     number: int
     request: RolloutRequested
@@ -107,10 +108,10 @@ class Attempt:
     session: Session
     calls: ToolCalls
     patience_s: float
-    """For the answer of a call that is to end at once."""
+    """Seconds to wait for the answer of a call that must end at once."""
 
     async def call(self, call: SandboxCall, name: str) -> ToolCallCompleted:
-        """A tool call that ran. Raises ToolUnanswered, ToolBroken."""
+        """Run a tool call, and return its answer. Raises ToolUnanswered, ToolBroken."""
         done = await self.calls.call(call, name)
         TOOL_CALLS.labels(done.status.value).inc()
         if done.reason == UNBEGUN:
@@ -125,40 +126,40 @@ class Actor(Protocol):
 
     @property
     def judged(self) -> TurnId | None:
-        """The last turn of what the verdict is about; None: of whatever was delivered."""
+        """Last turn of what the reward judges; None for all that was delivered."""
         ...
 
     @property
     def verifier(self) -> Judged:
-        """Who judges."""
+        """Verifier of the session."""
         ...
 
     async def act(self) -> Ending:
-        """Until the agent ends. Raises what a rollout makes outcomes of: GatewayClientError, ToolUnanswered,
-        ToolBroken, BrokenRecipe."""
+        """Act until the agent ends. Raises the errors that a rollout turns into outcomes: GatewayClientError,
+        ToolUnanswered, ToolBroken, BrokenRecipe."""
         ...
 
     async def spent_s(self) -> float:
-        """Seconds of its own that the session has spent: what it waited for engines, sandboxes and gateways is none.
-        Below the truth while nobody can say it."""
+        """Return the seconds that the session itself has spent; waiting for engines, sandboxes and gateways does not
+        count. The result is too low while nobody can report the true value."""
         ...
 
     async def late(self) -> Ending:
-        """In place of `act`, which the session's deadline has cut off. Raises as that."""
+        """Return the ending in place of `act`, which the session's deadline cut off. Raises the same errors."""
         ...
 
     async def messages(self) -> list[Message]:
-        """What was said, for the verifier. Raises GatewayClientError."""
+        """Return the messages for the verifier. Raises GatewayClientError."""
         ...
 
     @property
     def ended(self) -> CommandEnd | None:
-        """How it ended, if it was a program."""
+        """End of the program; None if the agent is no program."""
         ...
 
 
 def acting(attempt: Attempt, state: SessionState | None) -> Actor:
-    """Who acts, as the recipe says. `state`: of a session that another runner may have begun."""
+    """Return the actor for the environment's agent. `state` is that of a session that another runner may have begun."""
     agent = agent_of(attempt.recipe)
     if isinstance(agent, CommandAgent):
         return CommandActor(attempt, agent)
@@ -166,7 +167,7 @@ def acting(attempt: Attempt, state: SessionState | None) -> Actor:
 
 
 async def _recorded(attempt: Attempt) -> list[Message]:
-    """What the gateway has of an agent that asks for its turns itself."""
+    """Return the messages that the gateway recorded of an agent that requests its turns itself."""
     return list((await attempt.gateway.state(attempt.session)).messages)
 
 
@@ -180,9 +181,10 @@ def _interrupted(why: str) -> Ending:
 
 
 class ToolLoop:
-    """The built-in agent: answer the model's tool calls, ask for the next turn, until it calls no more or a limit is
-    reached. What it has spent is what records say: the seconds of its turns in which an engine sampled, and of its
-    calls in which a sandbox worked. So it is the same under whichever runner goes on. See Actor."""
+    """The built-in agent: answer the model's tool calls and request the next turn, until the model makes no more calls
+    or a limit is reached. The time that it has spent is derived from records: the seconds in which an engine sampled
+    its turns, and in which a sandbox worked on its calls. So it is the same under whichever runner continues. See
+    Actor."""
 
     ended = None
 
@@ -234,14 +236,14 @@ class ToolLoop:
                 if conversation.steps >= limits.max_turns and self._played is None:
                     return Ending(Outcome.truncated, "max_turns")
                 messages += [await self._answer(call) for call in messages[-1]["tool_calls"]]
-            elif conversation.steps >= limits.max_turns and self._played is not None:  # whose last action counts
+            elif conversation.steps >= limits.max_turns and self._played is not None:  # its last actions still count
                 return Ending(Outcome.truncated, "max_turns")
             else:
                 await self._step()
 
     async def _begin(self) -> None:
-        """Where the log says that the session stands; calls answered under another runner count, so that call_seq goes
-        on, and what was done in a simulation is done again."""
+        """Start where the session stands on the log. Calls that were answered under another runner count, so that
+        call_seq continues; actions in a simulation are repeated."""
         recipe, state = self._attempt.recipe, self._state
         if state is None or not state.messages:
             self._conversation = Conversation(called(recipe, recipe.messages, self._attempt.task))
@@ -254,7 +256,7 @@ class ToolLoop:
             self._attempt.calls.resume(sum(isinstance(self._mapped(call), SandboxCall) for call in before))
 
     async def _step(self) -> None:
-        """One turn. A session that moved to another gateway is opened again and goes on there."""
+        """Take one turn. A session that moved to another gateway is opened again and continues there."""
         attempt, conversation, self._stepping = self._attempt, self._conversation, True
         for _ in range(STEP_REPEATS):
             try:
@@ -276,7 +278,7 @@ class ToolLoop:
         TURNS.inc()
 
     async def _answer(self, call: Message) -> Message:
-        """The tool message of one call. Raises ToolUnanswered, ToolBroken, BrokenRecipe."""
+        """Return the tool message that answers one call. Raises ToolUnanswered, ToolBroken, BrokenRecipe."""
         recipe, name, arguments = self._attempt.recipe, call["function"]["name"], call["function"]["arguments"]
         if self._played is not None:
             self._playing_since = began = asyncio.get_running_loop().time()
@@ -300,7 +302,8 @@ class ToolLoop:
 
 
 class FunctionActor:
-    """A recipe's function in this process, which asks the gateway for turns by itself. See Actor."""
+    """A function of the environment that runs in this process and requests its turns from the gateway itself. See
+    Actor."""
 
     judged = ended = None
 
@@ -310,9 +313,9 @@ class FunctionActor:
         self._calls, self._one_call = 0, asyncio.Lock()
         self._began: float | None = None
         self._queued_s = 0.0
-        """Of its calls, until a sandbox worked on them."""
+        """Seconds in which its calls waited for a sandbox worker."""
         self._called: float | None = None
-        """Since when a call is pending."""
+        """Time since which a call is pending; None if none is."""
         self.verifier: Judged = attempt.recipe.verifier
 
     async def messages(self) -> list[Message]:
@@ -350,7 +353,7 @@ class FunctionActor:
         ending = await self._ended(session)
         state = await attempt.gateway.state(attempt.session)
         TURNS.inc(state.turns)
-        if self._broken is not None:  # whatever the function made of it: what we do is never its reward
+        if self._broken is not None:  # however the function handled it: our own failure never becomes its reward
             raise self._broken
         if ending.outcome is Outcome.infra_failure and state.refused in ENDINGS:
             return ENDINGS[state.refused]
@@ -361,7 +364,7 @@ class FunctionActor:
         return ending
 
     async def _ended(self, session: AgentSession) -> Ending:
-        """How the function ended."""
+        """Run the function, and return its ending."""
         running = asyncio.create_task(
             _contained(self._agent, session), name=f"agent of {self._attempt.session.session_id}"
         )
@@ -393,7 +396,7 @@ class FunctionActor:
         )
 
     async def _call(self, call: SandboxCall) -> SandboxAnswer:
-        """One after the other, however the function asks. Raises ToolUnanswered, ToolBroken."""
+        """Run one call at a time, however the function makes them. Raises ToolUnanswered, ToolBroken."""
         if call.tool == AGENT.name:
             return SandboxAnswer(False, NO_TOOL)
         async with self._one_call:
@@ -412,7 +415,7 @@ class FunctionActor:
 
 
 async def _contained(agent: FunctionAgent, session: AgentSession) -> object:
-    """What the function returned or raised: foreign code must not end the process by an exit."""
+    """Return what the function returned or raised; foreign code must not end the process by an exit."""
     try:
         return await agent.run(session)
     except asyncio.CancelledError:
@@ -422,10 +425,11 @@ async def _contained(agent: FunctionAgent, session: AgentSession) -> object:
 
 
 class CommandActor:
-    """A program that is one call in the session's sandbox, and asks the gateway for turns from there. See Actor.
+    """A program that runs as one call in the session's sandbox, and requests its turns from the gateway from there. See
+    Actor.
 
-    Another runner waits for the very call: the program knows nothing of runners, and its call_id is the session's, so
-    that it does not run twice. A call whose sandbox or worker goes away is never repeated in its session."""
+    Another runner waits for the same call: the program does not depend on a runner, and its call_id is the session's,
+    so that it does not run twice. A call whose sandbox or worker disappears is never repeated in its session."""
 
     judged = None
 
@@ -461,7 +465,8 @@ class CommandActor:
         return called(self._attempt.recipe, part, self._attempt.task) if callable(part) else part
 
     async def _ending(self, done: ToolCallCompleted) -> Ending:
-        """The exit status is no evidence of success, and none of failure. Raises ToolBroken, GatewayClientError."""
+        """Return the program's ending. Its exit status is evidence of neither success nor failure. Raises ToolBroken,
+        GatewayClientError."""
         TOOL_CALLS.labels(done.status.value).inc()
         said = done.output.decode(errors="replace")
         if done.status in (ToolStatus.infra_error, ToolStatus.refused):
@@ -484,6 +489,6 @@ class CommandActor:
             return Ending(Outcome.truncated, "deadline")
         if state.failed_by_us:
             return _interrupted(LOST_TURN)
-        if done.reason:  # a limit of its sandbox, or the end of that
+        if done.reason:  # it hit a limit of its sandbox, or the sandbox ended
             return Ending(Outcome.agent_error, how)
         return Ending(Outcome.completed, "" if not done.exit_code else how)

@@ -1,6 +1,7 @@
-"""What a session's Environment says beyond what its recipe states: root, policy and tool versions, for reproducibility.
+"""Facts about a session's sandbox that its `Recipe` does not state: versions of root, policy and tools, for
+reproducibility.
 
-Computed once per recipe and process: hashing an image takes seconds the first time.
+They are computed once per recipe and process, because hashing an image takes seconds the first time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Environments:
-    """The environments of this process's recipes."""
+    """Environments of the recipes in this process."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -30,7 +31,8 @@ class Environments:
         self._turn = asyncio.Lock()
 
     async def of(self, recipe: Recipe) -> Environment:
-        """What goes onto SessionStarted. What the recipe itself states stays. Raises UnknownTool, ToolOfferError."""
+        """Return the Environment for SessionStarted. Values that the recipe itself states are kept. Raises UnknownTool,
+        ToolOfferError."""
         async with self._turn:
             if recipe.name not in self._known:
                 self._known[recipe.name] = await self._described(recipe)
@@ -52,13 +54,14 @@ class Environments:
             return None  # its calls name their root in environment_sha256 of ToolCallStarted
         try:
             return await asyncio.to_thread(root_sha256, self._settings.sandbox.image_folder, spec.image)
-        except (RootError, OSError) as error:  # the image may be on the sandbox workers' machines alone
+        except (RootError, OSError) as error:  # the image may exist on the sandbox workers' machines only
             log.warning("sessions of recipe %s are recorded without root_sha256: %s", name, error)
             return None
 
 
 def policy_sha256(spec: SandboxSpec, egress: EgressSettings) -> str:
-    """Of backend, limits and network rules; of environment variables the names alone, and of secrets nothing."""
+    """Return the hash of backend, limits and network rules. Environment variables count by name only, secrets not at
+    all."""
     about = {
         "backend": spec.backend,
         "network": spec.network,

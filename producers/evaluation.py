@@ -1,7 +1,8 @@
-"""Evaluation by the feeder: which rounds of eval groups were asked for, a fold of group-requests, and their tasks.
+"""Evaluation by the feeder: which rounds of evaluation groups were requested, as a fold of group-requests, and their
+tasks.
 
-A round is asked for after every [eval] every draws, before the first one too, as soon as the weights of those draws are
-published. One that was missed while no feeder ran is left out: its weights are gone.
+A round is requested before the first rollout batch and after every [eval] every of them, as soon as the weights of
+those batches are published. A round that was missed while no feeder ran is skipped, because its weights are gone.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from turnlog.schemas.events import Event, GroupRequested, Purpose
 from turnlog.settings import Settings
 
 DATASET_FILE = "eval-tasks.jsonl"
-"""In the run's directory, where the recipe brings the tasks."""
+"""Name of the file in the run's directory to which the environment writes its evaluation tasks."""
 OTHER_SEED = 1_000_003
-"""Between the seed of the recipe's training tasks and that of its evaluation tasks."""
+"""Offset between the seeds of the environment's training tasks and its evaluation tasks."""
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Repeats change nothing."""
+    """Evaluation rounds that were requested. Repeated records change nothing."""
 
     every: int
-    """Draws between rounds; 0: there are none."""
+    """Rollout batches between rounds; 0 for no rounds."""
     _asked: set[int] = field(default_factory=set)
     _groups: set[str] = field(default_factory=set)
 
     def apply(self, event: Event) -> None:
-        """Fold one record; others are passed over."""
+        """Fold one record; other kinds are ignored."""
         if isinstance(event, GroupRequested) and event.purpose is Purpose.eval:
             self._asked.add(event.dataset_epoch)
             self._groups.add(event.group_id)
 
     def knows(self, group_id: str) -> bool:
-        """Whether it is of a round that was asked for."""
+        """Return whether the group belongs to a round that was requested."""
         return group_id in self._groups
 
     def due(self, draws_trained: int) -> int | None:
-        """The round to ask for now."""
+        """Return the round to request now, or None."""
         if not self.every:
             return None
         newest = draws_trained // self.every
@@ -50,22 +51,22 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class EvalTasks:
-    """What every round asks for."""
+    """Tasks of every round."""
 
     recipe: str
     dataset: Dataset
     samples: int
-    """Rollouts of a task."""
+    """Number of rollouts per task."""
 
     @property
     def rows(self) -> range:
-        """Of the dataset."""
+        """Row numbers of the dataset."""
         return range(len(self.dataset.rows))
 
 
 def eval_tasks(settings: Settings) -> EvalTasks | None:
-    """The user's file, or tasks of the recipe's own by another seed than the training's; None without evaluation.
-    Raises DatasetError, RecipeError."""
+    """Return the user's file of tasks, or tasks of the environment with another seed than for training; None without
+    evaluation. Raises DatasetError, RecipeError."""
     asked, feeder = settings.eval, settings.feeder
     if not asked.every:
         return None

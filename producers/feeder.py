@@ -1,7 +1,8 @@
-"""The task feeder: reads the dataset, admits groups of rollouts as fast as training can use them, never one twice.
+"""The task feeder: reads the dataset, and admits groups of rollouts as fast as training can use them, none of them
+twice.
 
-What it knows is a fold of the log (admission.py), so a new feeder continues where the last one died. Admissions go out
-in transactions of `<run>.feeder`: a group is asked for whole or not at all, and a feeder that was replaced is fenced.
+Its state is a fold of the log (admission.py), so a new feeder continues where the last one died. Admissions are written
+in transactions of `<run>.feeder`: a group is requested whole or not at all, and a feeder that was replaced is fenced.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from turnlog.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 FOLLOWED = (topics.GROUP_REQUESTS, topics.BATCHES, topics.STEPS, topics.WEIGHTS, topics.ENGINES)
-"""And one for the scores of groups, by the fold version: from 2 on all are control topics, small and never pruned."""
+"""Followed topics, in addition to the one that holds the scores of groups, which depends on the fold version: from 2
+on, all are control topics, small and never pruned."""
 PASSED_OVER = SegmentSample.__name__.encode()
-"""The bulk of segment-samples, which admission has no use for."""
+"""Header of the records that make up most of segment-samples, and that admission does not need."""
 LOOK_BACK = 64
-"""Records of each partition of tasks that a start looks at: more, while no group among them is noted."""
+"""Number of records in each partition of tasks that are read at start; more, while no group among them is noted."""
 ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
 OPEN = Gauge("turnlog_feeder_groups_open", "Groups asked for that did not fail and that no draw has taken")
 ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be asked for now")
@@ -59,17 +61,16 @@ FOLD_S, ASK_S = (STAGE_S.labels("feeder", stage) for stage in ("fold", "ask"))
 
 
 class DatasetChanged(Exception):
-    """The run has drawn tasks from another dataset; use a new [run] id, or restore the file."""
+    """The run has drawn tasks from another dataset. Use a new [run] id, or restore the file."""
 
 
 async def main(role: Role) -> None:
-    """Admit groups until every draw is trained, then wait for the role to stop.
+    """Admit groups until every rollout batch is trained, then wait for the role to stop.
 
-    Order of effects: 1. read what the run recorded, as soon as somebody has configured it, fence the last feeder; 2.
-    read the log to its end; 3. per admission: read the floors of agent.sessions, then write the requests of all due
-    groups in one transaction.
-    Raises BadSampling, BadMix, DatasetError, DatasetChanged, TopicMissing, OtherRun, OtherSettings, SettingsError.
-    """
+    Order of effects: 1. read the run's configuration as soon as it is recorded, and fence the last feeder; 2. read the
+    log to its end; 3. per admission: read the start offsets (`floor`) of agent.sessions, then write the requests of all
+    due groups in one transaction. Raises BadSampling, BadMix, DatasetError, DatasetChanged, TopicMissing, OtherRun,
+    OtherSettings, SettingsError."""
     settings = role.settings
     sampling, limits = checked_sampling(settings)
     drawn_from = await asyncio.to_thread(sources, settings)
@@ -103,28 +104,28 @@ async def main(role: Role) -> None:
 
 
 def _commits(reader: Reader, partitions: list[Partition]) -> dict[Partition, Commit]:
-    """How far the topics were read; a restart reads them from their beginning."""
+    """Return the positions up to which the topics were read. A restart reads them from their beginning."""
     return {place: Commit(reader.position(place)) for place in partitions}
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A group to ask for."""
+    """A group to request."""
 
     dataset: Dataset
     recipe: str
     epoch: int
-    """Of the dataset; of an evaluation the round."""
+    """Epoch of the dataset; for an evaluation, the round."""
     row: int
     draw: int
     purpose: Purpose
     size: int
     version: int
-    """The oldest that may sample for it."""
+    """Oldest weight version that may sample for it."""
 
 
 class Feeder:
-    """What the log says, and the requests that follow from it."""
+    """State of the log, and the requests that follow from it."""
 
     def __init__(
         self, role: Role, run: Configured, transactor: Transactor, sources: tuple[Source, ...], sampling: Sampling,
@@ -154,7 +155,7 @@ class Feeder:
         )
 
     async def take(self, records: list[Record]) -> None:
-        """Fold records of the followed topics; what does not decode is parked. Raises DatasetChanged."""
+        """Fold records of the followed topics; undecodable ones are dead-lettered. Raises DatasetChanged."""
         if not records:
             return
         with FOLD_S.time():
@@ -176,9 +177,9 @@ class Feeder:
             self._readiness.apply(event)
 
     async def remember(self) -> None:
-        """Note the groups that a feeder without group-requests has asked for, before this release or after a step back
-        from it, all at once. Whatever is noted nowhere stands at the end of its partition of tasks: every feeder of
-        ours notes it before it asks for more. Raises DatasetChanged."""
+        """Note, all at once, the groups that a feeder without group-requests has requested: one of an earlier release,
+        or one after a step back to it. Groups that are noted nowhere are at the end of their partition of tasks,
+        because every feeder with group-requests notes them before it requests more. Raises DatasetChanged."""
         role, reach = self._role, LOOK_BACK
         places = partitions(role, topics.TASKS)
         starts, ends = await role.log.start_offsets(places), await role.log.end_offsets(places)
@@ -188,7 +189,7 @@ class Feeder:
             groups: dict[str, GroupRequested] = {}
             behind = {place for place in places if since[place] > starts[place]}
             async for record, request in events(role, topics.TASKS, since=since):
-                role.health.beat()  # a long history takes longer than a round of work may
+                role.health.beat()  # reading a long history takes longer than one iteration may
                 if self.admission.knows(request.group_id) or self._rounds.knows(request.group_id):
                     behind.discard(Partition(record.topic, record.partition))
                 elif request.group_id not in groups:
@@ -212,8 +213,8 @@ class Feeder:
         self._rounds.apply(event)
 
     async def admit(self) -> None:
-        """Ask for the groups that are due, unless the run is paused, or weights are on their way that they must be
-        sampled with."""
+        """Request the groups that are due, unless the run is paused, or the weights that they must be sampled with are
+        not published yet."""
         if self._role.phase is not RunPhase.RUNNING:
             self._role.health.unmet("phase", f"the run is {self._role.phase}: `turnlog run resume` goes on with it")
             return
@@ -240,7 +241,8 @@ class Feeder:
             self._report()
 
     def _training(self, group: DueGroup, missing: int) -> _Wanted:
-        """`missing`: publications between the weights that are out and those of the last step."""
+        """Return the request of a training group. `missing`: publications between the published weights and those of
+        the last step."""
         settings, (epoch, row, number) = self._role.settings, group.place
         source = self._sources[number]
         ahead = group.versions_ahead + missing
@@ -251,7 +253,7 @@ class Feeder:
         )  # fmt: skip
 
     async def _evaluate(self, number: int, version: int) -> None:
-        """Ask for a round of that version or later, all of it or nothing."""
+        """Request a round that is sampled with that version or later, all of it or nothing."""
         tasks = self._evaluated
         assert tasks is not None  # else no round is due
         log.info("evaluation round %d asks for %d tasks of version %d or later", number, len(tasks.rows), version)
@@ -274,9 +276,10 @@ class Feeder:
             self._apply(group)
 
     async def _requests(self, group: _Wanted, floors: dict[int, int]) -> list[RolloutRequested]:
-        """The group's requests: functions of the run, the task and the draw, but for floor and weight version."""
+        """Return the group's requests. They are functions of the run, the task and the draw, except for start offset
+        (`floor`) and weight version."""
         settings = self._role.settings
-        # One file may hold both kinds of tasks; its groups are others.
+        # One file may hold both kinds of tasks, whose groups are different.
         kind = "task" if group.purpose is Purpose.train else "eval task"
         task_id = ids.digest(kind, group.dataset.name, group.row)
         group_id = ids.group_id(settings.run.id, task_id, group.draw)
@@ -319,7 +322,7 @@ class Feeder:
 
 
 def _eval_every(settings: Settings, version: str) -> int:
-    """Raises SettingsError where the run's log does not say in small which groups are scored."""
+    """Return [eval] every. Raises SettingsError if the run's fold version writes no group-scores."""
     if settings.eval.every and not fold_version(version).group_scores:
         raise SettingsError(
             f"eval.every = {settings.eval.every}: this run began under fold version {version}, which keeps no "
@@ -329,7 +332,7 @@ def _eval_every(settings: Settings, version: str) -> int:
 
 
 def _pass_rates(settings: Settings, version: str) -> PassRates:
-    """Raises SettingsError where the run's scores do not say rewards."""
+    """Return the range of pass rates. Raises SettingsError if the run's scores hold no rewards."""
     feeder = settings.feeder
     rates = PassRates(feeder.pass_rate_low, feeder.pass_rate_high, feeder.pass_rate_epochs)
     if (rates.low, rates.high) != (0.0, 1.0) and not fold_version(version).group_rewards:
@@ -341,7 +344,8 @@ def _pass_rates(settings: Settings, version: str) -> PassRates:
 
 
 def _rows(run: Configured, number: int, source: Source, settings: Settings) -> Rows:
-    """What admission must know of it: the run's parent has passed places of the dataset, and left some of them."""
+    """Return what admission needs of a dataset. If the run has a parent, that has passed places of the dataset, and
+    left some of them."""
     dataset, parent = source.dataset, run.parent
     rows = Rows(dataset.name, len(dataset.rows), source.weight)
     if parent is None or parent.dataset != dataset.name:
@@ -368,7 +372,7 @@ def _group(request: RolloutRequested) -> GroupRequested:
 
 
 async def _partition_counts(role: Role) -> dict[str, int]:
-    """Of every topic. Raises TopicMissing."""
+    """Return the number of partitions of every topic. Raises TopicMissing."""
     found = await role.log.topics()
     missing = [topic.name for topic in (*FOLLOWED, topics.GROUP_SCORES, topics.TASKS) if topic.name not in found]
     if missing:

@@ -1,12 +1,12 @@
-"""The runner's side of the gateway: sessions and chat completions over HTTP.
+"""The runner's client of the gateway: sessions and chat completions over HTTP.
 
 GatewayClientError
 ├── GatewayUnavailable   no answer for longer than runner.gateway_patience_s
-│   └── EnginesBusy      408, 425, 429, 503, and 502 and 504 of what stands before it: turns wait until it is over
+│   └── EnginesBusy      408, 425, 429, 503, or 502 and 504 from a proxy in front: turns wait until it is over
 ├── GatewayFailed        any other 5xx, an unknown session, an answer that is no completion: an infrastructure failure
 ├── GatewayRefused       401, 403: the key or token is wrong; the process must end
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
-├── RequestRejected      any other 4xx: the agent asked for what cannot be had
+├── RequestRejected      any other 4xx: the agent requested something impossible
 ├── SessionOver          the session is finished already
 └── EpochLost            another gateway owns the session now: open it again
 """
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class NoAnswer(Exception):
-    """Names the URL and what happened to the connection."""
+    """The message names the URL and what happened to the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole response."""
+    """A complete HTTP response."""
 
     url: str
     status: int
@@ -56,29 +56,29 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The start of the body, for messages."""
+        """Start of the body, for messages."""
         return self.content[:300].decode(errors="replace")
 
 
 class Connections:
-    """As many connections as there were requests at once, each to one origin."""
+    """Pool of as many connections as there were requests at once, each to one origin."""
 
     def __init__(self, *, connect_s: float, answer_s: float, trusted: ssl.SSLContext | None = None) -> None:
-        """`answer_s`: the longest silence while an answer is awaited; `trusted`: what https origins are checked by."""
+        """`answer_s` is the longest silence in seconds while an answer is awaited; `trusted` verifies https origins."""
         self._trusted = trusted
         self._timeout = {"connect": connect_s, "read": answer_s, "write": connect_s, "pool": connect_s}
         self._free: dict[str, list[httpcore.AsyncHTTPConnection]] = {}
-        """By scheme and authority."""
+        """Idle connections by scheme and authority."""
 
     async def close(self) -> None:
-        """Close what is idle."""
+        """Close idle connections."""
         for connections in self._free.values():
             for connection in connections:
                 await connection.aclose()
         self._free.clear()
 
     async def request(self, method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
-        """Send and read the whole answer. Raises NoAnswer."""
+        """Send a request, and read the whole answer. Raises NoAnswer."""
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         origin = httpcore.Origin(parts.scheme.encode(), (parts.hostname or "").encode(), port)
@@ -94,12 +94,12 @@ class Connections:
         finally:
             if connection.is_idle():
                 free.append(connection)
-            else:  # it broke, or the request was given up: the gateway must see us leave
+            else:  # it broke, or the request was cancelled: the gateway must see us disconnect
                 await connection.aclose()
 
 
 async def _usable(free: list[httpcore.AsyncHTTPConnection]) -> httpcore.AsyncHTTPConnection | None:
-    """The connection used last that the server has not closed meanwhile."""
+    """Return the most recently used connection that the server has not closed, or None."""
     while free:
         connection = free.pop()
         if connection.is_available() and not connection.has_expired():
@@ -109,7 +109,7 @@ async def _usable(free: list[httpcore.AsyncHTTPConnection]) -> httpcore.AsyncHTT
 
 
 WANTING = frozenset({"engines_unavailable", "log_unavailable"})
-"""Codes of turns that no engine could serve, or no log could take."""
+"""Error codes of turns that no engine could serve or no log could accept."""
 AGENT: Final = Agent("turnlog-white-box", "1")
 COMPLETIONS: Final = "/v1/chat/completions"
 CONNECT_S = 5.0
@@ -117,7 +117,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
 
 class GatewayClientError(Exception):
-    """Base of the tree above."""
+    """Base class of the tree in this module's docstring."""
 
 
 class GatewayUnavailable(GatewayClientError, Unreachable):
@@ -125,12 +125,12 @@ class GatewayUnavailable(GatewayClientError, Unreachable):
 
 
 class EnginesBusy(GatewayUnavailable):
-    """No engine serves the weights that are asked for, the log takes no record, the session asks too often, or what
-    stands before the gateway does not reach it."""
+    """No engine serves the requested weights, the log accepts no record, the session sends too many requests, or a
+    proxy does not reach the gateway."""
 
 
 class GatewayFailed(GatewayClientError):
-    """The gateway or an engine broke over this request."""
+    """The gateway or an engine failed on this request."""
 
 
 class GatewayRefused(GatewayClientError):
@@ -138,11 +138,11 @@ class GatewayRefused(GatewayClientError):
 
 
 class ContextExceeded(GatewayClientError):
-    """The window is full."""
+    """The context window is full."""
 
 
 class RequestRejected(GatewayClientError):
-    """The gateway cannot take this request as it is."""
+    """The gateway cannot accept this request as it is."""
 
 
 class SessionOver(GatewayClientError):
@@ -155,63 +155,63 @@ class EpochLost(GatewayClientError):
 
 @dataclass(slots=True)
 class Session:
-    """An open session and the keys that speak for it."""
+    """An open session and its tokens."""
 
     session_id: str
     base_url: str
-    """Root of the gateway that has it; follows the session when that one is gone."""
+    """Root URL of the gateway that owns it. It follows the session when that gateway is gone."""
     token: str = dataclasses.field(repr=False)
-    """For its end."""
+    """Token for the session's end, and for all else but turns."""
     agent_token: str = dataclasses.field(repr=False)
-    """For its turns: all that an agent is given."""
+    """Token for the session's turns; the only one that an agent gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """What the log says of a session."""
+    """State of a session on the log."""
 
     finished: bool
     outcome: Outcome
     messages: tuple[Message, ...]
     """The conversation up to its last turn; empty before the first."""
     finish_reason: str
-    """Of the last turn; empty before the first."""
+    """Finish reason of the last turn; empty before the first."""
     last_turn: TurnId | None
-    """None before the first."""
+    """Last turn; None before the first."""
     turns: int = 0
-    """Recorded, of whatever lineage."""
+    """Number of recorded turns, in all lineages."""
     turn_ids: tuple[TurnId, ...] = ()
-    """Of those."""
+    """Ids of the recorded turns."""
     reason: str = ""
-    """Of the end."""
+    """Reason of the session's end."""
     refused: str = ""
-    """Code of the last request for a turn, if it was refused for what it asks."""
+    """Error code of the last request for a turn if the request was refused for its content; else empty."""
     failed: str = ""
-    """Code of the last turn, if it failed and not by what was asked."""
+    """Error code of the last turn if it failed for another reason than its content; else empty."""
     own_s: float = 0.0
-    """Seconds in which engines sampled for its whole turns."""
+    """Seconds in which engines sampled for its completed turns."""
     running_s: float = 0.0
-    """Seconds in which engines have sampled for the turns that run."""
+    """Seconds in which engines have sampled for the running turns."""
     waited_s: float = 0.0
     """Seconds in which turns, recorded or running, waited for an engine."""
     taken_over: bool = False
-    """Another gateway had it before."""
+    """True if another gateway owned it before."""
     silent: bool = False
-    """It has no turn at the gateway that has it now."""
+    """True if it has no turn at the gateway that owns it now."""
 
     @property
     def failed_by_us(self) -> bool:
-        """The last request for a turn may have come to nothing for want of a server: an agent that asks for its turns
-        itself may have ended by that."""
+        """True if the last request for a turn may have failed for lack of a server, which may have ended an agent that
+        requests its turns itself."""
         return self.failed in WANTING or (self.taken_over and self.silent)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One turn as the agent gets it."""
+    """A turn as the agent receives it."""
 
     message: Message
-    """The assistant message; its tool calls carry the ids that the log knows them by (schemas.ids.call_id)."""
+    """The assistant message. Its tool calls carry the ids by which the log knows them (schemas.ids.call_id)."""
     finish_reason: str
     turn: TurnId
     own_s: float = 0.0
@@ -219,11 +219,11 @@ class Completion:
 
 
 class GatewayClient:
-    """One per process. Use as an async context manager."""
+    """Client of the gateway; one per process. Use as an async context manager."""
 
     def __init__(self, settings: Settings) -> None:
         self.url = settings.gateway.url.rstrip("/")
-        """Where any gateway is reached."""
+        """URL at which any gateway is reached."""
         self.model = settings.model.name
         """Name of the policy."""
         self._environments = Environments(settings)
@@ -243,12 +243,13 @@ class GatewayClient:
         await self.close()
 
     async def close(self) -> None:
-        """End its connections; another request opens new ones."""
+        """Close its connections; another request opens new ones."""
         await self._http.close()
 
     async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> Session:
-        """Open the session of this attempt, or get it again: idempotent per (rollout_id, attempt). Raises
-        GatewayClientError, and UnknownTool or ToolOfferError for a recipe that names a tool nobody offers here."""
+        """Open the session of this attempt, or return the one that is open: idempotent per (rollout_id, attempt).
+        Raises GatewayClientError, and UnknownTool or ToolOfferError if the environment names a tool that nothing offers
+        here."""
         environment = await self._environments.of(recipe)
         agent, limits = agent_of(recipe), dataclasses.asdict(request.limits)
         if agent is None:
@@ -274,19 +275,19 @@ class GatewayClient:
         answer = await self._send("POST", f"{self.url}/sessions", self._keys.first.decode(), body)
         opened = orjson.loads(answer.content)
         root, token = _root(opened.get("base_url") or self.url), opened["token"]
-        # Gateways of releases up to v8 give one token for all.
+        # Gateways up to release v8 return one token for everything.
         return Session(opened["session_id"], root, token, opened.get("agent_token", token))
 
     def sealed(self, session: Session, call_id: str) -> str:
-        """The agent's token, for the sandbox worker of this call."""
+        """Return the agent's token, sealed for the sandbox worker of this call."""
         return CredentialKeys(*self._credentials).sealed(session.agent_token, call_id)
 
     async def state(self, session: Session) -> SessionState:
-        """Where the session stands. Raises GatewayClientError."""
+        """Return the session's state. Raises GatewayClientError."""
         return _state(await self._of(session, "GET", f"/sessions/{session.session_id}"))
 
     async def glimpse(self, session: Session) -> SessionState | None:
-        """Where the session stands, asked once; None where no gateway can say so now."""
+        """Return the session's state after a single request; None if no gateway can report it now."""
         try:
             return _state(await self._once("GET", f"{session.base_url}/sessions/{session.session_id}", session.token))
         except (NoAnswer, GatewayClientError) as error:
@@ -294,10 +295,11 @@ class GatewayClient:
             return None
 
     async def complete(self, session: Session, messages: list[Message], tools: Any, *, step: int) -> Completion:
-        """The next turn. The same step of a session is the same turn, however often it is asked for. A gateway of
-        release v2 gives a turn that it cut off as an answer: another one is asked for, by another body. While a gateway
-        answers that no engine serves, or that the log takes no record, it is asked again for as long as that takes: to
-        wait costs the session nothing, and to begin it anew would cost its turns. Raises GatewayClientError."""
+        """Return the next turn. The same step of a session is the same turn, however often it is requested. A gateway
+        of release v2 returns a turn that it cut off as an answer; another one is then requested with another body.
+        While the gateway answers that no engine serves, or that the log accepts no record, the request is repeated
+        without a limit, because waiting costs the session nothing and beginning anew would cost its turns. Raises
+        GatewayClientError."""
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         if tools:
             body["tools"] = tools
@@ -320,8 +322,9 @@ class GatewayClient:
         judged: TurnId | None,
         step_rewards: int = 0,
     ) -> None:
-        """End the session; idempotent. `reward`: a verdict is on the log or will be; `judged`: the last turn of what
-        it is about, which the agent acted on whatever became of its transport; `step_rewards`: turns that have one."""
+        """Finish the session; idempotent. `reward`: a reward is on the log or will be. `judged`: the last turn of what
+        it judges, on which the agent acted whether or not its delivery is known. `step_rewards`: number of turns that
+        have a reward of their own."""
         expects = {"reward": reward, "step_rewards": step_rewards}
         named = {"epoch": judged.epoch, "index": judged.index} if judged else None
         body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects, "judged": named}
@@ -331,9 +334,9 @@ class GatewayClient:
         self, session: Session, method: str, path: str, body: Any = None, *, idempotency_key: str = "",
         busy_s: float | None = None,
     ) -> Answer:  # fmt: skip
-        """A request about an open session, at the gateway that has it. When that one gives no answer, or has lost it,
-        whoever [gateway] url reaches says where it is, or takes it over. `busy_s`: for which EnginesBusy is waited out,
-        where that is another time. Raises GatewayClientError."""
+        """Send a request about an open session to the gateway that owns it. If that gateway does not answer, or has
+        lost the session, the one behind [gateway] url names the owner, or takes the session over. `busy_s` is the time
+        for which EnginesBusy is waited out, if it differs from the patience. Raises GatewayClientError."""
         patience, busy = Patience(self._patience_s), Patience(self._patience_s if busy_s is None else busy_s)
         while True:
             try:
@@ -348,7 +351,7 @@ class GatewayClient:
                 await self._find(session)
 
     async def _find(self, session: Session) -> None:
-        """Learn where the session is now. Raises GatewayClientError."""
+        """Find out which gateway owns the session now. Raises GatewayClientError."""
         if session.base_url == self.url:
             return
         try:
@@ -359,7 +362,8 @@ class GatewayClient:
             session.base_url = _root(orjson.loads(answer.content).get("base_url") or self.url)
 
     async def _send(self, method: str, url: str, credential: str, body: Any) -> Answer:
-        """One request, repeated while nobody answers: all of ours are idempotent. Raises GatewayClientError."""
+        """Send a request, and repeat it while nobody answers; all our requests are idempotent. Raises
+        GatewayClientError."""
         patience = Patience(self._patience_s)
         while True:
             try:
@@ -368,7 +372,7 @@ class GatewayClient:
                 await patience.after(str(error))
 
     async def _once(self, method: str, url: str, credential: str, body: Any = None, key: str = "") -> Answer:
-        """Raises NoAnswer, GatewayClientError."""
+        """Send a request once. Raises NoAnswer, GatewayClientError."""
         headers = {"authorization": f"Bearer {credential}", "content-type": "application/json"}
         if key:
             headers["idempotency-key"] = key
@@ -380,16 +384,16 @@ class GatewayClient:
 
 
 class Patience:
-    """Growing pauses between repeats, for so long."""
+    """Growing pauses between repeats, up to a total time."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._since: float | None = None
-        """Of the first trouble."""
+        """Time of the first trouble."""
         self._pause_s = FIRST_PAUSE_S
 
     async def after(self, trouble: str) -> None:
-        """Pause before the next repeat. Raises GatewayUnavailable when patience is over."""
+        """Pause before the next repeat. Raises GatewayUnavailable once the total time is exceeded."""
         now = asyncio.get_running_loop().time()
         self._since = now if self._since is None else self._since
         if now - self._since > self._limit_s:
@@ -399,7 +403,7 @@ class Patience:
 
 
 def _state(answer: Answer) -> SessionState:
-    """Gateways of earlier releases do not say everything of it."""
+    """Parse a session's state. Gateways of earlier releases omit some fields."""
     found = orjson.loads(answer.content)
     turns, last, running = found["turns"], found["last_turn"], found.get("running", ())
     reasons = {(turn["epoch"], turn["index"]): turn["finish_reason"] for turn in turns}
@@ -423,7 +427,7 @@ def _state(answer: Answer) -> SessionState:
 
 
 def _completion(answer: Answer) -> Completion:
-    """Raises GatewayFailed when the answer is none."""
+    """Parse a chat completion. Raises GatewayFailed if the answer is none."""
     try:
         body = orjson.loads(answer.content)
         about = body["turnlog"]
@@ -438,7 +442,7 @@ def _completion(answer: Answer) -> Completion:
 
 
 def refusal(answer: Answer) -> GatewayClientError:
-    """The typed error of an answer of 400 or more."""
+    """Return the typed error of an answer with status 400 or more."""
     message = f"{answer.url} answered {answer.status}: {answer.text}"
     match answer.status, _code(answer):
         case _, "context_length_exceeded":
@@ -453,7 +457,7 @@ def refusal(answer: Answer) -> GatewayClientError:
             return GatewayFailed(message)
         case _, "weight_version_gone":
             return GatewayFailed(message)
-        case ((408 | 425 | 429 | 503), _) | ((502 | 504), ""):  # without a code something before the gateway says it
+        case ((408 | 425 | 429 | 503), _) | ((502 | 504), ""):  # without a code it comes from a proxy in front
             return EnginesBusy(message)
         case status, _ if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return GatewayFailed(message)
@@ -462,7 +466,7 @@ def refusal(answer: Answer) -> GatewayClientError:
 
 
 def _code(answer: Answer) -> str:
-    """`error.code` of an answer in OpenAI's shape; empty when it has none."""
+    """Return `error.code` of an answer in OpenAI's shape; empty if it has none."""
     try:
         return str(orjson.loads(answer.content)["error"]["code"])
     except (ValueError, KeyError, TypeError):
@@ -470,5 +474,5 @@ def _code(answer: Answer) -> str:
 
 
 def _root(base_url: str) -> str:
-    """The gateway's root of an OpenAI base URL."""
+    """Return the gateway's root URL for an OpenAI base URL."""
     return base_url.rstrip("/").removesuffix("/v1")

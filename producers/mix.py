@@ -1,4 +1,4 @@
-"""Where tasks come from: one recipe and its dataset, or several of them in one run, each with a weight."""
+"""Sources of tasks: one environment (`Recipe`) and its dataset, or several of them in one run, each with a weight."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
 from turnlog.settings import Settings
 
 DATASET_FILE = "tasks.jsonl"
-"""Of the one recipe of a run that brings its own tasks; of several, `tasks-RECIPE.jsonl`."""
+"""Name of the task file for a run's only environment, if it brings its own tasks; with several,
+`tasks-RECIPE.jsonl`."""
 SHAPE = 'RECIPE:WEIGHT, or RECIPE:WEIGHT:FILE, such as "calc:3" or "household:1:tasks.jsonl"'
 
 
 class BadMix(Exception):
-    """[feeder] mix cannot be drawn from; the message names the entry and what is legal."""
+    """[feeder] mix cannot be drawn from. The message names the entry and what is legal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A recipe, and the tasks that it is given."""
+    """An environment, and its tasks."""
 
     recipe: str
     dataset: Dataset
@@ -37,8 +38,8 @@ class _Entry:
 
 
 def sources(settings: Settings) -> tuple[Source, ...]:
-    """What [feeder] mix names, else its recipe and dataset: the user's files, or the recipes' own in the run's
-    directory. Raises BadMix, DatasetError, RecipeError."""
+    """Return the sources that [feeder] mix names, or else [feeder] recipe and dataset. Tasks come from the user's
+    files, or from the environments' own in the run's directory. Raises BadMix, DatasetError, RecipeError."""
     feeder = settings.feeder
     entries = [_entry(said) for said in feeder.mix] or [_Entry(feeder.recipe, 1.0, feeder.dataset)]
     single = not feeder.mix

@@ -1,10 +1,10 @@
-"""One rollout: its sessions one after the other until one is final, each acted out, judged and finished.
+"""A rollout: its sessions one after the other until one is final, each acted out, judged and finished.
 
-Everything it decides follows from the log, so whoever owns the task goes on with it: the same attempt is the same
-session, the same verdict the same event_id. Who acts is `agents`, who judges `verdicts`.
+All decisions follow from the log, so that whoever owns the task can continue it: the same attempt is the same session,
+and the same reward has the same event_id. `agents` acts, `verdicts` judges.
 
-A late verifier's verdict follows the end of its session: the rollout gives its slot back meanwhile, and is open until
-the verdict is on the log, so that whoever owns the task after a death judges again.
+The reward of a late verifier follows the end of its session. Meanwhile the rollout gives its slot back, and stays open
+until the reward is on the log, so that whoever owns the task after a crash judges again.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ REWARDS = Counter("turnlog_runner_rewards", "Verdicts", ["verdict"])
 REWARD_SUM = Counter("turnlog_runner_reward_sum", "Sum of the positive rewards assigned")
 CUT = "its group was scored without it"
 LOOK_S = 1.0
-"""Between two looks at a session that has waited: what it has spent is asked of its gateway then."""
+"""Seconds between two checks of a session that has waited; each asks its gateway for the time that it has spent."""
 UNBOUNDED_S = 31536000.0
-"""Of a sandbox's wall time; [sandbox] agent_s is below it."""
+"""Wall time in seconds of a sandbox without a limit of its own; [sandbox] agent_s is below it."""
 OUTAGES = frozenset({WAITED, *(error.__name__ for error in (GatewayUnavailable, EnginesBusy, NoWorker))})
-"""What begins the reason of a session that ended for want of a server."""
+"""Prefixes of the reasons of sessions that ended for lack of a server."""
 LIVE = (Outcome.completed, Outcome.truncated, Outcome.agent_error)
-"""Outcomes of an agent that lived: they get a verdict."""
+"""Outcomes of an agent that lived; they get a reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """A verdict that is due."""
+    """A reward that is due."""
 
     bench: Bench
     verifier: Judged
@@ -78,7 +78,7 @@ class Owed:
 
 
 class Rollout:
-    """One RolloutRequested, from its first attempt to its last."""
+    """The sessions of one RolloutRequested, from its first attempt to its last."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Rollout:
         blobs: Blobs,
         http: httpx.AsyncClient,
     ) -> None:
-        """`request.task` holds its bytes inline."""
+        """`request.task` must hold its bytes inline."""
         assert isinstance(request.task, bytes)
         self._request = request
         self._task = orjson.loads(request.task)
@@ -107,22 +107,21 @@ class Rollout:
 
     @property
     def was_cut(self) -> bool:
-        """Whether that ended it."""
+        """True if a cut ended the rollout."""
         return self._ended_by_cut
 
     def cut(self) -> None:
-        """The group was scored without it: nobody needs it any more. Who acts is ended, and nothing begins anew."""
+        """End the rollout because its group was scored without it: cancel its actor, and begin no other attempt."""
         self._cut = True
         if self._acting is not None:
             self._acting.cancel()
 
     async def run(self, *, resume: bool) -> Owed | None:
-        """Until the rollout has a final session; the verdict that is due on it, if it is a late one. `resume`: another
-        owner may have begun it.
+        """Run until the rollout has a final session. Return the reward that is due on it, if its verifier is a late
+        one. `resume`: another owner may have begun the rollout.
 
-        Per attempt: 1. open the session; 2. act until the agent ends; 3. write the verdict, unless it is a late one;
-        4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable.
-        """
+        Per attempt: 1. open the session; 2. act until the agent ends; 3. write the reward, unless the verifier is late;
+        4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable."""
         log_lines.about(group_id=self._request.group_id)
         left = self._settings.max_attempts
         for attempt in itertools.count():
@@ -146,7 +145,7 @@ class Rollout:
         raise AssertionError("unreachable")
 
     async def settle(self, owed: Owed) -> None:
-        """Judge, and write the verdict. Raises GatewayClientError, LogUnavailable."""
+        """Judge, and write the reward. Raises GatewayClientError, LogUnavailable."""
         record = await owed.bench.verdict(owed.verifier, owed.episode)
         await self._events.append(record)
         REWARDS.labels(type(record).__name__).inc()
@@ -154,8 +153,8 @@ class Rollout:
             REWARD_SUM.inc(max(record.value, 0.0))
 
     def _still_owed(self, session: Session, state: SessionState) -> Owed | None:
-        """A late verdict on a session that another owner finished: whether that one wrote it nobody has asked, and of
-        two the first on the log counts."""
+        """Return the late reward of a session that another owner finished. Whether that owner wrote it is not checked:
+        of two, the first on the log counts."""
         if state.outcome not in LIVE or not is_late(self._recipe.verifier):
             return None
         messages = tuple(called(self._recipe, acted_out, self._recipe, self._task, state.messages))
@@ -165,7 +164,8 @@ class Rollout:
     async def _attempt(
         self, session: Session, state: SessionState | None, number: int, *, final: bool
     ) -> tuple[Ending, Owed | None]:
-        """`final`: whether this attempt is the last one, if it fails by more than an outage."""
+        """Act in, judge and finish one session. `final`: this attempt is the last one if it fails other than by an
+        outage."""
         actor = acting(
             Attempt(
                 number=number,
@@ -195,7 +195,7 @@ class Rollout:
             owed = Owed(self._bench(session, calls.asked), actor.verifier, episode)
             steps = await self._steps(owed)
             if not is_late(owed.verifier):
-                # A verdict before the end of its session: a finished one is settled at once.
+                # The reward comes before the end of its session, so that a finished session is settled at once.
                 await self.settle(owed)
                 owed = None
         await self._gateway.finish(
@@ -224,7 +224,7 @@ class Rollout:
         )
 
     async def _steps(self, owed: Owed) -> int:
-        """Write the step rewards that the verifier asks for; of how many turns."""
+        """Write the step rewards that the verifier requests, and return their number."""
         rewards = await owed.bench.step_rewards(owed.verifier, owed.episode)
         for reward in rewards:
             await self._events.append(reward)
@@ -232,7 +232,7 @@ class Rollout:
 
     def _calls(self, session: Session) -> ToolCalls:
         sandbox, patience_s = sandbox_of(self._recipe), self._settings.tool_deadline_s
-        if isinstance(agent_of(self._recipe), CommandAgent):  # its one call is the session: its deadline is kept here
+        if isinstance(agent_of(self._recipe), CommandAgent):  # one call is the session; its deadline is enforced here
             sandbox = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, wall_s=UNBOUNDED_S))
             patience_s += self._request.limits.deadline_s
         return ToolCalls(
@@ -245,7 +245,7 @@ class Rollout:
         )
 
     async def _in_time(self, actor: Actor) -> Ending:
-        """Act until the session has spent its deadline; what it waits for our servers is not spent."""
+        """Act until the session has spent its deadline; waiting for our servers is not spent time."""
         limit_s = self._request.limits.deadline_s
         acting = asyncio.create_task(actor.act(), name=f"agent of {self._request.rollout_id}")
         try:
@@ -275,7 +275,7 @@ class Rollout:
             self._acting = None
 
     async def _guarded(self, actor: Actor, calls: ToolCalls) -> Ending:
-        """Act within the deadline; every way to end has its outcome."""
+        """Act within the deadline, and map every way to end to an outcome."""
         try:
             calls.begin(await begins_with(self._recipe, self._task, self._blobs))
             return await self._in_time(actor)
@@ -288,5 +288,5 @@ class Rollout:
 
 
 def _waited(ending: Ending) -> bool:
-    """Whether want of a server ended it, by the reason that is on the log: that is no attempt at the task."""
+    """Return whether lack of a server ended the session, by the reason on the log. That is no attempt at the task."""
     return ending.outcome is Outcome.infra_failure and ending.reason.partition(":")[0] in OUTAGES

@@ -1,8 +1,9 @@
 """The agent runner: consumes tasks, runs many white-box sessions at once, answers their tool calls from the log.
 
-It keeps nothing that the log does not hold. After a death or a rebalance the new owner of a task asks the gateway for
-the session and continues it (rollout.py). What it owes is counted by unit, partition p of tasks and of
-agent.tool-results, whose committed offsets are low-water marks: what the oldest open rollout needs of each topic.
+It keeps nothing that the log does not hold. After a crash or a rebalance, the new owner of a task asks the gateway for
+the session and continues it (rollout.py). Work is organised by partition task (`Unit`): partition p of tasks and of
+agent.tool-results. Its committed offsets are low-water marks: the first record of each topic that the oldest open
+rollout needs.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from turnlog.schemas.events import GroupEmitted, RolloutRequested, ToolCallCompl
 
 @dataclass(slots=True)
 class OpenRollout:
-    """A task that was taken and is not over."""
+    """A rollout that was begun and is not over."""
 
     offset: int
-    """Of its request in tasks."""
+    """Offset of its request in tasks."""
     results_from: int
-    """Answers to its calls stand at or after this offset of agent.tool-results."""
+    """Start offset in agent.tool-results: answers to its calls are at or after it."""
 
 
 @dataclass(slots=True)
 class Unit:
-    """`tasks_end`, `results_end`: ends of the topics when the unit was assigned. What lies before them may have been
-    begun by another owner."""
+    """Partition task of a runner. `tasks_end` and `results_end` are the ends of the topics at its assignment; another
+    owner may have begun what lies before them."""
 
     number: int
     tasks_end: int
     results_end: int
     tasks_position: int
-    """How far tasks was read."""
+    """Position up to which tasks was read."""
     results_position: int
     results_from: int = field(init=False)
-    """Where this owner began to read agent.tool-results."""
+    """Position from which this owner reads agent.tool-results."""
     results: Results = field(default_factory=Results)
     open: dict[str, OpenRollout] = field(default_factory=dict)
     running: set[asyncio.Task[None]] = field(default_factory=set)
     caught_up: asyncio.Event = field(default_factory=asyncio.Event)
-    """Every answer that an earlier owner may have received is in `results`."""
+    """Set once every answer that an earlier owner may have received is in `results`."""
 
     def __post_init__(self) -> None:
         self.results_from = self.results_position
@@ -66,35 +67,33 @@ class Unit:
 
     @property
     def tasks(self) -> Partition:
-        """Its partition of tasks."""
         return Partition(topics.TASKS.name, self.number)
 
     @property
     def tool_results(self) -> Partition:
-        """Its partition of agent.tool-results."""
         return Partition(topics.TOOL_RESULTS.name, self.number)
 
     def take(self, rollout_id: str, offset: int) -> bool:
-        """Open the rollout of the request at `offset`; True when another owner may have begun it."""
+        """Open the rollout of the request at `offset`. Return True if another owner may have begun it."""
         begun = offset < self.tasks_end
         self.open[rollout_id] = OpenRollout(offset, self.results_from if begun else self.results_position)
         self.results.expect(rollout_id)
         return begun
 
     def close(self, rollout_id: str) -> None:
-        """The rollout is over."""
+        """Close a rollout that is over."""
         del self.open[rollout_id]
         self.results.forget(rollout_id)
 
     def advance(self, tasks_position: int, results_position: int) -> None:
-        """The reader is this far."""
+        """Record the reader's positions."""
         self.tasks_position, self.results_position = tasks_position, results_position
         if not self.caught_up.is_set() and tasks_position >= self.tasks_end and results_position >= self.results_end:
             self.results.settle()
             self.caught_up.set()
 
     def low_water(self) -> dict[Partition, Commit]:
-        """What to commit."""
+        """Return the low-water marks to commit."""
         tasks = min((rollout.offset for rollout in self.open.values()), default=self.tasks_position)
         results = min((rollout.results_from for rollout in self.open.values()), default=self.results_position)
         return {
@@ -112,17 +111,17 @@ OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts taken and not over")
 CUT = Counter("turnlog_runner_rollouts_cut", "Rollouts that ended since their group was scored without them")
 ROLLOUT_S, SETTLE_S, COMMIT_S = (STAGE_S.labels("runner", stage) for stage in ("rollout", "settle", "commit"))
 LOOK_BACK = 64
-"""Records of each partition of group-scores that a start reads: of groups whose stragglers its predecessor had."""
+"""Number of records in each partition of group-scores that are read at start, for groups whose stragglers the
+predecessor ran."""
 REMEMBERED = 4096
-"""Groups that are known to be scored; a rollout of one that was forgotten goes on to its own end."""
+"""Number of scored groups that are remembered. A rollout of a forgotten group continues to its own end."""
 
 
 async def main(role: Role) -> None:
     """Run rollouts until the role stops. Open ones are left to the next owner, who continues them.
 
-    Raises what a rollout raised (GatewayUnavailable, GatewayRefused, LogUnavailable, a bug): the process ends with the
-    low-water marks behind it.
-    """
+    Raises whatever a rollout raised (GatewayUnavailable, GatewayRefused, LogUnavailable, a bug). The process then ends,
+    and the committed low-water marks lie before all open work."""
     async with GatewayClient(role.settings) as gateway, judges.client() as http:
         runner = Runner(role, gateway, http)
         async with role.log.group_reader(
@@ -142,7 +141,7 @@ async def main(role: Role) -> None:
 
 
 class Runner:
-    """The units of this process and the rollouts in them."""
+    """Partition tasks of this process and the rollouts in them."""
 
     def __init__(self, role: Role, gateway: GatewayClient, http: httpx.AsyncClient) -> None:
         self._role = role
@@ -155,12 +154,12 @@ class Runner:
         self._failure: BaseException | None = None
         self._committed: dict[Partition, Commit] = {}
         self._acting: dict[str, set[Rollout]] = {}
-        """By group."""
+        """Acting rollouts by group."""
         self._scored: dict[str, None] = {}
-        """The last groups that were scored."""
+        """Groups that were scored most recently."""
 
     async def follow_scores(self) -> None:
-        """Cut what is open of groups that are scored, until cancelled: nobody trains on it any more."""
+        """Cut the open rollouts of groups that are scored, until cancelled; nobody trains on them any more."""
         try:
             await self._follow_scores()
         except Exception as error:  # the process ends with it, as with what a rollout raises
@@ -180,7 +179,7 @@ class Runner:
                 for record in await reader.poll(timeout_s=1.0):
                     try:
                         event = await self._role.events.decode(record)
-                    except UndecodableRecord:  # the feeder parks it
+                    except UndecodableRecord:  # the feeder dead-letters it
                         continue
                     if isinstance(event, GroupEmitted):
                         self._cut(event.group_id)
@@ -193,7 +192,7 @@ class Runner:
             rollout.cut()
 
     async def run(self, reader: GroupReader) -> None:
-        """Poll, feed, start, commit."""
+        """Poll, feed answers, start rollouts and commit, until the role stops."""
         self._reader = reader
         self._role.health.started()
         last_commit = time.monotonic()
@@ -211,7 +210,7 @@ class Runner:
         await self._commit(self._units.values())
 
     async def assigned(self, numbers: frozenset[int]) -> None:
-        """Units that came: read on from their low-water marks."""
+        """Start the assigned partition tasks at their low-water marks."""
         partitions = [Partition(topic, number) for number in sorted(numbers) for topic in TOPICS]
         log_ = self._role.log
         commits = await log_.commits(self._group, partitions)
@@ -231,7 +230,7 @@ class Runner:
         log.info("units %s assigned", sorted(numbers))
 
     async def revoked(self, numbers: frozenset[int]) -> None:
-        """Units that go: their rollouts stop here and go on with the next owner."""
+        """Stop the rollouts of the revoked partition tasks; the next owner continues them."""
         units = [self._units.pop(number) for number in sorted(numbers) if number in self._units]
         await self._cancel(units)
         await self._commit(units)
@@ -298,7 +297,7 @@ class Runner:
             try:
                 with ROLLOUT_S.time():
                     owed = await rollout.run(resume=begun)
-            except RequestRejected as cause:  # no session of it can be opened: the next owner would fare no better
+            except RequestRejected as cause:  # no session of it can be opened, and the next owner would fare no better
                 await role.park(record, cause)
                 return
             finally:
@@ -306,7 +305,7 @@ class Runner:
                 if not acting:
                     self._acting.pop(request.group_id, None)
                 CUT.inc(rollout.was_cut)
-        if owed is not None:  # it stays open, without a slot: a slow judge holds no agent up
+        if owed is not None:  # it stays open, without a slot, so that a slow judge delays no agent
             with SETTLE_S.time():
                 await rollout.settle(owed)
 
@@ -328,7 +327,7 @@ class Runner:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def _commit(self, units: Iterable[Unit]) -> None:
-        """Low-water marks that moved."""
+        """Commit the low-water marks that moved."""
         assert self._reader is not None
         marks = {p: mark.keeping(self._committed.get(p)) for unit in units for p, mark in unit.low_water().items()}
         moved = {p: mark for p, mark in marks.items() if self._committed.get(p) != mark}

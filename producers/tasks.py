@@ -1,11 +1,11 @@
-"""A dataset of tasks: a JSON-lines file, one row a line, each with at least a `prompt`; and what rollouts of them may
-sample with.
+"""A dataset of tasks: a JSON-lines file with one row per line, each with at least a `prompt`; and the sampling
+parameters of their rollouts.
 
 DatasetError
 ├── DatasetMissing     no such file
 ├── DatasetEmpty       a file without rows
 ├── RowNotJson         a line that is no JSON object
-├── RowRefused         what the recipe cannot read
+├── RowRefused         a row that the environment cannot read
 └── RowWithoutPrompt   no `prompt`, an empty one, or one that is neither text nor chat messages
 BadSampling            names the setting, its value and what is legal
 """
@@ -29,7 +29,7 @@ REMEDY = 'each line is one JSON object such as {"prompt": "3 + 5 = ?", "answer":
 
 
 class DatasetError(Exception):
-    """Base of the tree above; the message names file, line, key and remedy."""
+    """Base class of the tree in this module's docstring. The message names file, line, key and remedy."""
 
 
 class DatasetMissing(DatasetError):
@@ -45,7 +45,7 @@ class RowNotJson(DatasetError):
 
 
 class RowRefused(DatasetError):
-    """The recipe's `read_row` says why."""
+    """The environment's `read_row` rejected the row. The message gives the reason."""
 
 
 class RowWithoutPrompt(DatasetError):
@@ -62,17 +62,18 @@ class Dataset:
     beside: Path = Path()
     """The folder that the file lies in."""
     recipe: Recipe | None = None
-    """That reads its rows."""
+    """Environment that reads its rows."""
 
     def task(self, number: int) -> bytes:
-        """A row as its rollouts are given it. Raises BrokenRecipe."""
+        """Return a row as its rollouts receive it. Raises BrokenRecipe."""
         if self.recipe is None or not hasattr(self.recipe, "read_row"):
             return self.rows[number]
         return _canonical(row_of(self.recipe, json.loads(self.rows[number]), self.beside, whole=True))
 
 
 def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
-    """Read and check every row, as the recipe understands it. Raises DatasetError naming file and line."""
+    """Read the file, and check every row as the environment understands it. Raises DatasetError naming file and
+    line."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -86,8 +87,8 @@ def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
 
 
 def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Path:
-    """`path`, written by the recipe unless it is there already (a run keeps its tasks over restarts). Raises
-    BrokenRecipe."""
+    """Return `path`, after the environment has written it unless it exists (a run keeps its tasks over restarts).
+    Raises BrokenRecipe."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
@@ -131,7 +132,7 @@ class BadSampling(Exception):
 
 
 def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
-    """The policy's sampling parameters and a live agent's limits. Raises BadSampling, SettingsError."""
+    """Return the policy's sampling parameters and the limits of a live agent. Raises BadSampling, SettingsError."""
     feeder = settings.feeder
     least = fold_rules(settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)).least_valid
     _require(

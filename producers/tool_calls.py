@@ -1,9 +1,9 @@
 """Tool calls of one runner: requests go to agent.tool-calls, answers come from the co-partitioned agent.tool-results.
 
-The runner's one resident reader feeds every result into the `Results` of its unit; a rollout waits there.
+The runner's only reader feeds every result into the `Results` of its partition task, where rollouts wait for it.
 
-ToolUnanswered     nobody answered in time (runner.tool_deadline_s); the call was cancelled
-└── NoWorker       and nobody had begun with it: it waited for a sandbox
+ToolUnanswered     no answer in time (runner.tool_deadline_s); the call was cancelled
+└── NoWorker       no worker had even begun the call: it waited for a sandbox
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import BlobRef
 
 UNBEGUN = "deadline_s"
-"""Reason of an answer that says that no sandbox was free in time: the call never ran."""
+"""Reason of an answer that reports that no sandbox was free in time, so that the call never ran."""
 
 
 class ToolUnanswered(Exception):
@@ -40,13 +40,13 @@ class NoWorker(ToolUnanswered):
 
 
 class Results:
-    """Answers by rollout and call; the first in the log is the effective one."""
+    """Answers by rollout and call; the first on the log is the effective one."""
 
     def __init__(self) -> None:
         self._answers: dict[str, dict[str, ToolCallCompleted]] = {}
         self._waiting: dict[str, asyncio.Future[ToolCallCompleted]] = {}
         self._begun: dict[str, dict[str, float]] = {}
-        """By rollout and call, the event loop's time at which a worker began with it last."""
+        """Event-loop time at which a worker last began a call, by rollout and call."""
         self._open: set[str] = set()
         self._settled = False
 
@@ -55,30 +55,30 @@ class Results:
         self._open.add(rollout_id)
 
     def forget(self, rollout_id: str) -> None:
-        """The rollout is over."""
+        """Drop everything about a rollout that is over."""
         self._open.discard(rollout_id)
         self._answers.pop(rollout_id, None)
         self._begun.pop(rollout_id, None)
 
     def settle(self) -> None:
-        """Every open rollout is expected by now: drop what belongs to others, and keep no more of it."""
+        """Drop what belongs to no open rollout, now and from now on; every open rollout is expected by now."""
         self._settled = True
         self._answers = {rollout: calls for rollout, calls in self._answers.items() if rollout in self._open}
         self._begun = {rollout: calls for rollout, calls in self._begun.items() if rollout in self._open}
 
     def begun(self, event: ToolCallStarted, age_s: float) -> None:
-        """A worker began with a call so long ago; what an attempt before had done is lost."""
+        """Note that a worker began a call `age_s` ago. The work of an earlier attempt is lost."""
         if not self._settled or event.rollout_id in self._open:
             at = asyncio.get_running_loop().time() - max(0.0, age_s)
             self._begun.setdefault(event.rollout_id, {})[event.call_id] = at
 
     def running_s(self, rollout_id: str, call_id: str) -> float | None:
-        """Seconds since a worker began with the call; None: none has, it waits for a sandbox."""
+        """Return the seconds since a worker began the call; None if none has, and it waits for a sandbox."""
         at = self._begun.get(rollout_id, {}).get(call_id)
         return None if at is None else asyncio.get_running_loop().time() - at
 
     def feed(self, event: ToolCallCompleted) -> None:
-        """One answer, in log order; later ones for the same call change nothing."""
+        """Add an answer, in log order; later ones for the same call change nothing."""
         if self._settled and event.rollout_id not in self._open:
             return
         first = self._answers.setdefault(event.rollout_id, {}).setdefault(event.call_id, event)
@@ -87,21 +87,21 @@ class Results:
             waiting.set_result(first)
 
     def answer(self, rollout_id: str, call_id: str) -> ToolCallCompleted | None:
-        """The effective answer, if it is there."""
+        """Return the effective answer, or None."""
         return self._answers.get(rollout_id, {}).get(call_id)
 
     def of(self, rollout_id: str, session_id: str) -> list[ToolCallCompleted]:
-        """The answers of one session, in the order of its calls."""
+        """Return the answers of one session, in the order of its calls."""
         calls = [call for call in self._answers.get(rollout_id, {}).values() if call.session_id == session_id]
         return sorted(calls, key=lambda call: call.call_seq)
 
     def workspace(self, rollout_id: str, session_id: str) -> BlobRef | None:
-        """What the last answered call of the session left behind."""
+        """Return the workspace that the last answered call of the session left behind."""
         calls = self.of(rollout_id, session_id)
         return calls[-1].workspace if calls else None
 
     async def wait(self, rollout_id: str, call_id: str, timeout_s: float) -> ToolCallCompleted:
-        """The effective answer. Raises TimeoutError."""
+        """Wait for the effective answer. Raises TimeoutError."""
         found = self.answer(rollout_id, call_id)
         if found is not None:
             return found
@@ -131,35 +131,35 @@ class ToolCalls:
         self._sandbox = sandbox
         self._deadline_s = deadline_s
         self.asked: dict[str, SandboxCall] = {}
-        """By call_id, those that were asked for here."""
+        """Calls that were requested here, by call_id."""
         self._next = 0
         self._pending: ToolCallRequested | None = None
         self._workspace: BlobRef | None = None
 
     def begin(self, workspace: BlobRef | None) -> None:
-        """What the session's first call finds; None: nothing."""
+        """Set the workspace that the session's first call finds; None for an empty one."""
         self._workspace = workspace
 
     def resume(self, answered: int) -> None:
-        """Go on after `answered` calls that reached a sandbox under another runner."""
+        """Continue after `answered` calls that reached a sandbox under another runner."""
         self._next = answered
         if answered:
             self._workspace = self._results.workspace(self._request.rollout_id, self._session_id)
 
     def answered_s(self) -> float:
-        """Seconds that sandboxes have worked on those of the session's calls that are answered."""
+        """Return the seconds that sandboxes have worked on the session's answered calls."""
         return math.fsum(done.duration_s for done in self._results.of(self._request.rollout_id, self._session_id))
 
     @property
     def running_s(self) -> float | None:
-        """Seconds since a worker began with the pending call; None: no call is pending, or it waits for a sandbox."""
+        """Seconds since a worker began the pending call; None if no call is pending, or it waits for a sandbox."""
         pending = self._pending
         return None if pending is None else self._results.running_s(pending.rollout_id, pending.call_id)
 
     async def call(self, call: SandboxCall, call_id: str, *, while_it_runs: bool = False) -> ToolCallCompleted:
-        """Have a call run. Publishing again under the same call_id is harmless: a worker answers a repeated call from
-        its stored result. `while_it_runs`: the time to its answer counts until a worker begins with it, and no longer.
-        Raises ToolUnanswered, LogUnavailable."""
+        """Run a call, and return its answer. Publishing again under the same call_id is harmless, because a worker
+        answers a repeated call from its stored result. `while_it_runs`: the time limit applies only until a worker
+        begins the call. Raises ToolUnanswered, LogUnavailable."""
         self.asked[call_id] = call
         request = self._pending = self._requested(call, call_id)
         if self._results.answer(request.rollout_id, request.call_id) is None:
@@ -171,7 +171,7 @@ class ToolCalls:
         return done
 
     async def ended(self, reason: str, within_s: float) -> ToolCallCompleted | None:
-        """Have the pending call ended, and what it came to; None: none is pending. Raises ToolUnanswered,
+        """End the pending call, and return its answer; None if none is pending. Raises ToolUnanswered,
         LogUnavailable."""
         pending = self._pending
         await self.cancel(reason)
@@ -195,8 +195,8 @@ class ToolCalls:
                 ) from None
 
     async def cancel(self, reason: str) -> None:
-        """Say that nobody waits for the pending call, if there is one. Not for a session that moves to another runner:
-        that one asks again for the same call."""
+        """Cancel the pending call, if there is one. Not for a session that moves to another runner, because that one
+        requests the same call again."""
         if self._pending is not None:
             cancelled, self._pending = self._cancelled(self._pending, reason), None
             await self._events.append(cancelled)
@@ -233,8 +233,8 @@ class ToolCalls:
 
 
 async def begins_with(recipe: Recipe, task: TaskRow, blobs: Blobs) -> BlobRef | None:
-    """What the first call of a session finds in its workspace: files of the row, or those that the recipe names; None:
-    nothing. Raises BrokenRecipe, StoreUnavailable."""
+    """Return the workspace that the first call of a session finds: files of the row, or those that the environment
+    names; None for an empty one. Raises BrokenRecipe, StoreUnavailable."""
     files = called(recipe, first_files, recipe, task)
     if files is None:
         return first_workspace(recipe)
@@ -245,8 +245,8 @@ async def begins_with(recipe: Recipe, task: TaskRow, blobs: Blobs) -> BlobRef | 
 
 
 def json_of(call: SandboxCall) -> bytes:
-    """The arguments as UTF-8 JSON. Half of a surrogate pair, which a model may write as an escape, stays one: the
-    worker refuses it. Raises BrokenRecipe for what is no JSON."""
+    """Return the arguments as UTF-8 JSON. Half of a surrogate pair, which a model may write as an escape, is kept, and
+    the worker refuses it. Raises BrokenRecipe if the arguments are no JSON."""
     try:
         return json.dumps(call.arguments, ensure_ascii=False).encode()
     except UnicodeEncodeError:

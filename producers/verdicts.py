@@ -1,7 +1,7 @@
-"""Verdicts: what a verifier makes of an episode becomes a RewardAssigned with evidence or a RewardFailed.
+"""Rewards: a verifier's result for an episode becomes a RewardAssigned with evidence, or a RewardFailed.
 
-How each kind judges stands in turnlog.infra.verifiers.judges. Here is what it needs of a live session: sandboxes that
-are asked over the log, and what the session's environment answered.
+How each kind of verifier judges is in turnlog.infra.verifiers.judges. This module provides what judging needs of a live
+session: sandboxes that are reached over the log, and the answers of the session's environment.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ from turnlog.schemas.events import (
 from turnlog.schemas.types import BlobRef, TurnId
 
 ARGUMENT_BYTES = 512 << 10
-"""Of a verifier's call: a record of the log must hold them."""
+"""Maximum size in bytes of the arguments of a verifier's call; one record of the log must hold them."""
 ENVIRONMENT_TOOL = "env_step"
 PARTS = ("capture", "grade")
-"""Of a verdict on a diff, in their order."""
+"""Parts of judging a diff, in order."""
 
 
 async def verdict(
     verifier: Judged, episode: Episode, request: RolloutRequested, means: Means
 ) -> RewardAssigned | RewardFailed:
-    """The record of the verdict; its event_id depends on session and verifier alone, so that judging again repeats it.
+    """Return the record of the reward. Its event_id depends on session and verifier alone, so that judging again
+    repeats it.
 
-    Whatever foreign code raises, a reward that is not finite, and evidence that is no JSON become a RewardFailed."""
+    Any exception of foreign code, a reward that is not finite, and evidence that is no JSON become a RewardFailed."""
     by, session_id = _by(verifier), means.session_id
     try:
         found = await judge(verifier, episode, means)
@@ -92,7 +93,7 @@ def _by(verifier: Judged) -> Verifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What the verdict on one session is made with."""
+    """Everything that is needed to judge one session."""
 
     http: httpx.AsyncClient
     events: EventLog
@@ -103,15 +104,15 @@ class Bench:
     recipe: Recipe
     session: Session
     asked: Mapping[str, SandboxCall]
-    """Sandbox calls of the session that this process asked for, by call_id."""
+    """Sandbox calls of the session that this process requested, by call_id."""
 
     async def verdict(self, verifier: Judged, episode: Episode) -> RewardAssigned | RewardFailed:
-        """See the function. Raises GatewayClientError, LogUnavailable."""
+        """Return the record of the reward; see the function of this name. Raises GatewayClientError, LogUnavailable."""
         return await verdict(verifier, episode, self.request, self._means(episode))
 
     async def step_rewards(self, verifier: Judged, episode: Episode) -> list[StepRewardAssigned]:
-        """The reward of each turn whose steps the environment answered, where the verifier asks for them; none where
-        they cannot be read, which leaves the session without a verdict, too."""
+        """Return the reward of each turn whose steps the environment answered, if the verifier requests step rewards.
+        The result is empty if the answers cannot be read, which leaves the session without a reward, too."""
         asks = rewarding_steps(verifier)
         if asks is None:
             return []
@@ -148,7 +149,7 @@ class Bench:
         )
 
     async def _in_sandbox(self, verifier: SandboxVerifier | PatchVerifier, episode: Episode) -> Verdict:
-        """By the answers of its calls. Raises NoVerdict, LogUnavailable, StoreUnavailable."""
+        """Judge by the answers of sandbox calls. Raises NoVerdict, LogUnavailable, StoreUnavailable."""
         if isinstance(verifier, PatchVerifier):
             return await self._by_patch(verifier, episode)
         calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
@@ -167,7 +168,7 @@ class Bench:
     async def _ran(
         self, verifier: SandboxVerifier, calls: Sequence[SandboxCall], workspace: BlobRef | None, attempt: int
     ) -> list[ToolCallCompleted]:
-        """The answers of one attempt: one call after the other, on the same files."""
+        """Return the answers of one attempt, whose calls run one after the other on the same files."""
         durable = len(calls) > 1 or verifier.sandbox.durable_workspace
         alone = self._alone(verifier, workspace, attempt, durable=durable)
         return [await self._done(verifier, alone, call, attempt, index) for index, call in enumerate(calls)]
@@ -197,8 +198,8 @@ class Bench:
     def _alone(
         self, verifier: SandboxVerifier | PatchVerifier, workspace: BlobRef | None, *about: str | int, durable: bool
     ) -> ToolCalls:
-        """A session of its own to sandbox workers: nothing that the agent left running is near it. Asked again by
-        another runner, its calls have the same ids, and their stored answers."""
+        """Return the calls of a separate sandbox session, away from anything that the agent left running. If another
+        runner repeats them, they have the same ids, and their stored answers."""
         calls = ToolCalls(
             self.events,
             self.results,
@@ -213,7 +214,7 @@ class Bench:
     async def _done(
         self, verifier: SandboxVerifier | PatchVerifier, alone: ToolCalls, call: SandboxCall, attempt: int, index: int
     ) -> ToolCallCompleted:
-        """The answer of a call that ran. Raises NoVerdict."""
+        """Return the answer of a call that ran. Raises NoVerdict."""
         by = f"{verifier.name}:{verifier.version}"
         name = ids.call_id(self.session.session_id, by, attempt, index, "verify")
         try:
@@ -233,19 +234,19 @@ class Bench:
         return done
 
     def _left(self) -> BlobRef | None:
-        """The files that the session's last call left; None: it made none, or they are not kept."""
+        """Return the files that the session's last call left; None if it made none, or if they are not stored."""
         return self.results.workspace(self.request.rollout_id, self.session.session_id)
 
     async def _first(self, episode: Episode) -> BlobRef | None:
-        """Those that it began with. Raises NoVerdict, StoreUnavailable."""
+        """Return the files that the session began with. Raises NoVerdict, StoreUnavailable."""
         try:
             return await begins_with(self.recipe, episode.task, self.blobs)
         except BrokenRecipe as error:
             raise NoVerdict(Cause.crashed, str(error)) from error
 
     async def _steps(self, episode: Episode) -> list[EnvStep]:
-        """What the environment answered, in the order of the calls, with the turn that asked. Raises NoVerdict,
-        GatewayClientError."""
+        """Return the environment's answers in the order of the calls, each with the turn that made the call. Raises
+        NoVerdict, GatewayClientError."""
         session_id = self.session.session_id
         said = [message.get("tool_calls") or () for message in episode.messages]
         turns = (await self.gateway.state(self.session)).turn_ids
@@ -278,7 +279,7 @@ def _function(call: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
 
 
 def _calls_of(verifier: SandboxVerifier, episode: Episode) -> list[SandboxCall]:
-    """Raises ValueError for what no sandbox can run."""
+    """Return the verifier's calls. Raises ValueError if a sandbox cannot run them."""
     if isinstance(verifier.calls, str):
         return [SandboxCall("shell", {"command": verifier.calls})]
     calls = list(verifier.calls(episode))
