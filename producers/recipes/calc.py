@@ -1,8 +1,8 @@
-"""Recipe `calc`: "3 + 5 = ?" answered by calling a calculator and repeating what it says.
+"""Environment `calc`: "3 + 5 = ?" is answered by calling a calculator and repeating its result.
 
-Reward 1 iff the tool was used and the final answer is exact. Operands 0 to 9, operators + - *. Of its demonstrations a
-quarter skips the tool and guesses, 40 % of the rest compute with a wrong operator: a warm-started policy scores about
-one half.
+The reward is 1 iff the tool was used and the final answer is exact. Operands are 0 to 9, operators + - *. A quarter of
+the demonstrations skip the tool and guess; 40 % of the rest compute with a wrong operator. So a warm-started policy
+scores about one half.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPERANDS: Final = 10
 
 
 def task_row(generator: random.Random) -> dict[str, str]:
-    """One task: prompt, the expression that solves it, and its value."""
+    """Return a task: its prompt, the expression that solves it, and the value."""
     left, right = generator.randrange(OPERANDS), generator.randrange(OPERANDS)
     sign = generator.choice("+-*")
     answer = str(OPERATORS[sign](left, right))
@@ -35,11 +35,11 @@ def task_row(generator: random.Random) -> dict[str, str]:
 
 SKIP_TOOL, WRONG_OPERATOR = 0.25, 0.4
 ERROR: Final = "error"
-"""What the tool says to a call that it cannot run."""
+"""Answer to a call that the tool cannot run."""
 
 
 def judge(episode: Episode) -> Verdict:
-    """1.0 iff a tool message stands in the conversation and the last assistant message is the answer, exactly."""
+    """Return 1.0 iff the conversation has a tool message and the last assistant message is exactly the answer."""
     used = any(message["role"] == "tool" for message in episode.messages)
     last = episode.messages[-1] if episode.messages else {"role": "none"}
     said = (last.get("content") or "") if last["role"] == "assistant" and not last.get("tool_calls") else ""
@@ -52,7 +52,7 @@ def judge(episode: Episode) -> Verdict:
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation."""
+    """Return a conversation."""
     task = task_row(generator)
     question = {"role": "user", "content": task["prompt"]}
     if generator.random() < SKIP_TOOL:
@@ -85,13 +85,14 @@ class Calc(PlainRecipe):
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """One function, `calc(expr)`."""
+        """Schema of the only function, `calc(expr)`."""
         parameters = {"type": "object", "properties": {"expr": {"type": "string"}}, "required": ["expr"]}
         function = {"name": "calc", "description": "Evaluate an arithmetic expression.", "parameters": parameters}
         return ({"type": "function", "function": function},)
 
     def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
-        """`print(expr)` for the sandbox, which is the boundary: the expression is sent as the model wrote it."""
+        """Return `print(expr)` for the sandbox. The sandbox is the security boundary, so the expression is sent as the
+        model wrote it."""
         try:
             expression = None if deeper_than(arguments) else json.loads(arguments)["expr"]
         except (ValueError, KeyError, TypeError):
@@ -101,11 +102,11 @@ class Calc(PlainRecipe):
         return SandboxCall("python", {"code": f"print({expression})"})
 
     def tool_answer(self, ok: bool, output: bytes) -> str:
-        """What was printed, or `error`."""
+        """Return what was printed, or `error`."""
         return output.decode(errors="replace").strip() if ok else ERROR
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """Fresh random tasks for ever."""
+        """Yield fresh random tasks forever."""
         generator = random.Random(f"calc tasks {seed}")
         while True:
             yield task_row(generator)

@@ -1,8 +1,9 @@
-"""Recipe `household`: a game in words. Find a thing in a house, of which one sees only the place where one stands, and
-put it where it belongs.
+"""Environment `household`: a text game. Find a thing in a house, of which only the current place is visible, and put it
+where it belongs.
 
-Reward 1 iff it is there within the turns of a session ([feeder] max_turns = 8). There are millions of tasks: which
-places, which things, where they lie. A demonstration does anything at every third step, and so wastes its turns.
+The reward is 1 iff the thing is there within the turns of a session ([feeder] max_turns = 8). There are millions of
+tasks, which differ in places, things and where the things lie. A demonstration takes a random action in about every
+third step, and so wastes its turns.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitatin
 PLACES: Final = ("bed", "desk", "fridge", "shelf", "sink", "sofa")
 THINGS: Final = ("apple", "book", "cup", "key", "lamp", "pen", "plate", "soap")
 SHOWN: Final = 4
-"""Places of a house."""
+"""Number of places in a house."""
 ERRS: Final = 0.35
-"""Share of a demonstration's steps that are anything."""
+"""Share of a demonstration's steps that are random."""
 TURNS: Final = 8
-"""Of a demonstration, at most."""
+"""Maximum number of turns of a demonstration."""
 
 
 def task_row(generator: random.Random) -> dict[str, Any]:
-    """One task: what to put where, and what lies where."""
+    """Return a task: which thing to put where, and where all things lie."""
     places = generator.sample(PLACES, SHOWN)
     things = generator.sample(THINGS, SHOWN)
     lies = {thing: generator.choice(places) for thing in things}
@@ -48,7 +49,7 @@ def task_row(generator: random.Random) -> dict[str, Any]:
 
 
 class House:
-    """See turnlog.infra.recipes.Simulation. An observation is a text."""
+    """See turnlog.infra.recipes.Simulation. An observation is text."""
 
     def __init__(self, task: TaskRow) -> None:
         self._task = task
@@ -56,11 +57,11 @@ class House:
         self._at, self._held = "", ""
 
     def reset(self) -> str:
-        """Nothing is seen before the first place."""
+        """Return the prompt; nothing is visible before the first place."""
         return str(self._task["prompt"])
 
     def step(self, name: str, arguments: dict[str, Any]) -> Step:
-        """`do`: go PLACE, take THING, put THING."""
+        """Carry out `do`: go PLACE, take THING or put THING."""
         verb, _, what = str(arguments.get("do", "")).partition(" ")
         if name == "act" and verb == "go" and what in self._task["places"]:
             self._at = what
@@ -76,7 +77,7 @@ class House:
         return Step("no")
 
     def format_observation(self, observation: Any) -> str:
-        """As it is."""
+        """Return the observation unchanged."""
         return str(observation)
 
     def _seen(self) -> str:
@@ -85,7 +86,7 @@ class House:
 
 
 def good_action(task: TaskRow, seen: list[str], generator: random.Random) -> str:
-    """The next step towards the goal, by what was seen: look into a new place until the thing is there."""
+    """Return the next step towards the goal, given the observations: visit new places until the thing is there."""
     held, last = f"you have {task['thing']}" in seen, seen[-1]
     if held:
         return f"put {task['thing']}" if last.startswith(f"{task['goal']}:") else f"go {task['goal']}"
@@ -97,13 +98,13 @@ def good_action(task: TaskRow, seen: list[str], generator: random.Random) -> str
 
 
 def any_action(task: TaskRow, generator: random.Random) -> str:
-    """Well-formed, and nothing more."""
+    """Return a random well-formed action."""
     thing = generator.choice(sorted(task["lies"]))
     return generator.choice([f"go {generator.choice(task['places'])}", f"take {thing}", f"put {thing}"])
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation."""
+    """Return a conversation."""
     task = task_row(generator)
     house, seen = Played(House(task)), [""]
     messages: list[Message] = [{"role": "user", "content": task["prompt"]}]
@@ -116,7 +117,7 @@ def demonstration(generator: random.Random) -> Demonstration:
 
 
 def judge(episode: Episode) -> Verdict:
-    """What the steps of the game came to, played again."""
+    """Return the sum of the game's rewards, by playing it again."""
     game = played(RECIPE, episode.task, episode.messages)
     assert game is not None
     steps = len(game.rewards)
@@ -133,13 +134,13 @@ class Household(PlainRecipe):
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """One function, `act(do)`."""
+        """Schema of the only function, `act(do)`."""
         parameters = {"type": "object", "properties": {"do": {"type": "string"}}, "required": ["do"]}
         about = "go PLACE, take THING or put THING."
         return ({"type": "function", "function": {"name": "act", "description": about, "parameters": parameters}},)
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """Fresh random tasks for ever."""
+        """Yield fresh random tasks forever."""
         generator = random.Random(f"household tasks {seed}")
         while True:
             yield task_row(generator)

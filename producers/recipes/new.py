@@ -1,9 +1,9 @@
-"""`turnlog recipe new NAME`: a package that offers a recipe, to begin one's own with; it works as it is.
+"""`turnlog recipe new NAME`: create a package with an environment (`Recipe`) to start from; it works as it is.
 
 NotCreated
-├── BadName      no name for a recipe and its package; says what is
+├── BadName      not a valid name of a recipe and its package; the message gives the rule
 ├── NameTaken    a recipe or a module of this name is installed
-└── FolderExists something stands where the package would
+└── FolderExists something exists at the package's path
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LONGEST: Final = 40
 
 
 class NotCreated(Exception):
-    """Base of the tree above."""
+    """Base class of the tree in this module's docstring."""
 
 
 class BadName(NotCreated):
@@ -54,11 +54,11 @@ class NameTaken(NotCreated):
 
 
 class FolderExists(NotCreated):
-    """Nothing is written over."""
+    """Nothing is overwritten."""
 
 
 def create(name: str, parent: Path) -> Path:
-    """The folder `parent`/`name` with the package, whole or not at all. Raises NotCreated, AmbiguousRecipe."""
+    """Create the folder `parent`/`name` with the package, whole or not at all. Raises NotCreated, AmbiguousRecipe."""
     package = name.replace("-", "_")
     _check(name, package)
     folder = parent / name
@@ -83,7 +83,7 @@ def create(name: str, parent: Path) -> Path:
 
 
 def _check(name: str, package: str) -> None:
-    """Raises BadName, NameTaken."""
+    """Raise BadName or NameTaken if the name cannot be used."""
     if not NAME.fullmatch(name) or len(name) > LONGEST:
         raise BadName(
             f"{name!r}: a recipe's name is words of lower-case letters and digits with - between them, at most "
@@ -98,15 +98,15 @@ def _check(name: str, package: str) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """What the verb does, and what to do next."""
+    """Run `turnlog recipe new`, and print the next steps."""
     folder = create(arguments.name, arguments.into)
     say(f"made {folder}; next:", *(f"  {line}" for line in next_steps(folder)))
     return ExitStatus.DONE
 
 
 def next_steps(folder: Path) -> list[str]:
-    """Commands that install the package beside the turnlog that runs here, test it and train it, on a machine with
-    nothing on PATH: the environment that `make` builds holds no pip, and its uv lies beside the source."""
+    """Return commands that install the package beside the running turnlog, test it and train it, without relying on
+    PATH: the environment that `make` builds has no pip, and its uv lies beside the source."""
     python, quoted = shlex.quote(sys.executable), shlex.quote(str(folder))
     wanted = f"--editable {quoted}" + ("" if importlib.util.find_spec("pytest") else " pytest")
     bootstrapped = Path(turnlog.__file__).parents[2] / ".cache/bootstrap/bin/uv"

@@ -1,10 +1,10 @@
-"""Recipe `question`: questions of two or three hops over a small library, which is searched by BM25 (Robertson and
+"""Environment `question`: questions of two or three hops over a small library, which is searched by BM25 (Robertson and
 Zaragoza, 2009) in the runner's process.
 
-Reward 1 iff the last message is the answer, or ends with it after `Answer:`. The library is generated, the same on
-every machine: what a model learned before it does not help, and each hop needs what the one before found. A
-demonstration asks for anything of a name at most other hops, or answers too early: a warm-started policy is right in
-three of ten.
+The reward is 1 iff the last message is the answer, or ends with it after `Answer:`. The library is generated, and the
+same on every machine, so earlier knowledge of a model does not help, and each hop needs the result of the one before.
+In a demonstration, most hops after the first answer too early or ask a random question about a name, so a warm-started
+policy is right in three of ten.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PEOPLE: Final = 240
 TOWNS: Final = 60
 RIVERS: Final = 30
 FOUND: Final = 3
-"""Documents that a search answers with."""
+"""Number of documents that a search returns."""
 QUERY_CHARS: Final = 400
-"""Of a query that is looked at."""
+"""Number of characters of a query that are read."""
 ASKS: Final = 'search takes {"query": "words"}'
 HOW: Final = (
     "Search the library, one fact at a time. End with a line that holds `Answer:` and the name, and nothing else."
@@ -47,7 +47,7 @@ ENDS: Final = ("a", "en", "is", "o", "um", "ia", "ar", "et")
 
 
 def _names(generator: random.Random, count: int, taken: set[str]) -> list[str]:
-    """Made up, all different."""
+    """Return made-up names, all different."""
     found: list[str] = []
     while len(found) < count:
         name = "".join(map(generator.choice, (SYLLABLES, ("", *SYLLABLES), ENDS))).capitalize()
@@ -59,7 +59,7 @@ def _names(generator: random.Random, count: int, taken: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Library:
-    """What is known: who was born where and taught whom, what they wrote, and which river a town lies on."""
+    """Facts: who was born where and taught whom, who wrote what, and on which river a town lies."""
 
     town_of: dict[str, str]
     author_of: dict[str, str]
@@ -68,7 +68,7 @@ class Library:
 
     @cached_property
     def documents(self) -> tuple[str, ...]:
-        """One fact each."""
+        """Documents, with one fact each."""
         return (
             *(f"{person} was born in the town of {town}." for person, town in self.town_of.items()),
             *(f"The book '{book}' was written by {author}." for book, author in self.author_of.items()),
@@ -88,7 +88,7 @@ class Library:
         return index
 
     def search(self, query: str) -> list[str]:
-        """The documents that fit best, the best first; none that shares no word with the query."""
+        """Return the documents that match best, the best first; none that shares no word with the query."""
         words = _words(query[:QUERY_CHARS])
         if not any(word in self._index.vocab_dict for word in words):
             return []
@@ -102,7 +102,7 @@ def _words(text: str) -> list[str]:
 
 @cache
 def library() -> Library:
-    """The one that every session searches."""
+    """Return the library that every session searches."""
     generator, taken = random.Random("question library"), set[str]()
     people, towns = _names(generator, PEOPLE, taken), _names(generator, TOWNS, taken)
     rivers, books = _names(generator, RIVERS, taken), _names(generator, PEOPLE, taken)
@@ -143,22 +143,22 @@ KINDS: Final[dict[Callable[[Library, str], tuple[str, list[str]]], tuple[str, ..
     _river: ("book", "born", "river"),
     _teachers_town: ("book", "pupil", "born"),
 }
-"""Kind of question -> what a good search asks of each name on the way."""
+"""Kind of question -> the word that a good search uses for each name on the way."""
 
 
 def task_row(generator: random.Random) -> dict[str, Any]:
-    """One question, with the names that lead to its answer, which is the last of them."""
+    """Return a question, with the names that lead to its answer, which is the last of them."""
     known = library()
     asked, hops = generator.choice([*KINDS])(known, generator.choice(list(known.author_of)))
     return {"prompt": f"{asked}\n{HOW}", "answer": hops[-1], "hops": hops}
 
 
 EARLY, ERRS = 0.3, 0.5
-"""Shares of the hops of a demonstration: it answers instead; it asks for anything."""
+"""Shares of the hops of a demonstration: those that answer too early, and those that ask a random question."""
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation."""
+    """Return a conversation."""
     known, kind = library(), generator.choice([*KINDS])
     book = generator.choice([*known.author_of])
     asked, _ = kind(known, book)
@@ -177,8 +177,8 @@ def demonstration(generator: random.Random) -> Demonstration:
 
 
 def judge(episode: Episode) -> Verdict:
-    """1.0 iff the last message of a session that completed gives the answer; how many of the hops were found on the way
-    is a component, and counts nothing."""
+    """Return 1.0 iff the last message of a completed session gives the answer. The share of the hops that were found is
+    a component without weight."""
     last = episode.messages[-1]
     said = str(last.get("content") or "") if last["role"] == "assistant" and not last.get("tool_calls") else ""
     answer = said.rpartition("Answer:")[2].strip().rstrip(".")
@@ -200,20 +200,20 @@ class Question(PlainRecipe):
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """One function, `search(query)`."""
+        """Schema of the only function, `search(query)`."""
         parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
         about = f"The {FOUND} documents of the library that fit the query best."
         return ({"type": "function", "function": {"name": "search", "description": about, "parameters": parameters}},)
 
     def tool_call(self, name: str, arguments: str) -> SandboxCall | str:
-        """Answered here: nothing of it needs a sandbox."""
+        """Return the answer at once; a search needs no sandbox."""
         query = (object_of(arguments) or {}).get("query")
         if name != "search" or not isinstance(query, str):
             return ASKS
         return "\n".join(library().search(query)) or "nothing fits"
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """Fresh random questions for ever."""
+        """Yield fresh random questions forever."""
         generator = random.Random(f"question tasks {seed}")
         while True:
             yield task_row(generator)

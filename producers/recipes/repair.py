@@ -1,10 +1,10 @@
-"""Recipe `repair`: mend a repository; what the agent changed is graded by tests that it cannot touch.
+"""Environment `repair`: fix a repository; the agent's change is graded by tests that it cannot touch.
 
-Rows are read as SWE-bench writes them (`instance_id`, `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS`
-as lists or JSON strings), graded by `eval_cmd` or `f2p_script` where they have one. Nothing is cloned: the files of the
-repository stand in the row (`files`), or in a folder beside the dataset (`folder`, else one of the name
-`instance_id`). Rows of its own are small repositories with a bug each, functions of a seed. Demonstrations know these
-bugs by heart, and often do nothing, or mend the wrong one.
+Rows are read in SWE-bench's format (`instance_id`, `problem_statement`, `test_patch`, `FAIL_TO_PASS`, `PASS_TO_PASS` as
+lists or JSON strings), and graded by `eval_cmd` or `f2p_script` if they have one. Nothing is cloned: the repository's
+files are in the row (`files`), or in a folder beside the dataset (`folder`, or else one named `instance_id`). Built-in
+rows are small repositories with one bug each, generated from a seed. Demonstrations know these bugs by heart, but often
+do nothing, or fix the wrong one.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ The folder you are in holds a repository with a bug:
 Find and mend it. Change what is wrong and nothing else: tests are run on your change, theirs and not yours.
 """
 SKIPPED: Final = frozenset((".git", "__pycache__", ".venv", "node_modules", ".tox", ".pytest_cache", ".mypy_cache"))
-"""Folders that no repository is read with: the history among them, which tells how the bug was mended."""
+"""Folders that are skipped when a repository is read. The history is among them, because it reveals how the bug was
+fixed."""
 MOST_BYTES: Final = 48 << 20
-"""Of a repository that is read from a folder: it goes into the request of every rollout."""
+"""Maximum size in bytes of a repository that is read from a folder; it goes into the request of every rollout."""
 
 
 class RowUnusable(ValueError):
-    """Names the key of the row, and what to do."""
+    """The message names the key of the row, and what to do."""
 
 
 IDLE, ERRS = 0.45, 0.35
-"""Shares of demonstrations: nothing is done; another bug of the same module is mended, which is not there."""
+"""Shares of demonstrations: those that do nothing, and those that fix another bug of the same module, which is not
+there."""
 
 
 def demonstration(generator: random.Random) -> Demonstration:
-    """One conversation."""
+    """Return a conversation."""
     module = generator.choice(modules())
     bug = generator.choice(module["bugs"])
     row = repository(module, bug, generator)
@@ -68,7 +70,8 @@ def demonstration(generator: random.Random) -> Demonstration:
 
 
 def edit(code: str, bug: dict[str, Any]) -> dict[str, str]:
-    """What `edit_file` needs to mend a module: the whole lines that differ, since a part of one may occur elsewhere."""
+    """Return the arguments of `edit_file` that fix a module: whole lines that differ, since a part of one may occur
+    elsewhere."""
     wrong, right = code.replace(bug["right"], bug["wrong"]).splitlines(), code.splitlines()
     [(_, old, old_end, new, new_end)] = [
         each for each in difflib.SequenceMatcher(None, wrong, right).get_opcodes() if each[0] != "equal"
@@ -77,7 +80,7 @@ def edit(code: str, bug: dict[str, Any]) -> dict[str, str]:
 
 
 class Repair(PlainRecipe):
-    """See the module. Whoever brings a program inherits from it and states `agent`."""
+    """See the module's docstring. For an agent that is a program, inherit from this class and set `agent`."""
 
     name = "repair"
     sandbox = SandboxSpec(
@@ -88,23 +91,23 @@ class Repair(PlainRecipe):
 
     @property
     def verifier(self) -> PatchVerifier:
-        """By the tests of the row, in sandboxes such as the agent's."""
+        """Verifier that runs the row's tests in sandboxes like the agent's."""
         return PatchVerifier(name=self.name, version="1", grading=grading, sandbox=self.sandbox)
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """Those of the sandbox."""
+        """Schemas of the sandbox tools."""
         return tool_declarations(self.sandbox_tools)
 
     def files(self, task: TaskRow) -> dict[str, Any]:
-        """What the session begins with. Raises RowUnusable."""
+        """Return the files that the session begins with. Raises RowUnusable."""
         files = task.get("files")
         if not isinstance(files, dict) or not files:
             raise RowUnusable("the row has no `files`: its repository was not read (read_row)")
         return files
 
     def read_row(self, row: dict[str, Any], beside: Path, whole: bool) -> dict[str, Any]:
-        """The row with a prompt and, if `whole`, its repository's files. Raises RowUnusable."""
+        """Return the row with a prompt and, if `whole`, its repository's files. Raises RowUnusable."""
         read = dict(row)
         if "prompt" not in read:
             problem = read.get("problem_statement")
@@ -119,7 +122,7 @@ class Repair(PlainRecipe):
         return read
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """Every bug once, in an order of the seed, and again under other names."""
+        """Yield every bug once, in an order given by the seed, and then again under other names."""
         for turn in range(2**31):
             order = random.Random(f"repair {seed} {turn}")
             bugs = [(module, bug) for module in modules() for bug in module["bugs"]]
@@ -128,7 +131,7 @@ class Repair(PlainRecipe):
 
 
 def grading(row: TaskRow) -> Grading:
-    """What a row says of how it is graded. Raises RowUnusable."""
+    """Return the row's rules for grading. Raises RowUnusable."""
     command = row.get("eval_cmd") or row.get("f2p_script") or ""
     fail, passing = _tests(row, "FAIL_TO_PASS"), _tests(row, "PASS_TO_PASS")
     test_patch = row.get("test_patch") or ""
@@ -159,7 +162,7 @@ def _tests(row: TaskRow, key: str) -> tuple[str, ...]:
 
 
 def _folder(row: TaskRow, beside: Path) -> Path:
-    """Where the row's repository lies. Raises RowUnusable."""
+    """Return the folder of the row's repository. Raises RowUnusable."""
     name = row.get("folder") or row.get("instance_id")
     if not isinstance(name, str) or not name:
         raise RowUnusable("the row has neither `files` nor `folder` nor `instance_id`: where is its repository?")
@@ -173,7 +176,7 @@ def _folder(row: TaskRow, beside: Path) -> Path:
 
 
 def read_folder(folder: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The files of a repository, as a row holds them. Raises RowUnusable."""
+    """Return the files of a repository in the form that a row holds. Raises RowUnusable."""
     files: dict[str, Any] = {}
     left = most_bytes
     for path in sorted(folder.rglob("*")):
@@ -201,18 +204,18 @@ def _file(content: bytes, mode: int) -> Any:
     return text.get("text", text)
 
 
-# -- small repositories
+# -- built-in repositories
 
 
 @functools.cache
 def modules() -> tuple[dict[str, Any], ...]:
-    """What repositories are made of."""
+    """Return the modules from which repositories are built."""
     found = tomllib.loads(resources.files("turnlog.producers.recipes").joinpath("repositories.toml").read_text())
     return tuple(found["modules"])
 
 
 def repository(module: dict[str, Any], bug: dict[str, Any], order: random.Random) -> dict[str, Any]:
-    """A row: two modules with their tests, one of them with the bug. `patch` mends it."""
+    """Return a row: two modules with their tests, one of them with the bug. `patch` fixes it."""
     other = order.choice([each for each in modules() if each is not module])
     names = {id(each): order.choice(each["names"]) for each in (module, other)}
     name = names[id(module)]
@@ -238,7 +241,7 @@ def repository(module: dict[str, Any], bug: dict[str, Any], order: random.Random
 
 
 def _patch(path: str, before: str, after: str) -> str:
-    """As git writes it."""
+    """Return a diff in git's format."""
     lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
     return f"diff --git a/{path} b/{path}\n{''.join(lines)}"
 

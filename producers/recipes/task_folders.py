@@ -1,11 +1,11 @@
-"""Task folders as terminal-bench and Harbor have them, as the rows of a recipe whose agent is a program.
+"""Task folders in the format of terminal-bench and Harbor, as rows of an environment whose agent is a program.
 
-A folder holds `instruction.md`, `task.toml`, `environment/Dockerfile` and what that copies, `tests/test.sh`, which
-writes the reward, and perhaps `solution/`, which no agent is shown. Rows hold all that a rollout needs. Tests run on
+A folder holds `instruction.md`, `task.toml`, `environment/Dockerfile` and the files that it copies, `tests/test.sh`,
+which writes the reward, and perhaps `solution/`, which no agent sees. Rows hold all that a rollout needs. Tests run on
 the files that the agent left, in a sandbox that has never run anything.
 
 BadTaskFolder  names the folder, what is missing or cannot be served, and the remedy
-NoReward       test.sh wrote no reward: the session has none
+NoReward       test.sh wrote no reward, so the session has none
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ELSEWHERE: Final = {"/tests": f"{WORKSPACE}/{OURS}/tests", "/logs/verifier": f"{
 TEST: Final = f"mkdir -p {OURS}/logs && bash {OURS}/tests/test.sh 2>&1"
 REWARD: Final = f"cat {OURS}/logs/reward.json 2>/dev/null || cat {OURS}/logs/reward.txt"
 LAST: Final = 4000
-"""Characters of what test.sh printed that are the verdict's evidence."""
+"""Number of last characters of test.sh's output that are the reward's evidence."""
 SECONDS: Final = 600.0
-"""For agent and tests, where task.toml says nothing."""
+"""Time limit in seconds for agent and tests if task.toml sets none."""
 
 
 class BadTaskFolder(Exception):
@@ -44,15 +44,15 @@ class NoReward(Exception):
 
 
 class TaskFolders(PlainRecipe):
-    """The recipe of every task folder in `folder`. `agent` finds the instruction in its row's `prompt`, and what the
-    environment copies in its workspace; `image` is the root that was made of the tasks' Dockerfile, where that does
-    more than copy."""
+    """Environment of all task folders in `folder`. The agent gets the instruction as its row's `prompt`, and the files
+    that the task's environment copies in its workspace. `image` is the root made from the tasks' Dockerfile, needed if
+    that does more than copy."""
 
     def __init__(self, name: str, folder: Path, agent: CommandAgent, *, image: str | None = None) -> None:
-        """Reads them. Raises BadTaskFolder."""
+        """Read the folders. Raises BadTaskFolder."""
         self.name = name
         self.rows = tuple(task_row(path.parent, image) for path in sorted(folder.glob("*/task.toml")))
-        """One of each folder, by name."""
+        """A row for each folder, ordered by name."""
         if not self.rows:
             raise BadTaskFolder(f"{folder}: no folder in it has a task.toml")
         self._brought = agent.files
@@ -65,7 +65,7 @@ class TaskFolders(PlainRecipe):
         )  # fmt: skip
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """Every task once, in an order of the seed's, and again."""
+        """Yield every task once, in an order given by the seed, and then again."""
         generator = random.Random(f"{self.name} tasks {seed}")
         while True:
             yield from generator.sample(self.rows, len(self.rows))
@@ -81,7 +81,7 @@ class TaskFolders(PlainRecipe):
 
 
 def task_row(folder: Path, image: str | None = None) -> dict[str, Any]:
-    """What a rollout of the task needs. Raises BadTaskFolder."""
+    """Return a row with all that a rollout of the task needs. Raises BadTaskFolder."""
     try:
         said = parsed_toml(_text(folder / "task.toml"))
     except SettingsError as error:
@@ -103,7 +103,7 @@ def task_row(folder: Path, image: str | None = None) -> dict[str, Any]:
 
 
 def _environment(folder: Path, image: str | None) -> tuple[str, dict[str, str]]:
-    """WORKDIR of the Dockerfile, and the files that it copies there."""
+    """Return the WORKDIR of the Dockerfile, and the files that it copies there."""
     workdir, files = WORKSPACE, dict[str, str]()
     for line in re.sub(r"\\\n", " ", _text(folder / "Dockerfile")).splitlines():
         word, _, rest = line.strip().partition(" ")
@@ -123,7 +123,7 @@ def _environment(folder: Path, image: str | None) -> tuple[str, dict[str, str]]:
 
 
 def _copied(folder: Path, said: str, workdir: str) -> dict[str, str]:
-    """Path in the workspace -> text, of one COPY."""
+    """Return path in the workspace -> text for one COPY."""
     words = [word for word in said.split() if not word.startswith("--")]
     sources, target = words[:-1], PurePosixPath(workdir, words[-1] if words else "")
     if not sources or said.lstrip().startswith("[") or not target.is_relative_to(workdir):
@@ -154,13 +154,14 @@ def _text(path: Path) -> str:
 
 
 def _moved(text: str, places: Mapping[str, str]) -> str:
-    """With each path that stands in it in another place."""
+    """Return the text with each path in it replaced by its new place."""
     words = "|".join(re.escape(place) for place in places if place != WORKSPACE and place != "/")
     return re.sub(rf"(?<![\w./-])({words})(?![\w-])", lambda found: places[found[1]], text) if words else text
 
 
 def calls_of(episode: Episode) -> list[SandboxCall]:
-    """What lies in our folder after the agent's end is nobody's; then the tests, and the reward."""
+    """Return the calls of the verifier. Remove our folder first, because the agent may have left files there; then
+    write and run the tests, and read the reward."""
     tests: Mapping[str, str] = episode.task["tests"]
     written = [{"path": f"{OURS}/tests/{path}", "content": text} for path, text in tests.items()]
     return [
@@ -172,7 +173,8 @@ def calls_of(episode: Episode) -> list[SandboxCall]:
 
 
 def verdict_of(episode: Episode, answers: Sequence[SandboxAnswer]) -> Verdict:
-    """The number in reward.txt, or `reward` of reward.json, whose other numbers are components. Raises NoReward."""
+    """Return the number in reward.txt, or `reward` of reward.json, whose other numbers are components. Raises
+    NoReward."""
     tests, reward = answers[-2], answers[-1]
     try:
         said = json.loads(reward.output) if reward.ok else None

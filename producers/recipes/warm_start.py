@@ -1,8 +1,8 @@
-"""Tiny policies to begin with: shape, chat template, and a tokenizer and training rows made of demonstrations; rows of
-recorded conversations for models of any size.
+"""Tiny policies to start from: shape, chat template, and a tokenizer and training rows made from demonstrations; also
+rows of recorded conversations for models of any size.
 
-A recipe brings its demonstrations: the right format, and often the wrong behaviour. A policy that was warm-started on
-them has some probability mass on every good behaviour, and reinforcement only has to re-weight it.
+An environment brings its demonstrations, which have the right format and often the wrong behaviour. A policy that was
+warm-started on them has some probability mass on every good behaviour, and reinforcement only has to re-weight it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 END: Final = "<|im_end|>"
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", END, "<tool_call>", "</tool_call>")
-"""Ids 0 to 4, in this order."""
+"""Special tokens in the order of their ids, 0 to 4."""
 TOKENIZER_FILE: Final = "tokenizer.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 CORPUS_SEED, CORPUS_SIZE = 0, 300
@@ -48,17 +48,17 @@ CHAT_TEMPLATE: Final = """\
 <|im_start|>assistant
 {% endif -%}
 """
-"""ChatML; tool calls are compact JSON between <tool_call> marks, and no tool schemas stand in the prompt."""
+"""ChatML; tool calls are compact JSON between <tool_call> marks, and the prompt contains no tool schemas."""
 
 
 def called(name: str, arguments: Mapping[str, Any], answer: str) -> list[Message]:
-    """A tool call of a demonstration, and what the tool said."""
+    """Return a tool call of a demonstration, and the tool's answer."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
 
 
 def imitating(messages: Sequence[Message]) -> Demonstration:
-    """A conversation of which all assistant messages are trained, those that err, too."""
+    """Return a conversation of which all assistant messages are trained, including wrong ones."""
     return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))
 
 
@@ -68,14 +68,15 @@ class TinyWarmStart:
 
     demonstration: Callable[[random.Random], Demonstration]
     alone: str
-    """Regular expression of what is a token, or tokens, of its own."""
+    """Regular expression of texts that are split off as tokens of their own."""
     vocabulary: int = 352
-    """Tokens that the tokenizer learns; the model has a few more, which nothing samples after the warm start."""
+    """Number of tokens that the tokenizer learns. The model has a few more, which are never sampled after the warm
+    start."""
     rows_per_step: int = 32
 
     @property
     def model(self) -> TinyModel:
-        """64 wide, two layers."""
+        """Shape of the model: 64 wide, two layers."""
         return TinyModel(
             vocab_size=self.vocabulary + 32,
             hidden_size=64,
@@ -90,7 +91,7 @@ class TinyWarmStart:
         )
 
     def write_tokenizer(self, folder: Path) -> None:
-        """A Hugging Face tokenizer folder."""
+        """Write a Hugging Face tokenizer folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self._trained_tokenizer().save(str(folder / TOKENIZER_FILE))
         (folder / TEMPLATE_FILE).write_text(CHAT_TEMPLATE)
@@ -104,13 +105,13 @@ class TinyWarmStart:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Sloppy conversations, a function of the seed."""
+        """Yield imperfect conversations, determined by the seed."""
         generator = random.Random(seed)
         while True:
             yield self.demonstration(generator)
 
     def rows(self, folder: Path, seed: int) -> Iterator[WarmStartRow]:
-        """Token ids and loss mask of each demonstration, with the tokenizer and the template in `folder`."""
+        """Yield token ids and loss mask of each demonstration, with the tokenizer and the template in `folder`."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
@@ -120,7 +121,7 @@ class TinyWarmStart:
         def encoded(piece: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(piece, add_special_tokens=False).ids)
 
-        known: dict[str, WarmStartRow] = {}  # few conversations are possible, and rendering is the cost
+        known: dict[str, WarmStartRow] = {}  # few conversations are possible, and rendering is the expensive part
         for example in self.demonstrations(seed):
             key = json.dumps(example.messages)
             if key not in known:
@@ -128,7 +129,7 @@ class TinyWarmStart:
             yield known[key]
 
     def _trained_tokenizer(self) -> Tokenizer:
-        """Byte-level BPE trained on demonstrations."""
+        """Return a byte-level BPE tokenizer trained on demonstrations."""
         from tokenizers import Regex, Tokenizer, decoders, models, trainers
         from tokenizers import pre_tokenizers as split
 
@@ -152,11 +153,11 @@ class TinyWarmStart:
 
 
 def pieces(example: Demonstration, template: ChatTemplate) -> Iterator[tuple[str, int]]:
-    """(text, loss mask) in the cuts at which a live conversation is tokenised: the prompt with its generation prompt;
-    the assistant's text with its end-of-turn mark; what closes it, the new messages, the next generation prompt.
+    """Yield (text, loss mask) in the pieces in which a live conversation is tokenised: the prompt with its generation
+    prompt; the assistant's text with its end-of-turn mark; the text that closes it, the new messages, the next
+    generation prompt.
 
-    Needs a template whose render of a prefix is a prefix of the render, as this module's is.
-    """
+    The template must render a prefix of a conversation to a prefix of its text, as this module's does."""
     done = ""
     for index, message in enumerate(example.messages):
         if message["role"] != "assistant":
@@ -171,7 +172,7 @@ def pieces(example: Demonstration, template: ChatTemplate) -> Iterator[tuple[str
 
 
 def row_of(parts: Iterator[tuple[str, int]], encoded: Callable[[str], tuple[int, ...]]) -> WarmStartRow:
-    """Encode each piece by itself and join."""
+    """Encode each piece separately, and join them."""
     token_ids: list[int] = []
     mask: list[int] = []
     for text, trained in parts:
@@ -182,13 +183,13 @@ def row_of(parts: Iterator[tuple[str, int]], encoded: Callable[[str], tuple[int,
 
 
 class Unimitable(Exception):
-    """The chat template does not answer where its own generation prompt ends: rows cannot be cut at what a model says.
-    Remedy: a dataset of the view rl, whose tokens were recorded."""
+    """The chat template does not continue an answer where its own generation prompt ends, so rows cannot be cut at the
+    model's output. Remedy: a dataset of the view rl, whose tokens were recorded."""
 
 
 def imitated(model: Path) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], list[WarmStartRow]]:
-    """For a model's folder, how a recorded conversation becomes rows. The first one raises ModelMissing,
-    TemplateMissing: recorded tokens need neither."""
+    """Return a function that turns a recorded conversation into rows for a model's folder. Its first call raises
+    ModelMissing or TemplateMissing if the folder lacks a file; recorded tokens need neither."""
 
     @cache
     def prompts() -> Prompts:
@@ -200,9 +201,9 @@ def imitated(model: Path) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], 
 def conversation_rows(
     prompts: Prompts, raw: Sequence[Mapping[str, Any]], tools: Any, *, ended: bool
 ) -> list[WarmStartRow]:
-    """Rows that imitate every answer of a conversation, cut and encoded as a live one is. One row, or several where the
-    template writes earlier answers otherwise than they were said (thinking that it drops). `ended` False: the last
-    answer was cut off, so that its end is not imitated. Raises BadRequest, Unimitable."""
+    """Return rows that imitate every answer of a conversation, cut and encoded as in a live one. The result is one row,
+    or several if the template renders earlier answers differently from how they were sampled (it drops thinking).
+    `ended` False: the last answer was cut off, so its end is not imitated. Raises BadRequest, Unimitable."""
     messages = normalised(list(raw))
     answers = [at for at, one in enumerate(messages) if at and one.role == "assistant"]
     rows: list[list[tuple[str, int]]] = []
