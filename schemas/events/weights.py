@@ -102,6 +102,7 @@ class EngineWeightsLoaded:
     engine_id: str
     url: str
     state: str
+    """State of the engine: starting, serving or released."""
     version: int
     """Weight version served from here on."""
     superseded: tuple[int, ...]
@@ -123,6 +124,7 @@ class EngineWeightsRefused:
     engine_id: str
     url: str
     state: str
+    """State of the engine: starting, serving or released."""
     version: int
     """Weight version that is still served."""
     refused_version: int
@@ -143,6 +145,7 @@ class EngineDraining:
     engine_id: str
     url: str
     state: str
+    """draining, released or silent."""
     version: int
     published: int = -1
     """Newest version on the log when the loader of a released engine saw that the device is lent to the trainer; the
@@ -158,6 +161,7 @@ class EngineGone:
     engine_id: str
     url: str
     state: str
+    """Always gone."""
     version: int
     """Weight version served last."""
     cause: str

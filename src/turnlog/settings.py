@@ -198,7 +198,7 @@ class EngineSettings:
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
     """--dtype of embedded engines; auto takes the type from the model folder."""
     context: Count = 512
-    """Context length of embedded engines in tokens; prompt and output together stay below it."""
+    """Context length of the engines in tokens, passed to embedded ones; prompt and output together stay below it."""
     max_total_tokens: Count = 16384
     """Size of an embedded engine's key-value cache, in tokens."""
     extra_args: tuple[str, ...] = ()
@@ -579,7 +579,7 @@ class ArchiveSettings:
     max_records: Count = 100_000
     """Maximum number of records in one file."""
     max_age_s: Seconds = 600.0
-    """Seconds after the reading of its first record at which a range is closed."""
+    """Maximum age of a range in seconds, from the reading of its first record to its closing."""
     buffer_bytes: Bytes = 256 * 2**20
     """Maximum bytes of all open ranges together; above it the largest one is closed."""
     codec: Literal["deflate", "null"] = "deflate"
