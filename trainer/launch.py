@@ -155,9 +155,8 @@ def meeting_place(port: int, world_size: int, host: str = HOST) -> TCPStore:
     """Return the store where the ranks meet. Port 0 hosts it on a free port."""
     if port:
         return TCPStore(host, port, world_size, is_master=False, wait_for_workers=False)
-    listener = socket.create_server(
-        (host, 0)
-    )  # a listener that the store creates itself would accept on every interface
+    # A listener that the store creates itself would accept connections on every interface.
+    listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -293,7 +292,7 @@ def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterat
         if plan.world_size == 1:
             yield RankZero(learner_of(plan), control, 1)
             return
-        # Keys of the store do not travel between machines: each has its own settings.
+        # Credentials of the object store are not sent between machines: each has its own settings.
         dist.broadcast_object_list([dataclasses.replace(plan, place=None)], src=0, group=control)
         everyone = RankZero(learner_of(plan), control, plan.world_size)
         with heard(*_meeting_address(store), plan.world_size, beat):
