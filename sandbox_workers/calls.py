@@ -45,7 +45,7 @@ class Pending:
     begun: bool = False
     """True once its ToolCallStarted is being written, or is on the log."""
     sent: bool = False
-    """True once its answer is being written: whoever asks again from now on may not see it."""
+    """True once its answer is being written: a client that repeats the request from now on may miss it."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when nothing more will be done about the call."""
     lease_timeout: asyncio.Timeout | None = None

@@ -250,7 +250,7 @@ class Worker:
             session.task = self._tasks.create_task(self._work_off(name, session))
 
     async def _repeat(self, unit: Unit, record: Record, request: ToolCallRequested, pending: Pending | None) -> None:
-        """Publish a stored answer again: whoever asks after it was written did not see it."""
+        """Publish a stored answer again: a client that repeats the request after it was written did not see it."""
         if pending is not None:
             await pending.settled.wait()
         await self._catch_up(unit)

@@ -149,7 +149,7 @@ class Rule:
     host: str
     """A leading dot stands for every name that ends so; empty: every host."""
     port: int | None
-    """0: the scheme's own."""
+    """Port of the host; 0 stands for the scheme's own."""
     paths: tuple[str, str, str]
     """The pattern in each of the three readings of a path."""
     query: str | None

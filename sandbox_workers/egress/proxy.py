@@ -85,7 +85,7 @@ class Proxy:
         self._gateway = gateway
         self._connections: set[asyncio.Task[None]] = set()
         self._idle: dict[asyncio.Task[None], float] = {}
-        """Connections kept alive between two requests, and since when; the longest idle first."""
+        """Time since which each kept-alive connection has been idle; the longest idle first."""
         self._moved = asyncio.Event()
         self.failed: BlobError | ProxyUnusable | None = None
 

@@ -41,7 +41,7 @@ Become = Callable[[Place, dict[str, Any], bytes, int, list[int], int], None]
 
 NOTE_BYTES = 64
 CUT_BYTES = 64
-"""Bytes reserved in each half for the line that marks left-out output."""
+"""Bytes of the last half reserved for the line that marks left-out output."""
 MOST_PARTS = 64
 """Maximum number of parts read from one pipe before anything else is looked at; more than a pipe holds."""
 STREAMS = ("stdout", "stderr")

@@ -127,8 +127,8 @@ class Service:
         }
 
     def serve(self) -> None:
-        """Answer requests until the worker is gone, or has been told that a call changed something that it may not.
-        Always ends with ControlClosed."""
+        """Answer requests until the worker is gone, or has been notified that a call changed something that it may not;
+        then raise ControlClosed."""
         try:
             while True:
                 self._await()

@@ -6,7 +6,8 @@ less than 0.3 ms (/proc/locks and /proc/net/arp take ten). Source: proc(5), sche
 namespaces(7).
 
 A call can change the init's own limits, since prlimit(2) works between processes of one user, and the writable folders
-themselves. If one of them was changed, the sandbox ends and the worker is told which, so that nobody else is blamed."""
+themselves. If one of them was changed, the sandbox ends and the worker is notified which, so that nobody else is
+blamed."""
 
 from __future__ import annotations
 
@@ -273,7 +274,7 @@ def sockets() -> list[str]:
 
 
 class Tampered(ControlClosed):
-    """A call has changed what it may not; the worker has been told, and nothing more is served."""
+    """A call has changed what it may not; the worker has been notified, and nothing more is served."""
 
 
 class Integrity:

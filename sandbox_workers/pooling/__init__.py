@@ -36,7 +36,7 @@ class Pools:
     def __init__(self, pools: dict[str, Pool], *, fallback: bool) -> None:
         self._pools = pools
         self.fallback = fallback
-        """True if bubblewrap was asked for and subprocess stands in for it, as a setting allows."""
+        """True if bubblewrap is configured but does not work, and subprocess replaces it, as a setting allows."""
 
     @classmethod
     @asynccontextmanager
@@ -111,8 +111,8 @@ def known() -> dict[str, EntryPoint]:
 
 
 async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[Provider, bool]:
-    """Open the backend of this machine; the second value tells whether it stands in for bubblewrap, which a setting has
-    to allow. Raises BackendUnavailable."""
+    """Open the backend of this machine. The second value is True if it replaces bubblewrap, which a setting has to
+    allow. Raises BackendUnavailable."""
     if settings.backend not in LOCAL:
         raise BackendUnavailable(
             f"[sandbox] backend = {settings.backend!r} is not one of {', '.join(LOCAL)}; others go into backends"
@@ -128,7 +128,7 @@ async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[P
 
 async def unisolated(settings: SandboxSettings) -> str:
     """Return why tools would run as plain processes on this machine although the settings ask for bubblewrap; empty if
-    bubblewrap works. Takes as long as opening the backend."""
+    bubblewrap works. Starts a sandbox to find out."""
     if settings.backend != "bubblewrap":
         return ""
     try:

@@ -299,7 +299,7 @@ class ContainerSandbox(InitSandbox):
 
 
 async def guarded(sandbox: ContainerSandbox, probe: Command) -> bool:
-    """Return whether a call is kept from the init's descriptors, as Linux does for a process that is not dumpable
+    """Return whether a call is denied access to the init's descriptors, as by Linux for a process that is not dumpable
     (proc_pid_fd(5)); gVisor does not. Call this before any code of an agent has run. Raises SandboxDied."""
     answer = await sandbox.exec(probe, SandboxLimits())
     return answer.exit_code == DENIED
