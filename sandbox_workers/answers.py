@@ -87,25 +87,25 @@ def completed(
 
 
 def unrun(status: ToolStatus, reason: str, text: str = "") -> Execution:
-    """Return the outcome of a call that was not run, or whose end nobody observed."""
+    """Return the execution of a call that was not run, or whose end nobody observed."""
     return Execution(status, reason, None, text.encode(errors="replace"), 0.0, 0.0)
 
 
 def unkept(execution: Execution, error: FileRefused) -> Execution:
-    """Return the outcome of a call that ran but whose files cannot be stored. The session goes on with the files from
+    """Return the execution of a call that ran but whose files cannot be stored. The session goes on with the files from
     before it."""
     return _lost(execution, (ToolStatus.resource_limit, "workspace"), f"the files of this call are not kept: {error}")
 
 
 def ended(execution: Execution, verdict: Verdict) -> Execution:
-    """Return the outcome of a call that took its sandbox down. The session goes on with the files from before it."""
+    """Return the execution of a call that took its sandbox down. The session goes on with the files from before it."""
     keeps = execution.status in (ToolStatus.ok, ToolStatus.tool_error) and not execution.reason
     verdict = verdict if keeps else (execution.status, execution.reason)
     return _lost(execution, verdict, "the call has ended its sandbox: its files and its interpreter are not kept")
 
 
 def without_interpreter(execution: Execution) -> Execution:
-    """Return the outcome of a call that ran again in a new sandbox; the session's interpreter was lost with the old
+    """Return the execution of a call that ran again in a new sandbox; the session's interpreter was lost with the old
     one."""
     return dataclasses.replace(execution, output=execution.output + b"\n" + ENDED)
 

@@ -117,7 +117,7 @@ def wear(streams: list[int]) -> None:
 
 
 def expendable() -> None:
-    """Let programs see our /proc entries, which the init's settings hide, and let the kernel kill us first."""
+    """Let programs see our /proc entries, which are hidden as the init's are, and let the kernel kill us first."""
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     killed_first("self")
 
