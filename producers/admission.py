@@ -158,7 +158,7 @@ class Admission:
         self._positions = list(self._fresh)
         """Position of the next fresh place, by source; they are requested in order."""
         self._drawn: dict[tuple[int, int], int] = {}
-        """(source, row index) -> times drawn."""
+        """(source, row index) -> number of times that the task was drawn."""
         self._latest: dict[Place, tuple[int, str]] = {}
         """Place -> (draw, group) of its latest group."""
         self._visited: dict[tuple[int, int], Place] = {}

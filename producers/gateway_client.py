@@ -121,7 +121,7 @@ class GatewayClientError(Exception):
 
 
 class GatewayUnavailable(GatewayClientError, Unreachable):
-    """Is a gateway running at [gateway] url, and an engine behind it?"""
+    """Remedy: check that a gateway runs at [gateway] url, with an engine behind it."""
 
 
 class EnginesBusy(GatewayUnavailable):

@@ -305,7 +305,7 @@ class Runner:
                 if not acting:
                     self._acting.pop(request.group_id, None)
                 CUT.inc(rollout.was_cut)
-        if owed is not None:  # it stays open, without a slot, so that a slow judge delays no agent
+        if owed is not None:  # it stays open without a slot, so that a slow judge delays no agent
             with SETTLE_S.time():
                 await rollout.settle(owed)
 

@@ -32,7 +32,7 @@ UNBEGUN = "deadline_s"
 
 
 class ToolUnanswered(Exception):
-    """No sandbox worker answered: is one running, and are its slots enough?"""
+    """No sandbox worker answered. Remedy: check that one is running and that it has enough slots."""
 
 
 class NoWorker(ToolUnanswered):
