@@ -68,7 +68,7 @@ class SessionContradicted(SpineError):
 
 
 class UnknownEpoch(SpineError):
-    """SessionFinished names a turn of an epoch that no SessionStarted or SessionAdopted opened."""
+    """SessionFinished names a turn of an ownership term (`epoch`) that no SessionStarted or SessionAdopted opened."""
 
 
 class UnknownTurn(SpineError):

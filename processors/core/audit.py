@@ -329,7 +329,7 @@ class SampleTokens:
 
     def lost(self, left: int) -> Counter[str]:
         """Return the reasons of the tokens that the rollout batch removed from the sample when `left` remained. Tokens
-        behind the length limit are counted first.
+        beyond the length limit are counted first.
         """
         gone = self.trained - left
         return Counter({CUT: min(self.cut, gone), VERSION: gone - min(self.cut, gone)})

@@ -21,7 +21,9 @@ class AutoscaleRules:
     """Bounds and thresholds of the autoscaler."""
 
     least: int
+    """Minimum number of hosted engines."""
     most: int
+    """Maximum number of hosted engines."""
     requests: int
     """Requests per engine above which there are too few engines."""
     after_s: float

@@ -40,14 +40,17 @@ class Engine:
     by: str = ""
     """Author of the last request."""
     hosted: bool = False
+    """Whether the run's supervisor starts it."""
     state: str = ""
     """Reported state: starting | serving | released | draining | silent | gone; empty if its loader has reported
     nothing.
     """
     version: int = -1
+    """Weight version that its loader last reported; -1 if none."""
     cause: str = ""
     """Reason for which it is gone, in words."""
     requests: int = 0
+    """Number of EngineRequested records for it."""
 
     @property
     def leaving(self) -> bool:

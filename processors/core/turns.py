@@ -47,7 +47,7 @@ NO_TOOLS: Final = frozenset({"", *(hashlib.sha256(text).hexdigest() for text in 
 
 
 TurnKey = tuple[str, int]
-"""(epoch, index) of a turn. It hashes ten times faster than a TurnId, and every record is looked up."""
+"""(`epoch`, `index`) of a TurnId. It hashes ten times faster than a TurnId, and every record is looked up."""
 
 
 def key_of(turn: TurnId) -> TurnKey:
@@ -60,16 +60,19 @@ class Kinship:
     """A turn's place in its conversation, according to its TurnCompleted. The messages are not retained."""
 
     base: TurnId | None
+    """Turn whose messages it continues; None for a root."""
     agent_path: str | None
+    """Path that a harness profile assigned; None without one."""
     system_sha256: str
     has_tools: bool
     finish_reason: FinishReason
     aborted: bool
+    """Whether its client was seen disconnected."""
 
 
 def kinship(event: TurnCompleted) -> Kinship:
     """Return a turn's place in its conversation. Raises BaseNotBefore if the base is the turn itself or a later one of
-    its epoch.
+    its ownership term.
     """
     base = event.base_turn
     if base is not None and base.epoch == event.turn.epoch and base.index >= event.turn.index:
@@ -94,12 +97,19 @@ class Tokens:
     """
 
     offset: int
+    """Offset of the snapshot in agent.token-snapshots."""
     parent: Tokens | None
+    """Storage parent; None if the whole prompt is in `delta`."""
     base_len: int
+    """Number of leading tokens taken from the parent's S."""
     delta: Ids
+    """[prompt_len - base_len] int32, the rest of the prompt."""
     output: Ids
+    """[output tokens] int32."""
     logprobs: NDArray[np.float32]
+    """[output tokens] float32."""
     versions: tuple[VersionSpan, ...]
+    """Weight versions of the output; their lengths sum to its length."""
     temperature: float
     logprob_kind: str
     prompt_sha256: str
@@ -162,6 +172,7 @@ class RefusedTokens:
     """A rejected snapshot: only its number of sampled tokens is retained."""
 
     offset: int
+    """Offset of the snapshot in agent.token-snapshots."""
     output_tokens: int
 
 

@@ -242,8 +242,9 @@ Clock = Callable[[], float]
 
 
 class UnitFailed(Exception):
-    """A bug or a lost payload, met at one record: its partition task stops, the others go on. Remedy: fix the fold,
-    restore the object, or request to skip the record (SkipRequested).
+    """A bug or a lost payload, found at one record: its partition task stops, the others continue.
+
+    Remedy: fix the fold, restore the object, or request to skip the record (SkipRequested).
     """
 
     def __init__(self, record: Record, error: Exception) -> None:

@@ -383,7 +383,7 @@ def _agents(app: faust.App, settings: Settings, codec: Codec, tables: dict[str, 
 
     async def keep(stream: Any, table: Any) -> AsyncIterator[None]:
         """Apply the records of a stream to a table, one key per record. Applying a record again, or an older one after
-        a newer, changes nothing that counts.
+        a newer, has no effect.
         """
         async for raw in stream:
             READ.inc(len(raw))

@@ -51,13 +51,21 @@ class DrawRules:
     """The settings on which batches depend."""
 
     prompts_per_draw: int
+    """Number of groups in a rollout batch."""
     updates_per_draw: int
+    """Maximum number of batches, and thus optimizer steps, of a rollout batch."""
     max_lag: int
+    """Largest lag of a trajectory that trains, in weight publications."""
     max_tokens: int
+    """Tokens after which a row is cut."""
     weighting: Weighting
     constant_length: int
+    """L of the weighting `constant`: each token weighs 1 / (trajectories x L)."""
     version_mask: str
+    """Tokens to mask: none | latest_only (those of older versions than the row's newest) | max_lag (those above
+    `max_lag`)."""
     min_valid: int
+    """Number of fresh trajectories below which a group is dropped."""
     whiten: bool = False
     """Whether advantages are whitened over the trained tokens of each batch; the estimator decides."""
 
@@ -83,17 +91,23 @@ class TrimmedSample:
     partition: int
     offset: int
     token_ids: NDArray[np.int32]
+    """[tokens] ids, cut at `max_tokens`."""
     trained: NDArray[np.uint8]
+    """[tokens] 1 where the token trains."""
     logprobs: NDArray[np.float32]
+    """[tokens] the engine's log-probs, 0 where the token was not sampled."""
     advantages: NDArray[np.float64]
     """[tokens] advantages, 0 where not trained; magnitudes beyond the range of float32 saturate."""
     old_cache: NDArray[np.uint8]
+    """[tokens] 1 where the KV cache was filled by other weights than those that sampled the token."""
     trained_tokens: int
+    """Sum of `trained`."""
     temperature: float
     reward: float
     version_min: int
     """Oldest weight version among trained tokens; -1 without trained tokens."""
     version_max: int
+    """Newest weight version among trained tokens; -1 without trained tokens."""
     lag: int
     """Largest lag among trained tokens, in weight publications; 0 without trained tokens."""
     raw: bool
@@ -101,6 +115,7 @@ class TrimmedSample:
     in.
     """
     masked: dict[str, int]
+    """Reason -> number of tokens that the length limit or the version mask removed."""
 
 
 def draw_rules(fold: FoldSettings, batcher: BatcherSettings, methods: Methods = BUILT_IN) -> DrawRules:

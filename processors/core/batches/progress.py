@@ -95,7 +95,7 @@ class WeightChain:
         self._lost: dict[tuple[int, str], list[int]] = {}
         """Versions that are off the chain, by link."""
         self._steps: dict[int, int] = {}
-        """Version -> number of optimizer steps behind its weights, whether it is on the chain or not."""
+        """Version -> optimizer steps taken up to its weights, whether it is on the chain or not."""
 
     def apply(self, event: WeightVersionPublished) -> None:
         """Fold one publication."""
@@ -136,17 +136,18 @@ class WeightChain:
         return max(held.number - version if held.lag(version) == OFF_CHAIN else held.lag(version) for version in wanted)
 
     def step_of(self, version: int) -> int | None:
-        """Return the number of optimizer steps behind a version's weights; None if the current trainer generation has
-        not produced them.
+        """Return the optimizer steps taken up to a version's weights; None if the current trainer generation has not
+        produced them.
         """
         place = self._places.get(version)
         return None if place is None else self._links[place][0]
 
     def is_older(self, version: int, than: int) -> bool:
-        """Whether the weights of `version` are older than those of `than`: fewer optimizer steps are behind them.
+        """Whether the weights of `version` are older than those of `than`, which means that fewer optimizer steps led
+        to them.
 
-        A trainer that went back to a checkpoint publishes old weights under new numbers. Numbers are compared if the
-        steps of either version are not known.
+        A trainer that went back to a checkpoint publishes old weights under new numbers. The numbers are compared if
+        the steps of either version are not known.
         """
         steps = self._steps
         return steps[version] < steps[than] if version in steps and than in steps else version < than
@@ -170,7 +171,7 @@ class WeightChain:
         return self._heads[place] if place <= end else self.newest + place - end
 
     def of_step(self, step: int) -> int | None:
-        """Return the newest version if its weights have `step` optimizer steps behind them, else None."""
+        """Return the newest version if its weights have taken `step` optimizer steps, else None."""
         return self.newest if self.newest is not None and self.step_of(self.newest) == step else None
 
     def _go_back(self, step: int) -> None:

@@ -24,10 +24,15 @@ class BatchRows:
     """
 
     sample_ids: tuple[str, ...]
+    """[n] ids of the SegmentSamples."""
     group_ids: tuple[str, ...]
+    """[n] groups of the rows."""
     session_ids: tuple[str, ...]
+    """[n] sessions of the rows; rows of one session are one trajectory."""
     rollout_index: NDArray[np.int32]
+    """[n] index of the rollout in its group."""
     segment_index: NDArray[np.int32]
+    """[n] index of the segment in its session."""
     lengths: NDArray[np.int32]
     """[n] tokens per row; the sum is T."""
     token_ids: NDArray[np.int32]
@@ -41,10 +46,13 @@ class BatchRows:
     weight_divisor: NDArray[np.int64]
     """[n] inverse weight: each trained token of the row weighs 1 / weight_divisor."""
     temperature: NDArray[np.float32]
+    """[n] sampling temperature; 0 for greedy rows."""
     rewards: NDArray[np.float32]
+    """[n] reward of the row's session, before any transform."""
     version_min: NDArray[np.int32]
     """[n] oldest weight version among the row's trained tokens; -1 without trained tokens."""
     version_max: NDArray[np.int32]
+    """[n] newest weight version among the row's trained tokens; -1 without one."""
     old_cache: NDArray[np.uint8] | None = None
     """[T] 1 where the token was sampled on a KV cache filled by older weights than those that sampled it. None: no
     token was.

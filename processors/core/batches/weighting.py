@@ -1,11 +1,11 @@
 """Loss weights as integers: each trained token of a row weighs 1 / divisor, and the batch's weights add up to 1.
 
-The weightings are described in docs/folds.md: prompt-equal as in DAPO-style per-prompt averaging, `constant` as in Dr.
-GRPO (arXiv 2503.20783).
+docs/folds.md describes the weightings: prompt-equal as in DAPO-style per-prompt averaging, `constant` as in Dr. GRPO
+(arXiv 2503.20783).
 
 Whitening shifts and scales advantages to mean 0 and deviation 1 over the trained tokens of one batch. Every trained
-token counts once, whatever its loss weight (REINFORCE++, arXiv 2501.03262). Mean and variance are exact rationals,
-rounded once: the bits are the same in any order of the rows and however trajectories were cut into segments.
+token has the same influence, whatever its loss weight (REINFORCE++, arXiv 2501.03262). Mean and variance are exact
+rationals, rounded once: the bits are the same in any order of the rows and however trajectories were cut into segments.
 """
 
 from __future__ import annotations
@@ -41,10 +41,15 @@ class Weights:
     """The integers of the manifest, and one divisor per row."""
 
     prompts: int
+    """P, the number of groups."""
     trajectories: int
+    """J, the number of sessions."""
     trained_tokens: int
+    """M, the number of trained tokens."""
     constant_length: int
+    """L of the weighting `constant`; 0 for the others."""
     divisors: tuple[int, ...]
+    """Inverse weight of each trained token, by row."""
 
 
 def weigh(rows: Sequence[LiveRow], weighting: Weighting, constant_length: int) -> Weights:
@@ -115,6 +120,7 @@ class Whitening:
     """Mean and deviation that whitened a batch; both are recorded in its manifest."""
 
     mean: float
+    """Mean of the advantages of all trained tokens."""
     std: float
     """Population deviation; 0 if all advantages are equal."""
 

@@ -244,7 +244,7 @@ class SessionRecords:
         )
 
     def _key(self, turn: TurnId) -> TurnKey:
-        """Return a key that shares one copy of the epoch's name, because thousands of turns have the same."""
+        """Return a key that shares one copy of the ownership term's name, because thousands of turns have the same."""
         return self._epochs.setdefault(turn.epoch, turn.epoch), turn.index
 
 

@@ -376,7 +376,7 @@ def _transformed(reward: float | None, transforms: Sequence[ChosenTransform]) ->
 
 
 def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:
-    """Yield the outputs of a group, with the GroupEmitted behind each score if its fold version has one."""
+    """Yield the outputs of a group, with the GroupEmitted after each score if its fold version has one."""
     for output in outputs:
         yield output
         if isinstance(output, GroupScored):

@@ -57,7 +57,7 @@ class Node:
         return turn
 
     def lines(self) -> Iterator[list[int]]:
-        """Yield per leaf, in order of insertion, the generated turns on the path to it that no earlier line
+        """Yield per leaf, in order of insertion, the generated turns on the path to it that no earlier path
         contains.
         """
         stack, line = [self], list[int]()
@@ -86,7 +86,7 @@ class Drift(Enum):
 
 @dataclass(slots=True)
 class Builder:
-    """Turns of one line whose tokens are one sequence, up to the S of the last one."""
+    """Turns of one path whose tokens are one sequence, up to the S of the last one."""
 
     last: int
     own: list[int]
@@ -142,7 +142,7 @@ def build(turns: Sequence[Turn], line: Sequence[int], threshold: int) -> tuple[l
     """Return the builders of the turns that a leaf is the first to contain, and the turns among them that were
     realigned away.
 
-    Turns further up its line belong to an earlier leaf, so the builders begin without turns of their own.
+    Turns further up its path belong to an earlier leaf, so the builders begin without turns of their own.
     """
     builders: list[Builder] = []
     lost: set[int] = set()
@@ -196,7 +196,7 @@ class Slime:
 
 
 def _routed(turns: Sequence[Turn], masked: dict[int, MaskReason], threshold: int) -> Node:
-    """Return the tree of messages; add the turns that it has no place for to `masked`."""
+    """Return the tree of messages; add unrouted and rewritten turns to `masked`."""
     routes = Routes()
     outputs = [len(turn.tokens.output) for turn in turns]
     for order, turn in enumerate(turns):
