@@ -225,7 +225,7 @@ def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
 
 @contextmanager
 def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iterator[Place]:
-    """Yield the place of a run's checkpoints to a reader; fetched files lie in the folder `beside` while the block
+    """Yield the storage of a run's checkpoints to a reader; fetched files lie in the folder `beside` while the block
     runs.
 
     `archive`: the run's log is the archived one in the object store. Raises NoEndpoints, LogUnavailable,

@@ -261,8 +261,8 @@ def serve_rank(
 ) -> None:
     """Be a rank other than 0 until released; rank 0 sends the plan.
 
-    For `layout`, see `layout_of`. Port 0 means to meet as torchrun's environment says. `place` is the storage of
-    checkpoints, with the settings and the cache of this machine.
+    For `layout`, see `layout_of`. With port 0 the ranks meet as torchrun's environment describes. `place` is the
+    storage of checkpoints, with the settings and the cache of this machine.
     """
     store = meeting_place(port, world_size) if port else None
     if store:

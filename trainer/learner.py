@@ -49,6 +49,7 @@ class StepResult:
     """Result of one step, measured before the weights moved; the same on every rank."""
 
     loss: float
+    """Sum over trained, unmasked tokens of token loss / weight_divisor, plus the auxiliary loss."""
     grad_norm: float
     """Gradient norm before clipping."""
     trained_tokens: int
@@ -59,12 +60,17 @@ class StepResult:
     separately.
     """
     logprob_gap_mean: float
+    """Mean of the same differences."""
     old_cache_tokens: int
+    """Number of trained tokens of rows.old_cache."""
     old_cache_gap_max: float
+    """max |trainer - recorded| log-prob over these."""
     old_cache_gap_mean: float
+    """Mean of the same differences."""
     entropy: float
     """Mean over trained tokens, in nats, at the row's temperature."""
     clip_fraction: float
+    """Share of trained tokens at which the clip decided."""
     masked: int
     """Number of trained_tokens that the objective masked."""
     metrics: Mapping[str, float]
@@ -165,8 +171,9 @@ class Learner:
 
     @mcore.quiet()
     def logprobs(self, rows: BatchRows) -> Floats:
-        """Return log-probs [T] by the current weights, at each row's temperature; 0 where nothing trains. The same on
-        every rank.
+        """Return log-probs [T] float32 by the current weights, at each row's temperature; 0 where nothing trains.
+
+        The result is the same on every rank.
         """
         return logprobs_by(self.policy, rows)
 
@@ -186,7 +193,7 @@ class Learner:
     @mcore.quiet()
     @torch.no_grad()
     def values(self, rows: BatchRows) -> Floats:
-        """Return values [T + n]; see Critic.values."""
+        """Return values [T + n] float32; see Critic.values."""
         assert self._critic is not None, "the learner was made without a critic"
         return self._critic.values(rows)
 

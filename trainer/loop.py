@@ -583,7 +583,7 @@ class Trainer:
         return float(max((self._cursor.step - step for step in oldest if step is not None), default=0))
 
     def _lag(self, manifest: SampleBatchFormed, rows: BatchRows) -> int:
-        """Return the lag of the rows behind the current weights: after a crash it can differ from the manifest's."""
+        """Return how far the rows lag the current weights: after a crash it can differ from the manifest's lag."""
         lag = self._versions.largest_lag(rows.sampled_by(map(int, manifest.lags)))
         if lag > manifest.max_lag:
             log.warning(
@@ -625,7 +625,7 @@ def _masked(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: in
 
 
 def _mean_reward(rows: BatchRows) -> float:
-    """Return the mean reward over trajectories: each session counts once, however many segments it has."""
+    """Return the mean reward over trajectories: each session has the same weight, however many segments it has."""
     _, first = np.unique(np.asarray(rows.session_ids), return_index=True)
     return float(rows.rewards[first].mean()) if len(first) else 0.0
 

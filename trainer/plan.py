@@ -55,19 +55,28 @@ class LearnerOptions:
     expert_parallel: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
+    """Whether layers are computed again for the gradient: none | full."""
     packing: str = "auto"
+    """auto | on | off: whether rows are packed instead of padded."""
     microbatch_tokens: int = 8192
+    """Maximum number of tokens in a microbatch of several rows."""
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    """Gradient norm above which the gradient is scaled down."""
     seed: int = 1234
+    """Seed of initial adapters and random states."""
     dtype: str = "float32"
+    """float32 | bfloat16, of the parameters."""
     lora_rank: int = 0
     """Rank of the low-rank adapters; 0: every weight trains."""
     lora_alpha: float = 32.0
+    """Adapters are scaled by alpha / rank."""
     threads: int = 1
+    """CPU threads of torch per rank."""
     vocabulary_multiple: int = 1
+    """Embedding rows are rounded up to a multiple of this."""
     unrouted_train: bool = True
     """Whether rows of a mixture without recorded experts train; if not, their tokens are masked."""
     reshardable: bool = True
@@ -132,16 +141,20 @@ class LearningPlan:
     steps: int
     """Planned number of optimizer steps of the run."""
     rate: float
+    """Peak learning rate."""
     lowest_ratio: float
+    """Learning rate at the last planned step, as a share of `rate`."""
     recorded: Mapping[str, str]
     """[trainer] settings that decide what is learned, as recorded in checkpoints: name -> JSON."""
     may_change: bool
+    """Whether recorded settings may differ from a checkpoint's ([trainer] allow_changes)."""
     join_s: float
     """Seconds for which ranks wait for one another at the start."""
     launcher: str = "local"
     ray_address: str = "auto"
     ray_placement: str = "PACK"
     schedule: str = "linear"
+    """constant | linear | cosine."""
     warmup: int = 0
     """Number of warm-up steps of the learning rate."""
     value_warmup: int = 0
@@ -292,8 +305,8 @@ def _planned(settings: Settings) -> int:
 
 
 def identified(plan: LearningPlan) -> LearningPlan:
-    """Return the plan with hashes of the frozen weights among the recorded values, so that their content counts and not
-    their path.
+    """Return the plan with hashes of the frozen weights among the recorded values, so that their content is compared
+    instead of their path.
     """
     frozen = {"reference": plan.reference, "teacher": plan.teacher}
     said = {

@@ -29,9 +29,13 @@ class RopeScaling:
     """
 
     factor: float
+    """Factor by which long wavelengths are stretched."""
     low: float
+    """low_freq_factor of config.json."""
     high: float
+    """high_freq_factor of config.json."""
     original: int
+    """original_max_position_embeddings of config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ class VisionShape:
     heads: int
     ffn: int
     channels: int
+    """Color channels of a pixel."""
     patch: int
     """Side of a patch, in pixels."""
     frames: int
@@ -70,13 +75,17 @@ class ModelShape:
     layers: int
     hidden: int
     heads: int
+    """Number of query heads."""
     groups: int
     """Number of key-value heads."""
     head_dim: int
+    """Size of a head."""
     ffn: int
     """Intermediate size of a dense layer."""
     vocabulary: int
+    """Number of token ids."""
     positions: int
+    """max_position_embeddings: the largest number of positions."""
     norm_epsilon: float
     rope_theta: float
     tied: bool
@@ -85,7 +94,9 @@ class ModelShape:
     experts: int = 0
     """Number of experts per layer; 0 if the model is dense."""
     experts_per_token: int = 0
+    """Number of experts that a token is routed to."""
     expert_ffn: int = 0
+    """Intermediate size of an expert."""
     normalized_routing: bool = True
     """Whether the weights of a token's experts sum to 1."""
     vision: VisionShape | None = None
@@ -233,6 +244,7 @@ class Family:
     architecture: str
     """Class of transformers that an exported config.json names."""
     qkv_bias: bool = False
+    """Whether the projections of q, k and v have biases."""
     qk_norm: bool = False
     """Whether RMSNorm is applied to each head of q and k."""
     mixture: bool = False
@@ -246,6 +258,7 @@ class Family:
     rope_theta: float = 10_000.0
     """Default if config.json has no rope_theta."""
     tensors: Callable[[ModelShape], Iterator[Tensor]] = decoder_tensors
+    """Yields the tensors of a model."""
 
 
 ELSEWHERE = ("quantization_config", "compression_config", "transformers_weights")

@@ -445,7 +445,7 @@ class Difference:
     base: int
     """Number of that version."""
     files: Mapping[str, str]
-    """Files in the folder of the newer weights, to be published in place of their tensors; empty if they are no
+    """Files in the folder of the newer weights, to be published instead of their tensors; empty if they are no
     smaller.
     """
     unchanged: Mapping[str, float]

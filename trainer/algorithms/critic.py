@@ -1,9 +1,8 @@
-"""PPO's critic: a separate model that starts as a copy of the policy and predicts, before each trained token, the
-reward that its episode still earns.
+"""PPO's critic: a separate model that predicts, before each trained token, the reward that its episode still earns.
 
-It has its own parameters instead of a head on the policy: what it learns in its warm-up and in further updates of a
-batch changes no token's probability, its gradient does not enter the policy's norm, and the policy's step is that of
-the algorithms without a critic. The price is a second model with its optimizer.
+It starts as a copy of the policy and has its own parameters instead of a head on the policy: what it learns in its
+warm-up and in further updates of a batch changes no token's probability, its gradient does not enter the policy's norm,
+and the policy's step is that of the algorithms without a critic. The price is a second model with its optimizer.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Critic:
         self.network = TrainedNetwork(shape, weights, options, values=True)
 
     def values(self, rows: BatchRows) -> NDArray[np.float32]:
-        """Return values [T + n]: per row V before each trained token, 0 elsewhere, and then V after its last trained
-        token.
+        """Return values [T + n] float32: per row V before each trained token, 0 elsewhere, then V after its last trained token.
 
         The result is the same on every rank.
         """

@@ -24,14 +24,19 @@ class CriticRules:
     """The critic's settings of [trainer] (turnlog.learning_settings)."""
 
     discount: float = 1.0
+    """Gamma, per token."""
     smoothing: float = 1.0
     """Lambda of generalised advantage estimation."""
     whiten: bool = True
+    """Whether advantages are whitened over the trained tokens of the batch."""
     bootstrap: bool = False
     """Whether the value after a truncated trajectory is the critic's prediction instead of 0."""
     rate: float = 1e-5
+    """Learning rate of the critic."""
     clip: float = 0.2
+    """Clip range of values around their previous ones; 0: no clipping."""
     updates: int = 1
+    """Updates of the critic per batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Lesson:
 def credited(
     rows: BatchRows, values: NDArray[np.float32], truncated: NDArray[np.bool_], penalty: Column, rules: CriticRules
 ) -> tuple[NDArray[np.float32], Lesson]:
-    """Return (advantages [T], training data of the critic).
+    """Return (advantages [T] float32, training data of the critic).
 
     `values` [T + n] is the result of Critic.values, `truncated` [n] flags truncated trajectories, and `penalty` [T] is
     subtracted from the reward at each token. The reward is read from the last trained token's advantage, which is its

@@ -1,8 +1,8 @@
-"""Log-probs of a batch's tokens without training: of the policy before a rollout batch's first update, the frozen
-reference, and a teacher.
+"""Log-probs of a batch's tokens without training, by the policy, the frozen reference or a teacher.
 
-A teacher is a separate model, of any family and size whose layers the ranks can shard like the policy's. It has no
-gradient and no optimizer, and stays in host memory between its passes, one per rollout batch.
+The policy's log-probs are those before a rollout batch's first update. A teacher is a separate model, of any family and
+size whose layers the ranks can shard like the policy's. It has no gradient and no optimizer, and stays in host memory
+between its passes, one per rollout batch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from turnlog.trainer.shape import ModelShape, read_shape
 
 @torch.no_grad()
 def logprobs_by(network: Network, rows: BatchRows) -> Floats:
-    """Return log-probs [T] of the trained tokens, at each row's temperature, over the network's own vocabulary; 0
-    elsewhere.
+    """Return log-probs [T] float32 of the trained tokens, at each row's temperature; 0 elsewhere.
 
-    The result is the same on every rank. Collective.
+    They are over the network's own vocabulary and the same on every rank. Collective.
     """
     forward = _LogProbs(network.shape.vocabulary, len(rows.token_ids))
     network.run(warm(rows), forward, forward_only=True)

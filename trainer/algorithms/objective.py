@@ -1,8 +1,8 @@
-"""The objective of a step: an algorithm's loss, weighted by importance, with divergence and entropy terms; and the
-token columns that it reads beside those of the rows.
+"""The objective of a step: an algorithm's loss, weighted by importance, with divergence and entropy terms.
 
-Columns are computed from whole batches, on every rank alike. The sum over a trajectory is therefore the same number
-however its segments are spread over microbatches and ranks, and in whatever order.
+It also computes the token columns that the loss reads beside those of the rows. Columns are computed from whole
+batches, on every rank alike. The sum over a trajectory is therefore the same number however its segments are spread
+over microbatches and ranks, and in whatever order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Results of a rollout batch's forward passes for one batch: log-probs [T], 0 where nothing trains."""
+    """Results of a rollout batch's forward passes for one batch: log-probs [T] float32, 0 where nothing trains."""
 
     proximal: Floats | None = None
+    """Log-probs by the weights before the rollout batch's first update."""
     reference: Floats | None = None
+    """Log-probs by the frozen reference."""
     teacher: Floats | None = None
+    """Log-probs by the teacher."""
     values: Floats | None = None
     """[T + n], the result of Critic.values."""
     truncated: NDArray[np.bool_] | None = None
@@ -62,11 +65,17 @@ class Columns:
     """Old log-probs. None: the recorded ones or, with `old_is_current`, the current ones."""
     old_is_current: bool = False
     reference: torch.Tensor | None = None
+    """Log-probs of the reference."""
     teacher: torch.Tensor | None = None
+    """Log-probs of the teacher."""
     trajectory_gap: torch.Tensor | None = None
+    """Sum of current - old log-probs over the trajectory's trained tokens."""
     trajectory_tokens: torch.Tensor | None = None
+    """Number of the trajectory's trained tokens, at least 1."""
     importance: torch.Tensor | None = None
+    """Logarithm of the trajectory's importance weight."""
     lesson: Lesson | None = None
+    """Training data of the critic."""
     auxiliary: torch.Tensor | None = None
     """Weight of each token in the auxiliary loss."""
 
@@ -136,19 +145,28 @@ class PolicyGradient:
     """The objective that the [trainer] settings describe (turnlog.learning_settings, which also checks them)."""
 
     clip_low: float = 0.2
+    """Ratios are clipped to at least 1 - clip_low."""
     clip_high: float = 0.2
+    """Ratios are clipped to at most 1 + clip_high."""
     _: KW_ONLY
     dual_clip: float = 0.0
+    """Factor of the dual clip for negative advantages (arXiv 1912.09729); 0: off."""
     algorithm: Algorithm = BUILT_IN["grpo"]
     numbers: tuple[float, ...] = ()
+    """Arguments of the algorithm."""
     logprobs: str = "recorded"
+    """recorded | recomputed: which log-probs ratios are taken against."""
     importance: str = "none"
+    """Weighting of old against recorded log-probs: none | truncated | masked."""
     importance_level: str = "token"
+    """token | product | geometric: the weight of each token, or the product or geometric mean over its trajectory."""
     importance_low: float = 0.0
     importance_high: float = 2.0
     kl: str = "none"
+    """Estimator of the divergence from the reference: none | k1 | k2 | k3."""
     kl_coefficient: float = 0.0
     kl_in: str = "loss"
+    """loss | reward: where the divergence is charged."""
     entropy_coefficient: float = 0.0
     critic: CriticRules | None = None
     teacher: float | None = None

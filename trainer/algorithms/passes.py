@@ -1,5 +1,5 @@
-"""Utilities for forward passes on Megatron's ranks: swapping in frozen weights, gathering a column of all ranks, and
-the entropy with a gradient.
+"""Utilities for forward passes on Megatron's ranks: frozen weights in place of the trained ones, columns gathered from
+all ranks, and the entropy with a gradient.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, 
 def _loading(directory: Path) -> Iterator[None]:
     """Convert errors of reading a checkpoint to CheckpointDamaged; they come from files without checksums.
 
-    It is raised on every rank, because torch tells all of them what one has found.
+    It is raised on every rank, because torch reports the failure of one rank to all of them.
     """
     try:
         yield

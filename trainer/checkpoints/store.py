@@ -241,7 +241,8 @@ def checkpoints_directory(settings: Settings) -> Path:
 
 
 async def store_place(role: Role, cache: Path, *, owned: bool = False) -> StorePlace:
-    """Return the place of the checkpoints of the role's run in its store. If `owned`, the store is told whose they are.
+    """Return the storage of the checkpoints of the role's run. If `owned`, the run's ownership is recorded in the
+    store.
 
     Raises the errors of `folder_of`.
     """

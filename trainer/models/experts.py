@@ -51,7 +51,7 @@ def unrouted(rows: BatchRows) -> NDArray[np.bool_]:
 def routed(
     rows: BatchRows, experts: NDArray[Any], shape: ModelShape, recorded: NDArray[np.bool_] | None = None
 ) -> RoutedRows:
-    """Return rows with experts; `recorded` [n] tells which rows have some, None means all.
+    """Return rows with experts; `recorded` [n] flags the rows that have some, None means all.
 
     Raises ExpertsUnfit for ids that are not `experts_per_token` different experts of the model in every layer.
     """
