@@ -35,9 +35,9 @@ class Critic:
         self.network = TrainedNetwork(shape, weights, options, values=True)
 
     def values(self, rows: BatchRows) -> NDArray[np.float32]:
-        """Return values [T + n] float32: per row V before each trained token, 0 elsewhere, then V after its last trained token.
+        """Return values [T + n] float32, the same on every rank.
 
-        The result is the same on every rank.
+        Each row has V before each of its trained tokens, 0 at the others, and then V after its last trained token.
         """
         longer = _with_an_end(rows)
         forward = _Values(len(longer.token_ids))
