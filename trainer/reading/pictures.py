@@ -38,8 +38,8 @@ async def with_pictures(
 ) -> BatchRows:
     """Return the rows of a batch with their images. `model` is the folder with the processor's settings.
 
-    Raises BlobError, LogError, and ImagesUnfit for an image that cannot be read or that takes another number of tokens
-    than its sample says.
+    Raises BlobError, LogError, ExpertsUnfit if a sample is not where the manifest says, and ImagesUnfit for an image
+    that cannot be read or that takes another number of tokens than its sample says.
     """
     named = await samples_of(manifest, log, events)
     refs = {one.image.sha256: one.image for sample in named for one in sample.images}
