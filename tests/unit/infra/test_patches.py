@@ -195,12 +195,17 @@ CHEATS = {
         f"setsid sh -c \"while :; do cat >test_calc.py <<'E'\n{PASSES}E\nsleep 0.1; done\" >/dev/null 2>&1 &"
     ),
     "a forged report": f"cat >>calc.py <<'E'\nprint('{FORGED}')\nE\n",
+    "a fake pytest that is a link": (
+        f"mkdir evil; cat >evil/__init__.py <<'E'\n{EXITS}E\ncp evil/__init__.py evil/__main__.py; "
+        "for name in pytest _pytest pluggy unittest; do ln -s evil $name; done"
+    ),
     "rights": "chmod 000 test_calc.py; chmod 555 .",
 }
 
 
 @pytest.mark.parametrize(
-    "case", [case if n % 3 == 0 else pytest.param(case, marks=pytest.mark.long) for n, case in enumerate(CHEATS)]
+    "case",
+    [case if n % 3 == 0 or n > 14 else pytest.param(case, marks=pytest.mark.long) for n, case in enumerate(CHEATS)],
 )
 async def test_an_agent_that_cheats_does_not_win_and_does_not_void_its_verdict(sandboxes: Grounds, case: str) -> None:
     ways = [BY_TESTS]
@@ -210,6 +215,11 @@ async def test_an_agent_that_cheats_does_not_win_and_does_not_void_its_verdict(s
         found = await sandboxes.judged(VERIFIER, {"grading": way}, FILES, acts=CHEATS[case])
         assert found.value == 0.0, found.evidence
         assert found.evidence["outcome"] in ("unresolved", "empty")
+
+
+async def test_a_plain_file_with_the_name_of_a_module_stays(sandboxes: Grounds) -> None:
+    found = await sandboxes.judged(VERIFIER, {"grading": BY_TESTS}, FILES, acts=f"{MENDS}; touch code pluggy token")
+    assert (found.value, found.evidence["restored"]) == (1.0, [])
 
 
 async def test_an_agent_that_mends_and_cheats_is_graded_by_what_it_mended(sandboxes: Grounds) -> None:
