@@ -461,7 +461,9 @@ async def verdict(loop: Loop, *, pruned: bool = False) -> dict[str, Any]:
     numbers = Counter(event.version for event in found[topics.WEIGHTS.name])
     twice = sum(count - 1 for many in (used, Counter(derived), numbers) for count in many.values())
     wanted = loop.settings.feeder.draws
-    due = enumerate(sorted(batch.batch_index for batch in formed if batch.draw_index < wanted), start=1)
+    # The trainer counts what it has trained: for a draw that left nothing to train, it takes one more at the end.
+    draws = set(sorted({batch.draw_index for batch in formed})[:wanted])
+    due = enumerate(sorted(batch.batch_index for batch in formed if batch.draw_index in draws), start=1)
     skipped = sum(have != want for have, want in zip_longest(((step.step, step.batch_index) for step in taken), due))
     back = went_back(found[topics.ENGINES.name])
     archive = ("--from", "archive")
