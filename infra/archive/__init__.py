@@ -2,7 +2,8 @@
 and a Log that reads them, so that every reader of topics works on an archive without Kafka and without a registry.
 
 Names are functions of the contents, so that the successor of a killed writer writes the same names again:
-  archive/NAME/topics.json                                          topics and their partition counts
+  archive/NAME/topics.json                                          the first topics and their partition counts
+  archive/NAME/topics/T.json                                        the partition count of any other topic
   archive/NAME/schemas/ID.json                                      a registered schema: {"subject", "schema"}
   archive/NAME/topic=T/partition=P/START-END.avro                   records of [START, END)
   archive/NAME/index/T/P/START-END.json                             an ArchivedRange: written after its file
@@ -55,6 +56,13 @@ from turnlog.schemas.events import ALL
 from turnlog.settings import Settings
 
 JSON = "application/json"
+FIRST_TOPICS = frozenset({
+    "agent.sessions", "agent.token-snapshots", "agent.tool-calls", "agent.tool-results", "agent.turns", "dead-letters",
+    "engine-status", "group-requests", "group-scores", "runs", "sample-batches", "sample-scores", "segment-samples",
+    "tasks", "train-steps", "turn-trees", "weight-versions",
+})  # fmt: skip
+"""The topics that topics.json may name. An archiver of schema release v7 or older refuses an archive whose topics.json
+names a topic that it does not know, so later topics have an object each, which it does not read."""
 
 
 class ArchiveError(LogError):
@@ -120,6 +128,9 @@ class ArchiveIndex:
             self.topics = json.loads(await self._blobs.get_named(f"{self.root}/topics.json"))
         except BlobMissing:
             self.topics = {}
+        for name in await self._blobs.names(f"{self.root}/topics/"):
+            topic = name.rpartition("/")[2].removesuffix(".json")
+            self.topics[topic] = json.loads(await self._blobs.get_named(name))
         spans: dict[Partition, list[Span]] = {}
         for name in await self._blobs.names(f"{self.root}/index/"):
             topic, number, range_name = name.removeprefix(f"{self.root}/index/").split("/")
@@ -138,14 +149,18 @@ class ArchiveIndex:
 
     async def put_topics(self, topics: Mapping[str, int]) -> None:
         """Write the topics and their partition counts. Raises ArchiveDamaged if they differ from the archived ones."""
-        if any(self.topics[name] != topics.get(name) for name in self.topics):
+        known = [name for name in self.topics if name in FIRST_TOPICS or name in topics]  # the others a newer one wrote
+        if any(self.topics[name] != topics.get(name) for name in known):
             raise ArchiveDamaged(
                 f"{self.root} holds topics {self.topics}, the log has {dict(topics)}: give this log an [archive] name "
                 "of its own"
             )
-        if self.topics != topics:
-            self.topics = dict(topics)
-            await self._put("topics.json", self.topics)
+        added = topics.keys() - self.topics.keys()
+        for topic in sorted(added - FIRST_TOPICS):
+            await self._put(f"topics/{topic}.json", topics[topic])
+        if added & FIRST_TOPICS:
+            await self._put("topics.json", {topic: n for topic, n in topics.items() if topic in FIRST_TOPICS})
+        self.topics |= topics
 
     async def put_schema(self, schema_id: int, schema: Mapping[str, Any]) -> None:
         """Store a schema. To be called before the first file that needs it is stored."""
