@@ -126,6 +126,8 @@ async def torture(settings: Settings, *, orders: int, seed: int) -> int:
         "TURNLOG_TRAINER_CHECKPOINT_EVERY": str(CHECKPOINT_EVERY),
         "TURNLOG_TRAINER_LEARNING_RATE": "8e-4", "TURNLOG_TRAINER_DTYPE": "float32",  # whatever a release takes
         "TURNLOG_TRAINER_DUAL_CLIP": "3.0",
+        # The older release comes to a linear schedule's floor at 90 % of the run, the newer one at its end.
+        "TURNLOG_TRAINER_LEARNING_RATE_SCHEDULE": "constant",
     }  # fmt: skip
     upgrades, blobs, story = Upgrades(settings, previous(), env), S3Blobs(settings.store), Story()
     async with begun(upgrades) as (events, registry), events.log.appender() as appender:
@@ -167,7 +169,12 @@ def main() -> int:
             engine=replace(settings.engine, urls=(f"http://{HOST}:{free_ports(1)[0]}",)),
             feeder=replace(settings.feeder, draws=BATCHES * (1 + 4 * arguments.kills)),
             trainer=replace(
-                settings.trainer, threads=1, checkpoint_every=CHECKPOINT_EVERY, learning_rate=8e-4, dtype="float32"
+                settings.trainer,
+                threads=1,
+                checkpoint_every=CHECKPOINT_EVERY,
+                learning_rate=8e-4,
+                dtype="float32",
+                learning_rate_schedule="constant",
             ),
         )
         return asyncio.run(torture(settings, orders=arguments.kills, seed=arguments.seed))

@@ -419,7 +419,7 @@ def test_single_roles_are_recreated_and_never_held_by_a_budget(documents: list[D
     roles = {document["metadata"]["name"]: document for document in documents if document["kind"] == "Deployment"}
     budgets = {document["metadata"]["name"] for document in documents if document["kind"] == "PodDisruptionBudget"}
     for name, document in roles.items():
-        single = name in ("turnlog-batcher", "turnlog-feeder")
+        single = name in ("turnlog-archive", "turnlog-batcher", "turnlog-feeder")
         assert (document["spec"]["strategy"]["type"] == "Recreate") is single, name
         assert (name not in budgets) is single, name
 

@@ -8,7 +8,7 @@
 {{- if and $role.enabled $role.single (gt (int (default 1 $role.replicas)) 1) }}
 {{- fail (printf "roles.%s.replicas is %v: two would fence each other; one is enough" $name $role.replicas) }}
 {{- end }}
-{{- $units := ternary $settings.kafka.groups $settings.kafka.rollouts (has $name (list "assembler" "archive" "views")) }}
+{{- $units := ternary $settings.kafka.groups $settings.kafka.rollouts (has $name (list "assembler" "views")) }}
 {{- if and $role.autoscale $role.autoscale.enabled }}
 {{- if gt (int $role.autoscale.max) (int $units) }}
 {{- fail (printf "roles.%s.autoscale.max is %v, and only %v partitions can be shared (settings.kafka.groups, rollouts)" $name $role.autoscale.max $units) }}
