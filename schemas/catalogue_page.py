@@ -25,11 +25,11 @@ registry's subject is the record's short name (`TurnCompleted`). Arrays of numbe
 |---|---|---|---|
 """
 RULES = """
-## What holds for every record
+## Rules for every record
 
-**Headers.** `record`: the record's short name, so that a reader may pass over what it does not need. `writer`: instance
-of the role that wrote it. `output_tokens`, on TokenSnapshot alone: how many ids `output_ids` holds, in decimal digits.
-When it was written stands in Kafka's timestamp, not in the body.
+**Headers.** `record`: the record's short name, so that a reader can skip what it does not need. `writer`: the
+instance of the role that wrote it. `output_tokens`, only on TokenSnapshot: the number of ids in `output_ids`, in
+decimal digits. The time of writing is Kafka's timestamp; it is not in the body.
 
 **Ids** are 32 hex digits, the first half of sha256 over canonical JSON: an array of strings and integers, in UTF-8,
 without spaces, nothing escaped that JSON does not demand. The rollout_id of a group's first rollout is the beginning
@@ -48,7 +48,7 @@ done begin at 1: `step`, and `attempt` of a tool call.
 **Tool calls and turns.** `TurnCompleted.response.tool_calls[].id` is the `call_id` of ToolCallRequested, -Started and
 -Completed. The `new_messages` of the turn that goes on hold the answer under that `tool_call_id`.
 
-**Fields that many records have**, where a record says nothing else of them:
+**Fields that many records have**, unless a record documents them itself:
 
 | field | |
 |---|---|
@@ -86,21 +86,21 @@ IDS = {
 }
 """Id -> the array that it is the digest of (schemas.ids)."""
 SHARED = {
-    "event_id": "Of this record.",
-    "run_id": "Of the run.",
-    "task_id": "Of a row of the dataset.",
-    "group_id": "Of the rollouts of one task that were drawn together.",
-    "rollout_id": "Of one attempt of the policy at a task.",
-    "session_id": "Of one execution of a rollout; a retry is a new session.",
-    "call_id": "Of one tool call.",
-    "sample_id": "Of one training row.",
+    "event_id": "Id of this record.",
+    "run_id": "Id of the run.",
+    "task_id": "Id of the task, which is a row of the dataset.",
+    "group_id": "Id of the group: the rollouts of one task that were drawn together.",
+    "rollout_id": "Id of the rollout: one attempt of the policy at a task.",
+    "session_id": "Id of the session: one execution of a rollout. A retry is a new session.",
+    "call_id": "Id of the tool call.",
+    "sample_id": "Id of the training row.",
     "floor": "End offset of the group's agent.sessions partition, read before the rollout was admitted.",
-    "settings_sha256": "As in RunConfigured.",
-    "fold_version": "As in RunConfigured.",
+    "settings_sha256": "Hash of the recorded settings, as in RunConfigured.",
+    "fold_version": "Version of the fold rules, as in RunConfigured.",
     "worker": "Name of the sandbox worker.",
-    "engine_id": "Of the engine; one at a time has it.",
-    "url": "Where the engine is reached.",
-    "state": "starting, serving, draining or gone.",
+    "engine_id": "Id of the engine. No two engines have the same id at the same time.",
+    "url": "URL of the engine.",
+    "state": "starting, serving, released, draining, silent or gone.",
     "version": "Weight version served; -1 before the first.",
 }
 """Meaning of a field in every record that does not document it itself."""

@@ -21,20 +21,20 @@ UNITS = ("seconds", "bytes", "tokens", "records", "versions")
 HEAD = """\
 # Metrics
 
-Every process serves these in Prometheus' text format at `/metrics` of its health address (`TURNLOG_HEALTH_PORT`),
-those of the modules that it runs. A unit is the last word of a name; where it is none, things are counted. Histograms
-add `_bucket`, `_sum` and `_count`, summaries `_sum` and `_count`. No label holds a session, a group of rollouts, a
-call, an address or what an agent wrote: their number would have no bound. Alerts on them are in
-[runbook.md](runbook.md). This page is generated (`make docs`).
+Every process serves the metrics of the modules that it runs, in the text format of Prometheus, at `/metrics` of its
+health address (`TURNLOG_HEALTH_PORT`). The last word of a name is its unit; a name without a unit counts things.
+Histograms add `_bucket`, `_sum` and `_count`, and summaries `_sum` and `_count`. No label holds a session, a group,
+a call, an address or text of an agent, because their number would have no bound. [runbook.md](runbook.md) has the
+alerts on these metrics. This page is generated (`make docs`).
 """
 OF_EVERY_ROLE = """
-## Of every role
+## Common to all roles
 
-What waits for a role is `turnlog_role_lag_records` of those that commit how far they are, and
-`turnlog_log_unread_records` of each; `turnlog_log_bytes_total` is what it reads and writes. `turnlog_role_restarts` is
-counted by the supervisor of `turnlog up`, and by whoever else sets `TURNLOG_RESTARTS`; Kubernetes counts for itself
-(`kube_pod_container_status_restarts_total` of kube-state-metrics), and there the gauge stays 0. Stages, in
-`turnlog_stage_seconds`, beside the histograms of gateway and sandbox worker:
+`turnlog_log_unread_records` counts the records that a role has not read yet, and `turnlog_role_lag_records` those
+that a role has not committed. `turnlog_log_bytes_total` counts the bytes that it reads and writes.
+`turnlog_role_restarts` is set by the supervisor of `turnlog up`, or by anyone who sets `TURNLOG_RESTARTS`. On
+Kubernetes it stays 0, because kube-state-metrics counts restarts (`kube_pod_container_status_restarts_total`).
+`turnlog_stage_seconds` measures these stages, beside the histograms of the gateway and the sandbox worker:
 
 """
 STAGES = "STAGE_S"

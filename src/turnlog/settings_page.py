@@ -23,18 +23,25 @@ from turnlog.settings import FOLD_SECTIONS, Settings, declarations
 HEAD = """\
 # Settings
 
-One TOML file (`--settings FILE`), then `TURNLOG_SECTION_KEY` from the environment, which wins. Unknown keys, other
-variables that begin with `TURNLOG_`, other types and values out of range are errors. Lists are separated by commas in
-the environment, or are JSON: `'["GET,HEAD https://mirror.example/*"]'`. The run's effective settings are kept in
-`runs/ID/settings.toml`. This page is generated (`make docs`).
+Settings come from one TOML file (`--settings FILE`) and from environment variables `TURNLOG_SECTION_KEY`, which
+win. Unknown keys, unknown variables that begin with `TURNLOG_`, wrong types and values out of range are errors. In
+the environment, a list is separated by commas or is JSON: `'["GET,HEAD https://mirror.example/*"]'`. The effective
+settings of a run are stored in `runs/ID/settings.toml`. This page is generated (`make docs`).
 
-What concerns one process stands beside them: `TURNLOG_LOG_LEVEL` (INFO), `TURNLOG_LOG_FORMAT` (text, or json: an object
-a line), `TURNLOG_HEALTH_PORT` (not served) on `TURNLOG_HEALTH_HOST` (127.0.0.1), `TURNLOG_INSTANCE` (a name that stays
-the same over restarts; role, host and process id), `TURNLOG_RESTARTS` (how often it was started anew, for its metrics;
-0), `TURNLOG_ENGINE_INDEX` (a loader's engine of `[engine] urls`; 0).
+These variables concern one process and are no settings:
 
-A secret, marked so below, may stand in a file instead: `TURNLOG_SECTION_KEY_FILE` names it. One line break at its end
-is cut; a file that changes is read again without a restart.
+| variable | default | |
+|---|---|---|
+| `TURNLOG_LOG_LEVEL` | INFO | Level of the log. |
+| `TURNLOG_LOG_FORMAT` | text | Format of the log: `text`, or `json` for one object per line. |
+| `TURNLOG_HEALTH_PORT` | not served | Port of the health endpoint. |
+| `TURNLOG_HEALTH_HOST` | 127.0.0.1 | Address of the health endpoint. |
+| `TURNLOG_INSTANCE` | role, host and process id | Name that stays the same over restarts. |
+| `TURNLOG_RESTARTS` | 0 | How often the process was restarted, for its metrics. |
+| `TURNLOG_ENGINE_INDEX` | 0 | Which engine of `[engine] urls` a loader serves. |
+
+A secret, marked as such below, may be stored in a file that `TURNLOG_SECTION_KEY_FILE` names. One line break at its
+end is removed. A file that changes is read again without a restart.
 """
 
 
@@ -63,9 +70,9 @@ def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
 CHART_HEAD = """\
 # The Helm chart of turnlog {version}
 
-{description}. Kubernetes {kubernetes}. [docs/kubernetes.md](../../../../docs/kubernetes.md)
-installs, changes and strikes it. An unknown value is refused (`values.schema.json`), and so are values that contradict
-each other. This page is generated from [values.yaml](values.yaml) (`make docs`).
+{description}. Kubernetes {kubernetes}. [docs/kubernetes.md](../../../../docs/kubernetes.md) installs, changes and
+strikes it. An unknown value is refused (`values.schema.json`), and so are values that contradict each other. This
+page is generated from [values.yaml](values.yaml) (`make docs`).
 
 ```console
 helm install turnlog infra/deploy/helm/turnlog --namespace rl --values values.yaml --wait
@@ -131,10 +138,15 @@ def _section(name: str, kind: type) -> str:
     for field in dataclasses.fields(kind):
         default = "*secret*" if not field.repr and field.default else f"`{_toml(field.default)}`"
         secret = [] if field.repr else ["Secret."]
-        about_it = " ".join([said[field.name], *secret, *(_remark(note) for note in notes(hints[field.name]))]).strip()
+        remarks = filter(None, map(_remark, notes(hints[field.name])))
+        about_it = " ".join([said[field.name], *secret, *remarks]).strip()
         rows.append(f"| `{field.name}` | {default} | {_cell(legal(hints[field.name]))} | {_cell(about_it)} |\n")
-    kept = "" if name not in FOLD_SECTIONS else " A run keeps them for life, but for those marked operational."
-    return f"\n## [{name}]\n\n{about}{kept}\n\n| key | default | takes | |\n|---|---|---|---|\n" + "".join(rows)
+    kept = (
+        "" if name not in FOLD_SECTIONS else " They are fixed for the life of a run, except those marked operational."
+    )
+    return f"\n## [{name}]\n\n{about}{kept}\n\n| key | default | takes | what it does |\n|---|---|---|---|\n" + "".join(
+        rows
+    )
 
 
 def _remark(note: object) -> str:
@@ -144,8 +156,8 @@ def _remark(note: object) -> str:
     if not isinstance(note, Since):
         return ""
     if note.before == OWN:
-        return f"Recorded since release {note.release}; before it each role went by its own."
-    return f"Since release {note.release}; before it {_toml(note.before)}."
+        return f"Recorded since release {note.release}; before it, each role used its own setting."
+    return f"Since release {note.release}; before it, {_toml(note.before)}."
 
 
 def _cell(text: str) -> str:
