@@ -219,9 +219,14 @@ class Play:
     async def run(self) -> None:
         """A runner, started again where it ended for want of a gateway or a broker."""
         while True:
-            async with self.stage.running() as (runner, _):
-                await asyncio.wait({runner})
-                assert isinstance(runner.exception(), GatewayUnavailable | LogUnreachable), runner
+            try:
+                async with self.stage.running() as (runner, _):
+                    await asyncio.wait({runner})
+                    assert isinstance(runner.exception(), GatewayUnavailable | LogUnreachable), runner
+            except LogUnreachable:
+                if was_killed():  # while it could not commit
+                    return
+                raise
 
     async def serve(self) -> None:
         """A gateway, started again where it ended for want of a broker."""
@@ -231,6 +236,8 @@ class Play:
                     await asyncio.Event().wait()
             except* LogUnreachable:
                 self.ends["gateway"] += 1
+            if was_killed():
+                return
 
     async def reap(self) -> None:
         """The reaper of an assembler, started again in the same way."""
@@ -239,6 +246,8 @@ class Play:
                 await self._reap()
             except* LogUnreachable:
                 self.ends["assembler"] += 1
+            if was_killed():
+                return
 
     async def _reap(self) -> None:
         stage, clock = self.stage, asyncio.get_running_loop().time
@@ -289,6 +298,12 @@ class Play:
         [score] = scored
         index = {ids.rollout_id("g", number): number for number in range(len(SUMS))}
         return {index[one.rollout_id]: Decided(one.outcome, one.reward, one.advantage) for one in score.rollouts}
+
+
+def was_killed() -> bool:
+    """Whether the current task was cancelled, whatever else it met on its way out."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @asynccontextmanager
@@ -347,6 +362,10 @@ def test_without_an_outage_some_solve_their_task_and_some_are_too_slow(undisturb
 @example([Outage("broker", 32, 50)])
 @example([Outage("runner", 30, 200), Outage("engine", 40, 250)])
 @example([Outage("runner", 12, 1.5 * SILENCE_S)])
+@example([
+    Outage("sandbox", 0, 2), Outage("broker", 48, 212), Outage("gateway", 67, 20), Outage("gateway", 85, 248),
+    Outage("runner", 56, 2078),
+])  # fmt: skip
 def test_no_outage_changes_rewards_outcomes_or_advantages(
     calc_model: Path, tmp_path: Path, undisturbed: dict[int, Decided], outages: list[Outage]
 ) -> None:
