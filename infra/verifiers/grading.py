@@ -142,21 +142,22 @@ def grade(source: str, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         changed = _paths(DIFF)
         restored = {path for path in changed if path in guarded or protected(path, asked["protected"])}
-        shadows = {path for path in changed if _shadows(path)} - restored
-        originals = {path: _state(os.path.join(REPOSITORY, path)) for path in restored | shadows | guarded}
+        restored |= {path for path in changed if _shadows(path)}
+        linked = {path for path in changed if _shadows(path, is_link=True)} - restored
+        originals = {path: _state(os.path.join(REPOSITORY, path)) for path in restored | linked | guarded}
         git("apply", "--whitespace=nowarn", os.path.abspath(DIFF), cwd=REPOSITORY)
-        harmless = set(filter(_is_no_module, shadows))
+        plain = {path for path in linked if not os.path.islink(os.path.join(REPOSITORY, path))}
     except GitFailed as error:
         return {"unapplicable": str(error)}
     try:
-        for path in sorted(originals.keys() - harmless):
+        for path in sorted(originals.keys() - plain):
             _restore(REPOSITORY, path, originals[path])
         if asked["test_patch"]:
             git("apply", "--whitespace=nowarn", tests, cwd=REPOSITORY)
         found = _run(source, asked, folder)
     except (GitFailed, OSError, ValueError) as error:
         return {"crashed": f"{type(error).__name__}: {error}"}
-    return {**found, "restored": [_shown(path) for path in sorted((restored | shadows) - harmless)[:PATHS]]}
+    return {**found, "restored": [_shown(path) for path in sorted((restored | linked) - plain)[:PATHS]]}
 
 
 def _paths(diff: str) -> list[str]:
@@ -209,22 +210,22 @@ def protected(path: str, patterns: list[str]) -> bool:
     return False
 
 
-def _shadows(path: str) -> bool:
-    """Whether the path may be a new module, outside of any package, that is imported in place of one that a test run
-    needs. Call this before the diff is applied; afterwards `_is_no_module` tells which of these paths are harmless."""
+def _shadows(path: str, *, is_link: bool = False) -> bool:
+    """Whether the path would be a new module, outside of any package, that is imported in place of one that a test run
+    needs. Call this before the diff is applied. `is_link`: whether to take the path for a link, which may lead to a
+    package; that shows only afterwards."""
     parts = path.split("/")
     for depth, part in enumerate(parts):
         folder = os.path.join(REPOSITORY, *parts[:depth])
-        if not os.path.lexists(os.path.join(folder, part)):
-            name = part.partition(".")[0]
-            wanted = name in SHADOWS or name in sys.stdlib_module_names
-            return wanted and not os.path.exists(os.path.join(folder, "__init__.py"))
+        if os.path.lexists(os.path.join(folder, part)):
+            continue
+        name = part.partition(".")[0]
+        return (
+            (name in SHADOWS or name in sys.stdlib_module_names)
+            and (depth < len(parts) - 1 or "." in part or is_link)
+            and not os.path.exists(os.path.join(folder, "__init__.py"))
+        )
     return False
-
-
-def _is_no_module(path: str) -> bool:
-    """Whether a new path is a plain file without a suffix, which Python does not import. A link may name a package."""
-    return "." not in path.split("/")[-1] and not os.path.islink(os.path.join(REPOSITORY, path))
 
 
 def _state(path: str) -> tuple[str, Any, int]:
