@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import json
 import re
@@ -44,13 +45,16 @@ IRREGULAR = frozenset(IRREGULAR_WORDS.split())
 NOT_PARTICIPLES = frozenset({"embed", "feed", "need", "proceed", "red", "seed", "speed", "succeed"})
 
 
-def modules(folder: str) -> Iterator[tuple[Path, str, ast.Module]]:
+@functools.cache
+def modules(folder: str) -> list[tuple[Path, str, ast.Module]]:
     """(path, source, tree) of each module in a folder of the repository, without the links to others."""
+    found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         inside = path.relative_to(ROOT / folder).parts
         if not any((ROOT / folder).joinpath(*inside[:depth]).is_symlink() for depth in range(1, len(inside))):
             source = path.read_text()
-            yield path, source, ast.parse(source)
+            found.append((path, source, ast.parse(source)))
+    return found
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -76,7 +80,7 @@ def is_participle(name: str) -> bool:
     return bare in IRREGULAR or bool(PARTICIPLE.fullmatch(name) and bare not in NOT_PARTICIPLES)
 
 
-def statements_of(path: Path, tree: ast.Module) -> int:
+def statements_of(tree: ast.Module) -> int:
     """Lines of code in a module: those that a statement other than a docstring covers."""
     lines = set[int]()
     for node in ast.walk(tree):
@@ -107,7 +111,7 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
             total["lines"] += source.count("\n")
             total["comments"] += comments(source)
             if path.name == "__init__.py":
-                total["init_over_40"] += statements_of(path, tree) > 40
+                total["init_over_40"] += statements_of(tree) > 40
             for line, text in docstrings(tree):
                 word = opening(text)
                 total["docstrings"] += 1
