@@ -40,9 +40,14 @@ async def log(settings: Settings) -> AsyncIterator[KafkaLog]:
 
 
 async def give_more(settings: Settings, *topics: str) -> None:
+    """Give each topic four partitions, and return once the broker's own metadata show them."""
+    names = [f"{settings.kafka.prefix}{topic}" for topic in topics]
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka.bootstrap)
     await admin.start()
-    await admin.create_partitions({f"{settings.kafka.prefix}{topic}": NewPartitions(4) for topic in topics})
+    await admin.create_partitions({name: NewPartitions(4) for name in names})
+    async with asyncio.timeout(PATIENCE_S):
+        while {len(topic["partitions"]) for topic in await admin.describe_topics(names)} != {4}:
+            pass  # the broker answers the request before its metadata have changed
     await admin.close()
 
 
@@ -75,7 +80,7 @@ async def test_a_role_says_on_readyz_that_a_topic_has_got_more_and_writes_as_bef
         await give_more(settings, SESSIONS.name)
         async with asyncio.timeout(PATIENCE_S):
             while (said := await _look(looked_at)) is None:
-                pass  # the broker's own metadata take a moment
+                pass  # the role looks at its own copy of the metadata, which is renewed every half second
         assert "agent.sessions has 4 partitions, the settings say 2" in said
         after = [await appender.append(SESSIONS.name, bytes([key]), b"v") for key in range(16)]
         assert [place for place, _ in after] == [place for place, _ in before]
