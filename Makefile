@@ -22,7 +22,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 2
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
+.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,8 +38,8 @@ test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small c
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 endif
 
-test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, of each of which it holds a smaller one (longer than it)
-	@$(BIN)/python -m pytest -m long $(IN_WORKERS)
+test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, and all property tests with 1,000 examples (hours)
+	@TURNLOG_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -m "long or hypothesis" $(IN_WORKERS)
 
 test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
 	@tests/fresh.sh
@@ -59,8 +59,10 @@ screenshots: $(ENVIRONMENT)  ## the pictures of docs/dashboard.md, taken by thei
 templates: $(ENVIRONMENT)  ## rewrite the table of chat templates in docs/harnesses.md, of the packages in locks/templates.txt
 	@TURNLOG_WRITE_TEMPLATES=1 $(BIN)/python -m pytest -q -m long tests/integration/test_real_templates.py -k table
 
-check: $(ENVIRONMENT)  ## format, lint, types, import floors, unit tests
+lint: $(ENVIRONMENT)  ## format, lint, types, import layers
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+check: lint  ## make lint, then the unit tests
 	@$(BIN)/python -m pytest -q tests/unit
 
 bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line each on stdout

@@ -53,6 +53,7 @@ MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if P
 """Everybody's folders."""
 USERS = ("alice",)
 """Of the secured broker, beside one of each role's name."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of a run share the cores
 _unlisted: list[str] = []
 _of_workers: dict[str, list[str]] = {}
 """What the workers of pytest-xdist found at their ends, where the tests run in several."""
@@ -76,10 +77,11 @@ def pytest_configure(config: pytest.Config) -> None:
     temporary.mkdir()
     own.chmod(0o711)
     temporary.chmod(0o1777)
-    hypothesis.settings.register_profile(
-        "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    examples = int(os.environ.get("TURNLOG_TEST_EXAMPLES", "25"))
+    hypothesis.settings.register_profile(  # how long an example takes depends on what else the machine does
+        "any machine", max_examples=examples, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
-    hypothesis.settings.load_profile("any machine")  # how long an example takes says who else is at work here
+    hypothesis.settings.load_profile("any machine")
     if worker or not config.option.basetemp:
         config.option.basetemp = str(own / "pytest")
     if worker:  # sandboxes of its runs have host users of their own

@@ -224,7 +224,7 @@ def main() -> int:
 def pytest_configure() -> None:
     """A run repeats the one before; an example that fails need not be a short one."""
     hypothesis.settings.register_profile(
-        "mutants", hypothesis.settings.get_profile("any machine"), derandomize=True, database=None, max_examples=25,
+        "mutants", hypothesis.settings.get_profile("any machine"), derandomize=True, database=None, max_examples=100,
         phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
     )  # fmt: skip
     hypothesis.settings.load_profile("mutants")

@@ -85,6 +85,8 @@ class Stage:
     """The worker says that it begins with a call, as real ones do."""
     executed: Counter[str] = dataclasses.field(default_factory=Counter)
     blobs: MemoryBlobs = dataclasses.field(default_factory=MemoryBlobs)
+    runner: asyncio.Task[None] | None = None
+    """The runner that was started last."""
 
     async def request(
         self,
@@ -132,9 +134,11 @@ class Stage:
         return found
 
     async def finished(self, sessions: int, seconds: float = 60) -> list[SessionFinished]:
-        """Wait for so many SessionFinished."""
+        """Wait for so many SessionFinished; raises what the last runner died of, if it did."""
         async with asyncio.timeout(seconds):
             while len(found := await self.said(SessionFinished)) < sessions:
+                if self.runner is not None and self.runner.done() and not self.runner.cancelled():
+                    self.runner.result()
                 await self.broker.changed(1)
         return found
 
@@ -162,7 +166,7 @@ class Stage:
         log = MemoryLog(self.broker)
         async with EventLog.open(log, self.registry, writer="runner") as events:
             role = Role("runner", instance, settings or self.settings, log, events, self.blobs, Health("runner"))
-            task = asyncio.create_task(runner.main(role))
+            task = self.runner = asyncio.create_task(runner.main(role))
             try:
                 yield task, log
             finally:

@@ -144,7 +144,7 @@ class House:
         return {name.rpartition("/")[2] for name in self.blobs._names("") if "blobs/" in name}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_nothing_reachable_goes_and_everything_else_goes_within_two_graces(data: st.DataObject) -> None:
     house, dies = House(), 0

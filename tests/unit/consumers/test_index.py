@@ -326,7 +326,6 @@ def between(low: float | None, value: float | None, high: float | None) -> bool:
     return (low is None or low <= value) and (high is None or value <= high)
 
 
-@settings(max_examples=150, deadline=None)
 @given(wanted=FILTERS, effort=EFFORTS, sort=st.sampled_from(SORTS), descending=st.booleans(), limit=st.integers(1, 9))
 def test_however_pages_are_found_they_give_every_session_that_passes_once_in_order(
     varied: tuple[Path, list[dict[str, Any]], dict[str, set[str]]], wanted: SessionFilter, effort: Effort, sort: str,

@@ -26,7 +26,7 @@ def session(story, turns, short: int):
 
 
 @given(turns=st.lists(TURNS, min_size=1, max_size=6))
-@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+@settings(deadline=None, phases=[Phase.generate])
 def test_a_chain_is_cut_as_the_tree_of_its_tokens_cuts_it(story, turns) -> None:
     assert session(story, turns, 0).bodies == session(story, turns, 1).bodies
 

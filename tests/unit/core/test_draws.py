@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.processors.core.batches.draws import (
@@ -409,7 +409,6 @@ def shares(batch: FormedBatch) -> dict[str, Fraction]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
 @given(drawing=draws())
 def test_whatever_is_cut_masked_or_dropped_books_and_weights_add_up(
     drawing: tuple[list[ReadableGroup], int, dict[str, object]],
@@ -433,7 +432,6 @@ def test_whatever_is_cut_masked_or_dropped_books_and_weights_add_up(
         assert batch.max_lag <= rules["max_lag"]  # type: ignore[operator]
 
 
-@settings(max_examples=50, deadline=None)
 @given(drawing=draws(), rng=st.randoms(use_true_random=False))
 def test_every_batch_is_formed_again_from_its_manifest_bit_by_bit(
     drawing: tuple[list[ReadableGroup], int, dict[str, object]], rng: random.Random

@@ -26,7 +26,7 @@ CENTRED = sorted(name for name, estimator in BUILT_IN.estimators.items() if esti
 OPTIONS = EstimatorOptions()
 AS_IT_IS = ("reinforce", "reinforce_pp", "none")
 """No baseline of the group: the advantage is the reward (reinforce_pp is whitened in the batcher)."""
-brief = settings(max_examples=40, deadline=None)
+brief = settings(deadline=None)
 SIXTY_FOURTHS = st.integers(-512, 512).map(lambda number: number / 64)
 """Rewards whose sums are exact, so that only the estimator's own rounding shows."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.processors.core import ExpertRowsDoNotCover
@@ -103,7 +103,6 @@ def told(story, turns, blobs):
     return record
 
 
-@settings(max_examples=150, deadline=None)
 @given(turns=sessions(), policy=st.sampled_from(POLICIES))
 def test_every_segment_of_every_route_has_the_rows_that_its_engine_computed(story, turns, policy) -> None:
     blobs = {}
@@ -122,7 +121,6 @@ def test_every_segment_of_every_route_has_the_rows_that_its_engine_computed(stor
             assert set(sampled_by.tolist()) == {span.turn.index}
 
 
-@settings(max_examples=100, deadline=None)
 @given(turns=sessions(gaps=True), policy=st.sampled_from(POLICIES))
 def test_a_segment_with_a_turn_that_has_no_rows_has_none_and_says_so(story, turns, policy) -> None:
     blobs = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.sessions import bad_days
@@ -151,7 +151,6 @@ def step(manifest: SampleBatchFormed, *, skips: bool) -> StepCompleted:
     )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 100_000))
 def test_on_bad_days_every_level_adds_up_to_what_the_fold_said(seed: int) -> None:
     books = told(seed).books()

@@ -109,7 +109,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(st.lists(MESSAGES, min_size=2, max_size=8))
 def test_two_messages_are_one_here_if_and_only_if_they_are_at_the_gateway(many):
     here, there = [message(one) for one in many], [at_the_gateway(one, "messages") for one in many]

@@ -134,7 +134,7 @@ def written(words):
     return [dict(zip(("role", "content"), word.split(" "), strict=True)) for word in words]
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(st.integers(0, 2**40), st.sampled_from([0, 1, 2, 3, 100]))
 def test_samples_agree_with_the_description_token_by_token(story, seed, threshold):
     rng = Random(seed)

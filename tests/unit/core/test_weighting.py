@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.processors.core.batches.rows import BatchRows
@@ -133,7 +133,6 @@ def test_weights_that_only_sum_to_one_are_not_enough() -> None:
         check_rows(replace(columns(ROWS, weights), weight_divisor=skewed), weights, Weighting.prompt)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
         st.builds(LiveRow, st.sampled_from("pqr"), st.sampled_from("stuv"), st.integers(1, 9)), min_size=1, max_size=9

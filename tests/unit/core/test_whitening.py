@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from turnlog.processors.core.batches.weighting import EPSILON, Whitening, whitening
 
-brief = settings(max_examples=50, deadline=None)
+brief = settings(deadline=None)
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 
 

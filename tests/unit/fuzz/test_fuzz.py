@@ -41,7 +41,7 @@ from turnlog.settings import Settings, SettingsError, load
 from turnlog.trainer.weights import write_tensors
 
 pytestmark = pytest.mark.long
-often = settings(max_examples=2000, suppress_health_check=list(HealthCheck))
+often = settings(suppress_health_check=list(HealthCheck))
 GOLDEN = Path(__file__).parents[2] / "golden"
 IDS = {name: number for number, name in enumerate(ALL, 1)}
 THEIRS = 77_777
@@ -253,7 +253,7 @@ def test_every_version_of_an_environment_passes_a_filter_or_not(version: str, as
     assert filters.expired(Environment(name="e", version=version)) in (None, "expire_before")
 
 
-@settings(max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(schema=KINDS, body=st.binary(max_size=40))
 def test_a_reader_of_the_log_parks_what_it_cannot_decode(schema: Any, body: bytes) -> None:
     async def read() -> None:

@@ -576,7 +576,7 @@ BODY = st.fixed_dictionaries(
 )
 
 
-@fuzzing(FUZZED, max_examples=40)
+@fuzzing(FUZZED)
 @given(BODY.map(lambda value: json.dumps(value).encode()))
 async def test_no_request_is_our_failure(rig: Any, body: bytes) -> None:
     session = await rig.open(f"rollout-{next(ROLLOUTS)}")

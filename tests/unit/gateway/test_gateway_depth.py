@@ -70,7 +70,7 @@ def said(place: str, depth: int, kind: str) -> tuple[bytes, int]:
 
 
 @fuzzing(
-    max_examples=40, deadline=None, database=None, derandomize=True,
+    deadline=None, database=None, derandomize=True,
     phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(

@@ -35,7 +35,7 @@ LIMIT = 64 * 1024
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 ROLLOUTS = itertools.count()
 FUZZED = fuzzing(
-    max_examples=100, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    deadline=None, database=None, derandomize=True, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import avro.io
 import fastavro
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
@@ -113,7 +113,6 @@ def test_the_same_records_give_the_same_bytes() -> None:
 VALUES = st.one_of(st.binary(max_size=40), st.sampled_from([CODEC.encode(event) for event in events()]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(VALUES, st.binary(max_size=9), st.integers(1, 1 << 40)), min_size=1, max_size=30),
     st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=5)), max_size=3),

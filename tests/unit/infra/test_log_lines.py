@@ -66,7 +66,7 @@ def test_a_tracebacks_lines_stand_below_its_record(log: tuple[logging.Logger, io
     assert all(line.startswith("  ") and line.isprintable() for line in rest)
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(st.text())
 def test_any_text_is_one_printable_line(text: str) -> None:
     assert escaped(text).isprintable()

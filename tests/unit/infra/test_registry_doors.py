@@ -93,7 +93,7 @@ PATHS = st.one_of(
 
 
 @fuzzing(
-    max_examples=300, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+    deadline=None, database=None, derandomize=True, phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(PATHS, BODIES)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.infra.recipes import OVER, Episode, Played, Recipe, played
@@ -76,7 +76,6 @@ def test_what_a_model_writes_wrong_is_told_to_it(arguments: str, said: str) -> N
 
 
 @given(st.lists(ACTIONS, max_size=12), st.data())
-@settings(max_examples=50)
 def test_whoever_goes_on_stands_where_the_last_one_stood(actions: list[str], data: st.DataObject) -> None:
     answered = data.draw(st.integers(0, len(actions)))
     whole, part = Played(House(TASK)), played(RECIPE, TASK, conversation(actions, answered))

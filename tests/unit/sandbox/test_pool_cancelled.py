@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.memory_backend import Memory, MemorySandbox
@@ -227,7 +227,6 @@ async def crowd(steps: list[Step]) -> None:
     await among.ends()
 
 
-@settings(max_examples=200, deadline=None)
 @given(STEPS)
 def test_a_crowd_of_callers_never_meets_and_always_gets_what_was_promised(steps: list[Step]) -> None:
     asyncio.run(crowd(steps))

@@ -126,7 +126,7 @@ def parts_of(text: bytes, cuts: list[int]) -> list[bytes]:
     return [text[first:last] for first, last in itertools.pairwise(places)]
 
 
-@settings(max_examples=400, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(
     text=st.binary(max_size=40).map(lambda raw: bytes(b"ab\n\n"[byte % 4] for byte in raw)),
     cuts=st.lists(st.integers(0, 40), max_size=6),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.infra.blobs import MemoryBlobs
@@ -135,7 +135,6 @@ def edit(tree: HeldTree, what: str, parts: list[str], content: bytes, mode: int)
         tree.file(path, tree.contents[path], mode)
 
 
-@settings(max_examples=40, deadline=None)
 @given(chain=st.lists(st.tuples(EDITS, st.booleans(), st.booleans()), min_size=1, max_size=5), stamped=st.booleans())
 async def test_every_snapshot_of_a_chain_restores_to_the_tree_that_it_was_taken_from(
     chain: list[tuple[list[tuple[str, list[str], bytes, int]], bool, bool]], stamped: bool

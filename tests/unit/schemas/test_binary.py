@@ -76,7 +76,7 @@ def test_a_generated_pair_agrees_with_fastavro_on_every_record(name: str, data: 
 
 
 @given(data=st.data(), name=st.sampled_from(["TokenSnapshot", "TurnTreeAssembled", "SampleBatchFormed", "DeadLetter"]))
-@settings(max_examples=500, deadline=None, phases=[Phase.generate])
+@settings(deadline=None, phases=[Phase.generate])
 def test_what_a_generated_reader_takes_fastavro_takes_alike(name: str, data: st.DataObject) -> None:
     body = bytearray(by_fastavro(data.draw(values(ALL[name]))))
     for _ in range(data.draw(st.integers(1, 4))):

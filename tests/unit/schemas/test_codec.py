@@ -119,7 +119,6 @@ class TestFuzz:
     """Bytes from anywhere raise SchemaError or decode; nothing else comes out."""
 
     @given(schema_id=st.integers(0, len(ALL)), body=st.binary(max_size=300))
-    @settings(max_examples=600, deadline=None)
     def test_random_bodies(self, schema_id: int, body: bytes) -> None:
         self._decodes_or_refuses(struct.pack(">bI", 0, schema_id) + body)
 
@@ -128,7 +127,6 @@ class TestFuzz:
         self._decodes_or_refuses(data)
 
     @given(data=st.data(), name=st.sampled_from(["TokenSnapshot", "TurnTreeAssembled", "SegmentSample", "DeadLetter"]))
-    @settings(max_examples=300, deadline=None)
     def test_a_record_with_a_few_bytes_changed(self, data: st.DataObject, name: str) -> None:
         encoded = bytearray(CODEC.encode(data.draw(EVENTS[name])))
         for _ in range(data.draw(st.integers(1, 4))):

@@ -25,7 +25,7 @@ def levels(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(levels, inner), default=0)
 
 
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(VALUES, st.booleans(), st.sampled_from([None, 1]))
 def test_any_json_is_as_deep_as_its_arrays_and_objects_are_nested(
     value: Any, ascii_only: bool, indent: int | None
@@ -42,7 +42,7 @@ def held(value: Any) -> int:
     return 1 if inner is None else 1 + (sum(map(held, inner)) if inner else 1)
 
 
-@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(VALUES, st.booleans())
 def test_any_json_holds_as_many_values_as_are_in_it(value: Any, ascii_only: bool) -> None:
     raw = json.dumps(value, ensure_ascii=ascii_only).encode(errors="surrogatepass")

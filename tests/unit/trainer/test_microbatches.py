@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.trainer.microbatches import microbatches
@@ -50,7 +50,6 @@ def test_rows_stay_in_canonical_order_within_a_microbatch(lengths: list[int], ra
     assert all(batch == tuple(sorted(batch)) for rank in microbatches(lengths, ranks, limit) for batch in rank)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 3))
 def test_the_fullest_rank_has_at_most_a_third_more_tokens_than_the_best_deal_there_is(
     lengths: list[int], ranks: int

@@ -39,7 +39,7 @@ async def test_any_bytes_are_answered_or_refused_and_the_connection_ends(
     async with serving(allow=("GET http://origin.test:*/public/*",), requests=100_000, timeout_s=1.0) as served:
         origin = f"http://origin.test:{served.origin.port}".encode()
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(deadline=None, suppress_health_check=list(HealthCheck))
         @given(REQUESTS)
         def sent(data: bytes) -> None:
             """From a thread, so that one event loop serves every example."""

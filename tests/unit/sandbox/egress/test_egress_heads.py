@@ -54,7 +54,7 @@ def cut(content: bytes, places: set[int]) -> list[bytes]:
     return [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-@settings(max_examples=150, deadline=None, database=None, derandomize=True)
+@settings(deadline=None, database=None, derandomize=True)
 @given(
     st.sets(st.integers(0, len(HEAD) - 1)), st.sampled_from(["", "\n", "\r", "\r\n x"]), st.integers(5, len(HEAD) - 6)
 )
