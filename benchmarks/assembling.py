@@ -15,7 +15,7 @@ from turnlog.infra.log import Log, Partition, partition_of
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.settings import Settings
 
 
@@ -38,9 +38,11 @@ async def write_groups(
 async def assemble(log: Log, events: EventLog, settings: Settings) -> float:
     """Seconds from the assignment of the units until everything is folded and committed."""
     plan, units = assembler_plan(Configured.today(settings), settings.assembler), range(settings.kafka.groups)
-    runner = Runner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    runner = AssemblerRunner(plan, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
     ends = await log.end_offsets([Partition(topic, unit) for topic in INPUTS for unit in units])
-    member = log.group_reader(plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance="bench")
+    member = log.group_reader(
+        plan.group, INPUTS, assigned=runner._on_assigned, revoked=runner._on_revoked, instance="bench"
+    )
     async with member as reader:
         while len(runner.units) < len(units):
             await runner.turn(reader)

@@ -31,7 +31,7 @@ from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import events
 from turnlog.infra.roles import fleet
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.run_folder import kept_secret, read_endpoints, read_state
 from turnlog.processors.core.fleet import SERVING
@@ -163,7 +163,7 @@ def of_newcomer(event: object, kind: type) -> bool:
 async def began(settings: Settings) -> None:
     """The run's first version is published, and its engine serves it."""
     folder = Path(settings.model.path)
-    async with opened("bench", settings) as role:
+    async with open_role("bench", settings) as role:
         await configure(role)
         weights = {name: tensor.float() for name, tensor in read_weights(folder).items()}
         await role.events.append(await version(weights, 0, role.blobs, folder, run_id=settings.run.id))
@@ -173,7 +173,7 @@ async def began(settings: Settings) -> None:
 
 async def measured(settings: Settings) -> int:
     """Print the line; the exit status."""
-    async with opened("bench", settings) as role:
+    async with open_role("bench", settings) as role:
         rounds = [await one_round(role, number) for number in range(ROUNDS)]
     value = max(each["beyond"] for each in rounds)
     return told(id="E1", value=value, unit="s", goal=GOAL_S, met=value <= GOAL_S, detail={"rounds": rounds})

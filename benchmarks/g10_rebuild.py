@@ -18,7 +18,7 @@ from row import say, size, told
 
 from tests.fakes.sessions import Shape
 from turnlog.consumers.archiver import flush
-from turnlog.consumers.replay.verify import Verdict, run
+from turnlog.consumers.replay.verify import ReplayResult, run
 from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -60,7 +60,7 @@ async def bare(log: Log) -> tuple[float, int]:
     return time.perf_counter() - started, size
 
 
-async def timed(role: Role) -> tuple[float, float, Verdict]:
+async def timed(role: Role) -> tuple[float, float, ReplayResult]:
     """Seconds of one replay, by the clock and of this process's processor time."""
     started, busy = time.perf_counter(), time.process_time()
     verdict = await run(role)

@@ -21,7 +21,7 @@ from row import size, told
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.watch import Watch
+from turnlog.processors.runtime.watch import GroupWatch
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import TOPIC_OF
@@ -43,9 +43,9 @@ def records(group: str, rng: np.random.Generator) -> Iterator[tuple[str, bytes]]
             yield TOPIC_OF[type(event).__name__].name, CODEC.encode(event)
 
 
-def buffered(groups: int, rng: np.random.Generator) -> tuple[dict[str, GroupFold], Watch]:
+def buffered(groups: int, rng: np.random.Generator) -> tuple[dict[str, GroupFold], GroupWatch]:
     """The open state of so many groups."""
-    folds, watch = {}, Watch()
+    folds, watch = {}, GroupWatch()
     for number in range(groups):
         group = f"group-{number}"
         fold = folds[group] = GroupFold(group, 0, RULES)

@@ -35,10 +35,10 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.infra.topics_admin import apply
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import NAMESPACES, Bubblewrap, find
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape
-from turnlog.sandbox_workers.worker import Worker
+from turnlog.sandbox_workers.worker import SandboxWorker
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested, ToolStatus
 from turnlog.schemas.topics import TOOL_RESULTS
 from turnlog.settings import RunSettings, Settings
@@ -188,7 +188,7 @@ def request(session: int, step: int) -> ToolCallRequested:
     )
 
 
-async def through_the_worker(settings: Settings, pools: Pools, sandboxes: list[int]) -> dict[str, float]:
+async def through_the_worker(settings: Settings, pools: SandboxPools, sandboxes: list[int]) -> dict[str, float]:
     """Core-milliseconds and wall seconds of SESSIONS x STEPS calls; before them, seconds of a worker's very first one,
     for which it hashes what its sandboxes are made of."""
     log = MemoryLog()
@@ -201,7 +201,7 @@ async def through_the_worker(settings: Settings, pools: Pools, sandboxes: list[i
 
     async with EventLog.open(log, MemoryRegistry(), writer="bench") as events:
         role = Role("sandbox", "bench", settings, log, events, MemoryBlobs(), Health("sandbox"))
-        running = asyncio.create_task(Worker(role, pools, clock=lambda: LOG_EPOCH).run())
+        running = asyncio.create_task(SandboxWorker(role, pools, clock=lambda: LOG_EPOCH).run())
         began = time.perf_counter()
         await events.append(request(SESSIONS, 0))
         await written(1)
@@ -238,7 +238,7 @@ def left_after_kill() -> int:
 async def victim() -> None:
     """Hold two sandboxes until killed; say when one of them works."""
     settings = SandboxSettings(slots=2, prewarm=2, first_uid=FIRST_UID + 10)
-    async with Pools.opened(settings) as pools, pools.local.lease(SHAPE) as lease:
+    async with SandboxPools.open(settings) as pools, pools.local.lease(SHAPE) as lease:
         busy = Command(kind=Kind.shell, source="setsid sleep 60 & sleep 60")
         running = asyncio.create_task(lease.sandbox.exec(busy, LIMITS))
         here = psutil.Process()
@@ -260,7 +260,7 @@ async def measure() -> int:
     provider = await Bubblewrap.open(settings.sandbox)
     bare = [str(find(cache_directory())), *NAMESPACES, "--uid", "1000", "--gid", "1000", *BARE, "--", "/usr/bin/true"]
     detail = {"fork_ms": fork_ms()} | await cold_ms(provider, bare) | await reset_ms(provider)
-    async with Pools.opened(settings) as pools:
+    async with SandboxPools.open(settings) as pools:
         assert not pools.fallback, "bubblewrap cannot run here"
         detail |= await warm_ms(pools.local) | await command_ms(pools.local)
         detail["timeout_s"] = await timeout_s(pools.local)

@@ -126,7 +126,7 @@ async def through(settings: EgressSettings, blobs: MemoryBlobs, folder: Path, po
             said, _ = await measuring.communicate()
             spent = time.process_time() - spent
     took: dict[str, list[float]] = json.loads(said)
-    return took, spent * 1e3 / len(requests.made())
+    return took, spent * 1e3 / len(requests.recorded_requests())
 
 
 async def measure() -> int:

@@ -24,7 +24,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.schemas.topics import SAMPLES
 from turnlog.settings import Settings
 
@@ -100,7 +100,7 @@ async def measure(server: LogServer) -> int:
     async with EventLog.open(log, MemoryRegistry(), writer="bench") as events, log.reader() as reader:
         reader.assign({Partition(SAMPLES.name, unit): 0 for unit in range(UNITS)})
         stopping = asyncio.Event()
-        runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+        runner = AssemblerRunner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
         folding = asyncio.create_task(runner.run(stopping, instance="bench"))
         say(f"{GROUPS} groups, one after another")
         seconds = await ours(events, reader)

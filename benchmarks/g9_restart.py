@@ -33,7 +33,7 @@ from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.history import partitions
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import LogError
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.topics_admin import apply
 from turnlog.producers.mix import DATASET_FILE
 from turnlog.producers.tasks import provided_dataset, read_dataset
@@ -62,7 +62,7 @@ async def a_past(server: Settings, model: Path, sessions: int) -> AsyncIterator[
         batcher=dataclasses.replace(server.batcher, prompts_per_draw=PROMPTS),
         feeder=dataclasses.replace(server.feeder, draws=SIZES[-1] // SESSIONS_PER_DRAW + 200, group_size=8),
     )
-    async with opened("bench", settings) as role:
+    async with open_role("bench", settings) as role:
         await apply(role.log, settings)
         began = time.monotonic()
         past = Past(role, await dataset(role), await weights(role, model))

@@ -34,7 +34,7 @@ from turnlog.consumers.dashboard.server import FILE
 from turnlog.infra.embedded.process import Child
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import events
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.kafka_settings import KafkaSettings
 from turnlog.schemas.topics import STEPS
 
@@ -106,7 +106,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 async def measured(loop: ScriptedLoop) -> int:
     """The pairs; the exit status."""
     ratios: list[float] = []
-    async with opened("bench", loop.settings) as role:
+    async with open_role("bench", loop.settings) as role:
         watched = Watched(loop, role)
         loop.run_ended(Story())
         await watched.trained(WARM)

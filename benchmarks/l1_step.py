@@ -23,7 +23,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.microbatches import PaddedRows, microbatches, padded
+from turnlog.trainer.microbatches import PaddedRows, microbatches, pad_rows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, ModelShape, config_json, row_flops
@@ -89,7 +89,7 @@ def main() -> int:
             start = time.perf_counter()
             found = learner.step(rows, PolicyGradient(0.2, 0.2), RATE)
             between = time.perf_counter()
-            loss, norm = plain.step([padded(rows, one, mcore.DEVICE) for one in plan])
+            loss, norm = plain.step([pad_rows(rows, one, mcore.DEVICE) for one in plan])
             ours.append(between - start)
             theirs.append(time.perf_counter() - between)
             differences += [abs(found.loss - loss), abs(found.grad_norm / norm - 1)]

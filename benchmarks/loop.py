@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 from row import told
 from tokenizers import Tokenizer
 
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.engine import Generate, SGLang, SGLangControl
 from turnlog.infra.history import events
-from turnlog.infra.roles.role import opened
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.roles.role import open_role
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.producers.recipes.calc import OPERATORS, task_row
 from turnlog.producers.recipes.warm_start import END
@@ -190,7 +190,7 @@ def alone(settings: Settings) -> str:
 
 async def log_seconds(settings: Settings) -> float:
     """Seconds from the first session to the last acknowledgement of a run, by the broker's clock."""
-    async with opened("bench", settings) as role:
+    async with open_role("bench", settings) as role:
         started = [record.timestamp_ms async for record, _ in events(role, SESSIONS)]
         loaded = [record.timestamp_ms async for record, _ in events(role, ENGINES)]
     return (max(loaded) - min(started)) / 1000
@@ -203,7 +203,7 @@ def compared(directory: Path) -> tuple[Settings, float, float]:
     subprocess.run(demo, env=environment, stdout=sys.stderr, check=True, timeout=TIMEOUT_S)
     value = float(json.loads((directory / "run/report.json").read_text())["seconds"]["loop"])
     settings = load(directory / "run/settings.toml", {})
-    engine = Engine(Path(settings.model.path), settings.engine, log=directory / "engine.log")
+    engine = EngineServer(Path(settings.model.path), settings.engine, log=directory / "engine.log")
     try:
         return settings, value, bare_seconds(settings, engine.start(), directory / "weights")
     finally:
@@ -214,7 +214,7 @@ def main() -> int:
     """Print one JSON line."""
     with tempfile.TemporaryDirectory(prefix="turnlog-loop-") as folder:
         if sys.argv[1:]:
-            settings = resolved(load(Path(sys.argv[1]), {}))
+            settings = resolve_endpoints(load(Path(sys.argv[1]), {}))
             value = asyncio.run(log_seconds(settings))
             floor = bare_seconds(settings, alone(settings), Path(folder))
         else:

@@ -23,7 +23,7 @@ from row import say, told
 
 from turnlog.consumers import books
 from turnlog.infra.history import all_events, events
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.schemas import topics
 from turnlog.settings import Settings, load
 
@@ -62,7 +62,7 @@ def turnlog(settings: Path, verb: str, environment: dict[str, str]) -> None:
 
 async def measured(settings: Settings) -> dict[str, Any]:
     """What the topics of the run say."""
-    async with opened("bench", settings) as role:
+    async with open_role("bench", settings) as role:
         manifests = await all_events(role, topics.BATCHES)
         steps = [(record.timestamp_ms, event) async for record, event in events(role, topics.STEPS)]
         total = await books.read_levels(role)

@@ -36,7 +36,7 @@ from t2_gateway import KEY, prepared, registered, there
 
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.schemas import ids
@@ -133,7 +133,7 @@ async def measure(settings: Settings, chart: str | None) -> int:
     """Every level; the line."""
     gateway, engine = (f"http://{HOST}:{port}" for port in free_ports(2))
     settings = prepared(settings, gateway, engine)
-    async with opened("bench", settings) as role:
+    async with open_role("bench", settings) as role:
         found = await measured(role, settings)
     if chart:
         draw(found, Path(chart))

@@ -21,7 +21,7 @@ from turnlog.infra.log import Commit, Partition, TopicSpec, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configuration
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fold.low_water import Done, Marks, encode_marks
+from turnlog.processors.core.fold.low_water import Done, LowWaterMarks, encode_marks
 from turnlog.processors.core.fold.unit import UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
@@ -91,7 +91,7 @@ class Past:
         settings = self.settings
         plan = self.plan
         for unit in range(settings.kafka.groups):
-            marks = Marks.start(INPUTS)
+            marks = LowWaterMarks.start(INPUTS)
             self._units[unit] = UnitFold(
                 marks, Done(), plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records
             )

@@ -36,7 +36,7 @@ from row import say, size, told
 from scipy.optimize import nnls
 
 from tests.fakes.sessions import GroupName, Shape
-from turnlog.infra.batch_files import sealed
+from turnlog.infra.batch_files import build_batch_file
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
@@ -48,7 +48,7 @@ from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
 from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS, outputs_of
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.events import GroupScored, SegmentSample
 from turnlog.schemas.topics import SAMPLES
@@ -163,9 +163,9 @@ async def assemble(job: Job) -> Spent:
     """Say when it has its partitions, and fold from the next line to the one behind it."""
     asked, settings = job.load, job.load.settings
     plan = assembler_plan(Configured.today(settings), settings.assembler)
-    runner = Runner(plan, job.log, job.events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
+    runner = AssemblerRunner(plan, job.log, job.events, MemoryBlobs(), Health("assembler"), clock=time.monotonic)
     reader = job.log.group_reader(
-        plan.group, INPUTS, assigned=runner._assigned, revoked=runner._revoked, instance=f"bench-{job.number}"
+        plan.group, INPUTS, assigned=runner._on_assigned, revoked=runner._on_revoked, instance=f"bench-{job.number}"
     )
     async with reader as member:
         while len(runner.units) != asked.partitions // asked.processes:
@@ -206,7 +206,7 @@ async def drawn(job: Job) -> int:
     for at in range(0, len(scores), PROMPTS):
         groups = [ReadableGroup(score, tuple(samples[score.group_id])) for score in scores[at : at + PROMPTS]]
         for batch in form_draw(groups, HeldVersion(0), rules).batches:
-            written += len(sealed(batch, rules.weighting)[0])
+            written += len(build_batch_file(batch, rules.weighting)[0])
     return written
 
 
@@ -333,7 +333,7 @@ async def folded(log: Log, asked: Load) -> None:
     ends = await log.end_offsets(places)
     while True:
         commits = await log.commits(group, places)
-        if all(not ends[one] or (one in commits and commits[one].reached()[0] >= ends[one]) for one in places):
+        if all(not ends[one] or (one in commits and commits[one].read_progress()[0] >= ends[one]) for one in places):
             return
         await asyncio.sleep(0.05)  # other processes commit: there is nothing here to wait on
 

@@ -34,7 +34,7 @@ from starlette.routing import Route
 
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.recipes.calc import RECIPE
@@ -141,7 +141,7 @@ async def measure(settings: Settings) -> int:
         "proxy": (*this, "--proxy", proxy.rpartition(":")[2], engine), "gateway": (*TURNLOG, "gateway"),
     }  # fmt: skip
     async with (
-        opened("bench", settings) as role,
+        open_role("bench", settings) as role,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
     ):
         await configure(role)

@@ -26,15 +26,15 @@ import orjson
 from row import say, size, told
 
 from turnlog.processors.core.turns import Ids
-from turnlog.producers.gateway.conversation import continued
+from turnlog.producers.gateway.conversation import extend_hash
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.engines import Draft
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
-from turnlog.producers.gateway.rendering.shown import shown
+from turnlog.producers.gateway.rendering.shown import probe_template
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import Claims
-from turnlog.producers.gateway.sessions import Session
-from turnlog.producers.gateway.turns import Planner, Said, Stored, TurnPlan, recorded
+from turnlog.producers.gateway.sessions import GatewaySession
+from turnlog.producers.gateway.turns import Planner, RenderedOutput, TurnPlan, TurnStorage, build_records
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Agent, Environment, Purpose, Sampling, SessionStarted, VersionSpan
 
@@ -61,28 +61,29 @@ class Gateway:
         RECIPE.warm_start.write_tokenizer(folder)
         (folder / "config.json").write_text(json.dumps(RECIPE.warm_start.model.config()))
         prompts = Prompts(TextTokens(folder), ChatTemplate.load(folder))
-        self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled", shown=shown(prompts))
+        self.planner = Planner(prompts=prompts, window=1 << 30, history="sampled", shown=probe_template(prompts))
         self.loop = asyncio.new_event_loop()  # asyncio.Runner asks for the text of every result
         self.ids = prompts.tokens.encode("7" * ANSWER)
 
-    def turn(self, session: Session, body: bytes) -> tuple[dict[str, Any], TurnPlan, int]:
+    def turn(self, session: GatewaySession, body: bytes) -> tuple[dict[str, Any], TurnPlan, int]:
         """The answer, what it would be sampled on, and how many ids were new to the log."""
         chat = OpenAIChat().request(body, session.conversation)
-        session.repeated(chat.sha256, None)
+        session.find_repeat(chat.sha256, None)
         plan = self.loop.run_until_complete(self.planner.plan(session, chat, CLAIMS, None))
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
         draft = Draft(0.0, list(self.ids), [-0.5] * ANSWER, [VersionSpan(0, ANSWER)], "stop")
         response = {"role": "assistant", "content": "7" * ANSWER}
-        prompt = continued(conversation.hashed(plan.known), new)
-        stored = Stored(*conversation.stored_against(new, plan.known, plan.images), prompt)
-        _, written, turn = recorded(
-            session, chat, plan, draft, session.admit(), Said(response, [], None, 0, 0), stored, gone=False, now=0.0
+        prompt = extend_hash(conversation.hash_path(plan.known), new)
+        stored = TurnStorage(*conversation.stored_against(new, plan.known, plan.images), prompt)
+        _, written, turn = build_records(
+            session, chat, plan, draft, session.admit(), RenderedOutput(response, [], None, 0, 0), stored,
+            gone=False, now=0.0,
         )  # fmt: skip
         conversation.record(turn, new, draft.ids, plan.known)
         return response, plan, (len(written.delta_ids) + len(written.output_ids)) // 4
 
 
-def opened() -> Session:
+def opened() -> GatewaySession:
     """A session of nobody."""
     started = SessionStarted(
         event_id="e", run_id="r", group_id="g", session_id="s", floor=0, task_id="t", group_size=1, rollout_id="o",
@@ -90,7 +91,7 @@ def opened() -> Session:
         tokenizer_sha256="", chat_template_sha256="", sampling=Sampling(max_new_tokens=ANSWER),
         environment=Environment(name="none", version="1"), writer_url="",
     )  # fmt: skip
-    return Session(started, "e", datetime.now(UTC))
+    return GatewaySession(started, "e", datetime.now(UTC))
 
 
 def body(messages: list[Any]) -> bytes:

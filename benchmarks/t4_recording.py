@@ -33,7 +33,7 @@ from t2_gateway import serve, there
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.engine import Generate, Piece
+from turnlog.infra.engine import Generate, OutputChunk
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition, TopicSpec
@@ -151,12 +151,12 @@ class AtOnce:
     """An engine that says always the same, in no time. See Engine."""
 
     def __init__(self, answer: list[int]) -> None:
-        self._said = Piece(
+        self._said = OutputChunk(
             ids=answer, logprobs=[-0.5 - 1 / (3 + at) for at in range(len(answer))], finish="stop",
             versions=(("0", len(answer)),),
         )  # fmt: skip
 
-    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
         yield self._said
 
     async def abort(self, rid: str) -> None: ...
@@ -182,7 +182,7 @@ async def gateway(port: int, log: Log, folder: Path) -> None:
     engine = AtOnce([*TextTokens(folder).encode(str(ANSWER["content"])), 2])
     async with EventLog.open(log, MemoryRegistry(), writer="gateway-0") as events:
         role = Role("gateway", "gateway-0", settings, log, events, MemoryBlobs(), Health("gateway"))
-        served = await Gateway.assembled(role, f"http://{HOST}:{port}", connect=lambda _: engine)
+        served = await Gateway.create(role, f"http://{HOST}:{port}", connect=lambda _: engine)
         await events.append(
             EngineRegistered(
                 event_id="e", run_id="bench", engine_id="e", url="http://e", state="serving", version=0, model="m"
@@ -190,7 +190,7 @@ async def gateway(port: int, log: Log, folder: Path) -> None:
         )  # fmt: skip
         with contextlib.closing(listening(HOST, port, "the benchmark's port")) as listener:
             async with served.current(), serving(served, listener):
-                role.health.started()
+                role.health.mark_started()
                 await asyncio.Event().wait()
 
 

@@ -26,7 +26,7 @@ import torch
 from row import say, size, told
 
 from turnlog.infra.blobs import key
-from turnlog.infra.embedded.servers import Engine, ObjectStore
+from turnlog.infra.embedded.servers import EngineServer, ObjectStore
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import SGLangControl
 from turnlog.infra.s3 import S3Blobs
@@ -94,7 +94,7 @@ class Measured:
 
     async def version(self, number: int) -> None:
         """Publish and fetch one; `seconds`, `peak` and sizes are of the last."""
-        folder = self._last.begun(number)
+        folder = self._last.create_folder(number)
         before = anew()
         written = self._timed("export", lambda: self._export(folder))
         difference = self._timed("difference", lambda: self._last.difference(folder, written))
@@ -103,13 +103,13 @@ class Measured:
         stored = await weights.upload(folder, named, self._config, self._blobs)
         self.seconds["store"] = time.perf_counter() - began
         self._last.keep(number, folder, written, difference)
-        event = weights.published(
+        event = weights.version_event(
             written, stored, run_id="bench", version=number, incarnation=0, cursor=Cursor(), checkpoint=None,
             difference=difference,
         )  # fmt: skip
         self._events.append(event)
         timer = Timer()
-        held = await self._folders.held(self._events, timer)
+        held = await self._folders.obtain_folder(self._events, timer)
         self.seconds |= timer.seconds
         self.peak = resident("VmHWM") - before
         self.nbytes, self.stored = sum(spec.nbytes for spec in written.specs), sum(one.blob.size for one in stored)
@@ -122,7 +122,7 @@ class Measured:
         shutil.copytree(self._config, start, ignore=shutil.ignore_patterns(f"*{files.SUFFIX}"))
         for path in first.glob("*.safetensors*"):
             (start / path.name).symlink_to(path)
-        with Engine(start, EngineSettings(start_timeout_s=900.0), log=self._directory / "engine.log") as engine:
+        with EngineServer(start, EngineSettings(start_timeout_s=900.0), log=self._directory / "engine.log") as engine:
             control, seconds = SGLangControl(engine.url), []
             for turn in range(SWAPS):
                 began = time.perf_counter()

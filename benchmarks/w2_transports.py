@@ -22,7 +22,7 @@ import torch
 from row import say, size, told
 
 from turnlog.consumers.loading.choice import transport_of
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import SGLangControl
 from turnlog.infra.tensors.versions import model_shapes
@@ -78,7 +78,7 @@ def main() -> int:
         if url := os.environ.get("BENCH_ENGINE", ""):
             found = asyncio.run(rates(url, folders))
         else:
-            with Engine(folders[0], EngineSettings(), log=Path(folder) / "engine.log") as engine:
+            with EngineServer(folders[0], EngineSettings(), log=Path(folder) / "engine.log") as engine:
                 found = asyncio.run(rates(engine.url, folders))
         detail = {
             "bytes_per_s": {name: round(rate) for name, rate in found.items()},

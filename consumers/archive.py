@@ -23,7 +23,7 @@ from turnlog.infra.archive import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.names import ConsumerGroup
@@ -53,7 +53,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 async def flush_all(settings: Settings) -> int:
     """Archive everything on the log, and print how many files were written."""
-    async with opened("archive", settings) as role:
+    async with open_role("archive", settings) as role:
         files = await flush(role)
     say(f"{files} files written: everything on the log is in archive/{archive_name(settings)}")
     return 0
@@ -61,7 +61,7 @@ async def flush_all(settings: Settings) -> int:
 
 async def status(settings: Settings) -> int:
     """Print what is archived per topic, and how many offsets are not archived yet."""
-    async with opened("archive", settings) as role:
+    async with open_role("archive", settings) as role:
         index = ArchiveIndex(role.blobs, archive_name(settings))
         await index.load()
         table = Table("topic", "files", "offsets archived", "behind", title=index.root)
@@ -81,7 +81,7 @@ async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
     if before is None:
         raise BadMoment("prune needs --before TIME: only older records are deleted")
     limit = _milliseconds(before)
-    async with opened("archive", settings) as role:
+    async with open_role("archive", settings) as role:
         index = ArchiveIndex(role.blobs, archive_name(settings))
         await index.load()
         found = await prunable(role, index, limit)
@@ -185,7 +185,7 @@ class Needs:
                 least = min(_offset(self.assembler, place), behind)
                 return min(least, self.floors.get(number, least))
             case "turn-trees":
-                return self._marked(number, OUT_LOW)
+                return self._lowest_mark(number, OUT_LOW)
             case "segment-samples":
                 return self.batcher.get(number, 0) if self.noted else 0
             case "tasks":
@@ -197,7 +197,7 @@ class Needs:
                 return min(self.of_runner(place), _value(calls, RESULTS))
         return 0  # a topic that this release does not know
 
-    def _marked(self, number: int, what: str) -> int:
+    def _lowest_mark(self, number: int, what: str) -> int:
         return min(_value(self.assembler.get(Partition(topic.name, number)), what) for topic in (TURNS, SNAPSHOTS))
 
 

@@ -28,7 +28,7 @@ from turnlog.infra.archive import (
     ArchiveError,
     ArchiveIndex,
     Cut,
-    Span,
+    OffsetRange,
     archive_name,
     live_cut,
     partitions_of,
@@ -102,8 +102,8 @@ async def main(role: Role) -> None:
 
     Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable, which end the process; it is then restarted.
     """
-    async with _opened(role) as archiver:
-        role.health.started()
+    async with _open_archiver(role) as archiver:
+        role.health.mark_started()
         while not role.stopping.is_set():
             role.health.beat()
             await archiver.turn()
@@ -112,12 +112,12 @@ async def main(role: Role) -> None:
 async def flush(role: Role) -> int:
     """Archive everything that is on the log now, regardless of age. Return the number of files written. The archive
     role must not run at the same time, because the two would fence each other. Raises what `main` raises."""
-    async with _opened(role) as archiver:
+    async with _open_archiver(role) as archiver:
         return await archiver.flush()
 
 
 @contextlib.asynccontextmanager
-async def _opened(role: Role) -> AsyncIterator[Archiver]:
+async def _open_archiver(role: Role) -> AsyncIterator[Archiver]:
     owner = TransactionalId.ARCHIVE.format(archive=archive_name(role.settings))
     async with role.log.transactor(owner) as transactor, role.log.reader() as reader:
         archiver = Archiver(role, transactor, reader)
@@ -243,7 +243,7 @@ class Archiver:
         for place, end in ends.items():
             del self._opened_at[place]
             with WRITE_S.time():
-                await self._write(place, self._open.pop(place), Span(self._ends[place], end))
+                await self._write(place, self._open.pop(place), OffsetRange(self._ends[place], end))
 
     async def _decide(self, ends: Mapping[Partition, int]) -> None:
         await self._transactor.begin()
@@ -252,7 +252,7 @@ class Archiver:
         await self._transactor.offsets(self._group, {place: self._commits[place] for place in decided})
         await self._transactor.commit()
 
-    async def _write(self, place: Partition, file: RangeFile, span: Span) -> None:
+    async def _write(self, place: Partition, file: RangeFile, span: OffsetRange) -> None:
         content = await asyncio.to_thread(file.content, span.start, span.end)
         found = ArchivedRange(
             topic=place.topic,
@@ -282,7 +282,7 @@ class Archiver:
         """Determine where to continue. A range that was decided and is not in the index is written first."""
         archived = self.index.end(place)
         self._ends[place] = start if archived is None else archived
-        decided = _decided(commit)
+        decided = _last_span(commit)
         if decided is not None and decided.end > self._ends[place]:
             if archived is not None and decided.start > archived:
                 raise GapInArchive(
@@ -302,7 +302,7 @@ class Archiver:
                 "its own"
             )
 
-    async def _read(self, place: Partition, span: Span) -> RangeFile:
+    async def _read(self, place: Partition, span: OffsetRange) -> RangeFile:
         """Read a decided range from the log again."""
         file = RangeFile(place, codec=self._rules.codec)
         async with self._role.log.reader() as reader:
@@ -352,6 +352,6 @@ class Archiver:
             ) from error
 
 
-def _decided(commit: Commit | None) -> Span | None:
+def _last_span(commit: Commit | None) -> OffsetRange | None:
     """Return the last range that was decided."""
-    return None if commit is None else Span(int(json.loads(commit.metadata)["start"]), commit.offset)
+    return None if commit is None else OffsetRange(int(json.loads(commit.metadata)["start"]), commit.offset)

@@ -11,12 +11,12 @@ from typing import Any
 from rich.table import Table
 
 from turnlog.infra.history import all_events, events
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded
+from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_configuration
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.audit import FIRST, Books, Ledgers
-from turnlog.processors.core.books import Account, run_books
+from turnlog.processors.core.books import TokenAccount, run_books
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, sampled_tokens
@@ -28,7 +28,7 @@ IMBALANCES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AccountingArguments:
     """Arguments of the command."""
 
     by: str = "run"
@@ -43,7 +43,7 @@ class NoSuchAccount(Exception):
     """No account of the level has this id. Remedy: `turnlog books --by LEVEL` lists them."""
 
 
-async def read(role: Role) -> Account:
+async def read(role: Role) -> TokenAccount:
     """Fold snapshots, scores, manifests and steps into the account of the run. A repeated snapshot counts once."""
     sampled: Counter[str] = Counter()
     seen: set[str] = set()
@@ -58,7 +58,7 @@ async def read(role: Role) -> Account:
 
 async def read_levels(role: Role) -> Books:
     """Return the accounts of every session, group and batch, and the places where records disagree."""
-    run = await recorded(role) or Configured.today(role.settings)
+    run = await recorded_configuration(role) or Configured.today(role.settings)
     ledgers = Ledgers(role.settings.run.id, run.batcher.max_tokens, fold_version(run.fold_version))
     for topic in READ:
         async for record, event in events(role, topic):
@@ -66,7 +66,7 @@ async def read_levels(role: Role) -> Books:
     return ledgers.close()
 
 
-def body(run_id: str, books: Books, asked: Asked) -> dict[str, Any]:
+def body(run_id: str, books: Books, asked: AccountingArguments) -> dict[str, Any]:
     """Return the answer as JSON: the largest accounts of the level, at most `asked.limit`. Raises NoSuchAccount."""
     accounts = books.levels[asked.by]
     if asked.id:
@@ -84,17 +84,17 @@ def body(run_id: str, books: Books, asked: Asked) -> dict[str, Any]:
     }
 
 
-async def show(settings: Settings, asked: Asked) -> int:
+async def show(settings: Settings, asked: AccountingArguments) -> int:
     """Print the accounts. Return 0 if they balance, 1 if they do not or if nothing is recorded. Raises
     NoSuchAccount."""
-    async with opened("books", settings, archive=asked.archive) as role:
+    async with open_role("books", settings, archive=asked.archive) as role:
         books = await read_levels(role)
         sampled = any(account.sampled for account in books.levels["run"].values())
         empty = "" if sampled or books.imbalances else await nothing_recorded(role)
     return tell(body(settings.run.id, books, asked) | ({"balance": None, "why": empty} if empty else {}), asked)
 
 
-def tell(answer: dict[str, Any], asked: Asked) -> int:
+def tell(answer: dict[str, Any], asked: AccountingArguments) -> int:
     """Print the accounts and return the exit status."""
     if asked.as_json:
         say_json(answer)

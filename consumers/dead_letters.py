@@ -29,7 +29,7 @@ from rich.table import Table
 
 from turnlog.infra.history import events, records
 from turnlog.infra.log import Appender, Headers, Partition, Record, partition_of
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.names import REQUEUED_HEADER, ExitStatus
 from turnlog.schemas import UndecodableRecord, topics
@@ -60,7 +60,7 @@ class NotSkippable(LetterError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DeadLetterFilter:
     """Filter of letters; an empty string matches all."""
 
     cause: str = ""
@@ -73,7 +73,7 @@ class Asked:
         return all(not word or word == there for word, there in wanted)
 
 
-async def read(role: Role, asked: Asked | None = None) -> dict[str, tuple[int, DeadLetter]]:
+async def read(role: Role, asked: DeadLetterFilter | None = None) -> dict[str, tuple[int, DeadLetter]]:
     """Return event_id -> (time of the first dead-lettering in milliseconds since 1970, letter), in the order of the
     log."""
     found: dict[str, tuple[int, DeadLetter]] = {}
@@ -83,7 +83,7 @@ async def read(role: Role, asked: Asked | None = None) -> dict[str, tuple[int, D
     return found
 
 
-def named(letters: dict[str, tuple[int, DeadLetter]], beginning: str) -> DeadLetter:
+def find_letter(letters: dict[str, tuple[int, DeadLetter]], beginning: str) -> DeadLetter:
     """Return the only letter whose id begins with `beginning`. Raises NoSuchLetter, AmbiguousLetter."""
     matching = [event_id for event_id in letters if event_id.startswith(beginning)]
     if not matching:
@@ -131,7 +131,7 @@ async def event_of(role: Role, letter: DeadLetter, value: bytes) -> Event:
     return await role.events.decode(record)
 
 
-async def requeued(role: Role, places: Mapping[Partition, int]) -> dict[str, int]:
+async def count_requeues(role: Role, places: Mapping[Partition, int]) -> dict[str, int]:
     """Return event_id of a letter -> how often its record was requeued. Reads each partition in `places` from its
     offset."""
     counts: Counter[str] = Counter()
@@ -192,7 +192,7 @@ FOLDED = (SESSIONS.name, TURNS.name, SNAPSHOTS.name)
 """Topics that partition tasks of the assembler read; they can stop only at one of their records."""
 
 
-def parsed(text: str) -> tuple[Partition, int]:
+def parse_position(text: str) -> tuple[Partition, int]:
     """Parse `topic[partition]@offset`. Raises NotSkippable."""
     found = PLACE.fullmatch(text)
     if found is None or found["topic"] not in FOLDED:
@@ -202,7 +202,7 @@ def parsed(text: str) -> tuple[Partition, int]:
 
 async def skip(role: Role, text: str, reason: str) -> SkipRequested:
     """Append the order to skip a record. Raises NotSkippable if the partition or the record does not exist."""
-    place, offset = parsed(text)
+    place, offset = parse_position(text)
     groups = role.settings.kafka.groups
     if place.number >= groups:
         raise NotSkippable(f"{text}: {place.topic} has {groups} partitions ([kafka] groups), from 0")
@@ -242,7 +242,7 @@ SHOWN_BYTES = 2000
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run one action on the topics or the archive of the run, and return the exit status."""
     archive = getattr(arguments, "source", "topics") == "archive"
-    async with opened("dead-letters", settings, archive=archive) as role:
+    async with open_role("dead-letters", settings, archive=archive) as role:
         return await ACTIONS[arguments.action](role, arguments)
 
 
@@ -253,14 +253,14 @@ async def _skip(role: Role, arguments: argparse.Namespace) -> int:
 
 
 async def _list(role: Role, arguments: argparse.Namespace) -> int:
-    letters = await read(role, _asked(arguments))
+    letters = await read(role, _letter_filter(arguments))
     newest = list(letters.values())[-max(0, arguments.limit) :]
     if arguments.json:
         for parked_ms, letter in newest:
             say_json(_body(letter, parked_ms), indent=None)
         return ExitStatus.DONE
     if not newest:
-        only = "" if _asked(arguments) == Asked() else " that match"
+        only = "" if _letter_filter(arguments) == DeadLetterFilter() else " that match"
         say(f"run {role.settings.run.id!r} has no dead letters{only}")
         return ExitStatus.DONE
     table = Table(title=f"dead letters of {role.settings.run.id}: {len(newest)} of {len(letters)}")
@@ -275,7 +275,7 @@ async def _list(role: Role, arguments: argparse.Namespace) -> int:
 
 async def _show(role: Role, arguments: argparse.Namespace) -> int:
     letters = await read(role)
-    letter = named(letters, arguments.id)
+    letter = find_letter(letters, arguments.id)
     body = _body(letter, letters[letter.event_id][0])
     try:
         value, headers = await whole(role, letter)
@@ -285,19 +285,19 @@ async def _show(role: Role, arguments: argparse.Namespace) -> int:
     body["headers"] = {name: content.decode(errors="replace") for name, content in headers}
     if arguments.source != "archive":
         places = first_places([letter])
-        body["requeued"] = (await requeued(role, places)).get(letter.event_id, 0)
+        body["requeued"] = (await count_requeues(role, places)).get(letter.event_id, 0)
     say_json(body, indent=None if arguments.json else 2)
     return 0
 
 
 async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
-    letters = await read(role, _asked(arguments))
-    chosen = [named(letters, beginning) for beginning in arguments.ids]
+    letters = await read(role, _letter_filter(arguments))
+    chosen = [find_letter(letters, beginning) for beginning in arguments.ids]
     if not arguments.ids:
-        if _asked(arguments) == Asked():
+        if _letter_filter(arguments) == DeadLetterFilter():
             raise LetterError("requeue takes letters by ID, or --cause, --topic or --role")
         chosen = [letter for _, letter in letters.values()]
-    times = await requeued(role, first_places(chosen))
+    times = await count_requeues(role, first_places(chosen))
     todo = [letter for letter in chosen if arguments.again or not times.get(letter.event_id)]
     for letter in chosen:
         if letter not in todo:
@@ -305,7 +305,7 @@ async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
     if not todo:
         say("nothing to requeue")
         return ExitStatus.DIFFERS
-    if not (arguments.ids or arguments.yes or _agreed(len(todo))):
+    if not (arguments.ids or arguments.yes or _confirm_requeue(len(todo))):
         return ExitStatus.DIFFERS
     async with role.log.appender() as appender:
         for letter in todo:
@@ -314,14 +314,14 @@ async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _agreed(count: int) -> bool:
+def _confirm_requeue(count: int) -> bool:
     if not sys.stdin.isatty():
         raise LetterError(f"{count} letters match: --yes requeues them without a terminal to ask on")
     return input(f"requeue {count} records? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
-    return Asked(arguments.cause, arguments.topic, arguments.role)
+def _letter_filter(arguments: argparse.Namespace) -> DeadLetterFilter:
+    return DeadLetterFilter(arguments.cause, arguments.topic, arguments.role)
 
 
 def _body(letter: DeadLetter, parked_ms: int) -> dict[str, Any]:

@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from turnlog.consumers.replay.verify import run as replay
-from turnlog.consumers.report import JUDGED_FROM, Measured, Report, gather, plot_rewards, store, summary
+from turnlog.consumers.report import JUDGED_FROM, Measured, RunReport, gather, plot_rewards, store, summary
 from turnlog.consumers.run import Display, beside, curve, stop_at_signal, until_trained
 from turnlog.infra.embedded import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.settings import RunSettings, Settings, changed
+from turnlog.settings import RunSettings, Settings, override_settings
 
 PLOT = "reward.png"
 SCREEN = "screen.svg"
@@ -53,7 +53,7 @@ def demo(
         with _phase(measured, "servers"):
             up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
         started = True
-        report = run_verb(_judged(settings, console, measured))
+        report = run_verb(_run_and_report(settings, console, measured))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("interrupted; stopping everything")
         return ExitStatus.INTERRUPTED
@@ -72,9 +72,9 @@ def demo_settings(settings: Settings, steps: int | None, engines: int | None) ->
         run_id = time.strftime("demo-%Y%m%d-%H%M%S")
         settings = dataclasses.replace(settings, run=RunSettings(id=run_id, directory=f"runs/{run_id}"))
     if steps is not None:
-        settings = changed(settings, {"feeder": {"draws": steps}}, {}, source="--steps")
+        settings = override_settings(settings, {"feeder": {"draws": steps}}, {}, source="--steps")
     if engines is not None:
-        settings = changed(settings, {"engine": {"count": engines}}, {}, source="--engines")
+        settings = override_settings(settings, {"engine": {"count": engines}}, {}, source="--engines")
     return settings
 
 
@@ -93,7 +93,7 @@ async def runnable_here(settings: Settings, unisolated: Unisolated, console: Ter
     return dataclasses.replace(settings, sandbox=dataclasses.replace(settings.sandbox, allow_unisolated=True))
 
 
-async def _judged(settings: Settings, console: Terminal, measured: Measured) -> Report:
+async def _run_and_report(settings: Settings, console: Terminal, measured: Measured) -> RunReport:
     """Run the loop, then replay and report while the servers still run."""
     display = Display(settings, console)
     began = time.monotonic()
@@ -103,7 +103,7 @@ async def _judged(settings: Settings, console: Terminal, measured: Measured) -> 
     loop = display.loop_seconds()
     measured.seconds |= {"first weights": total - loop, "loop": loop}
     stop_at_signal(asyncio.current_task())
-    async with opened("demo", settings) as role:
+    async with open_role("demo", settings) as role:
         with _phase(measured, "replay"), console.status("replaying the topics"):
             verdict = await replay(role)
         report = await gather(role, verdict, measured)
@@ -111,7 +111,7 @@ async def _judged(settings: Settings, console: Terminal, measured: Measured) -> 
     return report
 
 
-def _save_screen(display: Display, report: Report, directory: Path) -> None:
+def _save_screen(display: Display, report: RunReport, directory: Path) -> None:
     display.phase = "done"
     recorder = Terminal(record=True, width=110, file=io.StringIO(), force_terminal=True)
     recorder.print(display.render(), summary(report))
@@ -136,7 +136,7 @@ def _phase(measured: Measured, name: str) -> Iterator[None]:
         measured.seconds[name] = time.monotonic() - began
 
 
-def _say(report: Report, directory: Path, console: Terminal) -> None:
+def _say(report: RunReport, directory: Path, console: Terminal) -> None:
     body = report.body
     path = store(report, directory)
     if body["rewards"]:

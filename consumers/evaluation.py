@@ -10,7 +10,7 @@ from rich.table import Table
 
 from turnlog.infra.history import events
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.evaluation import EvalGroups, Evaluations
@@ -50,7 +50,7 @@ def best_version(settings: Settings, *, archive: bool) -> int:
 
 
 async def _read(settings: Settings, *, archive: bool) -> Evaluations:
-    async with opened("eval", settings, archive=archive) as role:
+    async with open_role("eval", settings, archive=archive) as role:
         found = await read(role)
     if not found.versions:
         raise NothingEvaluated(

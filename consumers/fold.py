@@ -18,12 +18,12 @@ from typing import Any
 from rich.table import Table
 
 from turnlog.consumers.arguments import ARCHIVE
-from turnlog.consumers.replay.progress import Progress, Shown, Silent
+from turnlog.consumers.replay.progress import ProgressReceiver, Silent, TerminalProgress
 from turnlog.consumers.replay.source import Inputs, Merge, recorded_run
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import Configured, nothing_recorded
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
@@ -37,7 +37,7 @@ from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTre
 from turnlog.settings import Settings
 
 
-class NoSuchSession(Exception):
+class NoUniqueSession(Exception):
     """No session or group of the run begins with the given id, or several do. Remedy: check the id and [run] id."""
 
 
@@ -71,7 +71,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Row:
+class SessionComparison:
     """A session under every compared trajectory rule."""
 
     session_id: str
@@ -93,7 +93,7 @@ class Comparison:
     policies: tuple[str, ...]
     totals: list[Tally]
     sessions: int = 0
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SessionComparison] = field(default_factory=list)
     """Sessions with the largest differences, in descending order."""
     open_groups: int = 0
     """Number of groups that have not settled or lack records; some of their sessions may be missing."""
@@ -131,12 +131,12 @@ class Scope:
 
 async def compare(
     role: Role, policies: Sequence[str], scope: Scope = Scope(), *, threshold: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressReceiver | None = None,
 ) -> Comparison:  # fmt: skip
     """Fold the run of `role` by each of `policies`, with its other settings as recorded. "" is the run's own trajectory
     rule.
 
-    `threshold` replaces the recorded fork_threshold_tokens. Raises SettingsError for an unknown rule, NoSuchSession,
+    `threshold` replaces the recorded fork_threshold_tokens. Raises SettingsError for an unknown rule, NoUniqueSession,
     NothingToReplay, FoldDefect, LogError, BlobError.
     """
     run = await recorded_run(role)
@@ -175,7 +175,7 @@ async def _in_full(role: Role, scope: Scope) -> Scope:
     asked = " of group ".join(repr(each) for each in (scope.session, scope.group) if each)
     if len(found) != 1:
         what = "no session or group" if not found else f"{len(found)} sessions or groups"
-        raise NoSuchSession(f"run {role.settings.run.id!r} has {what} {asked}; check the id and [run] id")
+        raise NoUniqueSession(f"run {role.settings.run.id!r} has {what} {asked}; check the id and [run] id")
     ((group, session),) = found
     return dataclasses.replace(scope, group=group, session=session)
 
@@ -200,7 +200,7 @@ class _UnitComparison:
         self._done: set[str] = set()
         self._trees: dict[str, list[TurnTreeAssembled | None]] = {}
 
-    async def run(self, progress: Progress) -> None:
+    async def run(self, progress: ProgressReceiver) -> None:
         """Read the partitions of the task to their present ends."""
         places = [Partition(topic, self._unit) for topic in INPUTS]
         starts, ends = await self._role.log.start_offsets(places), await self._role.log.end_offsets(places)
@@ -248,7 +248,9 @@ class _UnitComparison:
     def _count(self, trees: Sequence[TurnTreeAssembled]) -> None:
         """Count a session that every rule has folded."""
         found, first = self._found, trees[0]
-        row = Row(first.session_id, first.group_id, max(len(tree.nodes) for tree in trees), [Tally() for _ in trees])
+        row = SessionComparison(
+            first.session_id, first.group_id, max(len(tree.nodes) for tree in trees), [Tally() for _ in trees]
+        )
         for tree, total, tally in zip(trees, found.totals, row.by_policy, strict=True):
             total.add(tree)
             tally.add(tree)
@@ -268,8 +270,8 @@ async def print_comparison(settings: Settings, arguments: argparse.Namespace, co
     names = [arguments.policy, arguments.against] if arguments.against else [arguments.policy]
     session = arguments.show or arguments.session
     scope = Scope(group=arguments.group, session=session, top=max(arguments.top, 0), draw=bool(arguments.show))
-    async with opened("fold", settings, archive=arguments.source == ARCHIVE) as role:
-        with Shown(Terminal(stderr=True)) as progress:
+    async with open_role("fold", settings, archive=arguments.source == ARCHIVE) as role:
+        with TerminalProgress(Terminal(stderr=True)) as progress:
             found = await compare(role, names, scope, threshold=arguments.fork_threshold, progress=progress)
         empty = "" if found.sessions or found.open_groups else await nothing_recorded(role)
     if arguments.json:
@@ -281,7 +283,7 @@ async def print_comparison(settings: Settings, arguments: argparse.Namespace, co
     if arguments.show:
         console.print(*drawings(found).split("\n"), sep="\n", highlight=False, soft_wrap=True)
     console.print(totals(found))
-    if not arguments.show and (rows := listed(found)):
+    if not arguments.show and (rows := rows_to_show(found)):
         console.print(sessions(found, rows))
     elif not arguments.show and arguments.against and found.sessions:
         console.print("every session comes out the same")
@@ -316,12 +318,12 @@ def totals(found: Comparison) -> Table:
     return shown
 
 
-def listed(found: Comparison) -> list[Row]:
+def rows_to_show(found: Comparison) -> list[SessionComparison]:
     """Return the sessions worth a line: all under one rule, under two rules those with different results."""
     return [row for row in found.rows if len(row.by_policy) < 2 or row.by_policy[0] != row.by_policy[1]]
 
 
-def sessions(found: Comparison, rows: Sequence[Row]) -> Table:
+def sessions(found: Comparison, rows: Sequence[SessionComparison]) -> Table:
     """Return a table of the sessions with the largest differences, with a line per rule."""
     shown = Table(title="sessions that differ most" if len(found.policies) == 2 else "sessions")
     for name in ("session", "turns", "policy", "segments", "trained", "masked", "context again"):
@@ -330,7 +332,8 @@ def sessions(found: Comparison, rows: Sequence[Row]) -> Table:
         for index, (policy, tally) in enumerate(zip(found.policies, row.by_policy, strict=True)):
             about = (row.session_id, str(row.turns)) if index == 0 else ("", "")
             shown.add_row(
-                *about, policy, str(tally.segments), f"{tally.trained:,}", _masked(tally), f"{tally.duplicated:,}",
+                *about, policy, str(tally.segments), f"{tally.trained:,}", _format_masked(tally),
+                f"{tally.duplicated:,}",
                 end_section=index == len(row.by_policy) - 1,
             )  # fmt: skip
     return shown
@@ -346,5 +349,5 @@ def drawings(found: Comparison) -> str:
     return "\n".join(pictures)
 
 
-def _masked(tally: Tally) -> str:
+def _format_masked(tally: Tally) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(tally.masked.items()))

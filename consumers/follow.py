@@ -26,7 +26,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
-from turnlog.infra.run_folder import resolved, run_settings
+from turnlog.infra.run_folder import resolve_endpoints, run_settings
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event
@@ -81,7 +81,7 @@ class Events:
     async def __anext__(self) -> Event:
         """Return the next event and mark the previous one as done. Raises LogError, RegistryUnavailable."""
         while await self._more():
-            if (event := await self._decoded()) is not None:
+            if (event := await self._decode_next()) is not None:
                 return event
         raise StopAsyncIteration
 
@@ -91,7 +91,7 @@ class Events:
         while await self._more():
             events = []
             while self._ready:
-                if (event := await self._decoded()) is not None:
+                if (event := await self._decode_next()) is not None:
                     events.append(event)
                 self._in_hand()
             if events:
@@ -100,7 +100,7 @@ class Events:
     async def _more(self) -> bool:
         """Mark the current event or list as done, commit if that is due, and wait for records. Return False at the
         end."""
-        self.done()
+        self.mark_done()
         while True:
             if time.monotonic() - self._committed_at >= self._commit_s:
                 await self.commit()
@@ -110,7 +110,7 @@ class Events:
                 return False
             self._ready.extend(await self.reader.poll(timeout_s=POLL_S))
 
-    async def _decoded(self) -> Event | None:
+    async def _decode_next(self) -> Event | None:
         """Return the event of the next record, or None if it cannot be decoded."""
         self.record = self._ready.popleft()
         try:
@@ -125,7 +125,7 @@ class Events:
             self._batch[Partition(self.record.topic, self.record.partition)] = self.record.offset + 1
             self.record = None
 
-    def done(self) -> None:
+    def mark_done(self) -> None:
         """Allow the current event or list to be committed."""
         self._in_hand()
         self._done |= self._batch
@@ -138,7 +138,7 @@ class Events:
             await self.reader.commit({name: Commit(offset) for name, offset in done.items()})
         self._committed_at = time.monotonic()
 
-    async def assigned(self, units: frozenset[int]) -> None:
+    async def on_assigned(self, units: frozenset[int]) -> None:
         """Begin at the group's commits, or at the beginning of the log."""
         names = [Partition(topic, unit) for topic in self._topics for unit in units]
         commits, starts = await self._log.commits(self._group, names), await self._log.start_offsets(names)
@@ -150,7 +150,7 @@ class Events:
         self._ends = await self._log.end_offsets(names)
         self._held = True
 
-    async def revoked(self, units: frozenset[int]) -> None:
+    async def on_revoked(self, units: frozenset[int]) -> None:
         """Forget what was not delivered; the next owner begins at the last commit."""
         self._held = False
         self._done, self._batch = (
@@ -175,7 +175,7 @@ async def follow(
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
     from turnlog.infra.registry import HttpRegistry
 
-    settings = resolved(settings or run_settings(None, os.environ))
+    settings = resolve_endpoints(settings or run_settings(None, os.environ))
     check(topics, settings.kafka)
     async with AsyncExitStack() as stack:
         kafka = KafkaLog.of(settings.kafka)
@@ -194,11 +194,11 @@ async def follow_on(
     events = Events(client, EventLog(client, registry, Codec({}), group), topics=topics, group=group, commit_s=commit_s)
     events.until_end = until_end
     # patient=True: half a second of delay is acceptable, and a few large fetches are cheaper than many small ones.
-    member = client.group_reader(group, topics, assigned=events.assigned, revoked=events.revoked, patient=True)
+    member = client.group_reader(group, topics, assigned=events.on_assigned, revoked=events.on_revoked, patient=True)
     async with member as reader:
         events.reader = reader
         yield events
-        events.done()  # not reached after an error, so that event is delivered again
+        events.mark_done()  # not reached after an error, so that event is delivered again
         await events.commit()
 
 

@@ -31,10 +31,10 @@ from prometheus_client import Gauge
 
 from turnlog.infra.archive import archive_name
 from turnlog.infra.log import Log, LogUnavailable, Partition, TlsFailed, TopicMissing
-from turnlog.infra.roles.health import Health, QuietServer, application, configured, listening
+from turnlog.infra.roles.health import Health, QuietServer, application, listening, uvicorn_config
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.probe import served_at
-from turnlog.infra.roles.starting import asked
+from turnlog.infra.roles.starting import stop_on_signals
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import kafka_of
 from turnlog.infra.topics_admin import ACCESS
@@ -130,11 +130,11 @@ async def lag_of(client: Log, settings: Settings, markers: Markers | None = None
     found = []
     for ((role, group), places), said in zip(wanted.items(), commits, strict=True):
         for place in places:
-            high, under_way = said[place].reached() if place in said else (starts[place], 0)
+            high, under_way = said[place].read_progress() if place in said else (starts[place], 0)
             taken = max(min(high, ends[place]), starts[place])
             found.append(Lag(role, group, place, taken, ends[place], max(0, ends[place] - taken) + under_way))
     alone = await (markers or Markers()).alone(client, ((one.place, one.taken, one.end) for one in found))
-    return [_passed(one) if (one.place, one.taken, one.end) in alone else one for one in found]
+    return [_skip_markers(one) if (one.place, one.taken, one.end) in alone else one for one in found]
 
 
 def by_role(lags: Iterable[Lag]) -> dict[str, int]:
@@ -145,7 +145,7 @@ def by_role(lags: Iterable[Lag]) -> dict[str, int]:
     return sums
 
 
-def _passed(lag: Lag) -> Lag:
+def _skip_markers(lag: Lag) -> Lag:
     """Move `taken` to the end, because only markers follow."""
     under_way = lag.records - (lag.end - lag.taken)
     return Lag(lag.role, lag.group, lag.place, lag.end, lag.end, under_way)
@@ -249,7 +249,7 @@ async def expires(host: str, port: int, context: ssl.SSLContext) -> float | None
     return float(ssl.cert_time_to_seconds(shown["notAfter"]))
 
 
-class Exporter:
+class LagExporter:
     """Sets the gauges. They hold the last observation, or nothing."""
 
     def __init__(self, client: Log, settings: Settings, health: Health) -> None:
@@ -271,8 +271,8 @@ class Exporter:
                 self._health.unmet("log", str(error))
                 log.warning("no lag is told: %s", error)
             else:
-                self._health.met("log")
-                self._health.started()
+                self._health.mark_ready("log")
+                self._health.mark_started()
             await self._look_at_certificates()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.lag.every_s):
@@ -312,16 +312,16 @@ def serve_lag(settings: Settings) -> int:
     from turnlog.infra.kafka import KafkaLog  # clients of real machines are imported where they are opened
 
     async def run() -> None:
-        stopping = asked()
+        stopping = stop_on_signals()
         health = Health("lag", work_s=settings.liveness.work_s)
         address = served_at("lag", settings, os.environ) or (settings.lag.host, 0)
         async with AsyncExitStack() as stack:
             listener = stack.enter_context(closing(listening(*address, "[lag] host or port")))
             client = KafkaLog.of(kafka_of(settings), role="lag")
             stack.push_async_callback(client.close)
-            await stack.enter_async_context(QuietServer(configured(application(health))).running(listener))
+            await stack.enter_async_context(QuietServer(uvicorn_config(application(health))).running(listener))
             log.info("lag of run %s on http://%s:%d/metrics", settings.run.id, *listener.getsockname()[:2])
-            await Exporter(client, settings, health).run(stopping)
+            await LagExporter(client, settings, health).run(stopping)
 
     asyncio.run(run())
     return 0

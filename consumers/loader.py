@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 
 from turnlog.consumers.loading import EngineSwapFailed
 from turnlog.consumers.loading.choice import engine_of, transport_of, update_of
-from turnlog.consumers.loading.standing import PARTITION, REQUESTED, SAID, Standing
+from turnlog.consumers.loading.standing import PARTITION, REQUESTED, SAID, EngineStatus
 from turnlog.consumers.loading.swap import Swap
 from turnlog.infra.engine import (
     EngineControl,
@@ -87,7 +87,7 @@ class Loader:
     def __init__(self, role: Role, control: EngineControl, engine_id: str, url: str, *, drains: bool = False) -> None:
         """`drains`: whether the engine stops taking turns when the loader stops."""
         self._role, self._control, self._url = role, control, url
-        self._standing = Standing(role, engine_id, url)
+        self._standing = EngineStatus(role, engine_id, url)
         self._dropped = 0
         self._heard = time.monotonic()
         """Monotonic time of the engine's last answer."""
@@ -100,7 +100,7 @@ class Loader:
     async def run(self) -> None:
         """Run until the role stops, as the module describes."""
         self._swap = Swap(self._role, self._control, self._standing, self._beat)
-        async with self._standing.owned():
+        async with self._standing.take_ownership():
             await self._run()
 
     async def _run(self) -> None:
@@ -130,7 +130,7 @@ class Loader:
             return
         await self._catch_up(reader)
         await self._register(await self._control.model_info())
-        self._role.health.started()
+        self._role.health.mark_started()
         probed = time.monotonic()
         while not self._over:
             self._beat()
@@ -156,7 +156,7 @@ class Loader:
             await self._drain()
         if self._standing.own.state == GONE:
             await self._standing.reached.leave()
-        self._role.health.started()
+        self._role.health.mark_started()
         log.info("%s has left: waiting until it is asked for again", self._standing.engine_id)
         while self._standing.own.leaving and not self._role.stopping.is_set():
             self._beat()
@@ -167,8 +167,8 @@ class Loader:
         drain_s = self._role.settings.engine.drain_s
         cause = "drained"
         try:
-            info = self._standing.believed(await self._control.model_info())
-            self._standing.version, usable = info.version, not (info.mixed or info.released)
+            info = self._standing.drop_unrecorded(await self._control.model_info())
+            self._standing.version, usable = info.version, not (info.is_incomplete or info.is_released)
             await self._standing.say(EngineDraining, state=DRAINING)
             if usable:
                 await self._control.resume()
@@ -214,7 +214,9 @@ class Loader:
             await self._standing.hear(requests, timeout_s=0.0)
             try:
                 info = await self._control.model_info()
-                if not (info.mixed or info.released):  # a loader that was killed while loading leaves it paused
+                if not (
+                    info.is_incomplete or info.is_released
+                ):  # a loader that was killed while loading leaves it paused
                     await self._control.resume()
             except EngineError as error:
                 self._role.health.unmet(
@@ -225,23 +227,23 @@ class Loader:
                 if not told and time.monotonic() - began > self._role.settings.engine.start_timeout_s:
                     told = True
                     log.warning("%s did not start within [engine] start_timeout_s: %s", self._url, error)
-                    await self._standing.gone(error)
+                    await self._standing.report_gone(error)
                 if not await self._take(reader, timeout_s=START_LOOK_S):
                     await self._swap.fetch_ahead()
             else:
-                self._role.health.met("engine")
+                self._role.health.mark_ready("engine")
                 return
 
     async def _register(self, info: ModelInfo) -> None:
-        if info.mixed and self._role.settings.engine.colocate:  # unknown whether it has its memory
+        if info.is_incomplete and self._role.settings.engine.colocate:  # unknown whether it has its memory
             async with self._standing.lives(f"took its memory back: it was left {info.weight_version!r}"):
                 await self._control.retake()
         self._heard, self._gave_way = time.monotonic(), -2
-        given = self._standing.believed(info)
+        given = self._standing.drop_unrecorded(info)
         if given != info:
             log.warning("%s says %s, which it was not given: loaded anew", self._url, info.weight_version)
         self._swap.begin_after(given.version)
-        await self._standing.registered(given, waits=bool(self._swap.waiting))
+        await self._standing.report_registered(given, waits=bool(self._swap.waiting))
         self._swap.recall()
 
     async def _take_turn(self) -> None:
@@ -283,7 +285,7 @@ class Loader:
         """Read records. Return whether there were any."""
         records = await reader.poll(timeout_s=timeout_s)
         for record in records:
-            event = await self._role.events.known(record)
+            event = await self._role.events.decode_known(record)
             if event is None or event.run_id != self._role.settings.run.id:
                 continue
             if self._role.settings.engine.colocate:
@@ -305,16 +307,16 @@ class Loader:
                 await self._unheard()
             return
         except EngineRefused as error:
-            await self._standing.gone(error)
+            await self._standing.report_gone(error)
             raise EngineSwapFailed(f"{self._url} refuses /model_info") from error
         except EngineDead as error:
             self._dropped += 1
             if self._dropped >= DROPPED_PROBES or isinstance(error, EngineUnreachable):
-                await self._standing.gone(error)
+                await self._standing.report_gone(error)
                 raise EngineSwapFailed(str(error)) from error
             return
         self._heard, self._dropped = time.monotonic(), 0
-        restarted = not self._standing.has(self._standing.believed(info))
+        restarted = not self._standing.has(self._standing.drop_unrecorded(info))
         if restarted:
             log.warning("%s serves %s, not %d: it restarted", self._url, info.weight_version, self._standing.version)
         if restarted or self._standing.silent:
@@ -330,7 +332,7 @@ class Loader:
         """Report the engine as silent, and the next time as gone. Raises EngineSwapFailed when it is gone."""
         error = EngineDead(f"{self._url} is silent: no answer to GET /model_info in {self._bound_s:g} s")
         if self._standing.silent:
-            await self._standing.gone(error)
+            await self._standing.report_gone(error)
             raise EngineSwapFailed(str(error))
         log.warning("%s", error)
         await self._standing.unheard()

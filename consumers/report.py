@@ -15,14 +15,14 @@ from typing import Any
 from rich.table import Table
 
 from turnlog.consumers import books
-from turnlog.consumers.replay.verify import Verdict
+from turnlog.consumers.replay.verify import ReplayResult
 from turnlog.consumers.replay.verify import run as replay
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.recipes import RecipeError, demo_rise, recipe
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
-from turnlog.processors.core.books import Account, counting_steps
+from turnlog.processors.core.books import TokenAccount, counting_steps
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,
@@ -54,14 +54,14 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RunReport:
     """The content of report.json, and the reasons why the run is not a success."""
 
     body: dict[str, Any]
     failures: tuple[str, ...]
 
 
-async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
+async def gather(role: Role, verdict: ReplayResult, measured: Measured) -> RunReport:
     """Read the run's topics and judge the run."""
     steps = newest_incarnations([e for e in await all_events(role, topics.STEPS) if isinstance(e, StepCompleted)])
     run = await books.read(role)
@@ -96,7 +96,7 @@ async def gather(role: Role, verdict: Verdict, measured: Measured) -> Report:
         "bytes_on_log": await log_bytes(role),
         "versions": versions(),
     }  # fmt: skip
-    return Report(body, tuple(failures(body, run, verdict)))
+    return RunReport(body, tuple(failures(body, run, verdict)))
 
 
 def wanted_rise(settings: Settings) -> float:
@@ -189,7 +189,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def failures(body: Mapping[str, Any], run: Account, verdict: Verdict) -> list[str]:
+def failures(body: Mapping[str, Any], run: TokenAccount, verdict: ReplayResult) -> list[str]:
     """Return sentences that say why the run is not a success; empty if it is one."""
     said: list[str] = []
     if not body["steps"]:
@@ -210,7 +210,7 @@ def failures(body: Mapping[str, Any], run: Account, verdict: Verdict) -> list[st
     return said
 
 
-def summary(report: Report) -> Table:
+def summary(report: RunReport) -> Table:
     """Return the report as a table."""
     body = report.body
     shown = Table("", "", title=f"run {body['run']}", show_header=False)
@@ -248,7 +248,7 @@ def _counts(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
 
 
-def store(report: Report, directory: Path) -> Path:
+def store(report: RunReport, directory: Path) -> Path:
     """Write report.json in readable form and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "report.json"
@@ -259,7 +259,7 @@ def store(report: Report, directory: Path) -> Path:
 async def write(settings: Settings, *, as_json: bool = False) -> int:
     """Run `turnlog report`: replay, gather, write, print. Return 0 if nothing is wrong with the run, else 1."""
     console = Terminal(stderr=as_json)
-    async with opened("report", settings) as role:
+    async with open_role("report", settings) as role:
         with console.status("reading the run's topics"):
             report = await gather(role, await replay(role), Measured())
     path = store(report, Path(settings.run.directory))

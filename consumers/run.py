@@ -6,7 +6,7 @@ tools.
 
 AlreadyFed          another process feeds the run
 UnfinishedRun
-├── RoleFailed      a role of the run failed for good; the message names its log
+├── FatalRoleFailure      a role of the run failed for good; the message names its log
 └── NotEveryDraw    the trainer ended before all rollout batches were trained
 """
 
@@ -35,14 +35,14 @@ from rich.text import Text
 from turnlog.infra.embedded.members import ROLE_START_S, answers, role_liveness
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch
-from turnlog.infra.embedded.supervisor import Member, State, Supervisor
+from turnlog.infra.embedded.supervisor import ChildState, Member, Supervisor
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events, partitions
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.role import Role, RunPhase, open_role
 from turnlog.infra.roles.runs import Begun, RunClosed, begin
 from turnlog.infra.roles.terminal import Terminal, say
-from turnlog.infra.run_folder import LOGS, SETTINGS, held, lacks_room, private_folder, verb_line
+from turnlog.infra.run_folder import LOGS, SETTINGS, lacks_room, lock_file, private_folder, verb_line
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.schemas import UndecodableRecord, topics
@@ -71,7 +71,7 @@ WATCHED = (topics.RUNS, topics.SESSIONS, topics.TURNS, topics.TOOL_RESULTS, topi
 
 
 @dataclass(slots=True)
-class Picture:
+class DisplayState:
     """State shown by the display. Repeated records are counted once for steps and tool calls, where it matters."""
 
     steps: dict[int, StepCompleted] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Picture:
         """Return whether the newest weights include `batch`."""
         return self.version_batch >= batch
 
-    def evaluated(self, number: int) -> bool:
+    def is_evaluated(self, number: int) -> bool:
         """Return whether an evaluation round was requested and is completely scored."""
         return number in self.rounds and self.rounds[number] <= self.scored
 
@@ -158,7 +158,7 @@ class Display:
 
     def __init__(self, settings: Settings, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase = "starting"
-        self.picture = Picture()
+        self.picture = DisplayState()
         self._run_id = settings.run.id
         self._wanted = settings.feeder.draws * settings.batcher.updates_per_draw
         self._console = console
@@ -167,16 +167,16 @@ class Display:
         self._said = 0
 
     @asynccontextmanager
-    async def shown(self) -> AsyncIterator[Display]:
+    async def show_live(self) -> AsyncIterator[Display]:
         """Draw until the block ends."""
         if not self._console.is_terminal:
             yield self
-            self.refreshed()
+            self.show_changes()
             return
         with Live(get_renderable=self.render, console=self._console, refresh_per_second=REFRESH_PER_S):
             yield self
 
-    def refreshed(self) -> None:
+    def show_changes(self) -> None:
         """Show a changed picture. If the console is not a terminal, print each new step once."""
         if self._loop_began is None and self.picture.sessions_started:
             self._loop_began = self._clock()
@@ -198,7 +198,7 @@ class Display:
         rewards = picture.rewards
         facts = Table.grid(padding=(0, 2))
         facts.add_row("phase", Text(self.phase, style="bold"))
-        facts.add_row("steps", Group(Text(f"{done}/{self._wanted}  {self._left()}"),
+        facts.add_row("steps", Group(Text(f"{done}/{self._wanted}  {self._time_left()}"),
                                      ProgressBar(total=self._wanted, completed=done, width=40)))  # fmt: skip
         facts.add_row("reward", Text(f"{curve(rewards)} {rewards[-1]:.3f}" if rewards else "-", style="green"))
         facts.add_row("sessions", f"{picture.sessions_started} started, {_counts(picture.outcomes)}")
@@ -218,7 +218,7 @@ class Display:
             return 0.0
         return self.picture.output_tokens / max(self._clock() - self._loop_began, 1e-9)
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         done = len(self.picture.steps)
         if self._loop_began is None or not done:
             return ""
@@ -245,7 +245,7 @@ class UnfinishedRun(Exception):
     """Base of the tree above."""
 
 
-class RoleFailed(UnfinishedRun):
+class FatalRoleFailure(UnfinishedRun):
     """A role died too often."""
 
 
@@ -276,7 +276,7 @@ def command(settings: Settings) -> int:
 def configure_command(settings: Settings) -> int:
     """Prepare the servers for a run before any role starts. A second call finds that done and says so. It registers
     schemas and makes the bucket even if roles may not. Return 1 if an existing topic differs from the catalogue. Raises
-    what `prepared` raises."""
+    what `prepare_run` raises."""
     own = dataclasses.replace(
         settings,
         registry=dataclasses.replace(settings.registry, auto_register=True),
@@ -284,18 +284,18 @@ def configure_command(settings: Settings) -> int:
     )
 
     async def run() -> int:
-        async with opened("run", own) as role:
+        async with open_role("run", own) as role:
             await role.blobs.names("none/")
-            done = await prepared(role)
-        say(*done.said())
+            done = await prepare_run(role)
+        say(*done.to_lines())
         return ExitStatus.DIFFERS if done.wrong else ExitStatus.DONE
 
     return run_verb(run())
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """Result of `prepared`."""
+class PreparationResult:
+    """Result of `prepare_run`."""
 
     created: tuple[str, ...]
     """Names of created topics."""
@@ -308,7 +308,7 @@ class Prepared:
         """Whether a topic must be corrected by hand."""
         return any(not problem.startswith(WARNING) for problem in self.problems)
 
-    def said(self) -> list[str]:
+    def to_lines(self) -> list[str]:
         """Return the result as lines of text."""
         run, lines = self.begun.run, list(self.problems)
         if self.created:
@@ -324,28 +324,28 @@ class Prepared:
         return lines
 
 
-async def prepared(role: Role) -> Prepared:
+async def prepare_run(role: Role) -> PreparationResult:
     """Create or check topics, and configure the run or compare its configuration. Schemas were registered when `role`
     was opened. Raises TopicMismatch, OtherRun, OtherSettings, LogUnavailable."""
     created = await apply(role.log, role.settings)
     begun = await begin(role)
-    return Prepared(tuple(created), tuple(await check(role.log, role.settings)), begun)
+    return PreparationResult(tuple(created), tuple(await check(role.log, role.settings)), begun)
 
 
 async def until_trained(settings: Settings, display: Display) -> None:
     """Configure the run and feed it. Return once every rollout batch is trained and its weights are acknowledged.
     Raises AlreadyFed, OtherRun, OtherSettings, UnfinishedRun."""
-    async with opened("run", settings) as role:
+    async with open_role("run", settings) as role:
         stop_at_signal(asyncio.current_task())
         with alone(Path(settings.run.directory)):
-            await prepared(role)
+            await prepare_run(role)
             await _feed(role, display)
 
 
 def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
     """Hold the lock that allows feeding the run. Raises AlreadyFed."""
     private_folder(directory)
-    return held(
+    return lock_file(
         directory / FEEDER_LOCK,
         AlreadyFed(
             f"another `turnlog run` or `turnlog demo` feeds {directory} already, and goes on: "
@@ -356,7 +356,7 @@ def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
 
 async def _feed(role: Role, display: Display) -> None:
     """Feed the run until it is over. Raises UnfinishedRun."""
-    async with display.shown(), _fed(role.settings), beside(_watch(role, display)) as watching:
+    async with display.show_live(), _running_feeder(role.settings), beside(_watch(role, display)) as watching:
         display.phase = FIRST_PHASE
         while not await _over(role, display):
             await asyncio.wait({watching}, timeout=LOOK_EVERY_S)  # polled: process states are files, not events
@@ -391,7 +391,7 @@ def stop_at_signal(task: asyncio.Task[None] | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _fed(settings: Settings) -> AsyncIterator[None]:
+async def _running_feeder(settings: Settings) -> AsyncIterator[None]:
     """Run a feeder process while the block runs. It is restarted if it dies, and stopped at the end."""
     directory = Path(settings.run.directory)
     health = f"http://{HOST}:{free_ports(1)[0]}"
@@ -425,26 +425,26 @@ async def _watch(role: Role, display: Display) -> None:
                     continue  # the role that owns the topic dead-letters it
                 if event.run_id == role.settings.run.id:
                     display.picture.apply(event)
-            display.refreshed()
+            display.show_changes()
 
 
 async def _over(role: Role, display: Display) -> bool:
     """Return whether every rollout batch is trained, every engine has the newest version, and the last evaluation is
-    scored. Raises RoleFailed, NotEveryDraw, RunClosed."""
+    scored. Raises FatalRoleFailure, NotEveryDraw, RunClosed."""
     settings, picture = role.settings, display.picture
     if picture.phase == RunPhase.CLOSED:
         raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
     drawn = len({step.draw_index for step in picture.steps.values()})
     loaded = all(version >= picture.version for version in picture.engines.values())
     every = settings.eval.every
-    evaluated = not every or picture.evaluated(settings.feeder.draws // every)
+    evaluated = not every or picture.is_evaluated(settings.feeder.draws // every)
     if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded and evaluated:
         return True
     for child in status_processes(settings):
-        if child["state"] == State.FAILED:
-            raise RoleFailed(f"{child['name']}: {child['error']}; log {child['log']}")
-        if child["name"].startswith("trainer") and child["state"] == State.DONE and drawn < settings.feeder.draws:
-            trained = await _trained(role)  # the picture may not have caught up with the log yet
+        if child["state"] == ChildState.FAILED:
+            raise FatalRoleFailure(f"{child['name']}: {child['error']}; log {child['log']}")
+        if child["name"].startswith("trainer") and child["state"] == ChildState.DONE and drawn < settings.feeder.draws:
+            trained = await _count_trained(role)  # the picture may not have caught up with the log yet
             if trained < settings.feeder.draws:
                 raise NotEveryDraw(
                     f"the trainer ended after {trained} of {settings.feeder.draws} draws; log {child['log']}"
@@ -455,6 +455,6 @@ async def _over(role: Role, display: Display) -> bool:
     return False
 
 
-async def _trained(role: Role) -> int:
+async def _count_trained(role: Role) -> int:
     """Return the number of rollout batches with a step on the log."""
     return len({step.draw_index for step in await all_events(role, STEPS) if isinstance(step, StepCompleted)})

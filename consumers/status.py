@@ -21,8 +21,8 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import LogUnavailable
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.http_clients import answered, warned
-from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.http_clients import fetch_json, fetch_warnings
+from turnlog.infra.roles.role import Role, RunPhase, open_role
 from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
@@ -52,7 +52,7 @@ def once(settings: Settings, *, as_json: bool, health: Sequence[str] = (), inden
     [status] health) lists addresses of roles to query. Raises LogError in that case.
     """
     processes, elsewhere = status_processes(settings), False
-    asked = _asked(health or settings.status.health)
+    asked = _query_addresses(health or settings.status.health)
     found: dict[str, Any] = {"run": settings.run.id, "processes": processes, "health": asked}
     found["disk"] = run_folder.lacks_room(Path(settings.run.directory))
     found["warnings"] = _warnings(settings, processes, asked)
@@ -80,7 +80,9 @@ def _warnings(
     """Return the warnings of running roles by their names: of the run's own processes, and of the queried addresses."""
     health = run_folder.health_addresses(settings) if processes else {}
     with ThreadPoolExecutor(max(1, min(32, len(health)))) as pool:
-        own = dict(zip(health, pool.map(lambda one: warned(one, timeout_s=TIMEOUT_S), health.values()), strict=True))
+        own = dict(
+            zip(health, pool.map(lambda one: fetch_warnings(one, timeout_s=TIMEOUT_S), health.values()), strict=True)
+        )
     told = own | {address: list(said.get("warnings", ())) for address, said in asked.items()}
     return {name: lines for name, lines in told.items() if lines}
 
@@ -92,7 +94,7 @@ def _runs_elsewhere(settings: Settings) -> bool:
     return not ours and bool(settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
 
 
-def _asked(addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _query_addresses(addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Query health addresses. Return for each the role that answers, whether it is ready and alive, and what it waits
     for."""
     with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as pool:
@@ -102,8 +104,8 @@ def _asked(addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _asked_one(address: str) -> dict[str, Any]:
     url = address.rstrip("/")
     try:
-        alive, said = answered(f"{url}/healthz", timeout_s=TIMEOUT_S)
-        ready, waits = answered(f"{url}/readyz", timeout_s=TIMEOUT_S)
+        alive, said = fetch_json(f"{url}/healthz", timeout_s=TIMEOUT_S)
+        ready, waits = fetch_json(f"{url}/readyz", timeout_s=TIMEOUT_S)
     except (OSError, ValueError) as error:
         return {"role": "", "alive": False, "ready": False, "why": f"no answer: {error}", "warnings": []}
     stale = [f"loop {name} stands still" for name, loop in said.get("loops", {}).items() if loop.get("stale")]
@@ -118,7 +120,7 @@ def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = No
     try:
         own = [address.rstrip("/") for address, said in (asked or {}).items() if said["role"] == "views"]
         url = own[0] if own else run_folder.read_endpoints(Path(settings.run.directory)).views
-        return answered(f"{url}/views", timeout_s=TIMEOUT_S)[1]
+        return fetch_json(f"{url}/views", timeout_s=TIMEOUT_S)[1]
     except (run_folder.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:
         return {"unavailable": str(error)}
 
@@ -135,7 +137,7 @@ def recipes(settings: Settings) -> dict[str, Any]:
 
 
 async def _from_log(settings: Settings) -> dict[str, Any]:
-    async with opened("status", settings) as role:
+    async with open_role("status", settings) as role:
         lag = _by_topic(await lag_of(role.log, settings))
         engines = {event.engine_id: {"state": event.state, "version": event.version, "url": event.url}
                    for event in await all_events(role, topics.ENGINES)}  # fmt: skip

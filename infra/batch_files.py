@@ -49,7 +49,7 @@ def write_rows(rows: BatchRows) -> bytes:
     return bytes(sink.getvalue())
 
 
-def sealed(
+def build_batch_file(
     batch: FormedBatch, weighting: Weighting, write: Callable[[BatchRows], bytes] = write_rows
 ) -> tuple[bytes, str]:
     """Return a batch's file and the rows_sha256 of its contents, after reading it back and checking it against the

@@ -46,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnlog.infra.roles import Explained, Unreachable
-from turnlog.processors.core.experts import assembled, unpacked
+from turnlog.processors.core.experts import assemble_experts, unpack_experts
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.events import Event, SegmentSample
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
@@ -131,7 +131,7 @@ class Owner:
         return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
 
     @classmethod
-    def parsed(cls, name: str, content: bytes) -> Owner:
+    def parse(cls, name: str, content: bytes) -> Owner:
         """Parse such an object. Raises BlobCorrupt if `json` did not write it under this name."""
         try:
             found = cls(**{key: str(value) for key, value in json.loads(content).items()})
@@ -226,7 +226,7 @@ class Blobs(Protocol):
         """Return the names that begin with `prefix`, sorted. Raises StoreUnavailable."""
         ...
 
-    async def listed(self, prefix: str) -> Listing:
+    async def list_objects(self, prefix: str) -> Listing:
         """Return the objects whose names begin with `prefix`, with their ages. Raises StoreUnavailable."""
         ...
 
@@ -253,7 +253,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class UploadSource:
     """A file that is being uploaded. Its read errors are raised as FileUnreadable, so that they are not taken for an
     outage of the store."""
 
@@ -267,14 +267,14 @@ class Reading:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[tuple[Reading, int]]:
+def _reading(path: Path) -> Iterator[tuple[UploadSource, int]]:
     """Open a file and yield it with its size in bytes. Raises FileUnreadable."""
     with _readable(path):
         file = path.open("rb")
     with file:
         with _readable(path):
             size = os.fstat(file.fileno()).st_size
-        yield Reading(path, file), size
+        yield UploadSource(path, file), size
 
 
 class Folders(ABC):
@@ -321,13 +321,13 @@ class Folders(ABC):
 
     def _get_file(self, ref: BlobRef, path: Path) -> None:
         with _appearing(path) as file:
-            self._found(ref, lambda name: self._saved(name, file))
+            self._find_blob(ref, lambda name: self._copy_to_file(name, file))
 
     def _get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
         with _appearing(path) as file:
-            _check(name, self._saved(name, file), ref)
+            _check(name, self._copy_to_file(name, file), ref)
 
-    def _saved(self, name: str, file: BinaryIO) -> tuple[int, str]:
+    def _copy_to_file(self, name: str, file: BinaryIO) -> tuple[int, str]:
         """Write the object under `name` to `file` and return (bytes, sha256) of it. Raises NoRoom if the file
         cannot be written."""
         running = hashlib.sha256()
@@ -357,10 +357,10 @@ class Folders(ABC):
             content = self._read(name)
             return len(content), hashlib.sha256(content).hexdigest()
 
-        self._found(ref, take)
+        self._find_blob(ref, take)
         return content
 
-    def _found(self, ref: BlobRef, take: Callable[[str], tuple[int, str]]) -> None:
+    def _find_blob(self, ref: BlobRef, take: Callable[[str], tuple[int, str]]) -> None:
         """Call `take` for the first place that has the blob. `take` returns (bytes, sha256) of what it read. Raises
         BlobMissing, BlobCorrupt."""
         missing: BlobMissing | None = None
@@ -478,7 +478,7 @@ class MemoryBlobs(Folders):
     async def names(self, prefix: str) -> list[str]:
         return self._names(prefix)
 
-    async def listed(self, prefix: str) -> Listing:
+    async def list_objects(self, prefix: str) -> Listing:
         self.point()
         now = self.clock()
         names = self._names(prefix)
@@ -493,20 +493,20 @@ class MemoryBlobs(Folders):
 
     async def remove(self, name: str) -> None:
         self.point()
-        held, at = self._held(name)
+        held, at = self._locate(name)
         held.pop(at, None)
         self.point()
 
     async def close(self) -> None:
         """Do nothing: there are no connections."""
 
-    def _held(self, name: str) -> tuple[dict[str, bytes], str]:
+    def _locate(self, name: str) -> tuple[dict[str, bytes], str]:
         """Return the dictionary that stores a name, and the key in it."""
         sha256 = name.rpartition("/")[2]
         return (self.objects, sha256) if name == key(sha256) else (self.named, name)
 
     def _read(self, name: str) -> bytes:
-        held, at = self._held(name)
+        held, at = self._locate(name)
         try:
             return held[at]
         except KeyError:
@@ -523,7 +523,7 @@ class MemoryBlobs(Folders):
         self._write(to, self._read(name), "")
 
     def _write(self, name: str, content: bytes, media_type: str) -> None:
-        held, at = self._held(name)
+        held, at = self._locate(name)
         held[at] = content
         self.times[name] = self.clock()
 
@@ -550,7 +550,7 @@ async def inlined(event: Event, blobs: Blobs) -> Event:
     return dataclasses.replace(event, **fetched) if fetched else event
 
 
-async def externalized(event: Event, blobs: Blobs, *, limit: int = INLINE_LIMIT_BYTES) -> Event:
+async def externalize_payloads(event: Event, blobs: Blobs, *, limit: int = INLINE_LIMIT_BYTES) -> Event:
     """Return the event with payloads above `limit` bytes moved to the store. Blobs are stored before the event that
     references them is written. Raises StoreUnavailable."""
     stored: dict[str, Any] = {}
@@ -577,7 +577,7 @@ async def expert_rows(sample: SegmentSample, blobs: Blobs) -> NDArray[np.int32]:
     """
     refs = list(dict.fromkeys(piece.rows for piece in sample.experts))
     contents = await asyncio.gather(*(blobs.get(ref) for ref in refs))
-    return assembled(sample, {ref: unpacked(content) for ref, content in zip(refs, contents, strict=True)})
+    return assemble_experts(sample, {ref: unpack_experts(content) for ref, content in zip(refs, contents, strict=True)})
 
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

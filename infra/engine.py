@@ -115,7 +115,7 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OutputChunk:
     """The next output tokens. A request yields one or more pieces; the last one has `finish`."""
 
     ids: list[int]
@@ -134,7 +134,7 @@ class Piece:
 class Engine(Protocol):
     """An engine that generates."""
 
-    def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+    def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
         """Yield pieces; without `stream` exactly one. Raises EngineDead, EngineRefused."""
         ...
 
@@ -160,16 +160,16 @@ class SGLang:
         self._trusted = trusting(url, ca_file, "engine")
         self._session: aiohttp.ClientSession | None = None
 
-    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
         body = orjson.dumps(_body(request, stream), option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout_s)
         try:
             async with self._http().post(f"{self.url}/generate", data=body, headers=JSON, timeout=timeout) as answer:
-                await self._checked(answer, request)
+                await self._check_status(answer, request)
                 if not stream:
                     yield _Pieces(request).take(orjson.loads(await answer.read()))
                     return
-                async for piece in self._streamed(answer, request):
+                async for piece in self._stream_pieces(answer, request):
                     yield piece
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachable(f"{self.url}: {type(error).__name__} {error}".rstrip()) from error
@@ -182,12 +182,12 @@ class SGLang:
 
     async def abort(self, rid: str) -> None:
         """See Engine. SGLang answers 200 even if it does not know the rid."""
-        await self._asked("POST", "/abort_request", orjson.dumps({"rid": rid}), CONNECT_S)
+        await self._send_request("POST", "/abort_request", orjson.dumps({"rid": rid}), CONNECT_S)
 
     async def alive(self, *, timeout_s: float) -> None:
-        await self._asked("GET", "/model_info", None, timeout_s)
+        await self._send_request("GET", "/model_info", None, timeout_s)
 
-    async def _asked(self, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
+    async def _send_request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._http().request(method, self.url + path, data=body, headers=JSON, timeout=timeout):
@@ -208,7 +208,7 @@ class SGLang:
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         return self._session
 
-    async def _checked(self, answer: aiohttp.ClientResponse, request: Generate) -> None:
+    async def _check_status(self, answer: aiohttp.ClientResponse, request: Generate) -> None:
         if answer.status < HTTPStatus.BAD_REQUEST:
             return
         text = (await answer.read())[:500].decode(errors="replace")
@@ -216,7 +216,7 @@ class SGLang:
             raise EngineDead(f"{self.url} answered {answer.status}: {text}")
         raise _refusal(f"{self.url} answered {answer.status}: {text}", request)
 
-    async def _streamed(self, answer: aiohttp.ClientResponse, request: Generate) -> AsyncIterator[Piece]:
+    async def _stream_pieces(self, answer: aiohttp.ClientResponse, request: Generate) -> AsyncIterator[OutputChunk]:
         pieces, finish = _Pieces(request), None
         async for data in _server_sent(answer.content.iter_any()):
             if data == b"[DONE]":
@@ -268,7 +268,7 @@ def _body(request: Generate, stream: bool) -> dict[str, Any]:
         body["lora_path"] = request.adapter.name
     if request.images:
         body |= {
-            "input_ids": _collapsed(request),
+            "input_ids": _collapse_images(request),
             "image_data": [image.url for image in request.images],
             "return_prompt_token_ids": True,
         }
@@ -285,7 +285,7 @@ async def _server_sent(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
                 yield event[5:].strip()
 
 
-def _collapsed(request: Generate) -> list[int]:
+def _collapse_images(request: Generate) -> list[int]:
     """Return the input ids with one placeholder per image: SGLang repeats each one as the model's own processor
     requires."""
     given, end = list(map(int, request.input_ids)), 0
@@ -323,7 +323,7 @@ class _Pieces:
         self._seen = 0
         self._labels: list[tuple[str, int]] = []
 
-    def take(self, answer: dict[str, Any]) -> Piece:
+    def take(self, answer: dict[str, Any]) -> OutputChunk:
         meta, ids = answer["meta_info"], answer["output_ids"]
         _check_prompt(self._request, answer)
         triples = meta["output_token_logprobs"]
@@ -337,7 +337,7 @@ class _Pieces:
         finish = None if reason is None else str(reason["type"])
         if finish is not None and self._seen != meta["completion_tokens"]:
             raise EngineRefused(f"the engine gave {self._seen} log-probs for {meta['completion_tokens']} tokens")
-        return Piece(
+        return OutputChunk(
             ids=ids[start:count],
             logprobs=[triple[0] for triple in new],
             finish=finish,
@@ -408,12 +408,12 @@ class ModelInfo:
         return self.label if 0 <= self.label < max(self.adapters, default=-1) else None
 
     @property
-    def mixed(self) -> bool:
+    def is_incomplete(self) -> bool:
         """True if its last load or release did not complete; it must not serve then."""
         return self.weight_version.startswith(LOADING) or self.weight_version == RELEASING
 
     @property
-    def released(self) -> bool:
+    def is_released(self) -> bool:
         """True if it has neither weights nor cache in memory."""
         return self.weight_version == RELEASED
 
@@ -492,7 +492,7 @@ class Transport(Protocol):
         ...
 
 
-class Disk:
+class DiskWeightTransport:
     """The engine reads the folder, which it must see under the same path."""
 
     async def load(self, engine: SGLangControl, folder: Path, label: str, *, flush: bool, timeout_s: float) -> None:
@@ -517,16 +517,16 @@ class SGLangControl:
         """`update`: see [engine]. `transport`: defaults to Disk. `adapters`: whether to request the loaded adapters.
         Raises TlsFileUnusable."""
         self.url = url.rstrip("/")
-        self._update, self._transport, self._adapters = update, transport or Disk(), adapters
+        self._update, self._transport, self._adapters = update, transport or DiskWeightTransport(), adapters
         trusted = trusting(url, ca_file, "engine")
         self._http = direct(base_url=self.url, timeout=QUICK_S, verify=trusted)
 
     async def model_info(self) -> ModelInfo:
         info = await self.call("GET", "/model_info", None, QUICK_S)
-        names = await self._named() if self._adapters else []
+        names = await self._adapter_versions() if self._adapters else []
         return ModelInfo(str(info.get("weight_version")), str(info.get("model_path")), tuple(names))
 
-    async def _named(self) -> list[int]:
+    async def _adapter_versions(self) -> list[int]:
         """Return the versions of the loaded adapters, which SGLang lists as models with a parent."""
         models = (await self.call("GET", "/v1/models", None, QUICK_S)).get("data", ())
         return sorted(int(one["id"]) for one in models if one.get("parent") and one["id"].isdecimal())

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from turnlog.infra.blobs import Blobs, externalized
+from turnlog.infra.blobs import Blobs, externalize_payloads
 from turnlog.infra.log import Appender, Headers, Log, Record, Transactor, partition_of
 from turnlog.infra.registry import Registry
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER, WRITER_HEADER
@@ -67,7 +67,7 @@ class EventLog:
         if the event is too large even without its payloads. Raises StoreUnavailable."""
         assert self._appender is not None
         if self._blobs is not None:
-            event = await externalized(event, self._blobs)
+            event = await externalize_payloads(event, self._blobs)
         topic = TOPIC_OF[type(event).__name__]
         headers = self.headers(event, output_tokens=output_tokens)
         return await self._appender.submit(topic.name, topic.key_of(event), self.codec.encode(event), headers=headers)
@@ -115,7 +115,7 @@ class EventLog:
         RegistryUnavailable: retry, then end.
         """
         try:
-            event = await self._decoded(record)
+            event = await self._decode_record(record)
         except LaterKind as later:
             check_written(record, later.name)
             passed_over(record, later)
@@ -123,12 +123,12 @@ class EventLog:
         except OtherRegistry:
             raise
         except UndecodableRecord as broken:
-            check_written(record, self._held(record.value, broken))
+            check_written(record, self._schema_name(record.value, broken))
             raise
         check_written(record, type(event).__name__)
         return event
 
-    def _held(self, value: bytes, broken: UndecodableRecord) -> str:
+    def _schema_name(self, value: bytes, broken: UndecodableRecord) -> str:
         """Return the name of the schema that the registry has under the id of an undecodable value, or "" if the value
         has no id."""
         try:
@@ -136,7 +136,7 @@ class EventLog:
         except (UndecodableRecord, UnknownSchemaId):
             return f"what cannot be used ({broken})" if value[:1] == b"\0" and len(value) >= HEADER.size else ""
 
-    async def known(self, record: Record) -> Event | None:
+    async def decode_known(self, record: Record) -> Event | None:
         """Return the event of a record for readers that do not own its topic. Returns None for a kind that only a newer
         release knows, and for a record that is not an event, which the owner of the topic dead-letters. Raises
         RegistryUnavailable."""
@@ -148,7 +148,7 @@ class EventLog:
             log.warning("passed over %s: %s", where(record), broken)
             return None
 
-    async def _decoded(self, record: Record) -> Event:
+    async def _decode_record(self, record: Record) -> Event:
         try:
             return self.codec.decode(record.value)
         except UnknownSchemaId as unknown:

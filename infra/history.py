@@ -22,7 +22,7 @@ EVERY_RUN = "any"
 
 
 @dataclass(slots=True)
-class Reading:
+class ReadStatistics:
     """Statistics of a read: offsets, schemas, and records that could not be decoded."""
 
     read: dict[Partition, tuple[int, int]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ async def records(
 
 async def events_of(
     role: Role, place: Partition, end: int, names: Collection[str], *,
-    runs: Collection[str] = (), reading: Reading | None = None,
+    runs: Collection[str] = (), reading: ReadStatistics | None = None,
 ) -> AsyncIterator[tuple[Record, Event]]:  # fmt: skip
     """Yield the events of one partition below `end` whose record name is in `names`. Other records are skipped
     undecoded.
@@ -66,13 +66,13 @@ async def events_of(
     `runs`: ids of the runs wanted, or `EVERY_RUN`; by default the role's own. Undecodable records are counted in
     `reading`; the role that owns the topic has dead-lettered them.
     """
-    reading = Reading() if reading is None else reading
+    reading = ReadStatistics() if reading is None else reading
     starts = await role.log.start_offsets([place])
     reading.read[place] = (starts[place], end)
     runs = runs or (role.settings.run.id,)
     async for record in records(role, [place], {place: end}):
         try:
-            name, fingerprint = await _written(role, record)
+            name, fingerprint = await _written_schema(role, record)
             if name not in names:
                 continue
             event = await role.events.decode(record)
@@ -94,7 +94,7 @@ async def events(
     ends = await role.log.end_offsets(wanted)
     async for record in records(role, wanted, ends, since=since):
         try:
-            if names and (await _written(role, record))[0] not in names:
+            if names and (await _written_schema(role, record))[0] not in names:
                 continue
             event = await role.events.decode(record)
         except UndecodableRecord as broken:
@@ -109,12 +109,12 @@ async def all_events(role: Role, topic: Topic) -> list[Event]:
     return [event async for _, event in events(role, topic)]
 
 
-async def _written(role: Role, record: Record) -> tuple[str, str]:
+async def _written_schema(role: Role, record: Record) -> tuple[str, str]:
     try:
-        found = role.events.codec.written(record.value)
+        found = role.events.codec.identify_writer(record.value)
     except UnknownSchemaId:
         await role.events.decode(record)  # asks the registry
-        found = role.events.codec.written(record.value)
+        found = role.events.codec.identify_writer(record.value)
     check_written(record, found[0])
     return found
 

@@ -185,13 +185,13 @@ class Commit:
     def keeping(self, last: Commit | None) -> Commit:
         """Return this commit with those metadata keys of the previous commit that it lacks. A newer release may have
         written them and must find them again."""
-        more = _said(last)
-        own = _said(self) if self.metadata else {"high": self.offset, "under_way": 0}
+        more = _parse_metadata(last)
+        own = _parse_metadata(self) if self.metadata else {"high": self.offset, "under_way": 0}
         if not more or not own or more.keys() <= own.keys():
             return self
         return Commit(self.offset, json.dumps({**more, **own}, separators=(",", ":")))
 
-    def reached(self) -> tuple[int, int]:
+    def read_progress(self) -> tuple[int, int]:
         """`high` and `under_way` of the metadata, or (offset, 0) if it does not state them."""
         try:
             said = json.loads(self.metadata)
@@ -200,7 +200,7 @@ class Commit:
             return self.offset, 0
 
 
-def _said(commit: Commit | None) -> dict[str, object]:
+def _parse_metadata(commit: Commit | None) -> dict[str, object]:
     """Return the metadata if it is a JSON object, else an empty dict."""
     try:
         said = json.loads(commit.metadata) if commit is not None else None
@@ -372,7 +372,7 @@ class Log(Protocol):
         them, so that the result is no older than any output of such a transaction that a reader can see."""
         ...
 
-    async def committed(self, group: str) -> frozenset[Partition]:
+    async def committed_partitions(self, group: str) -> frozenset[Partition]:
         """Return the partitions, of any topic, for which the group has commits. Does not wait for transactions."""
         ...
 
@@ -411,7 +411,7 @@ async def check_commits(
     Raises OtherInputs. Raises CommitsExpired if the group has worked before and input is gone. Raises LogUnavailable,
     TopicMissing.
     """
-    held = await client.committed(group)
+    held = await client.committed_partitions(group)
     topics = {place.topic for place in inputs}
     if others := sorted({place.topic for place in held} - topics):
         raise OtherInputs(
@@ -505,7 +505,7 @@ class Reached:
         self._said_at = float("-inf")
 
     @classmethod
-    async def recalled(cls, log: Log, transactor: Transactor, group: str, places: Sequence[Partition]) -> Reached:
+    async def from_log(cls, log: Log, transactor: Transactor, group: str, places: Sequence[Partition]) -> Reached:
         """Create it with the commits of the last owner of `transactor`. Raises LogUnavailable, TopicMissing."""
         starts = {place: Commit(offset) for place, offset in (await log.start_offsets(places)).items()}
         return cls(transactor, group, starts | await log.commits(group, places))

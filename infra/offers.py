@@ -24,24 +24,24 @@ from turnlog.processors.core.methods.reward_transforms import RewardTransform
 from turnlog.settings import FoldSettings, SettingsError, TrainerSettings, declarations
 
 
-class Named(Protocol):
+class NamedPlugin(Protocol):
     """An object with a name."""
 
     @property
     def name(self) -> str: ...
 
 
-M = TypeVar("M", bound=Named)
+M = TypeVar("M", bound=NamedPlugin)
 GROUPS = {
     f"{section}.{key}": own.group
     for section, kind in (("fold", FoldSettings), ("trainer", TrainerSettings))
     for key, hint in declarations(kind).items()
-    if (own := setting_types.offered(hint))
+    if (own := setting_types.find_offered(hint))
 }
 """Setting that accepts plugins -> its entry point group."""
 
 
-def offered(
+def find_plugins(
     group: str, what: str, ambiguous: type[Exception], ours: Mapping[str, str] | None = None
 ) -> dict[str, EntryPoint]:
     """Return name -> entry point, without importing anything (reading the metadata of all packages takes tens of ms).
@@ -61,7 +61,7 @@ def offered(
     return points
 
 
-def installed(fold: FoldSettings) -> Methods:
+def load_methods(fold: FoldSettings) -> Methods:
     """Return the built-in methods and the plugins that `fold` names. Raises SettingsError if a plugin is unknown, does
     not import, is not such a method, or is offered by two packages."""
     filters = [split(spec, "fold.group_filters")[0] for spec in fold.group_filters]
@@ -76,11 +76,11 @@ def installed(fold: FoldSettings) -> Methods:
 
 def installed_policies(name: str) -> Policies:
     """Return the built-in policies, and the plugin `name` if it is not one of them. Raises SettingsError as
-    `installed`."""
+    `load_methods`."""
     built_in = Policies()
     if name in built_in.named:
         return built_in
-    found, where = _offered(name, built_in.named, "fold.policy")
+    found, where = _load_plugin(name, built_in.named, "fold.policy")
     if not isinstance(found, Policy):
         raise SettingsError(f"{where}: must have needs_messages and cut(turns, tree, undelivered, rules)")
     return built_in.with_own({name: found})
@@ -92,18 +92,18 @@ def _with_own(built_in: Mapping[str, M], names: Iterable[str], key: str, kind: t
 
 def one(name: str, built_in: Mapping[str, M], key: str, kind: type[M]) -> M:
     """Return the method of that name, built in or a plugin. `key` is the setting that names it. Raises SettingsError as
-    `installed`."""
+    `load_methods`."""
     if name in built_in:
         return built_in[name]
-    found, where = _offered(name, built_in, key)
+    found, where = _load_plugin(name, built_in, key)
     if not isinstance(found, kind) or found.name != name:
         raise SettingsError(f"{where}: must be the {kind.__name__} named {name!r}, got {found!r}")
     return found
 
 
-def _offered(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, str]:
+def _load_plugin(name: str, built_in: Mapping[str, object], key: str) -> tuple[Any, str]:
     """Return a plugin by name, and its description for error messages. Raises SettingsError."""
-    points = offered(GROUPS[key], key, SettingsError)
+    points = find_plugins(GROUPS[key], key, SettingsError)
     if name not in points:
         legal = ", ".join(sorted({*built_in, *points}))
         raise SettingsError(

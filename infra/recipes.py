@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
-from turnlog.infra.offers import offered
+from turnlog.infra.offers import find_plugins
 from turnlog.infra.tools import BUILT_IN
 from turnlog.names import EntryPointGroup
 from turnlog.schemas.events.sessions import Environment, Outcome
@@ -534,10 +534,10 @@ def row_of(recipe: Recipe, row: dict[str, Any], beside: Path, *, whole: bool) ->
     BrokenRecipe if the method raises.
     """
     read: Callable[[dict[str, Any], Path, bool], dict[str, Any]] | None = getattr(recipe, "read_row", None)
-    return row if read is None else called(recipe, read, row, beside, whole)
+    return row if read is None else call_recipe(recipe, read, row, beside, whole)
 
 
-def called(recipe: Recipe, method: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+def call_recipe(recipe: Recipe, method: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Call a method of the recipe and return its result. Raises BrokenRecipe if it raises."""
     try:
         return method(*arguments, **named)
@@ -551,7 +551,7 @@ def recipe(name: str) -> Recipe:
     """Return the recipe that an installed package offers under `name`. The result is cached, because reading the
     metadata of all installed packages takes tens of milliseconds. Raises UnknownRecipe, AmbiguousRecipe,
     BrokenRecipe."""
-    points = offered(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe)
+    points = find_plugins(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe)
     if name not in points:
         names = ", ".join(points) or "none"
         raise UnknownRecipe(f"no recipe {name!r}: [feeder] recipe takes one of the installed ones ({names})")

@@ -110,18 +110,18 @@ class HttpRegistry:
                     f"{self._url} has no such schema of {subject}, and [registry] auto_register is false: run `turnlog "
                     "run configure` with the right to write there"
                 )
-            return self._told(answer, "id", int)
+            return self._read_field(answer, "id", int)
         answer = await self._call("POST", f"{where}/versions", body)
         if answer.status_code == httpx.codes.CONFLICT:
-            problems = incompatibilities(dict(schema), await self._registered(subject))
+            problems = incompatibilities(dict(schema), await self._fetch_versions(subject))
             raise SchemaIncompatible(subject, problems, answer.text[:500])
-        return self._told(answer, "id", int)
+        return self._read_field(answer, "id", int)
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
         answer = await self._call("GET", f"/schemas/ids/{schema_id}")
         if _is_absent(answer):
             raise KeyError(schema_id)
-        text = self._told(answer, "schema", str)
+        text = self._read_field(answer, "schema", str)
         try:
             schema: Mapping[str, Any] = json.loads(text)
         except (ValueError, RecursionError) as error:  # a registry also stores Protobuf
@@ -141,12 +141,12 @@ class HttpRegistry:
         """Release all connections."""
         await self._http.aclose()
 
-    async def _registered(self, subject: str) -> list[Schema]:
+    async def _fetch_versions(self, subject: str) -> list[Schema]:
         """Return all registered versions of a subject, to explain a refusal in our own words."""
         where = f"/subjects/{quote(subject, safe='')}/versions"
         numbers = self._body(await self._call("GET", where))
         answers = [await self._call("GET", f"{where}/{number}") for number in numbers]
-        return [self._told(answer, "schema", json.loads) for answer in answers]
+        return [self._read_field(answer, "schema", json.loads) for answer in answers]
 
     async def _call(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
@@ -166,7 +166,7 @@ class HttpRegistry:
             raise kind(f"{self._url} answered {answer.status_code}{where}: {answer.text[:200]}; see [registry] url")
         return self._read(answer, answer.json)
 
-    def _told(self, answer: httpx.Response, name: str, read: Callable[[Any], T]) -> T:
+    def _read_field(self, answer: httpx.Response, name: str, read: Callable[[Any], T]) -> T:
         """Read a field of an answer. Raises RegistryUnreachable."""
         return self._read(answer, lambda: read(self._body(answer)[name]))
 

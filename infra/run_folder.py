@@ -117,7 +117,7 @@ def present(secret: str) -> str:
     if not isinstance(secret, FileSecret):
         return secret
     try:
-        if secret.swapped():
+        if secret.reload_if_changed():
             log.info("%s was swapped and is read again", secret.where)
     except SecretUnusable as error:
         log.warning("%s; the value that it held before stays in use", error)
@@ -262,7 +262,7 @@ def registry_of(wanted: RegistrySettings, address: str, directory: Path) -> Regi
     return dataclasses.replace(found, username=EMBEDDED_USER, password=password) if password else found
 
 
-def resolved(settings: Settings) -> Settings:
+def resolve_endpoints(settings: Settings) -> Settings:
     """Return the settings with the addresses and logins of all servers filled in: the user's own if configured, else
     the run's. Raises NoEndpoints, SecretUnusable."""
     missing = not (settings.kafka.bootstrap and settings.registry.url and settings.store.endpoint)
@@ -355,18 +355,18 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_run(directory: Path) -> Iterator[None]:
     """Lock the run for one supervisor. Raises AlreadyUp."""
     busy = AlreadyUp(
         f"{directory} is up already: `{verb_line(directory, 'status')}` shows it, `{verb_line(directory, 'down')}` "
         "stops it, and another --run ID is another run"
     )
-    with held(directory / LOCK, busy):
+    with lock_file(directory / LOCK, busy):
         yield
 
 
 @contextlib.contextmanager
-def held(path: Path, busy: Exception | None = None) -> Iterator[TextIO]:
+def lock_file(path: Path, busy: Exception | None = None) -> Iterator[TextIO]:
     """Lock a file, which is created if it is missing, for one process. The kernel releases the lock when the process
     ends. If another process has it, raise `busy`, or wait if `busy` is None."""
     with path.open("a+") as file:
@@ -383,7 +383,7 @@ def is_live(directory: Path) -> bool:
     if not (directory / LOCK).exists():
         return False
     try:
-        with locked(directory):
+        with lock_run(directory):
             return False
     except AlreadyUp:
         return True

@@ -141,8 +141,8 @@ class S3Blobs(Folders):
         Raises StoreUnreachable."""
         return await self._run_plainly(lambda: _ahead_s(self._date()))
 
-    async def listed(self, prefix: str) -> Listing:
-        return await self._run(lambda: self._listed(prefix))
+    async def list_objects(self, prefix: str) -> Listing:
+        return await self._run(lambda: self._list_objects(prefix))
 
     async def copy(self, name: str, to: str) -> None:
         await self._run(lambda: self._copy(name, to))
@@ -158,25 +158,25 @@ class S3Blobs(Folders):
     async def _run_plainly(self, call: Callable[[], T]) -> T:
         """Run `call` in the thread pool without checking the bucket first."""
 
-        def asked() -> T:
+        def call_store() -> T:
             try:
                 return call()
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 raise StoreUnreachable(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._pool, asked)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call_store)
 
     async def _run(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._translated, call)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._translate_errors, call)
 
-    def _translated(self, call: Callable[[], T]) -> T:
+    def _translate_errors(self, call: Callable[[], T]) -> T:
         """Run `call` after making sure that the bucket exists. Answers of the store raise Refused, the transport
         HTTPError; both are converted to StoreUnavailable or a subclass."""
         try:
             self._ensure_bucket()
             return call()
-        except Refused as refused:
-            raise refused.typed(self._settings) from refused
+        except S3ErrorResponse as refused:
+            raise refused.to_store_error(self._settings) from refused
         except (MinioException, urllib3.exceptions.HTTPError, OSError) as error:
             kind = StoreUnavailable if _status(error) else StoreUnreachable
             raise kind(f"{self._settings.endpoint}: {_what(error)}; {SETTINGS}") from error
@@ -203,14 +203,14 @@ class S3Blobs(Folders):
         done = self._client.put_object(
             self._settings.bucket, name, io.BytesIO(content), len(content), content_type=media_type
         )
-        self._acknowledged(name, done.etag)
+        self._check_etag(name, done.etag)
 
     def _write_file(self, name: str, file: Readable, size: int, media_type: str) -> None:
         """Upload in parts. minio-py buffers six parts while it sends three. S3 accepts at most 10,000 parts."""
         part = max(PART_BYTES, -(-size // MOST_PARTS))
         bucket, source = self._settings.bucket, cast(BinaryIO, file)
         done = self._client.put_object(bucket, name, source, size, content_type=media_type, part_size=part)
-        self._acknowledged(name, done.etag)
+        self._check_etag(name, done.etag)
         if size > part:
             self._check_held(name, size)
 
@@ -227,7 +227,7 @@ class S3Blobs(Folders):
             held = "none" if found is None else f"{found} bytes"
             raise StoreBusy(f"{self._settings.endpoint} took {size} bytes of {name} in parts and holds {held} of it")
 
-    def _acknowledged(self, name: str, etag: str | None) -> None:
+    def _check_etag(self, name: str, etag: str | None) -> None:
         """Check that a put was answered with an ETag. Every store sends the ETag of the stored object, but the page of
         a proxy has none. Raises StoreBusy."""
         if not etag:
@@ -251,7 +251,7 @@ class S3Blobs(Folders):
             raise StoreUnavailable(f"{self._settings.endpoint}: its answers have no Date, so ages cannot be told")
         return parsedate_to_datetime(said).timestamp()
 
-    def _listed(self, prefix: str) -> Listing:
+    def _list_objects(self, prefix: str) -> Listing:
         now = self._now()
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
         ages = ((str(one.object_name), one.size or 0, one.last_modified) for one in found)
@@ -331,7 +331,7 @@ class _OfRole(Provider):
             ) from error
 
 
-class Refused(MinioException):
+class S3ErrorResponse(MinioException):
     """An answer of the store that did not do what was requested, whatever its status: S3 may begin an answer with 200
     before the outcome is known, and end it with an error."""
 
@@ -371,7 +371,7 @@ class Refused(MinioException):
         """True if a clock difference is the cause."""
         return self.code == "RequestTimeTooSkewed" or abs(self.skew_s) > SKEW_S
 
-    def typed(self, settings: StoreSettings) -> StoreUnavailable:
+    def to_store_error(self, settings: StoreSettings) -> StoreUnavailable:
         """Convert to the errors of `infra.blobs`, with cause and remedy in the message."""
         phrase = HTTPStatus(self.status).phrase if self.status in HTTPStatus._value2member_map_ else ""
         answered = f"{settings.endpoint} answered {self.status} {phrase}".rstrip() + f" ({self.code})" * bool(self.code)
@@ -408,7 +408,7 @@ class _Http(urllib3.PoolManager):
     def urlopen(  # type: ignore[override]
         self, method: str, url: str, redirect: bool = True, **how: Any
     ) -> urllib3.BaseHTTPResponse:
-        """See PoolManager. Follows only 307, which S3 sends while a bucket is new. Raises Refused."""
+        """See PoolManager. Follows only 307, which S3 sends while a bucket is new. Raises S3ErrorResponse."""
         for pause_s in (*self.pauses_s, None):
             answer = super().urlopen(method, url, redirect=False, **how)
             where = answer.headers.get("location")
@@ -428,7 +428,7 @@ class _Http(urllib3.PoolManager):
         return super().urlopen(method, url, redirect=False, retries=False)
 
 
-def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -> Refused | None:
+def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -> S3ErrorResponse | None:
     """Return the refusal in an answer, or None. With `is_whole` false, the body of a successful answer is an object,
     which the caller reads."""
     done = answer.status in (HTTPStatus.OK, HTTPStatus.NO_CONTENT, HTTPStatus.PARTIAL_CONTENT)
@@ -446,7 +446,7 @@ def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -
         return None  # minio-py knows what that means for a bucket, and for an object
     region = answer.headers.get("x-amz-bucket-region") or told.get("Region", "")
     said = told.get("Message", "") if told else "no answer of S3" * bool(body)
-    return Refused(answer.status, code, said, answer.headers, region)
+    return S3ErrorResponse(answer.status, code, said, answer.headers, region)
 
 
 def _xml(body: bytes) -> ElementTree.Element | None:
@@ -529,7 +529,7 @@ def _status(error: Exception) -> int:
 
 
 def _is_absent(error: MinioException) -> bool:
-    return error.is_absent if isinstance(error, Refused) else _status(error) == HTTPStatus.NOT_FOUND
+    return error.is_absent if isinstance(error, S3ErrorResponse) else _status(error) == HTTPStatus.NOT_FOUND
 
 
 def _what(error: Exception) -> str:

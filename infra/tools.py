@@ -191,26 +191,26 @@ class BrokenTool(ToolOfferError):
     """The entry point of a tool cannot be used. Remedy: repair or uninstall the package that it belongs to."""
 
 
-def offered() -> dict[str, EntryPoint]:
+def find_tools() -> dict[str, EntryPoint]:
     """Return name -> entry point of the tools that packages offer, without importing them. Raises AmbiguousTool."""
-    points = offers.offered(GROUP, "tool", AmbiguousTool)
+    points = offers.find_plugins(GROUP, "tool", AmbiguousTool)
     for name in sorted(points.keys() & {*BUILT_IN, AGENT.name}):
-        raise AmbiguousTool(f"{described(points[name])}: {name} is a built-in tool; give it another name")
+        raise AmbiguousTool(f"{describe_tool(points[name])}: {name} is a built-in tool; give it another name")
     return points
 
 
-def loaded(point: EntryPoint) -> Any:
+def load_tool(point: EntryPoint) -> Any:
     """Import the tool object. Raises BrokenTool."""
     try:
         found = point.load()
     except Exception as error:  # a module may raise anything while it is imported
-        raise BrokenTool(f"{described(point)}: does not import: {type(error).__name__}: {error}") from error
+        raise BrokenTool(f"{describe_tool(point)}: does not import: {type(error).__name__}: {error}") from error
     if getattr(found, "name", None) != point.name or not isinstance(getattr(found, "version", None), str):
-        raise BrokenTool(f"{described(point)}: must be the Tool named {point.name!r}, got {found!r:.200}")
+        raise BrokenTool(f"{describe_tool(point)}: must be the Tool named {point.name!r}, got {found!r:.200}")
     return found
 
 
-def described(point: EntryPoint) -> str:
+def describe_tool(point: EntryPoint) -> str:
     """Describe an entry point for error messages."""
     return f"tool {point.name!r}, entry point {point.value} of {GROUP}"
 
@@ -218,9 +218,9 @@ def described(point: EntryPoint) -> str:
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return tool -> version, for built-in tools and tools that packages offer. Raises UnknownTool, ToolOfferError."""
     wanted = sorted(set(names))
-    points = offered() if set(wanted) - BUILT_IN.keys() else {}
+    points = find_tools() if set(wanted) - BUILT_IN.keys() else {}
     for name in wanted:
         if name not in BUILT_IN and name not in points:
             legal = ", ".join([*BUILT_IN, *sorted(points)])
             raise UnknownTool(f"no tool {name!r}: built in or offered under the entry point group {GROUP} are {legal}")
-    return {name: BUILT_IN[name].version if name in BUILT_IN else loaded(points[name]).version for name in wanted}
+    return {name: BUILT_IN[name].version if name in BUILT_IN else load_tool(points[name]).version for name in wanted}

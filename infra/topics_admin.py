@@ -14,7 +14,7 @@ from turnlog.infra.archive import archive_name
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
 from turnlog.infra.roles.terminal import say
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.names import REGISTRY_TOPIC, ConsumerGroup, ExitStatus, TransactionalId
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.schemas import topics
@@ -243,7 +243,7 @@ async def apply(log: Log, settings: Settings) -> list[str]:
     wanted = specs(settings)
     for spec in wanted:
         if spec.name in found and found[spec.name].partitions != spec.partitions:
-            raise TopicMismatch(_miscounted(spec, found[spec.name]))
+            raise TopicMismatch(_count_mismatch(spec, found[spec.name]))
     missing = [spec for spec in wanted if spec.name not in found]
     if missing:
         await log.create_topics(missing)
@@ -282,7 +282,7 @@ def _problems(spec: TopicSpec, found: Mapping[str, TopicSpec]) -> list[str]:
         return [f"{spec.name} does not exist: run `turnlog topics apply`"]
     problems = []
     if there.partitions != spec.partitions:
-        problems.append(_miscounted(spec, there))
+        problems.append(_count_mismatch(spec, there))
     return problems + _weak(spec, there, CHECKED)
 
 
@@ -327,7 +327,7 @@ def _counts_apart(settings: Settings, found: Mapping[str, TopicSpec]) -> list[st
     return problems
 
 
-def _miscounted(spec: TopicSpec, there: TopicSpec) -> str:
+def _count_mismatch(spec: TopicSpec, there: TopicSpec) -> str:
     return (
         f"{spec.name} has {there.partitions} partitions, the settings ask for {spec.partitions}: set kafka.groups and "
         "kafka.rollouts to what the cluster has, or start a new kafka.prefix; a topic's count never changes"
@@ -420,7 +420,7 @@ def _command(settings: Settings, acl: Acl) -> str:
 
 async def run(action: str, settings: Settings) -> int:
     """Run `turnlog topics apply|check`: print what was done or found. Returns DIFFERS if a check found a problem."""
-    settings = resolved(settings)
+    settings = resolve_endpoints(settings)
     log = KafkaLog.of(settings.kafka)
     try:
         if action == "apply":

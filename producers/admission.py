@@ -53,7 +53,7 @@ from turnlog.schemas.events import (
 )
 
 
-class Place(NamedTuple):
+class RowVisit(NamedTuple):
     """A visit of a row. A task is drawn once per epoch, and again at the same place if its group fails."""
 
     epoch: int
@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TaskDataset:
     """A dataset to draw tasks from."""
 
     dataset: str
@@ -73,7 +73,7 @@ class Rows:
     """Weight of the dataset: its share of the fresh tasks is this weight over the sum of all weights."""
     passed: int = 0
     """Number of places before the checkpoint that the run was forked from."""
-    left: frozenset[Place] = frozenset()
+    left: frozenset[RowVisit] = frozenset()
     """Places among those that the parent run has not seen."""
 
 
@@ -99,7 +99,7 @@ class AdmissionRules:
     """Rollout batches to train in the whole run."""
     max_lag: int
     publish_every: int
-    sources: tuple[Rows, ...]
+    sources: tuple[TaskDataset, ...]
     """Datasets, indexed by Place.source."""
     seed: int
     """Seed of the order of rows after the first epoch."""
@@ -112,7 +112,7 @@ class AdmissionRules:
 class DueGroup:
     """A group to request."""
 
-    place: Place
+    place: RowVisit
     draw: int
     """Number of times that the task was drawn before."""
     versions_ahead: int = field(default=0, compare=False)
@@ -135,14 +135,14 @@ class _Parts:
 class _Repeats:
     """Places whose latest group failed."""
 
-    dropped: set[Place]
+    dropped: set[RowVisit]
     """Places due before any fresh one."""
-    waiting: set[Place] = field(default_factory=set)
+    waiting: set[RowVisit] = field(default_factory=set)
     """Places due after the fresh ones of their epoch."""
-    given_up: set[Place] = field(default_factory=set)
+    given_up: set[RowVisit] = field(default_factory=set)
     """Places discarded too often to be due."""
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: RowVisit) -> None:
         for places in (self.dropped, self.waiting, self.given_up):
             places.discard(place)
 
@@ -159,13 +159,13 @@ class Admission:
         """Position of the next fresh place, by source; they are requested in order."""
         self._drawn: dict[tuple[int, int], int] = {}
         """(source, row index) -> number of times that the task was drawn."""
-        self._latest: dict[Place, tuple[int, str]] = {}
+        self._latest: dict[RowVisit, tuple[int, str]] = {}
         """Place -> (draw, group) of its latest group."""
-        self._visited: dict[tuple[int, int], Place] = {}
+        self._visited: dict[tuple[int, int], RowVisit] = {}
         """(source, row index) -> its place in the latest epoch."""
         self._rates: dict[str, float] = {}
         """Scored group -> the share of its rewards that passed."""
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RowVisit] = {}
         """Requested group -> its place."""
         self._open: set[str] = set()
         self._taken: set[str] = set()
@@ -173,7 +173,7 @@ class Admission:
         self._discarded: dict[str, bool] = {}
         """Failed group that was discarded by its score -> whether that is evidence about its task. The other failed
         groups were dropped by rollout batches."""
-        self._discards: Counter[Place] = Counter()
+        self._discards: Counter[RowVisit] = Counter()
         """Place -> number of its groups in `_discarded`."""
         self._left = frozenset(place for rows in rules.sources for place in rows.left)
         self._repeats = _Repeats(set(self._left))
@@ -209,7 +209,7 @@ class Admission:
         return len(self._repeats.given_up)
 
     @property
-    def asked(self) -> int:
+    def requested_count(self) -> int:
         """Number of training groups requested so far."""
         return len(self._places)
 
@@ -236,7 +236,7 @@ class Admission:
         return draws * rules.prompts_per_draw
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if every rollout batch of the run is trained."""
         return self.draws_trained >= self._rules.draws
 
@@ -246,11 +246,11 @@ class Admission:
             self._rates[event.group_id] = sum(reward >= PASS for reward in event.rewards) / len(event.rewards)
         match event:
             case GroupRequested(purpose=Purpose.train):
-                self._requested(event)
+                self._apply_requested(event)
             case GroupEmitted(status=GroupStatus.discarded) | GroupScored(status=GroupStatus.discarded):
                 self._fail(event.group_id, discarded=True, seen=event.reason != TOO_FEW)
             case SampleBatchFormed():
-                self._formed(event)
+                self._apply_formed(event)
             case BatchSkipped():
                 for group_id in event.groups:
                     self._fail(group_id)
@@ -273,7 +273,7 @@ class Admission:
             drawn[task] = drawn.get(task, 0) + 1
         return groups
 
-    def _candidates(self) -> Iterator[Place]:
+    def _candidates(self) -> Iterator[RowVisit]:
         yield from sorted(self._repeats.dropped)
         fresh, weights = list(self._fresh), [rows.weight for rows in self._rules.sources]
         ahead = [self._ahead(source) for source in range(len(weights))]
@@ -287,22 +287,22 @@ class Admission:
             yield following
             fresh[source] += 1
 
-    def _ahead(self, source: int) -> Iterator[Place]:
+    def _ahead(self, source: int) -> Iterator[RowVisit]:
         for position in itertools.count(self._positions[source]):
             yield nth_place(position, self._rules.sources[source].count, self._rules.seed, source)
 
-    def _teaches(self, place: Place) -> bool:
+    def _teaches(self, place: RowVisit) -> bool:
         visited = self._visited.get((place.source, place.row))
         rate = None if visited is None else self._rates.get(self._latest[visited][1])
         if visited is None or rate is None or rate in self._rules.pass_rates:
             return True
         return place.epoch > visited.epoch + self._rules.pass_rates.epochs
 
-    def _requested(self, event: GroupRequested) -> None:
+    def _apply_requested(self, event: GroupRequested) -> None:
         if event.group_id in self._places:
             return
         source = self._source[event.dataset]
-        place = self._places[event.group_id] = Place(event.dataset_epoch, event.index, source)
+        place = self._places[event.group_id] = RowVisit(event.dataset_epoch, event.index, source)
         task = source, event.index
         self._drawn[task] = max(self._drawn.get(task, 0), event.draw + 1)
         self._visited[task] = max(self._visited.get(task, place), place)
@@ -329,7 +329,7 @@ class Admission:
         if place is not None:
             self._mark(place)
 
-    def _mark(self, place: Place) -> None:
+    def _mark(self, place: RowVisit) -> None:
         """Make a place due again iff the latest group drawn there failed, its task would still teach, and it was not
         discarded too often."""
         self._repeats.forget(place)
@@ -343,7 +343,7 @@ class Admission:
         else:
             self._repeats.given_up.add(place)
 
-    def _formed(self, event: SampleBatchFormed) -> None:
+    def _apply_formed(self, event: SampleBatchFormed) -> None:
         if self._is_trained(event.draw_index):
             return
         draw = self._draws.setdefault(event.draw_index, _Parts(event.parts))
@@ -374,14 +374,14 @@ def next_source(positions: Sequence[int], weights: Sequence[float]) -> int:
     return min(range(len(weights)), key=lambda source: ((positions[source] + 1) / weights[source], source))
 
 
-def nth_place(position: int, rows: int, seed: int, source: int = 0) -> Place:
+def nth_place(position: int, rows: int, seed: int, source: int = 0) -> RowVisit:
     """Return the position-th fresh place. The first epoch is in file order; later ones are shuffled by (seed,
     epoch)."""
     epoch, rank = divmod(position, rows)
-    return Place(epoch, _order(epoch, rows, seed)[rank], source)
+    return RowVisit(epoch, _order(epoch, rows, seed)[rank], source)
 
 
-def position_of(place: Place, rows: int, seed: int) -> int:
+def position_of(place: RowVisit, rows: int, seed: int) -> int:
     """Return the position for which nth_place returns `place`."""
     return place.epoch * rows + _ranks(place.epoch, rows, seed)[place.row]
 

@@ -31,11 +31,11 @@ from turnlog.infra.recipes import (
     TaskRow,
     Verdict,
     agent_of,
-    called,
+    call_recipe,
     played,
 )
 from turnlog.infra.tools import AGENT
-from turnlog.producers.gateway_client import EpochLost, GatewayClient, GatewayFailed, Session, SessionState
+from turnlog.producers.gateway_client import GatewayClient, GatewayFailed, OpenSession, SessionMoved, SessionState
 from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls
 from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus
 from turnlog.schemas.ids import call_id
@@ -68,7 +68,7 @@ class ToolBroken(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SessionEnding:
     """Outcome of a session, and the reason."""
 
     outcome: Outcome
@@ -76,15 +76,15 @@ class Ending:
 
 
 ENDINGS = {
-    "context_length_exceeded": Ending(Outcome.truncated, "context"),
-    "turns_spent": Ending(Outcome.truncated, "max_turns"),
-    "stray_image_token": Ending(Outcome.agent_error, "stray_image_token"),
+    "context_length_exceeded": SessionEnding(Outcome.truncated, "context"),
+    "turns_spent": SessionEnding(Outcome.truncated, "max_turns"),
+    "stray_image_token": SessionEnding(Outcome.agent_error, "stray_image_token"),
 }
 """Error code of a request that the gateway refused -> the ending of the session that follows from it."""
 
 
 @dataclass(slots=True)
-class Conversation:
+class AgentConversation:
     """Messages so far, and the finish reason of the last assistant message."""
 
     messages: list[Message]
@@ -105,7 +105,7 @@ class Attempt:
     task: TaskRow
     recipe: Recipe
     gateway: GatewayClient
-    session: Session
+    session: OpenSession
     calls: ToolCalls
     patience_s: float
     """Seconds to wait for the answer of a call that must end at once."""
@@ -125,7 +125,7 @@ class Actor(Protocol):
     """Acts in one session."""
 
     @property
-    def judged(self) -> TurnId | None:
+    def judged_turn(self) -> TurnId | None:
         """Last turn of what the reward judges; None for all that was delivered."""
         ...
 
@@ -134,7 +134,7 @@ class Actor(Protocol):
         """Verifier of the session."""
         ...
 
-    async def act(self) -> Ending:
+    async def act(self) -> SessionEnding:
         """Act until the agent ends. Raises the errors that a rollout turns into outcomes: GatewayClientError,
         ToolUnanswered, ToolBroken, BrokenRecipe."""
         ...
@@ -144,7 +144,7 @@ class Actor(Protocol):
         count. The result is too low while nobody can report the true value."""
         ...
 
-    async def late(self) -> Ending:
+    async def late(self) -> SessionEnding:
         """Return the ending in place of `act`, which the session's deadline cut off. Raises the same errors."""
         ...
 
@@ -153,7 +153,7 @@ class Actor(Protocol):
         ...
 
     @property
-    def ended(self) -> CommandEnd | None:
+    def command_end(self) -> CommandEnd | None:
         """End of the program; None if the agent is no program."""
         ...
 
@@ -166,18 +166,18 @@ def acting(attempt: Attempt, state: SessionState | None) -> Actor:
     return ToolLoop(attempt, state) if agent is None else FunctionActor(attempt, agent, state)
 
 
-async def _recorded(attempt: Attempt) -> list[Message]:
+async def _recorded_messages(attempt: Attempt) -> list[Message]:
     """Return the messages that the gateway recorded of an agent that requests its turns itself."""
     return list((await attempt.gateway.state(attempt.session)).messages)
 
 
-async def _cut_off(attempt: Attempt) -> Ending:
+async def _cut_off(attempt: Attempt) -> SessionEnding:
     await attempt.calls.cancel("deadline")
-    return Ending(Outcome.truncated, "deadline")
+    return SessionEnding(Outcome.truncated, "deadline")
 
 
-def _interrupted(why: str) -> Ending:
-    return Ending(Outcome.infra_failure, f"{WAITED}: {why}")
+def _interrupted_ending(why: str) -> SessionEnding:
+    return SessionEnding(Outcome.infra_failure, f"{WAITED}: {why}")
 
 
 class ToolLoop:
@@ -186,11 +186,11 @@ class ToolLoop:
     its turns, and in which a sandbox worked on its calls. So it is the same under whichever runner continues. See
     Actor."""
 
-    ended = None
+    command_end = None
 
     def __init__(self, attempt: Attempt, state: SessionState | None) -> None:
         self._attempt, self._state = attempt, state
-        self._conversation = Conversation([])
+        self._conversation = AgentConversation([])
         self._played: Played | None = None
         self._spent_s = (state.own_s if state else 0.0) + attempt.calls.answered_s()
         self._stepping = False
@@ -206,7 +206,7 @@ class ToolLoop:
         return spent_s + (state.running_s if state else 0.0)
 
     @property
-    def judged(self) -> TurnId | None:
+    def judged_turn(self) -> TurnId | None:
         return self._conversation.last_turn
 
     @property
@@ -216,28 +216,28 @@ class ToolLoop:
     async def messages(self) -> list[Message]:
         return self._conversation.messages
 
-    async def late(self) -> Ending:
+    async def late(self) -> SessionEnding:
         return await _cut_off(self._attempt)
 
-    async def act(self) -> Ending:
+    async def act(self) -> SessionEnding:
         await self._begin()
         conversation, limits = self._conversation, self._attempt.request.limits
         messages = conversation.messages
         while True:
             if self._spent_s >= limits.deadline_s:
-                return Ending(Outcome.truncated, "deadline")
+                return SessionEnding(Outcome.truncated, "deadline")
             if self._played is not None and self._played.done:
-                return Ending(Outcome.completed)
+                return SessionEnding(Outcome.completed)
             if messages[-1]["role"] == "assistant":
                 if conversation.finish_reason == "length":
-                    return Ending(Outcome.truncated, "max_new_tokens")
+                    return SessionEnding(Outcome.truncated, "max_new_tokens")
                 if not messages[-1].get("tool_calls"):
-                    return Ending(Outcome.completed)
+                    return SessionEnding(Outcome.completed)
                 if conversation.steps >= limits.max_turns and self._played is None:
-                    return Ending(Outcome.truncated, "max_turns")
+                    return SessionEnding(Outcome.truncated, "max_turns")
                 messages += [await self._answer(call) for call in messages[-1]["tool_calls"]]
             elif conversation.steps >= limits.max_turns and self._played is not None:  # its last actions still count
-                return Ending(Outcome.truncated, "max_turns")
+                return SessionEnding(Outcome.truncated, "max_turns")
             else:
                 await self._step()
 
@@ -246,14 +246,14 @@ class ToolLoop:
         call_seq continues; actions in a simulation are repeated."""
         recipe, state = self._attempt.recipe, self._state
         if state is None or not state.messages:
-            self._conversation = Conversation(called(recipe, recipe.messages, self._attempt.task))
+            self._conversation = AgentConversation(call_recipe(recipe, recipe.messages, self._attempt.task))
         else:
-            self._conversation = Conversation(list(state.messages), state.finish_reason, state.last_turn)
+            self._conversation = AgentConversation(list(state.messages), state.finish_reason, state.last_turn)
         task, messages = self._attempt.task, self._conversation.messages
-        self._played = await asyncio.to_thread(called, recipe, played, recipe, task, messages)
+        self._played = await asyncio.to_thread(call_recipe, recipe, played, recipe, task, messages)
         before = [call for said in messages[:-1] for call in said.get("tool_calls") or ()]
         if self._played is None:
-            self._attempt.calls.resume(sum(isinstance(self._mapped(call), SandboxCall) for call in before))
+            self._attempt.calls.resume(sum(isinstance(self._map_call(call), SandboxCall) for call in before))
 
     async def _step(self) -> None:
         """Take one turn. A session that moved to another gateway is opened again and continues there."""
@@ -264,7 +264,7 @@ class ToolLoop:
                     attempt.session, conversation.messages, attempt.recipe.tools, step=conversation.steps
                 )
                 break
-            except EpochLost:
+            except SessionMoved:
                 attempt.session = await attempt.gateway.open(attempt.request, attempt.recipe, attempt.number)
         else:
             raise GatewayFailed(
@@ -282,22 +282,22 @@ class ToolLoop:
         recipe, name, arguments = self._attempt.recipe, call["function"]["name"], call["function"]["arguments"]
         if self._played is not None:
             self._playing_since = began = asyncio.get_running_loop().time()
-            content = await asyncio.to_thread(called, recipe, self._played.call, name, arguments)
+            content = await asyncio.to_thread(call_recipe, recipe, self._played.call, name, arguments)
             self._spent_s += asyncio.get_running_loop().time() - began
             self._playing_since = None
             TOOL_CALLS.labels("simulated").inc()
-        elif isinstance(mapped := self._mapped(call), str):
+        elif isinstance(mapped := self._map_call(call), str):
             content = mapped
             TOOL_CALLS.labels("unparsable").inc()
         else:
             done = await self._attempt.call(mapped, call["id"])
             self._spent_s += done.duration_s
-            content = called(recipe, recipe.tool_answer, done.status is ToolStatus.ok, done.output)
+            content = call_recipe(recipe, recipe.tool_answer, done.status is ToolStatus.ok, done.output)
         return {"role": "tool", "tool_call_id": call["id"], "content": content}
 
-    def _mapped(self, call: Message) -> SandboxCall | str:
+    def _map_call(self, call: Message) -> SandboxCall | str:
         function, recipe = call["function"], self._attempt.recipe
-        mapped = called(recipe, recipe.tool_call, function["name"], function["arguments"])
+        mapped = call_recipe(recipe, recipe.tool_call, function["name"], function["arguments"])
         return NO_TOOL if isinstance(mapped, SandboxCall) and mapped.tool == AGENT.name else mapped
 
 
@@ -305,7 +305,7 @@ class FunctionActor:
     """A function of the environment that runs in this process and requests its turns from the gateway itself. See
     Actor."""
 
-    judged = ended = None
+    judged_turn = command_end = None
 
     def __init__(self, attempt: Attempt, agent: FunctionAgent, state: SessionState | None) -> None:
         self._attempt, self._agent, self._state = attempt, agent, state
@@ -319,7 +319,7 @@ class FunctionActor:
         self.verifier: Judged = attempt.recipe.verifier
 
     async def messages(self) -> list[Message]:
-        return await _recorded(self._attempt)
+        return await _recorded_messages(self._attempt)
 
     async def spent_s(self) -> float:
         if self._began is None:
@@ -332,14 +332,16 @@ class FunctionActor:
             queued_s += now - self._called - (self._attempt.calls.running_s or 0.0)
         return now - self._began - state.waited_s - queued_s
 
-    async def late(self) -> Ending:
+    async def late(self) -> SessionEnding:
         ending = await _cut_off(self._attempt)
         state = await self._attempt.gateway.state(self._attempt.session)
-        return _interrupted(LOST_TIME) if state.taken_over or state.failed_by_us else ending
+        return _interrupted_ending(LOST_TIME) if state.taken_over or state.failed_by_us else ending
 
-    async def act(self) -> Ending:
+    async def act(self) -> SessionEnding:
         if self._state is not None and self._state.messages:
-            return Ending(Outcome.infra_failure, "its runner died: a function cannot be continued, and begins anew")
+            return SessionEnding(
+                Outcome.infra_failure, "its runner died: a function cannot be continued, and begins anew"
+            )
         attempt = self._attempt
         session = AgentSession(
             base_url=f"{attempt.gateway.url}/v1",
@@ -350,7 +352,7 @@ class FunctionActor:
             call=self._call,
         )
         self._began = asyncio.get_running_loop().time()
-        ending = await self._ended(session)
+        ending = await self._run_function(session)
         state = await attempt.gateway.state(attempt.session)
         TURNS.inc(state.turns)
         if self._broken is not None:  # however the function handled it: our own failure never becomes its reward
@@ -358,15 +360,15 @@ class FunctionActor:
         if ending.outcome is Outcome.infra_failure and state.refused in ENDINGS:
             return ENDINGS[state.refused]
         if state.failed_by_us:
-            return _interrupted(LOST_TURN)
+            return _interrupted_ending(LOST_TURN)
         if ending.outcome is not Outcome.infra_failure and not state.turns:
-            return Ending(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
+            return SessionEnding(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
         return ending
 
-    async def _ended(self, session: AgentSession) -> Ending:
+    async def _run_function(self, session: AgentSession) -> SessionEnding:
         """Run the function, and return its ending."""
         running = asyncio.create_task(
-            _contained(self._agent, session), name=f"agent of {self._attempt.session.session_id}"
+            _run_contained(self._agent, session), name=f"agent of {self._attempt.session.session_id}"
         )
         try:
             await asyncio.wait({running})
@@ -381,16 +383,16 @@ class FunctionActor:
         said = running.result()
         match said:
             case AgentError():
-                return Ending(Outcome.agent_error, str(said))
+                return SessionEnding(Outcome.agent_error, str(said))
             case BaseException():
                 lines = "".join(traceback.format_exception(said))[-LAST_LINES:]
-                return Ending(Outcome.infra_failure, f"agent {self._agent.name}: {lines}")
+                return SessionEnding(Outcome.infra_failure, f"agent {self._agent.name}: {lines}")
             case Verdict():
                 self.verifier = FunctionVerifier(self._agent.name, self._agent.version, lambda _: said)
-                return Ending(Outcome.completed)
+                return SessionEnding(Outcome.completed)
             case None:
-                return Ending(Outcome.completed)
-        return Ending(
+                return SessionEnding(Outcome.completed)
+        return SessionEnding(
             Outcome.infra_failure,
             f"agent {self._agent.name} returned {type(said).__name__}: it returns a Verdict or None",
         )
@@ -414,7 +416,7 @@ class FunctionActor:
         return SandboxAnswer(done.status is ToolStatus.ok, done.output.decode(errors="replace"), done.exit_code)
 
 
-async def _contained(agent: FunctionAgent, session: AgentSession) -> object:
+async def _run_contained(agent: FunctionAgent, session: AgentSession) -> object:
     """Return what the function returned or raised; foreign code must not end the process by an exit."""
     try:
         return await agent.run(session)
@@ -431,21 +433,21 @@ class CommandActor:
     Another runner waits for the same call: the program does not depend on a runner, and its call_id is the session's,
     so that it does not run twice. A call whose sandbox or worker disappears is never repeated in its session."""
 
-    judged = None
+    judged_turn = None
 
     def __init__(self, attempt: Attempt, agent: CommandAgent) -> None:
         self._attempt, self._agent = attempt, agent
         self.verifier: Judged = attempt.recipe.verifier
-        self.ended: CommandEnd | None = None
+        self.command_end: CommandEnd | None = None
 
     async def messages(self) -> list[Message]:
-        return await _recorded(self._attempt)
+        return await _recorded_messages(self._attempt)
 
-    async def act(self) -> Ending:
+    async def act(self) -> SessionEnding:
         attempt = self._attempt
         name = call_id(attempt.session.session_id, "", 1, 0, AGENT.name)
-        given = {part: self._given(getattr(self._agent, part)) for part in ("argv", "env", "files")}
-        sealed = attempt.gateway.sealed(attempt.session, name)
+        given = {part: self._resolve_part(getattr(self._agent, part)) for part in ("argv", "env", "files")}
+        sealed = attempt.gateway.seal_token(attempt.session, name)
         arguments = {"argv": list(given["argv"]), "env": dict(given["env"]), "files": dict(given["files"])}
         call = SandboxCall(AGENT.name, {**arguments, "credential": sealed})
         return await self._ending(await attempt.calls.call(call, name, while_it_runs=True))
@@ -455,29 +457,29 @@ class CommandActor:
         state = None if running_s is None else await self._attempt.gateway.glimpse(self._attempt.session)
         return 0.0 if running_s is None or state is None else running_s - state.waited_s
 
-    async def late(self) -> Ending:
-        done = await self._attempt.calls.ended("deadline", self._attempt.patience_s)
+    async def late(self) -> SessionEnding:
+        done = await self._attempt.calls.end_pending("deadline", self._attempt.patience_s)
         if done is None:  # it had ended just before
-            return Ending(Outcome.truncated, "deadline")
+            return SessionEnding(Outcome.truncated, "deadline")
         return await self._ending(done)
 
-    def _given(self, part: Any) -> Any:
-        return called(self._attempt.recipe, part, self._attempt.task) if callable(part) else part
+    def _resolve_part(self, part: Any) -> Any:
+        return call_recipe(self._attempt.recipe, part, self._attempt.task) if callable(part) else part
 
-    async def _ending(self, done: ToolCallCompleted) -> Ending:
+    async def _ending(self, done: ToolCallCompleted) -> SessionEnding:
         """Return the program's ending. Its exit status is evidence of neither success nor failure. Raises ToolBroken,
         GatewayClientError."""
         TOOL_CALLS.labels(done.status.value).inc()
         said = done.output.decode(errors="replace")
         if done.status in (ToolStatus.infra_error, ToolStatus.refused):
             raise ToolBroken(f"agent {self._agent.name} ended as {done.status.value}: {done.reason}: {said}")
-        self.ended = CommandEnd(done.exit_code, said, done.workspace)
+        self.command_end = CommandEnd(done.exit_code, said, done.workspace)
         state = await self._attempt.gateway.state(self._attempt.session)
         TURNS.inc(state.turns)
         how = done.reason or f"exit {done.exit_code}"
         if not state.turns:
             last = said[-LAST_LINES:]
-            return Ending(
+            return SessionEnding(
                 Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy ({how}): {last}"
             )
         if state.refused in ENDINGS:
@@ -485,10 +487,10 @@ class CommandActor:
         if done.status in (ToolStatus.timeout, ToolStatus.cancelled):
             own_s, limit_s = done.duration_s - state.waited_s, self._attempt.request.limits.deadline_s
             if state.taken_over or state.failed_by_us or (state.waited_s > SLACK_S and own_s < limit_s - SLACK_S):
-                return _interrupted(LOST_TIME)
-            return Ending(Outcome.truncated, "deadline")
+                return _interrupted_ending(LOST_TIME)
+            return SessionEnding(Outcome.truncated, "deadline")
         if state.failed_by_us:
-            return _interrupted(LOST_TURN)
+            return _interrupted_ending(LOST_TURN)
         if done.reason:  # it hit a limit of its sandbox, or the sandbox ended
-            return Ending(Outcome.agent_error, how)
-        return Ending(Outcome.completed, "" if not done.exit_code else how)
+            return SessionEnding(Outcome.agent_error, how)
+        return SessionEnding(Outcome.completed, "" if not done.exit_code else how)

@@ -35,10 +35,10 @@ class Environments:
         ToolOfferError."""
         async with self._turn:
             if recipe.name not in self._known:
-                self._known[recipe.name] = await self._described(recipe)
+                self._known[recipe.name] = await self._describe(recipe)
             return self._known[recipe.name]
 
-    async def _described(self, recipe: Recipe) -> Environment:
+    async def _describe(self, recipe: Recipe) -> Environment:
         stated, spec, workspace = recipe.environment, sandbox_of(recipe), first_workspace(recipe)
         return dataclasses.replace(
             stated,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.blobs import externalized
+from turnlog.infra.blobs import externalize_payloads
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, RunPhase
-from turnlog.infra.roles.runs import Configured, configured
+from turnlog.infra.roles.runs import Configured, load_configuration
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import fold_version, scores_topic
 from turnlog.producers.admission import (
@@ -26,13 +26,13 @@ from turnlog.producers.admission import (
     AdmissionRules,
     DueGroup,
     PassRates,
-    Place,
     Readiness,
-    Rows,
+    RowVisit,
+    TaskDataset,
     position_of,
 )
 from turnlog.producers.evaluation import EvalTasks, Rounds, eval_tasks
-from turnlog.producers.mix import Source, sources
+from turnlog.producers.mix import EnvironmentTasks, sources
 from turnlog.producers.tasks import Dataset, checked_sampling
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
@@ -76,7 +76,7 @@ async def main(role: Role) -> None:
     drawn_from = await asyncio.to_thread(sources, settings)
     evaluated = await asyncio.to_thread(eval_tasks, settings)
     counts = await _partition_counts(role)
-    run = await configured(role)
+    run = await load_configuration(role)
     if run is None:
         return
     followed = (*FOLLOWED, scores_topic(run.fold_version))
@@ -93,8 +93,8 @@ async def main(role: Role) -> None:
             await feeder.take(await reader.poll(max_records=2000))
         await feeder.remember()
         group = ConsumerGroup.FEEDER.format(run=settings.run.id)
-        reached = await Reached.recalled(role.log, transactor, group, partitions)
-        role.health.started()
+        reached = await Reached.from_log(role.log, transactor, group, partitions)
+        role.health.mark_started()
         while not role.stopping.is_set():
             role.health.beat()
             await feeder.admit()
@@ -128,8 +128,8 @@ class Feeder:
     """State of the log, and the requests that follow from it."""
 
     def __init__(
-        self, role: Role, run: Configured, transactor: Transactor, sources: tuple[Source, ...], sampling: Sampling,
-        limits: Limits, evaluated: EvalTasks | None = None,
+        self, role: Role, run: Configured, transactor: Transactor, sources: tuple[EnvironmentTasks, ...],
+        sampling: Sampling, limits: Limits, evaluated: EvalTasks | None = None,
     ) -> None:  # fmt: skip
         settings = role.settings
         self._evaluated = evaluated
@@ -218,10 +218,10 @@ class Feeder:
         if self._role.phase is not RunPhase.RUNNING:
             self._role.health.unmet("phase", f"the run is {self._role.phase}: `turnlog run resume` goes on with it")
             return
-        self._role.health.met("phase")
+        self._role.health.mark_ready("phase")
         admission = self.admission
         due, evaluation = admission.due(), self._rounds.due(admission.draws_trained)
-        waits_for = (due or evaluation is not None) and self._readiness.waits_for(first=admission.asked == 0)
+        waits_for = (due or evaluation is not None) and self._readiness.waits_for(first=admission.requested_count == 0)
         if waits_for:
             self._role.health.unmet("weights", waits_for)
             return
@@ -230,7 +230,7 @@ class Feeder:
         if due and not wanted:
             self._role.health.unmet("weights", f"{missing} versions of steps that were taken are not published yet")
         else:
-            self._role.health.met("weights")
+            self._role.health.mark_ready("weights")
         if evaluation is not None:
             await self._evaluate(evaluation, self._readiness.version + missing)
         if wanted:
@@ -307,7 +307,7 @@ class Feeder:
                 limits=self._limits,
                 min_weight_version=group.version,
             )
-            requests.append(await externalized(request, self._role.blobs))
+            requests.append(await externalize_payloads(request, self._role.blobs))
         return requests
 
     def _report(self) -> None:
@@ -316,7 +316,7 @@ class Feeder:
         PASSED_OVER_PLACES.set(self.admission.passed_over)
         GIVEN_UP.set(self.admission.given_up)
         TRAINED.set(self.admission.draws_trained)
-        if self.admission.finished and not self._told:
+        if self.admission.is_finished and not self._told:
             self._told = True
             log.info("all %d draws are trained", self.admission.draws_trained)
 
@@ -343,17 +343,17 @@ def _pass_rates(settings: Settings, version: str) -> PassRates:
     return rates
 
 
-def _rows(run: Configured, number: int, source: Source, settings: Settings) -> Rows:
+def _rows(run: Configured, number: int, source: EnvironmentTasks, settings: Settings) -> TaskDataset:
     """Return what admission needs of a dataset. If the run has a parent, that has passed places of the dataset, and
     left some of them."""
     dataset, parent = source.dataset, run.parent
-    rows = Rows(dataset.name, len(dataset.rows), source.weight)
+    rows = TaskDataset(dataset.name, len(dataset.rows), source.weight)
     if parent is None or parent.dataset != dataset.name:
         return rows
-    left = frozenset(Place(place.epoch, place.row, number) for place in parent.left)
+    left = frozenset(RowVisit(place.epoch, place.row, number) for place in parent.left)
     if parent.last is None:
         return replace(rows, passed=parent.places, left=left)
-    last = Place(parent.last.epoch, parent.last.row, number)
+    last = RowVisit(parent.last.epoch, parent.last.row, number)
     return replace(rows, passed=position_of(last, rows.count, settings.feeder.seed) + 1, left=left)
 
 

@@ -8,7 +8,7 @@ GatewayClientError
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
 ├── RequestRejected      any other 4xx: the agent requested something impossible
 ├── SessionOver          the session is finished already
-└── EpochLost            another gateway owns the session now: open it again
+└── SessionMoved            another gateway owns the session now: open it again
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """A complete HTTP response."""
 
     url: str
@@ -77,7 +77,7 @@ class Connections:
                 await connection.aclose()
         self._free.clear()
 
-    async def request(self, method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> Answer:
+    async def request(self, method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpResponse:
         """Send a request, and read the whole answer. Raises NoAnswer."""
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -88,7 +88,7 @@ class Connections:
             response = await connection.request(
                 method, url, headers=list(headers.items()), content=content, extensions={"timeout": self._timeout}
             )
-            return Answer(url, response.status, response.content)
+            return HttpResponse(url, response.status, response.content)
         except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
             raise NoAnswer(f"{url}: {type(error).__name__} {error}".rstrip()) from error
         finally:
@@ -149,12 +149,12 @@ class SessionOver(GatewayClientError):
     """Nothing can be added to the session."""
 
 
-class EpochLost(GatewayClientError):
+class SessionMoved(GatewayClientError):
     """The session moved to another gateway."""
 
 
 @dataclass(slots=True)
-class Session:
+class OpenSession:
     """An open session and its tokens."""
 
     session_id: str
@@ -246,7 +246,7 @@ class GatewayClient:
         """Close its connections; another request opens new ones."""
         await self._http.close()
 
-    async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> Session:
+    async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> OpenSession:
         """Open the session of this attempt, or return the one that is open: idempotent per (rollout_id, attempt).
         Raises GatewayClientError, and UnknownTool or ToolOfferError if the environment names a tool that nothing offers
         here."""
@@ -276,17 +276,17 @@ class GatewayClient:
         opened = orjson.loads(answer.content)
         root, token = _root(opened.get("base_url") or self.url), opened["token"]
         # Gateways up to release v8 return one token for everything.
-        return Session(opened["session_id"], root, token, opened.get("agent_token", token))
+        return OpenSession(opened["session_id"], root, token, opened.get("agent_token", token))
 
-    def sealed(self, session: Session, call_id: str) -> str:
+    def seal_token(self, session: OpenSession, call_id: str) -> str:
         """Return the agent's token, sealed for the sandbox worker of this call."""
-        return CredentialKeys(*self._credentials).sealed(session.agent_token, call_id)
+        return CredentialKeys(*self._credentials).encrypt_token(session.agent_token, call_id)
 
-    async def state(self, session: Session) -> SessionState:
+    async def state(self, session: OpenSession) -> SessionState:
         """Return the session's state. Raises GatewayClientError."""
         return _state(await self._of(session, "GET", f"/sessions/{session.session_id}"))
 
-    async def glimpse(self, session: Session) -> SessionState | None:
+    async def glimpse(self, session: OpenSession) -> SessionState | None:
         """Return the session's state after a single request; None if no gateway can report it now."""
         try:
             return _state(await self._once("GET", f"{session.base_url}/sessions/{session.session_id}", session.token))
@@ -294,7 +294,7 @@ class GatewayClient:
             log.info("session %s cannot be looked at now: %s", session.session_id, error)
             return None
 
-    async def complete(self, session: Session, messages: list[Message], tools: Any, *, step: int) -> Completion:
+    async def complete(self, session: OpenSession, messages: list[Message], tools: Any, *, step: int) -> Completion:
         """Return the next turn. The same step of a session is the same turn, however often it is requested. A gateway
         of release v2 returns a turn that it cut off as an answer; another one is then requested with another body.
         While the gateway answers that no engine serves, or that the log accepts no record, the request is repeated
@@ -313,7 +313,7 @@ class GatewayClient:
 
     async def finish(
         self,
-        session: Session,
+        session: OpenSession,
         outcome: Outcome,
         reason: str,
         *,
@@ -331,47 +331,47 @@ class GatewayClient:
         await self._of(session, "POST", f"/sessions/{session.session_id}/finish", body)
 
     async def _of(
-        self, session: Session, method: str, path: str, body: Any = None, *, idempotency_key: str = "",
+        self, session: OpenSession, method: str, path: str, body: Any = None, *, idempotency_key: str = "",
         busy_s: float | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> HttpResponse:  # fmt: skip
         """Send a request about an open session to the gateway that owns it. If that gateway does not answer, or has
         lost the session, the one behind [gateway] url names the owner, or takes the session over. `busy_s` is the time
         for which EnginesBusy is waited out, if it differs from the patience. Raises GatewayClientError."""
-        patience, busy = Patience(self._patience_s), Patience(self._patience_s if busy_s is None else busy_s)
+        patience, busy = RetryBackoff(self._patience_s), RetryBackoff(self._patience_s if busy_s is None else busy_s)
         while True:
             try:
                 token = session.agent_token if path.startswith("/v1/") else session.token
                 return await self._once(method, session.base_url + path, token, body, idempotency_key)
             except EnginesBusy as error:
                 await busy.after(str(error))
-            except (NoAnswer, EpochLost) as error:
-                if isinstance(error, EpochLost) and session.base_url == self.url:
+            except (NoAnswer, SessionMoved) as error:
+                if isinstance(error, SessionMoved) and session.base_url == self.url:
                     raise
                 await patience.after(str(error))
                 await self._find(session)
 
-    async def _find(self, session: Session) -> None:
+    async def _find(self, session: OpenSession) -> None:
         """Find out which gateway owns the session now. Raises GatewayClientError."""
         if session.base_url == self.url:
             return
         try:
             answer = await self._once("GET", f"{self.url}/sessions/{session.session_id}", session.token)
-        except (NoAnswer, EpochLost):
+        except (NoAnswer, SessionMoved):
             session.base_url = self.url
         else:
             session.base_url = _root(orjson.loads(answer.content).get("base_url") or self.url)
 
-    async def _send(self, method: str, url: str, credential: str, body: Any) -> Answer:
+    async def _send(self, method: str, url: str, credential: str, body: Any) -> HttpResponse:
         """Send a request, and repeat it while nobody answers; all our requests are idempotent. Raises
         GatewayClientError."""
-        patience = Patience(self._patience_s)
+        patience = RetryBackoff(self._patience_s)
         while True:
             try:
                 return await self._once(method, url, credential, body)
             except (NoAnswer, EnginesBusy) as error:
                 await patience.after(str(error))
 
-    async def _once(self, method: str, url: str, credential: str, body: Any = None, key: str = "") -> Answer:
+    async def _once(self, method: str, url: str, credential: str, body: Any = None, key: str = "") -> HttpResponse:
         """Send a request once. Raises NoAnswer, GatewayClientError."""
         headers = {"authorization": f"Bearer {credential}", "content-type": "application/json"}
         if key:
@@ -383,7 +383,7 @@ class GatewayClient:
         raise refusal(answer)
 
 
-class Patience:
+class RetryBackoff:
     """Growing pauses between repeats, up to a total time."""
 
     def __init__(self, limit_s: float) -> None:
@@ -402,7 +402,7 @@ class Patience:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
-def _state(answer: Answer) -> SessionState:
+def _state(answer: HttpResponse) -> SessionState:
     """Parse a session's state. Gateways of earlier releases omit some fields."""
     found = orjson.loads(answer.content)
     turns, last, running = found["turns"], found["last_turn"], found.get("running", ())
@@ -426,7 +426,7 @@ def _state(answer: Answer) -> SessionState:
     )
 
 
-def _completion(answer: Answer) -> Completion:
+def _completion(answer: HttpResponse) -> Completion:
     """Parse a chat completion. Raises GatewayFailed if the answer is none."""
     try:
         body = orjson.loads(answer.content)
@@ -441,7 +441,7 @@ def _completion(answer: Answer) -> Completion:
         raise GatewayFailed(f"{answer.url}: no chat completion: {type(error).__name__}: {error}") from error
 
 
-def refusal(answer: Answer) -> GatewayClientError:
+def refusal(answer: HttpResponse) -> GatewayClientError:
     """Return the typed error of an answer with status 400 or more."""
     message = f"{answer.url} answered {answer.status}: {answer.text}"
     match answer.status, _code(answer):
@@ -450,7 +450,7 @@ def refusal(answer: Answer) -> GatewayClientError:
         case _, "session_finished":
             return SessionOver(message)
         case _, "epoch_lost":
-            return EpochLost(message)
+            return SessionMoved(message)
         case ((401 | 403), _):
             return GatewayRefused(message)
         case 404, _:
@@ -465,7 +465,7 @@ def refusal(answer: Answer) -> GatewayClientError:
             return RequestRejected(message)
 
 
-def _code(answer: Answer) -> str:
+def _code(answer: HttpResponse) -> str:
     """Return `error.code` of an answer in OpenAI's shape; empty if it has none."""
     try:
         return str(orjson.loads(answer.content)["error"]["code"])

@@ -22,7 +22,7 @@ class BadMix(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EnvironmentTasks:
     """An environment, and its tasks."""
 
     recipe: str
@@ -37,13 +37,13 @@ class _Entry:
     file: str
 
 
-def sources(settings: Settings) -> tuple[Source, ...]:
+def sources(settings: Settings) -> tuple[EnvironmentTasks, ...]:
     """Return the sources that [feeder] mix names, or else [feeder] recipe and dataset. Tasks come from the user's
     files, or from the environments' own in the run's directory. Raises BadMix, DatasetError, RecipeError."""
     feeder = settings.feeder
     entries = [_entry(said) for said in feeder.mix] or [_Entry(feeder.recipe, 1.0, feeder.dataset)]
     single = not feeder.mix
-    found = tuple(Source(one.recipe, _dataset(settings, one, single=single), one.weight) for one in entries)
+    found = tuple(EnvironmentTasks(one.recipe, _dataset(settings, one, single=single), one.weight) for one in entries)
     names = [source.dataset.name for source in found]
     for name in names:
         if names.count(name) > 1:

@@ -31,24 +31,24 @@ from turnlog.infra.recipes import (
     SandboxCall,
     acted_out,
     agent_of,
-    called,
+    call_recipe,
     sandbox_of,
 )
 from turnlog.infra.roles import log_lines
 from turnlog.infra.verifiers import is_late
-from turnlog.producers.agents import WAITED, Actor, Attempt, Ending, ToolBroken, acting
+from turnlog.producers.agents import WAITED, Actor, Attempt, SessionEnding, ToolBroken, acting
 from turnlog.producers.gateway_client import (
     ContextExceeded,
     EnginesBusy,
     GatewayClient,
     GatewayFailed,
     GatewayUnavailable,
+    OpenSession,
     RequestRejected,
-    Session,
     SessionOver,
     SessionState,
 )
-from turnlog.producers.tool_calls import NoWorker, Results, ToolCalls, ToolUnanswered, begins_with
+from turnlog.producers.tool_calls import NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with
 from turnlog.producers.verdicts import Bench
 from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested
 from turnlog.settings import RunnerSettings
@@ -87,7 +87,7 @@ class Rollout:
         settings: RunnerSettings,
         gateway: GatewayClient,
         events: EventLog,
-        results: Results,
+        results: ToolResults,
         blobs: Blobs,
         http: httpx.AsyncClient,
     ) -> None:
@@ -103,7 +103,7 @@ class Rollout:
         self._blobs = blobs
         self._http = http
         self._cut = self._ended_by_cut = False
-        self._acting: asyncio.Task[Ending] | None = None
+        self._acting: asyncio.Task[SessionEnding] | None = None
 
     @property
     def was_cut(self) -> bool:
@@ -132,14 +132,14 @@ class Rollout:
             log_lines.about(session_id=session.session_id)
             state = await self._gateway.state(session) if resume else None
             if state is not None and state.finished:
-                ending, owed = Ending(state.outcome, state.reason), self._still_owed(session, state)
+                ending, owed = SessionEnding(state.outcome, state.reason), self._still_owed(session, state)
             else:
                 try:
                     ending, owed = await self._attempt(session, state, attempt, final=left == 1)
                 except SessionOver as over:
                     log.warning("rollout %s: %s", self._request.rollout_id, over)
                     return None
-            left -= not _waited(ending)
+            left -= not _is_outage(ending)
             if ending.outcome is not Outcome.infra_failure or not left:
                 return owed
         raise AssertionError("unreachable")
@@ -152,18 +152,18 @@ class Rollout:
         if isinstance(record, RewardAssigned):
             REWARD_SUM.inc(max(record.value, 0.0))
 
-    def _still_owed(self, session: Session, state: SessionState) -> Owed | None:
+    def _still_owed(self, session: OpenSession, state: SessionState) -> Owed | None:
         """Return the late reward of a session that another owner finished. Whether that owner wrote it is not checked:
         of two, the first on the log counts."""
         if state.outcome not in LIVE or not is_late(self._recipe.verifier):
             return None
-        messages = tuple(called(self._recipe, acted_out, self._recipe, self._task, state.messages))
+        messages = tuple(call_recipe(self._recipe, acted_out, self._recipe, self._task, state.messages))
         episode = Episode(task=self._task, messages=messages, outcome=state.outcome, reason=state.reason)
         return Owed(self._bench(session, {}), self._recipe.verifier, episode)
 
     async def _attempt(
-        self, session: Session, state: SessionState | None, number: int, *, final: bool
-    ) -> tuple[Ending, Owed | None]:
+        self, session: OpenSession, state: SessionState | None, number: int, *, final: bool
+    ) -> tuple[SessionEnding, Owed | None]:
         """Act in, judge and finish one session. `final`: this attempt is the last one if it fails other than by an
         outage."""
         actor = acting(
@@ -181,7 +181,7 @@ class Rollout:
         )
         ending = await self._until_cut(actor, calls)
         failed, owed, steps = ending.outcome not in LIVE, None, 0
-        final = (final and not _waited(ending)) or not failed or ending.outcome is Outcome.cancelled
+        final = (final and not _is_outage(ending)) or not failed or ending.outcome is Outcome.cancelled
         if failed:
             log.warning("rollout %s, attempt %d: %s", self._request.rollout_id, number, ending.reason)
         else:
@@ -190,7 +190,7 @@ class Rollout:
                 messages=tuple(await actor.messages()),
                 outcome=ending.outcome,
                 reason=ending.reason,
-                ended=actor.ended,
+                ended=actor.command_end,
             )
             owed = Owed(self._bench(session, calls.asked), actor.verifier, episode)
             steps = await self._steps(owed)
@@ -204,13 +204,13 @@ class Rollout:
             ending.reason,
             final=final,
             reward=not failed,
-            judged=None if failed else actor.judged,
+            judged=None if failed else actor.judged_turn,
             step_rewards=steps,
         )
         SESSIONS.labels(ending.outcome.value).inc()
         return ending, owed
 
-    def _bench(self, session: Session, asked: Mapping[str, SandboxCall]) -> Bench:
+    def _bench(self, session: OpenSession, asked: Mapping[str, SandboxCall]) -> Bench:
         return Bench(
             http=self._http,
             events=self._events,
@@ -230,7 +230,7 @@ class Rollout:
             await self._events.append(reward)
         return len(rewards)
 
-    def _calls(self, session: Session) -> ToolCalls:
+    def _calls(self, session: OpenSession) -> ToolCalls:
         sandbox, patience_s = sandbox_of(self._recipe), self._settings.tool_deadline_s
         if isinstance(agent_of(self._recipe), CommandAgent):  # one call is the session; its deadline is enforced here
             sandbox = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, wall_s=UNBOUNDED_S))
@@ -244,7 +244,7 @@ class Rollout:
             patience_s,
         )
 
-    async def _in_time(self, actor: Actor) -> Ending:
+    async def _in_time(self, actor: Actor) -> SessionEnding:
         """Act until the session has spent its deadline; waiting for our servers is not spent time."""
         limit_s = self._request.limits.deadline_s
         acting = asyncio.create_task(actor.act(), name=f"agent of {self._request.rollout_id}")
@@ -257,9 +257,9 @@ class Rollout:
             await asyncio.wait({acting})
         return acting.result() if finished else await actor.late()
 
-    async def _until_cut(self, actor: Actor, calls: ToolCalls) -> Ending:
+    async def _until_cut(self, actor: Actor, calls: ToolCalls) -> SessionEnding:
         """Act, unless the group is scored meanwhile."""
-        self._acting = asyncio.create_task(self._guarded(actor, calls), name=f"acting in {self._request.rollout_id}")
+        self._acting = asyncio.create_task(self._run_actor(actor, calls), name=f"acting in {self._request.rollout_id}")
         try:
             return await self._acting
         except asyncio.CancelledError:
@@ -268,25 +268,25 @@ class Rollout:
                 raise
             self._ended_by_cut = True
             await calls.cancel(CUT)
-            return Ending(Outcome.cancelled, CUT)
+            return SessionEnding(Outcome.cancelled, CUT)
         finally:
             if not self._acting.done():
                 self._acting.cancel()
             self._acting = None
 
-    async def _guarded(self, actor: Actor, calls: ToolCalls) -> Ending:
+    async def _run_actor(self, actor: Actor, calls: ToolCalls) -> SessionEnding:
         """Act within the deadline, and map every way to end to an outcome."""
         try:
             calls.begin(await begins_with(self._recipe, self._task, self._blobs))
             return await self._in_time(actor)
         except ContextExceeded:
-            return Ending(Outcome.truncated, "context")
+            return SessionEnding(Outcome.truncated, "context")
         except RequestRejected as error:
-            return Ending(Outcome.agent_error, str(error))
+            return SessionEnding(Outcome.agent_error, str(error))
         except (GatewayFailed, GatewayUnavailable, ToolUnanswered, ToolBroken, BrokenRecipe) as error:
-            return Ending(Outcome.infra_failure, f"{type(error).__name__}: {error}")
+            return SessionEnding(Outcome.infra_failure, f"{type(error).__name__}: {error}")
 
 
-def _waited(ending: Ending) -> bool:
+def _is_outage(ending: SessionEnding) -> bool:
     """Return whether lack of a server ended the session, by the reason on the log. That is no attempt at the task."""
     return ending.outcome is Outcome.infra_failure and ending.reason.partition(":")[0] in OUTAGES

@@ -1,9 +1,9 @@
 """The agent runner: consumes tasks, runs many white-box sessions at once, answers their tool calls from the log.
 
 It keeps nothing that the log does not hold. After a crash or a rebalance, the new owner of a task asks the gateway for
-the session and continues it (rollout.py). Work is organised by partition task (`Unit`): partition p of tasks and of
-agent.tool-results. Its committed offsets are low-water marks: the first record of each topic that the oldest open
-rollout needs.
+the session and continues it (rollout.py). Work is organised by partition task (`RunnerPartitionTask`): partition p of
+tasks and of agent.tool-results. Its committed offsets are low-water marks: the first record of each topic that the
+oldest open rollout needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from turnlog.infra.verifiers import judges
 from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.producers.gateway_client import GatewayClient, RequestRejected
 from turnlog.producers.rollout import Rollout
-from turnlog.producers.tool_calls import Results
+from turnlog.producers.tool_calls import ToolResults
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import GroupEmitted, RolloutRequested, ToolCallCompleted, ToolCallStarted
 
@@ -43,7 +43,7 @@ class OpenRollout:
 
 
 @dataclass(slots=True)
-class Unit:
+class RunnerPartitionTask:
     """Partition task of a runner. `tasks_end` and `results_end` are the ends of the topics at its assignment; another
     owner may have begun what lies before them."""
 
@@ -55,7 +55,7 @@ class Unit:
     results_position: int
     results_from: int = field(init=False)
     """Position from which this owner reads agent.tool-results."""
-    results: Results = field(default_factory=Results)
+    results: ToolResults = field(default_factory=ToolResults)
     open: dict[str, OpenRollout] = field(default_factory=dict)
     running: set[asyncio.Task[None]] = field(default_factory=set)
     caught_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,8 +127,8 @@ async def main(role: Role) -> None:
         async with role.log.group_reader(
             ConsumerGroup.RUNNER.format(run=role.settings.run.id),
             TOPICS,
-            assigned=runner.assigned,
-            revoked=runner.revoked,
+            assigned=runner.on_assigned,
+            revoked=runner.on_revoked,
             instance=role.instance,
         ) as reader:
             following = asyncio.create_task(runner.follow_scores())
@@ -148,7 +148,7 @@ class Runner:
         self._gateway = gateway
         self._http = http
         self._group = ConsumerGroup.RUNNER.format(run=role.settings.run.id)
-        self._units: dict[int, Unit] = {}
+        self._units: dict[int, RunnerPartitionTask] = {}
         self._slots = asyncio.Semaphore(role.settings.runner.concurrency)
         self._reader: GroupReader | None = None
         self._failure: BaseException | None = None
@@ -194,7 +194,7 @@ class Runner:
     async def run(self, reader: GroupReader) -> None:
         """Poll, feed answers, start rollouts and commit, until the role stops."""
         self._reader = reader
-        self._role.health.started()
+        self._role.health.mark_started()
         last_commit = time.monotonic()
         try:
             while not self._role.stopping.is_set():
@@ -209,7 +209,7 @@ class Runner:
             await self._cancel(self._units.values())
         await self._commit(self._units.values())
 
-    async def assigned(self, numbers: frozenset[int]) -> None:
+    async def on_assigned(self, numbers: frozenset[int]) -> None:
         """Start the assigned partition tasks at their low-water marks."""
         partitions = [Partition(topic, number) for number in sorted(numbers) for topic in TOPICS]
         log_ = self._role.log
@@ -224,12 +224,12 @@ class Runner:
         for number in sorted(numbers):
             tasks, results = (Partition(topic, number) for topic in TOPICS)
             positions = [commits[p].offset if p in commits else starts[p] for p in (tasks, results)]
-            self._units[number] = Unit(number, ends[tasks], ends[results], positions[0], positions[1])
+            self._units[number] = RunnerPartitionTask(number, ends[tasks], ends[results], positions[0], positions[1])
             self._reader.seek(tasks, positions[0])
             self._reader.seek(results, positions[1])
         log.info("units %s assigned", sorted(numbers))
 
-    async def revoked(self, numbers: frozenset[int]) -> None:
+    async def on_revoked(self, numbers: frozenset[int]) -> None:
         """Stop the rollouts of the revoked partition tasks; the next owner continues them."""
         units = [self._units.pop(number) for number in sorted(numbers) if number in self._units]
         await self._cancel(units)
@@ -254,7 +254,7 @@ class Runner:
             return
         results = self._units[record.partition].results
         if isinstance(event, ToolCallStarted):
-            results.begun(event, time.time() - record.timestamp_ms / 1000)
+            results.record_start(event, time.time() - record.timestamp_ms / 1000)
         else:
             results.feed(event)
 
@@ -273,7 +273,7 @@ class Runner:
         task.add_done_callback(functools.partial(self._over, unit, event.rollout_id))
         OPEN.inc()
 
-    async def _rollout(self, unit: Unit, record: Record, request: RolloutRequested, begun: bool) -> None:
+    async def _rollout(self, unit: RunnerPartitionTask, record: Record, request: RolloutRequested, begun: bool) -> None:
         if begun:
             await unit.caught_up.wait()
         async with self._slots:
@@ -309,7 +309,7 @@ class Runner:
             with SETTLE_S.time():
                 await rollout.settle(owed)
 
-    def _over(self, unit: Unit, rollout_id: str, task: asyncio.Task[None]) -> None:
+    def _over(self, unit: RunnerPartitionTask, rollout_id: str, task: asyncio.Task[None]) -> None:
         OPEN.dec()
         unit.running.discard(task)
         if task.cancelled():
@@ -320,13 +320,13 @@ class Runner:
         elif self._failure is None:
             self._failure = error
 
-    async def _cancel(self, units: Iterable[Unit]) -> None:
+    async def _cancel(self, units: Iterable[RunnerPartitionTask]) -> None:
         running = [task for unit in units for task in unit.running]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def _commit(self, units: Iterable[Unit]) -> None:
+    async def _commit(self, units: Iterable[RunnerPartitionTask]) -> None:
         """Commit the low-water marks that moved."""
         assert self._reader is not None
         marks = {p: mark.keeping(self._committed.get(p)) for unit in units for p, mark in unit.low_water().items()}

@@ -1,7 +1,7 @@
 """A dataset of tasks: a JSON-lines file with one row per line, each with at least a `prompt`; and the sampling
 parameters of their rollouts.
 
-DatasetError
+TaskDatasetError
 ├── DatasetMissing     no such file
 ├── DatasetEmpty       a file without rows
 ├── RowNotJson         a line that is no JSON object
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.offers import installed
-from turnlog.infra.recipes import BrokenRecipe, Recipe, called, row_of
+from turnlog.infra.offers import load_methods
+from turnlog.infra.recipes import BrokenRecipe, Recipe, call_recipe, row_of
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.events import Limits, Sampling
 from turnlog.settings import Settings
@@ -28,27 +28,27 @@ from turnlog.settings import Settings
 REMEDY = 'each line is one JSON object such as {"prompt": "3 + 5 = ?", "answer": "8"}'
 
 
-class DatasetError(Exception):
+class TaskDatasetError(Exception):
     """Base class of the tree in this module's docstring. The message names file, line, key and remedy."""
 
 
-class DatasetMissing(DatasetError):
+class DatasetMissing(TaskDatasetError):
     """[feeder] dataset names a file that is not there."""
 
 
-class DatasetEmpty(DatasetError):
+class DatasetEmpty(TaskDatasetError):
     """The file holds no row."""
 
 
-class RowNotJson(DatasetError):
+class RowNotJson(TaskDatasetError):
     """The line is no JSON object."""
 
 
-class RowRefused(DatasetError):
+class RowRefused(TaskDatasetError):
     """The environment's `read_row` rejected the row. The message gives the reason."""
 
 
-class RowWithoutPrompt(DatasetError):
+class RowWithoutPrompt(TaskDatasetError):
     """The row gives the agent nothing to start from."""
 
 
@@ -72,7 +72,7 @@ class Dataset:
 
 
 def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
-    """Read the file, and check every row as the environment understands it. Raises DatasetError naming file and
+    """Read the file, and check every row as the environment understands it. Raises TaskDatasetError naming file and
     line."""
     try:
         content = path.read_bytes()
@@ -92,7 +92,7 @@ def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Pa
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        called(recipe, recipe.write_dataset, part, count, seed)
+        call_recipe(recipe, recipe.write_dataset, part, count, seed)
         os.replace(part, path)
     return path
 
@@ -134,7 +134,7 @@ class BadSampling(Exception):
 def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
     """Return the policy's sampling parameters and the limits of a live agent. Raises BadSampling, SettingsError."""
     feeder = settings.feeder
-    least = fold_rules(settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)).least_valid
+    least = fold_rules(settings.fold, run_id="", settings_sha256="", methods=load_methods(settings.fold)).least_valid
     _require(
         feeder.group_size >= least,
         "feeder.group_size",

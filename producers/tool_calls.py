@@ -1,6 +1,6 @@
 """Tool calls of one runner: requests go to agent.tool-calls, answers come from the co-partitioned agent.tool-results.
 
-The runner's only reader feeds every result into the `Results` of its partition task, where rollouts wait for it.
+The runner's only reader feeds every result into the `ToolResults` of its partition task, where rollouts wait for it.
 
 ToolUnanswered     no answer in time (runner.tool_deadline_s); the call was cancelled
 └── NoWorker       no worker had even begun the call: it waited for a sandbox
@@ -14,8 +14,8 @@ import math
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import BrokenRecipe, Recipe, SandboxCall, TaskRow, called, first_files, first_workspace
-from turnlog.infra.workspaces import FilesUnusable, kept
+from turnlog.infra.recipes import BrokenRecipe, Recipe, SandboxCall, TaskRow, call_recipe, first_files, first_workspace
+from turnlog.infra.workspaces import FilesUnusable, store_files
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RolloutRequested,
@@ -39,7 +39,7 @@ class NoWorker(ToolUnanswered):
     """No sandbox worker took the call."""
 
 
-class Results:
+class ToolResults:
     """Answers by rollout and call; the first on the log is the effective one."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Results:
         self._answers = {rollout: calls for rollout, calls in self._answers.items() if rollout in self._open}
         self._begun = {rollout: calls for rollout, calls in self._begun.items() if rollout in self._open}
 
-    def begun(self, event: ToolCallStarted, age_s: float) -> None:
+    def record_start(self, event: ToolCallStarted, age_s: float) -> None:
         """Note that a worker began a call `age_s` ago. The work of an earlier attempt is lost."""
         if not self._settled or event.rollout_id in self._open:
             at = asyncio.get_running_loop().time() - max(0.0, age_s)
@@ -118,7 +118,7 @@ class ToolCalls:
     def __init__(
         self,
         events: EventLog,
-        results: Results,
+        results: ToolResults,
         request: RolloutRequested,
         session_id: str,
         sandbox: SandboxSpec,
@@ -161,23 +161,23 @@ class ToolCalls:
         answers a repeated call from its stored result. `while_it_runs`: the time limit applies only until a worker
         begins the call. Raises ToolUnanswered, LogUnavailable."""
         self.asked[call_id] = call
-        request = self._pending = self._requested(call, call_id)
+        request = self._pending = self._build_request(call, call_id)
         if self._results.answer(request.rollout_id, request.call_id) is None:
             await self._events.append(request)
-        done = await self._answered(request, self._deadline_s, while_it_runs=while_it_runs)
+        done = await self._wait_for_answer(request, self._deadline_s, while_it_runs=while_it_runs)
         self._pending = None
         self._next += 1
         self._workspace = done.workspace
         return done
 
-    async def ended(self, reason: str, within_s: float) -> ToolCallCompleted | None:
+    async def end_pending(self, reason: str, within_s: float) -> ToolCallCompleted | None:
         """End the pending call, and return its answer; None if none is pending. Raises ToolUnanswered,
         LogUnavailable."""
         pending = self._pending
         await self.cancel(reason)
-        return await self._answered(pending, within_s) if pending is not None else None
+        return await self._wait_for_answer(pending, within_s) if pending is not None else None
 
-    async def _answered(
+    async def _wait_for_answer(
         self, request: ToolCallRequested, within_s: float, *, while_it_runs: bool = False
     ) -> ToolCallCompleted:
         while True:
@@ -198,10 +198,10 @@ class ToolCalls:
         """Cancel the pending call, if there is one. Not for a session that moves to another runner, because that one
         requests the same call again."""
         if self._pending is not None:
-            cancelled, self._pending = self._cancelled(self._pending, reason), None
+            cancelled, self._pending = self._build_cancellation(self._pending, reason), None
             await self._events.append(cancelled)
 
-    def _requested(self, call: SandboxCall, call_id: str) -> ToolCallRequested:
+    def _build_request(self, call: SandboxCall, call_id: str) -> ToolCallRequested:
         request = self._request
         return ToolCallRequested(
             event_id=ids.digest("ToolCallRequested", call_id),
@@ -219,7 +219,7 @@ class ToolCalls:
             deadline_s=self._deadline_s,
         )
 
-    def _cancelled(self, requested: ToolCallRequested, reason: str) -> ToolCallCancelled:
+    def _build_cancellation(self, requested: ToolCallRequested, reason: str) -> ToolCallCancelled:
         return ToolCallCancelled(
             event_id=ids.digest("ToolCallCancelled", requested.call_id),
             run_id=requested.run_id,
@@ -235,11 +235,11 @@ class ToolCalls:
 async def begins_with(recipe: Recipe, task: TaskRow, blobs: Blobs) -> BlobRef | None:
     """Return the workspace that the first call of a session finds: files of the row, or those that the environment
     names; None for an empty one. Raises BrokenRecipe, StoreUnavailable."""
-    files = called(recipe, first_files, recipe, task)
+    files = call_recipe(recipe, first_files, recipe, task)
     if files is None:
         return first_workspace(recipe)
     try:
-        return await kept(files, blobs)
+        return await store_files(files, blobs)
     except FilesUnusable as error:
         raise BrokenRecipe(f"recipe {recipe.name!r}: {error}") from error
 

@@ -26,14 +26,24 @@ from turnlog.infra.recipes import (
     SandboxCall,
     Verdict,
     agent_of,
-    called,
+    call_recipe,
     sandbox_of,
 )
 from turnlog.infra.verifiers import PatchVerifier, SandboxVerifier, rewarding_steps
-from turnlog.infra.verifiers.judges import Cause, EnvStep, Means, NoVerdict, foreign, judge, patiently, rewarded, tail
-from turnlog.infra.verifiers.patches import Trees, judged
-from turnlog.producers.gateway_client import GatewayClient, Session
-from turnlog.producers.tool_calls import UNBEGUN, NoWorker, Results, ToolCalls, ToolUnanswered, begins_with, json_of
+from turnlog.infra.verifiers.judges import (
+    Cause,
+    EnvStep,
+    Means,
+    NoVerdict,
+    foreign,
+    judge,
+    patiently,
+    rewarded_steps,
+    tail,
+)
+from turnlog.infra.verifiers.patches import Trees, grade_patch
+from turnlog.producers.gateway_client import GatewayClient, OpenSession
+from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with, json_of
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RewardAssigned,
@@ -98,11 +108,11 @@ class Bench:
     http: httpx.AsyncClient
     events: EventLog
     gateway: GatewayClient
-    results: Results
+    results: ToolResults
     blobs: Blobs
     request: RolloutRequested
     recipe: Recipe
-    session: Session
+    session: OpenSession
     asked: Mapping[str, SandboxCall]
     """Sandbox calls of the session that this process requested, by call_id."""
 
@@ -119,7 +129,7 @@ class Bench:
         environment, weight = asks
         of_turn: dict[TurnId, float] = defaultdict(float)
         try:
-            for step, answer in rewarded(await self._steps(episode)):
+            for step, answer in rewarded_steps(await self._steps(episode)):
                 if step.turn is not None:
                     of_turn[step.turn] += weight * float(answer["reward"])
         except NoVerdict:
@@ -153,7 +163,7 @@ class Bench:
         if isinstance(verifier, PatchVerifier):
             return await self._by_patch(verifier, episode)
         calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
-        workspace = (self._left() or await self._first(episode)) if verifier.workspace else None
+        workspace = (self._last_workspace() or await self._first(episode)) if verifier.workspace else None
         found = await patiently(
             lambda attempt: self._ran(verifier, calls, workspace, attempt), timeout_s=None, attempts=verifier.attempts
         )
@@ -171,7 +181,7 @@ class Bench:
         """Return the answers of one attempt, whose calls run one after the other on the same files."""
         durable = len(calls) > 1 or verifier.sandbox.durable_workspace
         alone = self._alone(verifier, workspace, attempt, durable=durable)
-        return [await self._done(verifier, alone, call, attempt, index) for index, call in enumerate(calls)]
+        return [await self._run_call(verifier, alone, call, attempt, index) for index, call in enumerate(calls)]
 
     async def _by_patch(self, verifier: PatchVerifier, episode: Episode) -> Verdict:
         if verifier.diff is None and not sandbox_of(self.recipe).durable_workspace:
@@ -182,16 +192,16 @@ class Bench:
         brought = agent.files if isinstance(agent, CommandAgent) else {}
         trees = Trees(
             first=await self._first(episode),
-            last=self._left(),
+            last=self._last_workspace(),
             brought=await foreign(verifier.timeout_s, brought, episode.task) if callable(brought) else brought,
         )
 
         async def attempt(number: int) -> Verdict:
             async def run(part: str, workspace: BlobRef, call: SandboxCall) -> ToolCallCompleted:
                 alone = self._alone(asking, workspace, number, part, durable=True)
-                return await self._done(asking, alone, call, number, PARTS.index(part))
+                return await self._run_call(asking, alone, call, number, PARTS.index(part))
 
-            return await judged(verifier, episode, trees, self.blobs, run)
+            return await grade_patch(verifier, episode, trees, self.blobs, run)
 
         return await patiently(attempt, timeout_s=None, attempts=verifier.attempts)
 
@@ -211,7 +221,7 @@ class Bench:
         calls.begin(workspace)
         return calls
 
-    async def _done(
+    async def _run_call(
         self, verifier: SandboxVerifier | PatchVerifier, alone: ToolCalls, call: SandboxCall, attempt: int, index: int
     ) -> ToolCallCompleted:
         """Return the answer of a call that ran. Raises NoVerdict."""
@@ -233,7 +243,7 @@ class Bench:
             raise NoVerdict(Cause.refused, text)
         return done
 
-    def _left(self) -> BlobRef | None:
+    def _last_workspace(self) -> BlobRef | None:
         """Return the files that the session's last call left; None if it made none, or if they are not stored."""
         return self.results.workspace(self.request.rollout_id, self.session.session_id)
 
@@ -258,7 +268,7 @@ class Bench:
         }
         try:
             mapped = {
-                call["id"]: called(self.recipe, self.recipe.tool_call, *_function(call))
+                call["id"]: call_recipe(self.recipe, self.recipe.tool_call, *_function(call))
                 for calls in said
                 for call in calls
             }

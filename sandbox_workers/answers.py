@@ -31,7 +31,7 @@ class UnexpectedRecord(Parked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CallOutcome:
     """The outcome of a call: its execution, the files after it, and its network requests."""
 
     execution: Execution
@@ -41,7 +41,9 @@ class Outcome:
     full_output: BlobRef | None = None
 
 
-def started(request: ToolCallRequested, *, attempt: int, worker: str, environment_sha256: str) -> ToolCallStarted:
+def make_started_event(
+    request: ToolCallRequested, *, attempt: int, worker: str, environment_sha256: str
+) -> ToolCallStarted:
     """Build the record that is written before execution."""
     return ToolCallStarted(
         event_id=digest("tool-call-started", request.call_id, attempt),
@@ -57,8 +59,8 @@ def started(request: ToolCallRequested, *, attempt: int, worker: str, environmen
     )
 
 
-def completed(
-    request: ToolCallRequested, outcome: Outcome, *, attempt: int, queue_s: float, worker: str, cached: bool = False
+def make_completed_event(
+    request: ToolCallRequested, outcome: CallOutcome, *, attempt: int, queue_s: float, worker: str, cached: bool = False
 ) -> ToolCallCompleted:
     """Build the record that is written after execution."""
     execution = outcome.execution
@@ -94,14 +96,18 @@ def unrun(status: ToolStatus, reason: str, text: str = "") -> Execution:
 def unkept(execution: Execution, error: FileRefused) -> Execution:
     """Return the execution of a call that ran but whose files cannot be stored. The session goes on with the files from
     before it."""
-    return _lost(execution, (ToolStatus.resource_limit, "workspace"), f"the files of this call are not kept: {error}")
+    return _apply_verdict(
+        execution, (ToolStatus.resource_limit, "workspace"), f"the files of this call are not kept: {error}"
+    )
 
 
-def ended(execution: Execution, verdict: Verdict) -> Execution:
+def mark_sandbox_ended(execution: Execution, verdict: Verdict) -> Execution:
     """Return the execution of a call that took its sandbox down. The session goes on with the files from before it."""
     keeps = execution.status in (ToolStatus.ok, ToolStatus.tool_error) and not execution.reason
     verdict = verdict if keeps else (execution.status, execution.reason)
-    return _lost(execution, verdict, "the call has ended its sandbox: its files and its interpreter are not kept")
+    return _apply_verdict(
+        execution, verdict, "the call has ended its sandbox: its files and its interpreter are not kept"
+    )
 
 
 def without_interpreter(execution: Execution) -> Execution:
@@ -110,7 +116,7 @@ def without_interpreter(execution: Execution) -> Execution:
     return dataclasses.replace(execution, output=execution.output + b"\n" + ENDED)
 
 
-def _lost(execution: Execution, verdict: Verdict, said: str) -> Execution:
+def _apply_verdict(execution: Execution, verdict: Verdict, said: str) -> Execution:
     status, reason = verdict
     output = execution.output + f"\n[{said}]\n".encode(errors="replace")
     return dataclasses.replace(execution, status=status, reason=reason, exit_code=None, output=output)

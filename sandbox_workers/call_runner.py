@@ -20,10 +20,10 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import TlsFileUnusable
 from turnlog.infra.tools import AGENT
 from turnlog.sandbox_workers import answers
-from turnlog.sandbox_workers.answers import Outcome, unrun
-from turnlog.sandbox_workers.calls import Pending, Unit, noted
+from turnlog.sandbox_workers.answers import CallOutcome, unrun
+from turnlog.sandbox_workers.calls import Pending, ToolCallPartitionTask, apply_event
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import (
     DiskLacksRoom,
@@ -37,7 +37,7 @@ from turnlog.sandbox_workers.protocol import (
     Verdict,
     WorkspaceCorrupt,
     WorkspaceLost,
-    attributed,
+    attribute_death,
 )
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
@@ -47,7 +47,7 @@ from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
 
 if TYPE_CHECKING:
-    from turnlog.sandbox_workers.egress import Egress, Gateway
+    from turnlog.sandbox_workers.egress import Egress, GatewayRelay
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ LONG_S = 1e9
 """Seconds: longer than anybody waits, but still small enough for a clock to add."""
 CALLS = Counter("turnlog_sandbox_calls", "Tool calls answered", ["tool", "status", "backend"])
 SECONDS = Histogram("turnlog_sandbox_call_seconds", "Duration of tool calls in their sandbox", ["tool", "backend"])
-CatchUp = Callable[[Unit], Awaitable[None]]
+CatchUp = Callable[[ToolCallPartitionTask], Awaitable[None]]
 """Callback that reads what other workers have written into the results of a partition."""
 Ran = tuple[Execution, tuple[EgressRequest, ...]]
 """Execution of a call, and its requests to the network."""
@@ -72,14 +72,16 @@ class CallRunner:
     """Answers one call at a time per session, and as many sessions at once as the pools have slots."""
 
     def __init__(
-        self, role: Role, pools: Pools, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
+        self, role: Role, pools: SandboxPools, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
     ) -> None:
         settings = role.settings
         self._events = role.events
         self._blobs = role.blobs
         self._scheduler = Scheduler(settings.sandbox, pools, egress=egress is not None)
         self._egress, self._settings = egress, settings
-        self._files = SessionFiles(Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served)))
+        self._files = SessionFiles(
+            Workspaces(role.blobs, trees=2 * settings.sandbox.slots * len(pools.served_backends))
+        )
         self._environments = EnvironmentDigests(settings.egress)
         self._park, self._health = role.park, role.health
         self._catch_up = catch_up
@@ -93,7 +95,7 @@ class CallRunner:
             pending.placement = self._scheduler.placement(pending.request)
         return pending.placement
 
-    async def answer(self, unit: Unit, pending: Pending) -> None:
+    async def answer(self, unit: ToolCallPartitionTask, pending: Pending) -> None:
         """Publish the call's answer and tell the partition's state its position. Raises LogError, StoreUnavailable."""
         placement = self.placement(pending)
         execution = self._unrunnable(unit, pending, placement)
@@ -118,10 +120,12 @@ class CallRunner:
                 execution = self._unrunnable(unit, pending, placement)
         if execution.reason == "attempts":
             await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode(errors="replace")))
-        outcome = Outcome(execution=execution, workspace=await self._files.before(pending.request))
-        await (await self._published(unit, pending, placement, outcome, self._age(pending)))
+        outcome = CallOutcome(execution=execution, workspace=await self._files.before(pending.request))
+        await (await self._submit_answer(unit, pending, placement, outcome, self._age(pending)))
 
-    def _unrunnable(self, unit: Unit, pending: Pending, placement: Placement | Refusal) -> Execution | None:
+    def _unrunnable(
+        self, unit: ToolCallPartitionTask, pending: Pending, placement: Placement | Refusal
+    ) -> Execution | None:
         """Return the answer of a call that must not run (again), or None if it may run."""
         attempts = self._attempts(unit, pending)
         if pending.cancelled:
@@ -138,13 +142,13 @@ class CallRunner:
             return unrun(ToolStatus.timeout, "deadline_s", "nobody waits for the answer any more")
         return None
 
-    async def _attempt(self, unit: Unit, pending: Pending, placement: Placement) -> Execution | None:
+    async def _attempt(self, unit: ToolCallPartitionTask, pending: Pending, placement: Placement) -> Execution | None:
         """Make one attempt. Return None if the call is answered, else the answer of a call that did not run. Raises
         SandboxDied, SandboxUnavailable, NoSandboxInTime."""
         async with AsyncExitStack() as stack:
             try:
-                lease = await self._leased(stack, unit, pending, placement)
-                self._health.met(DISK)
+                lease = await self._lease_sandbox(stack, unit, pending, placement)
+                self._health.mark_ready(DISK)
                 if pending.again and not await lease.sandbox.healthy():
                     raise SandboxUnavailable("it was gone before the call")
                 sha256 = await self._environments.sha256(
@@ -152,19 +156,21 @@ class CallRunner:
                 )
             except ImageMissing as error:
                 return unrun(ToolStatus.refused, "image", str(error))
-            placed = await self._placed(lease, pending, placement)
+            placed = await self._place_files(lease, pending, placement)
             if isinstance(placed, Execution):
                 return placed
             queue_s = self._age(pending)
-            if not await self._announced(unit, pending, sha256):
+            if not await self._announce_start(unit, pending, sha256):
                 return None
             outcome = await self._outcome(lease, pending, placement, lost=placed)
             SECONDS.labels(pending.request.tool, placement.pool.provider.name).observe(outcome.execution.duration_s)
-            acknowledged = await self._published(unit, pending, placement, outcome, queue_s)
+            acknowledged = await self._submit_answer(unit, pending, placement, outcome, queue_s)
         await acknowledged  # the slot is free already
         return None
 
-    async def _leased(self, stack: AsyncExitStack, unit: Unit, pending: Pending, placement: Placement) -> Lease:
+    async def _lease_sandbox(
+        self, stack: AsyncExitStack, unit: ToolCallPartitionTask, pending: Pending, placement: Placement
+    ) -> Lease:
         """Lease a sandbox. Raises NoSandboxInTime, SandboxUnavailable, ImageMissing."""
         request = pending.request
         session = unit.session(request) if request.sandbox.durable_workspace else None
@@ -179,7 +185,7 @@ class CallRunner:
         finally:
             pending.lease_timeout = None
 
-    async def _placed(self, lease: Lease, pending: Pending, placement: Placement) -> bool | Execution:
+    async def _place_files(self, lease: Lease, pending: Pending, placement: Placement) -> bool | Execution:
         """Put the right files into the sandbox. Return whether their interpreter is missing, or the answer of a call
         that cannot run."""
         request = pending.request
@@ -195,35 +201,35 @@ class CallRunner:
         except QuotaExceeded as error:
             return unrun(ToolStatus.resource_limit, "disk_bytes", str(error))
 
-    async def _announced(self, unit: Unit, pending: Pending, environment_sha256: str) -> bool:
+    async def _announce_start(self, unit: ToolCallPartitionTask, pending: Pending, environment_sha256: str) -> bool:
         """Write ToolCallStarted. Return False if another worker's answer precedes it on the log: then this call has had
         its effects."""
         pending.begun = True
         attempt = self._attempts(unit, pending) + 1
-        event = answers.started(
+        event = answers.make_started_event(
             pending.request, attempt=attempt, worker=self._name, environment_sha256=environment_sha256
         )
-        await (await self._sent(unit, event))
+        await (await self._submit_event(unit, event))
         if unit.strays:
             await self._catch_up(unit)
         return unit.answers.find(pending.request.call_id) is None
 
-    async def _outcome(self, lease: Lease, pending: Pending, placement: Placement, *, lost: bool) -> Outcome:
+    async def _outcome(self, lease: Lease, pending: Pending, placement: Placement, *, lost: bool) -> CallOutcome:
         """Run the call and store what it left. Raises SandboxDied if the sandbox ended by something other than the
         call, as far as is known."""
         pending.stateful = placement.interpreter and lease.sandbox.interpreter
         execution, requests = await self._run(lease, pending, placement)
         if lost and pending.died:  # the interpreter existed until this call
             execution, lost = answers.without_interpreter(execution), False
-        execution, workspace = await self._kept(lease, pending, placement, execution, lost=lost)
-        outcome = Outcome(execution=execution, workspace=workspace, requests=requests)
+        execution, workspace = await self._store_files(lease, pending, placement, execution, lost=lost)
+        outcome = CallOutcome(execution=execution, workspace=workspace, requests=requests)
         if len(execution.output) <= INLINE_LIMIT_BYTES:
             return outcome
         whole = await self._blobs.put(execution.output)
         cut = dataclasses.replace(execution, output=execution.output[:INLINE_LIMIT_BYTES])
         return dataclasses.replace(outcome, execution=cut, full_output=whole)
 
-    async def _kept(
+    async def _store_files(
         self, lease: Lease, pending: Pending, placement: Placement, execution: Execution, *, lost: bool
     ) -> tuple[Execution, BlobRef | None]:
         """Store the session's files. Return the answer, and the workspace after it. Raises SandboxDied."""
@@ -233,7 +239,7 @@ class CallRunner:
         except FileRefused as error:
             return answers.unkept(execution, error), await self._files.without(request, lost=lost)
         except SandboxDied as error:
-            execution = answers.ended(execution, self._verdict(pending, error))
+            execution = answers.mark_sandbox_ended(execution, self._verdict(pending, error))
             return execution, await self._files.without(request, lost=lost)
         if request.sandbox.durable_workspace:
             lease.keep(workspace)
@@ -245,7 +251,7 @@ class CallRunner:
         pending.died = True
         pending.deaths += pending.again and not error.evidence.ours
         evidence = dataclasses.replace(error.evidence, deaths=pending.deaths, stateful=pending.stateful)
-        verdict = attributed(evidence)
+        verdict = attribute_death(evidence)
         if verdict is None:
             raise error
         log.info("call %s has ended its sandbox: %s", pending.request.call_id, error, extra=_about(pending))
@@ -277,7 +283,7 @@ class CallRunner:
 
         request, sandbox = pending.request, lease.sandbox
         if self._egress is None:  # only an agent gets here: other calls are refused
-            self._egress = Egress.closed(self._settings.egress, self._blobs)
+            self._egress = Egress.without_rules(self._settings.egress, self._blobs)
         assert sandbox.proxy is not None  # guaranteed by the shape's network
         env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
         try:
@@ -295,46 +301,57 @@ class CallRunner:
             raise SandboxDied(f"its requests to the network could not be kept: {error}") from error
         except ProxyUnusable as error:
             raise SandboxDied(f"its requests to the network found no way out: {error}") from error
-        return execution, requests.made()
+        return execution, requests.recorded_requests()
 
-    async def _gateway(self, stack: AsyncExitStack, request: ToolCallRequested, placement: Placement) -> Gateway | None:
+    async def _gateway(
+        self, stack: AsyncExitStack, request: ToolCallRequested, placement: Placement
+    ) -> GatewayRelay | None:
         """Open an agent's way to the gateway; None for other tools. Raises CredentialUnusable, EgressUnavailable,
         TlsFileUnusable."""
         if request.tool != AGENT.name:
             return None
-        from turnlog.sandbox_workers.egress import Gateway
+        from turnlog.sandbox_workers.egress import GatewayRelay
 
         keys = CredentialKeys(self._settings.sandbox.credential_key, Path(self._settings.run.directory))
-        token = keys.opened(placement.tool.arguments["credential"], request.call_id)
-        return await stack.enter_async_context(Gateway.opened(self._settings.gateway, token))
+        token = keys.decrypt_token(placement.tool.arguments["credential"], request.call_id)
+        return await stack.enter_async_context(GatewayRelay.open(self._settings.gateway, token))
 
-    async def _published(
-        self, unit: Unit, pending: Pending, placement: Placement | Refusal, outcome: Outcome, queue_s: float
+    async def _submit_answer(
+        self,
+        unit: ToolCallPartitionTask,
+        pending: Pending,
+        placement: Placement | Refusal,
+        outcome: CallOutcome,
+        queue_s: float,
     ) -> asyncio.Task[None]:
         """Submit the answer. Await the returned asyncio task for its acknowledgement."""
         attempt = self._attempts(unit, pending)
-        event = answers.completed(pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name)
+        event = answers.make_completed_event(
+            pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name
+        )
         tool, backend = "", ""  # empty for a refusal: arbitrary names would make unlimited series
         if isinstance(placement, Placement):
             tool, backend = pending.request.tool, placement.pool.provider.name
         CALLS.labels(tool, outcome.execution.status, backend).inc()
         pending.sent = True
-        return await self._sent(unit, event)
+        return await self._submit_event(unit, event)
 
-    async def _sent(self, unit: Unit, event: ToolCallStarted | ToolCallCompleted) -> asyncio.Task[None]:
+    async def _submit_event(
+        self, unit: ToolCallPartitionTask, event: ToolCallStarted | ToolCallCompleted
+    ) -> asyncio.Task[None]:
         """Submit the record; this fixes its order.
 
         The partition's state is updated in the order of acknowledgements, so a gap between two records of ours belongs
         to another worker. It is updated at once, so no commit passes a record that it does not know."""
         acknowledgement = await self._events.submit(event)
 
-        async def acknowledged() -> None:
+        async def apply_acknowledgement() -> None:
             _, position = await acknowledgement
-            noted(unit, event, position)
+            apply_event(unit, event, position)
 
-        return asyncio.create_task(acknowledged())
+        return asyncio.create_task(apply_acknowledgement())
 
-    def _attempts(self, unit: Unit, pending: Pending) -> int:
+    def _attempts(self, unit: ToolCallPartitionTask, pending: Pending) -> int:
         return unit.attempts.get(pending.request.call_id, 0)
 
     def _age(self, pending: Pending) -> float:

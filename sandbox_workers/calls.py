@@ -70,7 +70,7 @@ class Pending:
             await self.sandbox.cancel()
 
 
-class Unit:
+class ToolCallPartitionTask:
     """State of partition `number` of agent.tool-calls and of the partition of agent.tool-results that holds its
     answers."""
 
@@ -145,7 +145,7 @@ class Unit:
             self.attempts[started.call_id] = max(started.attempt, self.attempts.get(started.call_id, 0))
             self._begun_at.setdefault(started.call_id, position)
 
-    def answered(self, completed: ToolCallCompleted, position: int) -> None:
+    def note_answer(self, completed: ToolCallCompleted, position: int) -> None:
         """Note that a ToolCallCompleted is at `position`; the first one of a call is effective."""
         self.saw(position)
         self.answers.add(completed.call_id, position)
@@ -176,7 +176,7 @@ def results_from(commit: Commit | None) -> int | None:
 class SessionQueue:
     """Waiting calls of one session, smallest call_seq first; one runs at a time."""
 
-    unit: Unit
+    unit: ToolCallPartitionTask
     waiting: list[tuple[int, int, Pending]] = field(default_factory=list)
     current: Pending | None = None
     task: asyncio.Task[None] | None = None
@@ -226,7 +226,7 @@ def _name(call_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(call_id.encode(), digest_size=16).digest(), "big")
 
 
-class Results:
+class ToolResultReader:
     """Reads single records of agent.tool-results again."""
 
     def __init__(self, log: Log, events: EventLog) -> None:
@@ -252,7 +252,7 @@ class Results:
                 return []
             finally:
                 self._reader.assign({})
-        decoded = [(record.offset, await self._decoded(record)) for record in found if record.offset < end]
+        decoded = [(record.offset, await self._decode_record(record)) for record in found if record.offset < end]
         return [(position, event) for position, event in decoded if event is not None]
 
     async def at(self, number: int, position: int) -> Event | None:
@@ -264,21 +264,21 @@ class Results:
         """Release the reader."""
         await self._stack.aclose()
 
-    async def _decoded(self, record: Record) -> Event | None:
+    async def _decode_record(self, record: Record) -> Event | None:
         try:
             return await self._events.decode(record)
         except UndecodableRecord:  # it was dead-lettered when it was first read
             return None
 
 
-class Recovery:
+class PartitionRecovery:
     """Rebuilds the state of partitions that are newly assigned to this worker."""
 
     def __init__(self, role: Role, group: str) -> None:
         self._role = role
         self._group = group
 
-    async def units(self, numbers: Sequence[int]) -> list[Unit]:
+    async def units(self, numbers: Sequence[int]) -> list[ToolCallPartitionTask]:
         """Return the state of the partitions, from their commits and the results since then. Raises LogError,
         RegistryUnavailable."""
         log = self._role.log
@@ -292,7 +292,7 @@ class Recovery:
         units = {}
         for number in numbers:
             commit: Commit | None = commits.get(calls[number])
-            units[number] = Unit(
+            units[number] = ToolCallPartitionTask(
                 number,
                 next_offset=starts[calls[number]] if commit is None else commit.offset,
                 next_result=max(starts[results[number]], results_from(commit) or 0),
@@ -305,19 +305,19 @@ class Recovery:
                     await self._recall(units[record.partition], record)
         return list(units.values())
 
-    async def _recall(self, unit: Unit, record: Record) -> None:
+    async def _recall(self, unit: ToolCallPartitionTask, record: Record) -> None:
         unit.saw(record.offset)
         try:
             event = await self._role.events.decode(record)
         except UndecodableRecord as error:
             await self._role.park(record, error)
             return
-        noted(unit, event, record.offset)
+        apply_event(unit, event, record.offset)
 
 
-def noted(unit: Unit, event: Event, position: int) -> None:
+def apply_event(unit: ToolCallPartitionTask, event: Event, position: int) -> None:
     """Update the partition's state from the event at `position` of its results."""
     if isinstance(event, ToolCallStarted):
         unit.began(event, position)
     elif isinstance(event, ToolCallCompleted):
-        unit.answered(event, position)
+        unit.note_answer(event, position)

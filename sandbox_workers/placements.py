@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from turnlog.infra.tools import AGENT
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Kind, Provider, Shape, at_most
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
@@ -44,7 +44,7 @@ class Placement:
 class Scheduler:
     """Compares requests with a worker's pools and settings."""
 
-    def __init__(self, settings: SandboxSettings, pools: Pools, *, egress: bool) -> None:
+    def __init__(self, settings: SandboxSettings, pools: SandboxPools, *, egress: bool) -> None:
         """Create a scheduler. `egress`: whether the worker has a proxy for calls with network = "allowlist". Raises
         ToolOfferError."""
         tools()  # a broken tool of a package ends the worker here, not at a call
@@ -61,7 +61,7 @@ class Scheduler:
             return Refusal("sandbox", said)
         pool = self._pools.pool(spec.backend)
         if pool is None:
-            served = ", ".join(self._pools.served)
+            served = ", ".join(self._pools.served_backends)
             return Refusal("backend", f"this worker does not serve backend {spec.backend[:80]!r}; it serves {served}")
         agent = request.tool == AGENT.name
         if said := self._network_flaw(spec, pool, agent=agent):

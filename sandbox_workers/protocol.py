@@ -7,7 +7,7 @@ SandboxError
 ├── BackendUnavailable   this machine cannot use the backend; the message names the cause, the setting and the remedy
 ├── SandboxUnavailable   a backend that works here could not start one more sandbox
 │   └── DiskLacksRoom    the disk that workspaces lie on is full: calls wait until there is room
-├── SandboxDied          the sandbox went away in the middle of a call: it may run again (`attributed`)
+├── SandboxDied          the sandbox went away in the middle of a call: it may run again (`attribute_death`)
 ├── ImageMissing         the backend has no such image: the call is refused, nothing is pulled while it waits
 ├── FileRefused          a path or a size that `read`, `write` or `restore` rejects: the call is a tool error
 │   ├── FileMissing      nothing is there
@@ -32,7 +32,7 @@ from turnlog.schemas.events import SandboxLimits, ToolStatus
 DEATHS = 2
 """Number of new sandboxes that one call may take down before their ends are attributed to the call."""
 CHANGED, ENDED = "sandbox_changed", "sandbox_ended"
-"""Reasons of a tool_error; `attributed` chooses between them."""
+"""Reasons of a tool_error; `attribute_death` chooses between them."""
 
 Verdict = tuple[ToolStatus, str]
 """Status and reason of a call's answer."""
@@ -70,7 +70,7 @@ class Evidence:
 UNKNOWN = Evidence()
 
 
-def attributed(evidence: Evidence) -> Verdict | None:
+def attribute_death(evidence: Evidence) -> Verdict | None:
     """Return the answer of a call whose sandbox went away, or None if nothing indicates that the agent caused it.
 
     Decision 18: the end is the agent's doing if there is evidence for it, else ours. If it is the agent's, the call is
@@ -157,7 +157,7 @@ class Kind(StrEnum):
     last expression is printed, as an interactive interpreter does."""
 
 
-class Stream(StrEnum):
+class OutputStream(StrEnum):
     """Output stream of a command."""
 
     stdout = "stdout"
@@ -199,7 +199,7 @@ class Execution:
     status: ToolStatus
     reason: str
     """Empty for ok and for a command's own tool_error. Otherwise the limit that ended it, by its name in SandboxLimits,
-    or what became of its sandbox or interpreter (`attributed`)."""
+    or what became of its sandbox or interpreter (`attribute_death`)."""
     exit_code: int | None
     """Exit status, or 128 + n after signal n; None if the worker ended the command."""
     output: bytes
@@ -209,7 +209,7 @@ class Execution:
     """User and system time of the whole process tree, in seconds."""
 
 
-OnOutput = Callable[[Stream, bytes], None]
+OnOutput = Callable[[OutputStream, bytes], None]
 """Callback for output as it arrives. An exception that it raises ends the call."""
 
 

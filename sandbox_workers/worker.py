@@ -27,9 +27,16 @@ from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.unit import ForeignRun
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.call_runner import CallRunner
-from turnlog.sandbox_workers.calls import Pending, Recovery, Results, SessionQueue, Unit, noted
+from turnlog.sandbox_workers.calls import (
+    PartitionRecovery,
+    Pending,
+    SessionQueue,
+    ToolCallPartitionTask,
+    ToolResultReader,
+    apply_event,
+)
 from turnlog.sandbox_workers.placements import Placement
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas import UndecodableRecord
@@ -61,19 +68,19 @@ async def main(role: Role) -> None:
         if settings.egress.allow:
             from turnlog.sandbox_workers.egress import Egress
 
-            egress = await stack.enter_async_context(Egress.opened(settings.egress, role.blobs))
-        pools = await stack.enter_async_context(Pools.opened(settings, ca=egress.ca if egress else None))
+            egress = await stack.enter_async_context(Egress.open_temporary(settings.egress, role.blobs))
+        pools = await stack.enter_async_context(SandboxPools.open(settings, ca=egress.ca if egress else None))
         role.health.expose("pools", pools.snapshot)
-        await Worker(role, pools, egress=egress).run()
+        await SandboxWorker(role, pools, egress=egress).run()
 
 
-class Worker:
+class SandboxWorker:
     """Serves the partitions of agent.tool-calls that are assigned to this process."""
 
     def __init__(
         self,
         role: Role,
-        pools: Pools,
+        pools: SandboxPools,
         *,
         egress: Egress | None = None,
         clock: Callable[[], float] = now_s,
@@ -90,9 +97,9 @@ class Worker:
         self._pools = pools
         self._runner = CallRunner(role, pools, self._catch_up, clock, egress)
         self._group = ConsumerGroup.SANDBOX.format(run=role.settings.run.id)
-        self._results = Results(role.log, role.events)
-        self._recovery = Recovery(role, self._group)
-        self._units: dict[int, Unit] = {}
+        self._results = ToolResultReader(role.log, role.events)
+        self._recovery = PartitionRecovery(role, self._group)
+        self._units: dict[int, ToolCallPartitionTask] = {}
         self._sessions: dict[str, SessionQueue] = {}
         self._left: dict[int, tuple[str, ...]] = {}
         """Durable sessions of partitions that were revoked just now, by partition."""
@@ -105,7 +112,7 @@ class Worker:
     async def run(self) -> None:
         """Poll, dispatch and commit until the role stops; then drain."""
         try:
-            async with self._joined() as reader, asyncio.TaskGroup() as self._tasks:
+            async with self._join_group() as reader, asyncio.TaskGroup() as self._tasks:
                 self._reader = reader
                 await self._serve(reader)
         except BaseExceptionGroup as group:  # report the first error as itself, with its cause
@@ -114,12 +121,12 @@ class Worker:
             await self._results.close()
 
     @asynccontextmanager
-    async def _joined(self) -> AsyncIterator[GroupReader]:
+    async def _join_group(self) -> AsyncIterator[GroupReader]:
         async with self._role.log.group_reader(
             self._group,
             [TOOL_CALLS.name],
-            assigned=self._assigned,
-            revoked=self._revoked,
+            assigned=self._on_assigned,
+            revoked=self._on_revoked,
             instance=self._role.instance,
         ) as reader:
             yield reader
@@ -130,7 +137,7 @@ class Worker:
             self._role.health.beat()
             for record in await reader.poll(timeout_s=POLL_S):
                 await self._take(record)
-            self._role.health.started()
+            self._role.health.mark_started()
             now = time.monotonic()
             if now >= expect:
                 self._expect()
@@ -152,7 +159,7 @@ class Worker:
 
     # -- partitions come and go
 
-    async def _assigned(self, numbers: frozenset[int]) -> None:
+    async def _on_assigned(self, numbers: frozenset[int]) -> None:
         assert self._reader is not None
         for unit in await self._recovery.units(sorted(numbers)):
             self._units[unit.number] = unit
@@ -165,7 +172,7 @@ class Worker:
                 else:
                     self._pools.release(session)
 
-    async def _revoked(self, numbers: frozenset[int]) -> None:
+    async def _on_revoked(self, numbers: frozenset[int]) -> None:
         await self._quiet(numbers)
         try:
             await self._commit(numbers)
@@ -232,7 +239,7 @@ class Worker:
             await self._role.park(record, stray)
         unit.finish(record.offset)
 
-    def _request(self, unit: Unit, request: ToolCallRequested, record: Record) -> None:
+    def _request(self, unit: ToolCallPartitionTask, request: ToolCallRequested, record: Record) -> None:
         known = unit.pending.get(request.call_id)
         if (known is not None and known.sent) or unit.answers.find(request.call_id) is not None:
             self._tasks.create_task(self._repeat(unit, record, request, known))
@@ -249,7 +256,9 @@ class Worker:
         if session.task is None:
             session.task = self._tasks.create_task(self._work_off(name, session))
 
-    async def _repeat(self, unit: Unit, record: Record, request: ToolCallRequested, pending: Pending | None) -> None:
+    async def _repeat(
+        self, unit: ToolCallPartitionTask, record: Record, request: ToolCallRequested, pending: Pending | None
+    ) -> None:
         """Publish a stored answer again: a client that repeats the request after it was written did not see it."""
         if pending is not None:
             await pending.settled.wait()
@@ -262,10 +271,10 @@ class Worker:
             gone = answers.unrun(
                 ToolStatus.infra_error, "answer_gone", f"the answer at {position} is not on the log any more"
             )
-            outcome = answers.Outcome(execution=gone, workspace=None)
-            stored = answers.completed(request, outcome, attempt=0, queue_s=0.0, worker=self._role.instance)
+            outcome = answers.CallOutcome(execution=gone, workspace=None)
+            stored = answers.make_completed_event(request, outcome, attempt=0, queue_s=0.0, worker=self._role.instance)
         again = dataclasses.replace(stored, cached=True)
-        unit.answered(again, (await self._role.events.append(again))[1])
+        unit.note_answer(again, (await self._role.events.append(again))[1])
         unit.finish(record.offset)
 
     async def _work_off(self, name: str, session: SessionQueue) -> None:
@@ -280,12 +289,12 @@ class Worker:
         finally:
             del self._sessions[name]
 
-    async def _catch_up(self, unit: Unit) -> None:
+    async def _catch_up(self, unit: ToolCallPartitionTask) -> None:
         """Read the records that other workers wrote into the results of this partition."""
         while unit.strays:
             first, end = min(unit.strays), max(unit.strays) + 1
             for position, event in await self._results.between(unit.number, first, end):
-                noted(unit, event, position)
+                apply_event(unit, event, position)
             unit.strays.difference_update(range(first, end))
 
     # -- prewarming

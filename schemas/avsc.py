@@ -24,7 +24,7 @@ PRIMITIVES: dict[type, str] = {str: "string", int: "long", float: "double", bool
 
 def avro_schema(record: type) -> dict[str, Any]:
     """Return the self-contained Avro schema of an event record."""
-    schema = _named(record, set())
+    schema = _named_type(record, set())
     assert isinstance(schema, dict)
     return {"type": "record", "name": record.__name__, "namespace": NAMESPACE, **schema}
 
@@ -51,10 +51,10 @@ def _avro(annotation: Any, seen: set[str]) -> Any:
         return {"type": "array", "items": _avro(get_args(annotation)[0], seen)}
     if origin is dict:
         return {"type": "map", "values": _avro(get_args(annotation)[1], seen)}
-    return _named(annotation, seen)
+    return _named_type(annotation, seen)
 
 
-def _named(annotation: type, seen: set[str]) -> Any:
+def _named_type(annotation: type, seen: set[str]) -> Any:
     """Return a record or enum in full at its first occurrence, by name afterwards."""
     if annotation.__name__ in seen:
         return annotation.__name__

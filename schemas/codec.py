@@ -139,7 +139,7 @@ class Codec:
         """Return (record name, Avro body) of framed bytes without decoding the body. Raises the errors of `decode`."""
         return self._frame(data)[0], data[HEADER.size :]
 
-    def written(self, data: bytes) -> tuple[str, str]:
+    def identify_writer(self, data: bytes) -> tuple[str, str]:
         """Return (record name, hex sha256 of the writer's schema in parsing canonical form) of framed bytes without
         decoding the body. Raises the errors of `decode`. Source: Avro specification, "Parsing Canonical Form for
         Schemas"."""

@@ -24,7 +24,7 @@ NAMED = ("record", "error", "enum", "fixed")
 Schema = str | Mapping[str, Any] | list[Any]
 
 
-class Rule(StrEnum):
+class CompatibilityRule(StrEnum):
     """Rules that a change of a schema can break. The first six are Avro's, the others turnlog's own (releases.py)."""
 
     new_without_default = "new_without_default"
@@ -49,7 +49,7 @@ class Problem:
 
     where: str
     """Record and field, or the file."""
-    rule: Rule
+    rule: CompatibilityRule
     what: str
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class _Pair:
         elif isinstance(read, list):
             if not any(self._matches(arm, written, path, namespaces) for arm in read):
                 what = f"no arm of the reader's union takes {_kind(written)}"
-                yield Problem(path or "the schema", Rule.union_arm_lost, what)
+                yield Problem(path or "the schema", CompatibilityRule.union_arm_lost, what)
         else:
             yield from self._same_shape(read, written, path, namespaces)
 
@@ -138,17 +138,17 @@ class _Pair:
             case ("fixed", "fixed"):
                 if not _same_name(read, written) or read["size"] != written["size"]:
                     what = f"fixed {written['name']}({written['size']}) became {read['name']}({read['size']})"
-                    yield Problem(where, Rule.fixed_size_changed, what)
+                    yield Problem(where, CompatibilityRule.fixed_size_changed, what)
             case ("array", "array"):
                 yield from self.differences(read["items"], written["items"], f"{where}[]", namespaces)
             case ("map", "map"):
                 yield from self.differences(read["values"], written["values"], f"{where}{{}}", namespaces)
             case (now, before) if now != before and now not in PROMOTIONS.get(before, ()):
-                yield Problem(where, Rule.type_changed, f"{before} cannot be read as {now}")
+                yield Problem(where, CompatibilityRule.type_changed, f"{before} cannot be read as {now}")
 
     def _records(self, read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Iterator[Problem]:
         if not _same_name(read, written):
-            yield _renamed("record", read, written, where)
+            yield _rename_problem("record", read, written, where)
             return
         pair = (str(read["name"]), str(written["name"]))
         if pair in self.begun:
@@ -162,7 +162,7 @@ class _Pair:
             if name is not None:
                 yield from self.differences(member["type"], there[name]["type"], path, namespaces)
             elif "default" not in member:
-                yield Problem(path, Rule.new_without_default, "new without a default; give it one")
+                yield Problem(path, CompatibilityRule.new_without_default, "new without a default; give it one")
 
 
 def _definition(schema: Schema, names: Mapping[str, Mapping[str, Any]], namespace: str) -> Any:
@@ -184,16 +184,16 @@ def _same_name(read: Mapping[str, Any], written: Mapping[str, Any]) -> bool:
 
 def _enums(read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Iterator[Problem]:
     if not _same_name(read, written):
-        yield _renamed("enum", read, written, where)
+        yield _rename_problem("enum", read, written, where)
     lost = [symbol for symbol in written["symbols"] if symbol not in read["symbols"]]
     if lost and "default" not in read:
         what = f"enum {read['name']} lost {', '.join(lost)} and has no default"
-        yield Problem(where, Rule.enum_symbol_lost, what)
+        yield Problem(where, CompatibilityRule.enum_symbol_lost, what)
 
 
-def _renamed(kind: str, read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Problem:
+def _rename_problem(kind: str, read: Mapping[str, Any], written: Mapping[str, Any], where: str) -> Problem:
     what = f"{kind} {written['name']} cannot be read as {read['name']}; add an alias"
-    return Problem(where, Rule.name_changed, what)
+    return Problem(where, CompatibilityRule.name_changed, what)
 
 
 def _kind(schema: Any) -> str:

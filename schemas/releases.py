@@ -28,7 +28,7 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import SchemaError
 from turnlog.schemas.avsc import field_types, render, stored_schema
 from turnlog.schemas.codec import Codec
-from turnlog.schemas.compatibility import Problem, Rule, Schema, incompatibilities, named_types
+from turnlog.schemas.compatibility import CompatibilityRule, Problem, Schema, incompatibilities, named_types
 from turnlog.schemas.events import ALL, UNWRITTEN
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import Logical, pack_float32s, pack_int32s
@@ -83,7 +83,7 @@ def as_of(version: str, past: Sequence[Release]) -> dict[str, dict[str, Any]]:
     return {name: release.schema(name) for release in past[: last + 1] for name in release.records}
 
 
-def changed(past: Sequence[Release]) -> list[str]:
+def changed_records(past: Sequence[Release]) -> list[str]:
     """Return the records whose current schema is in no release yet."""
     return [name for name in ALL if history(name, past)[-1:] != [stored_schema(name)]]
 
@@ -102,7 +102,9 @@ def problems(
     for release in past:
         for name in release.records:
             if name not in present:
-                found.append(Problem(name, Rule.record_removed, f"was released in {release.name}; keep its class"))
+                found.append(
+                    Problem(name, CompatibilityRule.record_removed, f"was released in {release.name}; keep its class")
+                )
                 continue
             old = release.schema(name)
             found += incompatibilities(present[name], [old])
@@ -117,26 +119,26 @@ def _too_soon(present: Mapping[str, Schema], past: Sequence[Release], unwritten:
     topics = {TOPIC_OF[name].name for name in last if name in TOPIC_OF}
     for name in present:
         if name in last:
-            for problem in incompatibilities(last[name], [_written(present[name], unwritten)]):
-                if problem.rule is Rule.union_arm_lost:
+            for problem in incompatibilities(last[name], [_written_part(present[name], unwritten)]):
+                if problem.rule is CompatibilityRule.union_arm_lost:
                     what = f"{past[-1].name}: {problem.what}; read it in this release (UNWRITTEN), write it in the next"
-                    yield Problem(problem.where, Rule.written_too_soon, what)
-                elif problem.rule is not Rule.enum_symbol_lost:  # `_enums` says that better
+                    yield Problem(problem.where, CompatibilityRule.written_too_soon, what)
+                elif problem.rule is not CompatibilityRule.enum_symbol_lost:  # `_enums` says that better
                     yield Problem(problem.where, problem.rule, f"read by {past[-1].name}: {problem.what}")
         elif name not in unwritten and name in TOPIC_OF and TOPIC_OF[name].name in topics:
             what = (
                 f"a new kind on {TOPIC_OF[name].name}, which {past[-1].name} reads; pass it over in this release "
                 "(UNWRITTEN), write it in the next, or give it a topic of its own"
             )
-            yield Problem(name, Rule.written_too_soon, what)
+            yield Problem(name, CompatibilityRule.written_too_soon, what)
 
 
-def _written(schema: Any, unwritten: Set[str]) -> Any:
+def _written_part(schema: Any, unwritten: Set[str]) -> Any:
     """Return the part of a schema that this release's writers use: unions without the arms that it only reads."""
     if isinstance(schema, list):
-        return [_written(arm, unwritten) for arm in schema if _name(arm) not in unwritten]
+        return [_written_part(arm, unwritten) for arm in schema if _name(arm) not in unwritten]
     if isinstance(schema, Mapping):
-        return {key: _written(value, unwritten) if key in INNER else value for key, value in schema.items()}
+        return {key: _written_part(value, unwritten) if key in INNER else value for key, value in schema.items()}
     return schema
 
 
@@ -147,12 +149,16 @@ def _name(arm: Any) -> str:
     return str(arm.get("name", "") if isinstance(arm, Mapping) else arm)
 
 
-def altered(release: Release) -> list[Problem]:
+def altered_files(release: Release) -> list[Problem]:
     """Return the files of a release that differ from its SHA256SUMS."""
     said = dict(line.split("  ")[::-1] for line in (release.folder / SUMS).read_text().splitlines())
     there = {path.name: sha256(path) for path in release.folder.iterdir() if path.is_file() and path.name != SUMS}
     return [
-        Problem(f"{release.name}/{name}", Rule.release_altered, "differs from SHA256SUMS; what was released stays")
+        Problem(
+            f"{release.name}/{name}",
+            CompatibilityRule.release_altered,
+            "differs from SHA256SUMS; what was released stays",
+        )
         for name in sorted(said.keys() | there.keys())
         if said.get(name) != there.get(name)
     ]
@@ -170,7 +176,9 @@ def _enums_of(schema: Schema) -> dict[str, Mapping[str, Any]]:
 def _enum_defaults(schema: Schema) -> Iterator[Problem]:
     for name, enum in _enums_of(schema).items():
         if enum.get("default") not in enum["symbols"]:
-            yield Problem(name, Rule.enum_without_default, "an older reader must know what a newer symbol means")
+            yield Problem(
+                name, CompatibilityRule.enum_without_default, "an older reader must know what a newer symbol means"
+            )
 
 
 def _fields(old: Schema, new: Schema) -> Iterator[Problem]:
@@ -182,7 +190,11 @@ def _fields(old: Schema, new: Schema) -> Iterator[Problem]:
         known = {field for member in fields for field in (member["name"], *member.get("aliases", ()))}
         for member in kind.get("fields", ()):
             if member["name"] not in known:
-                yield Problem(f"{name}.{member['name']}", Rule.field_removed, "was released; keep it, with its default")
+                yield Problem(
+                    f"{name}.{member['name']}",
+                    CompatibilityRule.field_removed,
+                    "was released; keep it, with its default",
+                )
 
 
 def _enums(old: Schema, new: Schema) -> Iterator[Problem]:
@@ -195,13 +207,15 @@ def _enums(old: Schema, new: Schema) -> Iterator[Problem]:
         added = [symbol for symbol in enum["symbols"] if symbol not in known[name]["symbols"]]
         if added and "default" not in known[name]:
             what = f"gained {', '.join(added)}, for which readers of the release have no default"
-            yield Problem(name, Rule.enum_without_default, what)
+            yield Problem(name, CompatibilityRule.enum_without_default, what)
         gone = [symbol for symbol in known[name]["symbols"] if symbol not in enum["symbols"]]
         if gone:
-            yield Problem(name, Rule.enum_symbol_lost, f"lost {', '.join(gone)}: old data would change its meaning")
+            yield Problem(
+                name, CompatibilityRule.enum_symbol_lost, f"lost {', '.join(gone)}: old data would change its meaning"
+            )
         if enum.get("default") != known[name].get("default"):
             what = f"the default became {enum.get('default')}: unknown symbols would change their meaning"
-            yield Problem(name, Rule.enum_default_moved, what)
+            yield Problem(name, CompatibilityRule.enum_default_moved, what)
 
 
 def _packing(old: Schema, new: Schema) -> Iterator[Problem]:
@@ -209,7 +223,7 @@ def _packing(old: Schema, new: Schema) -> Iterator[Problem]:
     for field, packing in _logical_types(new).items():
         if known.get(field, packing) != packing:
             what = f"{known[field]} became {packing}: the same bytes would be read as other numbers"
-            yield Problem(field, Rule.packing_changed, what)
+            yield Problem(field, CompatibilityRule.packing_changed, what)
 
 
 def _logical_types(schema: Schema) -> dict[str, str]:
@@ -239,7 +253,7 @@ def check(past: Sequence[Release]) -> list[Problem]:
     """Apply every rule to the current schemas: resolution, enums, packing, the files of the releases, and their golden
     bytes."""
     found = problems({name: stored_schema(name) for name in ALL}, past)
-    return [*found, *(problem for release in past for problem in (*altered(release), *_unreadable(release)))]
+    return [*found, *(problem for release in past for problem in (*altered_files(release), *_unreadable(release)))]
 
 
 def cut(folder: Path = FOLDER) -> tuple[str, list[str]]:
@@ -248,7 +262,7 @@ def cut(folder: Path = FOLDER) -> tuple[str, list[str]]:
     past = releases(folder)
     if found := check(past):
         raise ReleaseRefused("; ".join(f"{problem} (rule {problem.rule})" for problem in found))
-    names = changed(past)
+    names = changed_records(past)
     if not names:
         return "", []
     number = int(past[-1].name[1:]) + 1 if past else 1
@@ -259,7 +273,7 @@ def cut(folder: Path = FOLDER) -> tuple[str, list[str]]:
         event = example(ALL[name])
         (release / f"{name}.avsc").write_text(render(ALL[name]))
         (release / f"{name}.bin").write_bytes(codec.encode(event))
-        (release / f"{name}.json").write_text(json.dumps(told(event), indent=2, ensure_ascii=False) + "\n")
+        (release / f"{name}.json").write_text(json.dumps(to_json(event), indent=2, ensure_ascii=False) + "\n")
     write_sums(release)
     return release.name, names
 
@@ -277,14 +291,14 @@ def example(record: type) -> Any:
     return _record(record, count)
 
 
-def told(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Return an event as JSON: bytes as {"hex": ...}, enums as their symbols."""
     if dataclasses.is_dataclass(value):
-        return {field.name: told(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
-        return [told(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, dict):
-        return {key: told(item) for key, item in value.items()}
+        return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, bytes):
         return {"hex": value.hex()}
     return value.value if isinstance(value, Enum) else value
@@ -312,11 +326,11 @@ def _unreadable(release: Release) -> list[Problem]:
     for name in release.records:
         framed, said = release.golden(name)
         try:
-            why = "" if contains(told(codec.decode(framed)), said) else "reads as another record than it was"
+            why = "" if contains(to_json(codec.decode(framed)), said) else "reads as another record than it was"
         except SchemaError as error:
             why = str(error)
         if why:
-            found.append(Problem(f"{release.name}/{name}.bin", Rule.golden_unreadable, why))
+            found.append(Problem(f"{release.name}/{name}.bin", CompatibilityRule.golden_unreadable, why))
     return found
 
 
@@ -373,7 +387,7 @@ def run(action: str, folder: Path | None = None) -> int:
         print(f"{problem} (rule {problem.rule})")
     if not found:
         print(f"today's schemas may follow {', '.join(release.name for release in past) or 'nothing: no release yet'}")
-    print(f"unreleased: {', '.join(changed(past)) or 'none'}")
+    print(f"unreleased: {', '.join(changed_records(past)) or 'none'}")
     return ExitStatus.DIFFERS if found else ExitStatus.DONE
 
 

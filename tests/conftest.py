@@ -31,7 +31,7 @@ from turnlog.infra.embedded import RegistryDied
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.embedded.servers import Engine, ObjectStore
+from turnlog.infra.embedded.servers import EngineServer, ObjectStore
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.topics_admin import ROLES
 from turnlog.sandbox_settings import SandboxSettings
@@ -257,7 +257,7 @@ def tiny_model(servers: Path) -> Path:
 def engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
     """URL of a real SGLang on CPU that serves `tiny_model`; 20 to 80 s to start, so mark its tests `engine`."""
     settings = EngineSettings(extra_args=("--weight-version", "0"))  # as if a loader had given it what it serves
-    with Engine(tiny_model, settings, log=servers / "engine.log") as engine:
+    with EngineServer(tiny_model, settings, log=servers / "engine.log") as engine:
         yield engine.url
 
 
@@ -265,7 +265,7 @@ def engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
 def lora_engine_url(tiny_model: Path, servers: Path) -> Iterator[str]:
     """The same of one that takes adapters of rank 4."""
     settings = EngineSettings(extra_args=("--weight-version", "0"))
-    with Engine(tiny_model, settings, log=servers / "lora-engine.log", lora_rank=4) as engine:
+    with EngineServer(tiny_model, settings, log=servers / "lora-engine.log", lora_rank=4) as engine:
         yield engine.url
 
 

@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.settings import Settings, SettingsError
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded, mcore
-from turnlog.trainer.checkpoints.places import MARKERS, PART, FolderPlace, Marker, Place, Stored, write_sums
+from turnlog.trainer.checkpoints.places import MARKERS, PART, CheckpointStorage, FolderPlace, Marker, Stored, write_sums
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import CACHE, StorePlace, checkpoints_directory, store_place
 
@@ -64,7 +64,7 @@ class Cursor:
 class Checkpoints:
     """The checkpoints of one run, as one generation of its trainer sees them. All methods block."""
 
-    def __init__(self, place: Place, *, keep: int) -> None:
+    def __init__(self, place: CheckpointStorage, *, keep: int) -> None:
         """`keep` is the number of newest checkpoints to retain, at least 1."""
         self._place = place
         self._keep = keep
@@ -81,7 +81,7 @@ class Checkpoints:
         None if there is no checkpoint at all. Raises CheckpointUnusable if none of them is usable.
         """
         found = sorted(self._place.names(), key=_age)
-        named = self._named(found)
+        named = self._effective_name(found)
         if named is None:
             return None
         if named in self._sound:
@@ -89,7 +89,7 @@ class Checkpoints:
         candidates = [name for name in found if _age(name) <= _age(named) and name not in self._damaged]
         for name in reversed(candidates):
             try:
-                folder = self._place.opened(name)
+                folder = self._place.open_folder(name)
             except CheckpointDamaged as damage:
                 log.warning("%s", damage)
                 continue
@@ -130,7 +130,7 @@ class Checkpoints:
             newest = self.newest()
             begun = folder or (newest.name if newest else None)
             self._incarnation = max(least, self._highest() + 1)
-            if self._place.created(Marker(self._incarnation, begun)):
+            if self._place.create_marker(Marker(self._incarnation, begun)):
                 break  # else another process has just claimed it
         self._place.sweep()
         return self._incarnation
@@ -140,11 +140,11 @@ class Checkpoints:
         checkpoints.
         """
         self._check_owner()
-        return self._place.begun(folder_name(cursor.step, self._incarnation))
+        return self._place.create_folder(folder_name(cursor.step, self._incarnation))
 
     def finish(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
-        """Upload what is left and compute checksums; see Place.finished."""
-        self._place.finished(folder, stored, about)
+        """Upload what is left and compute checksums; see CheckpointStorage.store_files."""
+        self._place.store_files(folder, stored, about)
 
     def seal(self, folder: Path, needed: Collection[str] = ()) -> str:
         """Finalize a complete checkpoint and return its name; remove old checkpoints except those in `needed`, by name.
@@ -165,11 +165,11 @@ class Checkpoints:
                 self._place.forget(marker)
         return name
 
-    def said(self, name: str) -> str:
+    def checkpoint_address(self, name: str) -> str:
         """Return the whole address of a checkpoint."""
-        return self._place.said(name)
+        return self._place.checkpoint_address(name)
 
-    def _named(self, found: list[str]) -> str | None:
+    def _effective_name(self, found: list[str]) -> str | None:
         """Return the name of the effective checkpoint among `found`."""
         markers = (marker for marker in self._place.markers().values() if marker.confirmed)
         last = max(markers, key=lambda marker: marker.incarnation, default=Marker(-1, None))
@@ -205,7 +205,7 @@ def cursor_of(common: Mapping[str, Any], *, critic: bool) -> Cursor:
     return dataclasses.replace(cursor, critic_from=cursor.step) if critic and not common.get("critic") else cursor
 
 
-def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
+def find(place: CheckpointStorage, step: int | None) -> tuple[Path, dict[str, int | None]]:
     """Return a folder with the checkpoint after `step` optimizer steps, of the newest generation that wrote one, and
     its cursor.
 
@@ -215,7 +215,7 @@ def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
     found = {_age(name)[1]: name for name in sorted(place.names(), key=_age)}
     folder = Checkpoints(place, keep=1).newest() if step is None else None
     if step in found:
-        folder = place.opened(found[step])
+        folder = place.open_folder(found[step])
     if folder is None:
         held = ", ".join(map(str, sorted(found))) or "none"
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -224,7 +224,7 @@ def find(place: Place, step: int | None) -> tuple[Path, dict[str, int | None]]:
 
 
 @contextmanager
-def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iterator[Place]:
+def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iterator[CheckpointStorage]:
     """Yield the storage of a run's checkpoints to a reader; fetched files lie in the folder `beside` while the block
     runs.
 
@@ -236,7 +236,7 @@ def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iter
         return
 
     async def ask(cache: Path) -> StorePlace:
-        async with opened("checkpoints", settings, archive=archive) as role:
+        async with open_role("checkpoints", settings, archive=archive) as role:
             return await store_place(role, cache)
 
     beside.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def readable(settings: Settings, *, beside: Path, archive: bool = False) -> Iter
 
 
 @contextmanager
-def found(
+def open_checkpoint(
     settings: Settings, step: int | None, *, beside: Path, archive: bool
 ) -> Iterator[tuple[Path, dict[str, int | None]]]:
     """Yield the result of `find` for a run, with all files, while the block runs. Raises the errors of `find` and
@@ -310,9 +310,9 @@ def bring(directory: Path, place: StorePlace) -> None:
         return
     if (folder := Checkpoints(here, keep=1).newest()) is not None:
         log.info("%s is brought to %s", folder, place.where)
-        place.finished(folder, {}, about(read_common(folder)))
+        place.store_files(folder, {}, about(read_common(folder)))
         place.seal(folder)
-        place.created(Marker(theirs.incarnation, folder.name))
+        place.create_marker(Marker(theirs.incarnation, folder.name))
 
 
 def check_not_stored(directory: Path) -> None:
@@ -328,14 +328,14 @@ def check_not_stored(directory: Path) -> None:
         )
 
 
-def _cursor(place: Place, name: str) -> dict[str, Any]:
+def _cursor(place: CheckpointStorage, name: str) -> dict[str, Any]:
     """Return the cursor values of a checkpoint without fetching its weights, wherever it lies."""
     if isinstance(place, StorePlace):
         return place.cursor(name)
-    return dict(read_common(Path(place.said(name)))["cursor"])
+    return dict(read_common(Path(place.checkpoint_address(name)))["cursor"])
 
 
-def _last_marker(place: Place) -> Marker:
+def _last_marker(place: CheckpointStorage) -> Marker:
     return max(place.markers().values(), key=lambda marker: marker.incarnation, default=Marker(-1, None))
 
 

@@ -173,7 +173,7 @@ def beating(host: str, port: int, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def heard(host: str, port: int, world_size: int, beat: Callable[[int], None]) -> Iterator[None]:
+def watch_heartbeats(host: str, port: int, world_size: int, beat: Callable[[int], None]) -> Iterator[None]:
     """While the block runs, call `beat` from a thread with every rank except 0 whose count has changed."""
     store = _client(host, port)
     counts = dict.fromkeys(range(1, world_size), 0)
@@ -295,7 +295,7 @@ def _rank_zero(plan: LearningPlan, store: TCPStore | None, beat: Beat) -> Iterat
         # Credentials of the object store are not sent between machines: each has its own settings.
         dist.broadcast_object_list([dataclasses.replace(plan, place=None)], src=0, group=control)
         everyone = RankZero(learner_of(plan), control, plan.world_size)
-        with heard(*_meeting_address(store), plan.world_size, beat):
+        with watch_heartbeats(*_meeting_address(store), plan.world_size, beat):
             yield everyone
         everyone.release()  # after an error the others find the connection closed instead
 

@@ -29,16 +29,16 @@ from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
-from turnlog.trainer.algorithms.logprobs import frozen, logprobs_by, own_logits, warm
-from turnlog.trainer.algorithms.objective import Columns, Floats, Numbers, Objective
+from turnlog.trainer.algorithms.logprobs import frozen_network, logprobs_by, own_logits, warm
+from turnlog.trainer.algorithms.objective import Columns, Floats, ForwardPassResults, Objective
 from turnlog.trainer.algorithms.passes import entropy as token_entropy
 from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
-from turnlog.trainer.checkpoints.state import Save, State, described, load_model, load_state
+from turnlog.trainer.checkpoints.state import Save, State, fetch_metadata, load_model, load_state
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.model import TrainedNetwork
-from turnlog.trainer.models.experts import unrouted, without_experts
+from turnlog.trainer.models.experts import unrouted_rows, without_experts
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Of, Tensors, export_files, export_weights
@@ -79,7 +79,7 @@ class StepResult:
     """[T] each, if requested: logprob, entropy, ratio, advantage; 0 where nothing trains."""
 
 
-NONE = Numbers()
+NONE = ForwardPassResults()
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """malloc_trim, which exists in glibc only. Without it, glibc retains what a step frees in holes that do not fit the
@@ -117,7 +117,7 @@ class Learner:
         with mcore.quiet():
             self.policy = TrainedNetwork(shape, weights, options, reference=reference)
             self._critic = Critic(shape, weights, options) if critic else None
-            self._teacher = frozen(*teacher, options) if teacher else None
+            self._teacher = frozen_network(*teacher, options) if teacher else None
         self._adapters = {name: getattr(options, name) for name in ADAPTERS} if options.lora_rank else {}
         self._whole = options.reshardable or mcore.parallel_state.get_data_parallel_world_size() == 1
         self._unrouted_train = options.unrouted_train
@@ -130,7 +130,7 @@ class Learner:
         rows: BatchRows,
         objective: Objective,
         learning_rate: float,
-        numbers: Numbers = NONE,
+        numbers: ForwardPassResults = NONE,
         tell_tokens: bool = False,
         held: int | None = None,
     ) -> StepResult:
@@ -143,7 +143,7 @@ class Learner:
         """
         if not len(rows):
             raise BooksOff("the batch has no rows: there is nothing to step on")
-        rows, columns = self._prepared(rows, objective, numbers)
+        rows, columns = self._prepare_rows(rows, objective, numbers)
         self.policy.forget_gradients()
         totals, tokens = self._run(
             rows, objective, columns, forward_only=False, tell_tokens=tell_tokens, held=held
@@ -163,9 +163,9 @@ class Learner:
         return dataclasses.replace(result, tokens=tokens)
 
     @mcore.quiet()
-    def measure(self, rows: BatchRows, objective: Objective, numbers: Numbers = NONE) -> StepResult:
+    def measure(self, rows: BatchRows, objective: Objective, numbers: ForwardPassResults = NONE) -> StepResult:
         """Return what `step` would report, without moving anything; grad_norm is 0."""
-        rows, columns = self._prepared(rows, objective, numbers)
+        rows, columns = self._prepare_rows(rows, objective, numbers)
         totals, _ = self._run(rows, objective, columns, forward_only=True)
         return totals.result(0.0, skipped=False)
 
@@ -225,32 +225,32 @@ class Learner:
             directory = self._place.here(directory.name, before)
         self._save = Save(*self.states(), directory, common, reshardable=self._whole, place=self._place)
 
-    def saved(self, wait: bool) -> dict[str, BlobRef] | None:
+    def finish_save(self, wait: bool) -> dict[str, BlobRef] | None:
         """Return the files that ranks have uploaded once the checkpoint is complete, else None; `wait` waits for that.
 
         Raises CheckpointFailed, BlobError.
         """
         if self._save is None:
             return {}
-        if (stored := self._save.done(wait=wait)) is not None:
+        if (stored := self._save.finish(wait=wait)) is not None:
             self._save = None
         return stored
 
     def save(self, directory: Path, common: Mapping[str, Any]) -> None:
         """Save a checkpoint and wait until it is complete. Raises CheckpointFailed."""
         self.begin_save(directory, common)
-        self.saved(True)
+        self.finish_save(True)
 
     def restore(self, directory: Path) -> None:
         """Restore what `save` stored; from a checkpoint without a critic, everything else.
 
         Raises CheckpointUnusable on every rank, BlobError.
         """
-        load_state(*self.states(), described(directory, self._place), self._stored_shape(), self._place)
+        load_state(*self.states(), fetch_metadata(directory, self._place), self._stored_shape(), self._place)
 
     def restore_weights(self, directory: Path) -> None:
         """Restore only the policy's weights, for an export, whatever the layout was. Raises CheckpointUnusable."""
-        load_model(self.policy.model, described(directory, self._place), self._stored_shape(), self._place)
+        load_model(self.policy.model, fetch_metadata(directory, self._place), self._stored_shape(), self._place)
 
     def _stored_shape(self) -> dict[str, Any]:
         return as_dict(self.shape) | self._adapters
@@ -260,8 +260,10 @@ class Learner:
         critic = self._critic.network.state if self._critic else None
         return self.policy.state, critic
 
-    def _prepared(self, rows: BatchRows, objective: Objective, numbers: Numbers) -> tuple[BatchRows, Columns]:
-        return objective.prepared(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
+    def _prepare_rows(
+        self, rows: BatchRows, objective: Objective, numbers: ForwardPassResults
+    ) -> tuple[BatchRows, Columns]:
+        return objective.prepare(rows, numbers, self.logprobs(rows) if objective.by_trajectory else None)
 
     def _run(
         self,
@@ -289,7 +291,7 @@ class Learner:
         not train.
         """
         greedy: NDArray[np.bool_] = rows.temperature <= 0
-        return greedy | unrouted(rows) if self.shape.experts and not self._unrouted_train else greedy
+        return greedy | unrouted_rows(rows) if self.shape.experts and not self._unrouted_train else greedy
 
 
 HELD_GAPS = (HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX)
@@ -400,23 +402,23 @@ class _Forward:
         def here(column: torch.Tensor | None) -> torch.Tensor | None:
             return None if column is None else column[batch.places]
 
-        def trained(column: torch.Tensor) -> torch.Tensor:
+        def fill_untrained(column: torch.Tensor) -> torch.Tensor:
             return torch.where(live, column, current)
 
         old, reference, teacher = here(columns.old), here(columns.reference), here(columns.teacher)
-        recorded = trained(batch.recorded)
+        recorded = fill_untrained(batch.recorded)
         return Tokens(
             logprobs=logprobs,
-            old=current if columns.old_is_current else recorded if old is None else trained(old),
+            old=current if columns.old_is_current else recorded if old is None else fill_untrained(old),
             recorded=recorded,
-            reference=None if reference is None else trained(reference),
+            reference=None if reference is None else fill_untrained(reference),
             advantages=batch.advantages,
             trained=batch.trained,
             entropy=entropy,
             trajectory_gap=here(columns.trajectory_gap),
             trajectory_tokens=here(columns.trajectory_tokens),
             importance=here(columns.importance),
-            teacher=None if teacher is None else trained(teacher),
+            teacher=None if teacher is None else fill_untrained(teacher),
         )
 
     def _measure(self, measures: Mapping[str, Measure], trained: torch.Tensor) -> None:

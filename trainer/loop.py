@@ -45,7 +45,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Log, Partition, Reached, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.batches.rows import BatchRows
@@ -72,8 +72,8 @@ from turnlog.trainer.checkpoints.store import CACHE, checkpoints_directory, stor
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.learner import StepResult
-from turnlog.trainer.models.experts import unrouted
-from turnlog.trainer.plan import LearningPlan, check_unchanged, identified, learning_plan
+from turnlog.trainer.models.experts import unrouted_rows
+from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
 from turnlog.trainer.reading.batches import (
     PARTITION,
     POLL_S,
@@ -85,12 +85,12 @@ from turnlog.trainer.reading.batches import (
     fetch_rows,
 )
 from turnlog.trainer.reading.pictures import with_pictures
-from turnlog.trainer.reading.recorded import truncated, with_experts
+from turnlog.trainer.reading.recorded import read_truncation_flags, with_experts
 from turnlog.trainer.reading.shared_device import SharedDevice
 from turnlog.trainer.reading.tokenizers import Tokenizers
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.tiny_policy import initial_weights
-from turnlog.trainer.weights import LastExport, Of, published
+from turnlog.trainer.weights import LastExport, Of, version_event
 
 VERSIONS = Partition(WEIGHTS.name, 0)
 
@@ -108,7 +108,7 @@ async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChai
         reader.assign({VERSIONS: start})
         while reader.position(VERSIONS) < end:
             for record in await reader.poll():
-                event = await events.known(record)
+                event = await events.decode_known(record)
                 if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
                     past.apply(event)
                     whole = event if event.kind == "full" else whole
@@ -123,7 +123,9 @@ def draw_passes(
     async def rest(manifest: SampleBatchFormed) -> list[BatchRows]:
         return [await fetch(one) for one in await manifests.ahead(manifest.parts - 1)]
 
-    return DrawPasses(objective, call, rest, functools.partial(truncated, log=role.log, events=role.events), kept)
+    return DrawPasses(
+        objective, call, rest, functools.partial(read_truncation_flags, log=role.log, events=role.events), kept
+    )
 
 
 log = logging.getLogger(__name__)
@@ -237,7 +239,7 @@ class Trainer:
         place = plan.place or FolderPlace(self._directory)
         self._checkpoints = Checkpoints(place, keep=settings.trainer.checkpoints_kept)
         exports = LastExport(self._directory.with_name("exports"), chain=settings.trainer.delta_chain)
-        self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._published)
+        self.publications = Publications(exports, plan.model, role.blobs, learner.call, self._record_version)
         self._shape = read_shape(plan.model)
         self._tokenizers = Tokenizers(role, plan.model)
         self._cursor = Cursor()
@@ -257,9 +259,9 @@ class Trainer:
     async def run(self) -> None:
         """Train as described in the module docstring."""
         group = ConsumerGroup.TRAINER.format(run=self._run_id)
-        self._reached = await Reached.recalled(self._role.log, self._transactor, group, [PARTITION])
+        self._reached = await Reached.from_log(self._role.log, self._transactor, group, [PARTITION])
         await self._take_over()
-        if not self._done():
+        if not self._is_done():
             await self._publish_start()
         await self._train_all()
         await self.publications.settle()
@@ -278,7 +280,7 @@ class Trainer:
             start = (await self._role.log.start_offsets([PARTITION]))[PARTITION]
             manifests = Manifests(reader, self._role.events, self._run_id, self._cursor, start=start)
             self._passes = draw_passes(self._plan.objective, self._call, manifests, self._rows, self._role, self._kept)
-            self._role.health.started()
+            self._role.health.mark_started()
             if self._shared is not None:
                 await self._shared.follow(await stack.enter_async_context(self._role.log.reader()))
             async with ReadAhead(manifests, self._rows) as ahead:
@@ -286,7 +288,7 @@ class Trainer:
 
     async def _train_batches(self, ahead: ReadAhead) -> None:
         free = time.monotonic()
-        while not self._role.stopping.is_set() and not self._done():
+        while not self._role.stopping.is_set() and not self._is_done():
             _beat(self._role)
             batch = await ahead.next(timeout_s=POLL_S)
             if batch is None:
@@ -310,7 +312,7 @@ class Trainer:
             check_not_stored(self._directory)
         else:
             await asyncio.to_thread(bring, self._directory, self._plan.place)
-        self._plan = await asyncio.to_thread(identified, self._plan)
+        self._plan = await asyncio.to_thread(add_weight_hashes, self._plan)
         while (held := await asyncio.to_thread(self._checkpoints.newest)) is not None:
             try:
                 said = read_common(held)
@@ -322,7 +324,7 @@ class Trainer:
         self._versions, self._whole = await read_past(self._role.log, self._role.events, self._run_id)
         await self._reached.check_owner()
         self._incarnation = await asyncio.to_thread(self._checkpoints.claim, self._versions.incarnation + 1)
-        folder = await self._restored()
+        folder = await self._restore_newest()
         if folder is not None:
             common = read_common(folder)
             self._saves.saved = self._cursor = cursor_of(common, critic=self._plan.objective.critic is not None)
@@ -333,7 +335,7 @@ class Trainer:
             log.warning("no checkpoint of the %d incarnations before: training starts over", self._incarnation)
         log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
 
-    async def _restored(self) -> Path | None:
+    async def _restore_newest(self) -> Path | None:
         """Restore the newest checkpoint in which no rank finds a damaged file, and return its folder; None if there is
         none.
         """
@@ -355,7 +357,7 @@ class Trainer:
         if begins:
             await self._save()
             await self._saves.settle()
-        checkpoint = self._checkpoints.said(self._saves.name)
+        checkpoint = self._checkpoints.checkpoint_address(self._saves.name)
         if self._of == "adapter" and not (self._whole and await self.publications.holds(self._whole.checksums)):
             await self._go_out(checkpoint if begins else None, "base")
             if begins:
@@ -378,7 +380,7 @@ class Trainer:
         seconds |= {"checkpoint": self._saves.waited_s(), "publish": self.publications.waited_s()}
         mark = time.monotonic()
         rate = self._plan.learning_rate(self._cursor.step)
-        computed = self._plan.objective.computed(rows)
+        computed = self._plan.objective.rows_to_compute(rows)
         result = await self._step(manifest, computed, ahead, rate)
         seconds["step"] = time.monotonic() - mark
         _beat(self._role)
@@ -389,7 +391,7 @@ class Trainer:
         due = await self._due(cursor, None, self._of) if self._publishes(manifest, cursor) else None
         seconds["export"] = time.monotonic() - mark
         completed = dataclasses.replace(
-            self._completed(manifest, rows, computed, result, rate, seconds), token_file=file
+            self._build_step_record(manifest, rows, computed, result, rate, seconds), token_file=file
         )
         await self._role.events.transact(self._transactor, [completed])
         self._cursor = cursor
@@ -398,7 +400,7 @@ class Trainer:
         self._observe(rows, completed)
         self._check_converges(manifest)
         await self._saves.look()
-        if cursor.step % self._role.settings.trainer.checkpoint_every == 0 or self._evaluated(manifest, cursor):
+        if cursor.step % self._role.settings.trainer.checkpoint_every == 0 or self._is_evaluation_due(manifest, cursor):
             await self._save()
 
     async def _step(self, manifest: SampleBatchFormed, rows: BatchRows, ahead: ReadAhead, rate: float) -> StepResult:
@@ -412,7 +414,7 @@ class Trainer:
         held = self._versions.of_step(self._cursor.step)
         step = self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells, held)
         result: StepResult = await self._beside(step)
-        self._passes.stepped(rows)
+        self._passes.release_batch(rows)
         return result
 
     async def _device_is_free(self, seconds: dict[str, float]) -> bool:
@@ -431,7 +433,7 @@ class Trainer:
         await self._tokenizers.check(manifest)
         return await trained_rows(manifest, self._role, self._shape, self._plan.model)
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._cursor.draws >= self._draws
 
     async def _call(self, method: Callable[..., Any], rows: BatchRows) -> Any:
@@ -461,7 +463,7 @@ class Trainer:
             skipped=self._cursor.skipped + 1 if skipped else 0,
         )
 
-    def _evaluated(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
+    def _is_evaluation_due(self, manifest: SampleBatchFormed, after: Cursor) -> bool:
         """Whether the feeder requests an evaluation round of the weights after this batch."""
         every = self._role.settings.eval.every
         return every > 0 and manifest.part == manifest.parts - 1 and after.draws % every == 0
@@ -478,7 +480,7 @@ class Trainer:
         """Make the ranks' weights the next version, which is published concurrently."""
         version = 0 if self._versions.newest is None else self._versions.newest + 1
         said = functools.partial(
-            published,
+            version_event,
             run_id=self._run_id,
             version=version,
             incarnation=self._incarnation,
@@ -492,7 +494,7 @@ class Trainer:
         _beat(self._role)
         return due
 
-    async def _published(self, event: WeightVersionPublished) -> None:
+    async def _record_version(self, event: WeightVersionPublished) -> None:
         """Write the record of a version that is stored. An error ends the process; nothing is repaired in place."""
         await self._role.events.transact(self._transactor, [event])
         VERSION.set(event.version)
@@ -520,7 +522,7 @@ class Trainer:
     async def _check_owner(self) -> None:
         await self._reached.check_owner()
 
-    def _completed(
+    def _build_step_record(
         self,
         manifest: SampleBatchFormed,
         rows: BatchRows,
@@ -546,7 +548,7 @@ class Trainer:
             lag_excess=max(0, lag - self._role.settings.batcher.max_lag),
             tokens=len(rows.token_ids),
             trained_tokens=manifest.trained_tokens,
-            masked=_masked(manifest, result, sum(unrouted_tokens.values()) if only else 0),
+            masked=_masked_tokens(manifest, result, sum(unrouted_tokens.values()) if only else 0),
             skipped=result.skipped,
             reward_mean=_mean_reward(rows),
             logprob_gap_max=result.logprob_gap_max,
@@ -570,7 +572,7 @@ class Trainer:
         """Count trained tokens of computed rows without recorded experts, if routers replay those of the others."""
         if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
             return {}
-        return {"unrouted_tokens": int(rows.trained_per_row()[unrouted(rows)].sum())}
+        return {"unrouted_tokens": int(rows.trained_per_row()[unrouted_rows(rows)].sum())}
 
     def _updates_since_sampling(self, rows: BatchRows) -> float:
         """Return the number of optimizer steps between the weights that sampled the oldest trained token and the
@@ -613,7 +615,7 @@ class Trainer:
         )
 
 
-def _masked(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: int) -> dict[str, int]:
+def _masked_tokens(manifest: SampleBatchFormed, result: StepResult, unrouted_tokens: int) -> dict[str, int]:
     """Return the number of the manifest's trained tokens that a step did not train, by reason.
 
     Tokens that the step did not have to compute count as trained: their gradient is 0.
@@ -638,7 +640,7 @@ def rerun(settings: Settings, checkpoint: Path | None, until: int) -> list[float
     """
 
     async def run() -> list[float]:
-        async with opened("rerun", settings) as role:
+        async with open_role("rerun", settings) as role:
             with ranks(learning_plan(settings)) as everyone:
                 return await _losses(role, everyone, checkpoint, until)
 
@@ -675,7 +677,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
             if manifest.batch_index >= until:
                 return losses
             if isinstance(manifest, SampleBatchFormed):
-                rows = plan.objective.computed(await fetch(manifest))
+                rows = plan.objective.rows_to_compute(await fetch(manifest))
                 rate = plan.learning_rate(cursor.step + len(losses))
                 numbers = await passes.numbers(manifest, rows)
                 losses.append(everyone.step(rows, plan.objective, rate, numbers).loss)

@@ -78,7 +78,7 @@ def importing() -> Iterator[None]:
     """
     compiled = torch.compile
     if not torch.cuda.is_available():
-        torch.compile = _uncompiled  # type: ignore[assignment]
+        torch.compile = _skip_compile  # type: ignore[assignment]
     hidden = "wandb" not in sys.modules
     if hidden:
         sys.modules["wandb"] = None  # type: ignore[assignment]
@@ -90,7 +90,7 @@ def importing() -> Iterator[None]:
             del sys.modules["wandb"]
 
 
-def _uncompiled(function: Any = None, **_: Any) -> Any:
+def _skip_compile(function: Any = None, **_: Any) -> Any:
     return (lambda made: made) if function is None else function
 
 
@@ -111,7 +111,7 @@ def enable() -> bool:
     for name, path in SCOPED:
         *outer, leaf = path.split(".")
         owner: Any = functools.reduce(getattr, outer, importlib.import_module(f"megatron.core.{name}"))
-        setattr(owner, leaf, _scoped(getattr(owner, leaf)))
+        setattr(owner, leaf, _run_as_cuda(getattr(owner, leaf)))
     return True
 
 
@@ -197,7 +197,7 @@ class _AnswersAsCuda(TorchFunctionMode):
         return answer
 
 
-def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
+def _run_as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **named: Any) -> Any:
         with _AnswersAsCuda():

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.models.attention import zigzag
 from turnlog.trainer.models.experts import RoutedRows
-from turnlog.trainer.models.vision import PicturedRows, Shown, shown
+from turnlog.trainer.models.vision import MicrobatchImages, PicturedRows, lay_out_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class PaddedRows:
     """[b, s] int64, for rows with images: 1 + index of the image feature at each position; 0 for the token's own
     embedding.
     """
-    images: Shown | None = None
+    images: MicrobatchImages | None = None
     edges: tuple[int, ...] = ()
     """Start of each row, and end of the last one, if the rows are packed; the tensors are [1, t] then."""
 
 
-def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
+def pad_rows(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, multiple: int = 1) -> PaddedRows:
     """Lay out the rows of one microbatch, with a multiple of `multiple` positions each.
 
     A trained first token, which nothing predicts, is left out; `step` then raises BooksOff.
@@ -82,7 +82,7 @@ def padded(rows: BatchRows, microbatch: Microbatch, device: torch.device, *, mul
     positions = torch.arange(width - 1).expand(len(microbatch), -1).contiguous().to(device)
     features = images = None
     if isinstance(rows, PicturedRows):
-        positions, features, images = shown(rows, microbatch, width - 1, device)
+        positions, features, images = lay_out_images(rows, microbatch, width - 1, device)
     return PaddedRows(
         inputs=tokens[:, :-1].contiguous().to(device),
         targets=tokens[:, 1:].contiguous().to(device),
@@ -128,7 +128,7 @@ def stand_in(device: torch.device, positions: int) -> PaddedRows:
     )
 
 
-def packed(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
+def pack_rows(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
     """Pack the rows one after the other, the first `positions` of each; the only padding is what sharing among ranks
     requires.
     """
@@ -140,7 +140,7 @@ def packed(batch: PaddedRows, positions: Sequence[int]) -> PaddedRows:
     return dataclasses.replace(batch, **tables, temperature=batch.temperature[row][None], edges=edges)
 
 
-def shared(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
+def context_shard(batch: PaddedRows, rank: int, ranks: int) -> PaddedRows:
     """Return the part of a batch that a context-parallel rank computes."""
     if ranks == 1:
         return batch
@@ -193,7 +193,7 @@ def microbatches(
     of = [False] * len(lengths) if kinds is None else list(kinds)
     for kind in sorted(set(of)):
         dealt = rows.dealt([row for row in range(len(of)) if of[row] == kind], loads)
-        taken = rows.packed(dealt) if packing else rows.padded(dealt)
+        taken = rows.pack(dealt) if packing else rows.pad(dealt)
         count = max(map(len, taken))
         for rank, filled in zip(plan, taken, strict=True):
             rank += [tuple(sorted(one.rows)) for one in sorted(filled)] + [()] * (count - len(filled))
@@ -243,7 +243,7 @@ class _Rows:
             heapq.heappush(loads, (total + self.costs[row], count + 1, rank))
         return dealt
 
-    def packed(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
+    def pack(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
         """Pack the rows of every rank into the smallest number of microbatches that has room on every rank."""
         counts = range(1, max(map(len, dealt)) + 1)
 
@@ -271,28 +271,28 @@ class _Rows:
                 heapq.heappush(open_, entry)
         return [one for _, _, one in open_ if one.rows]
 
-    def padded(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
+    def pad(self, dealt: Sequence[Sequence[int]]) -> list[list[_Filled]]:
         """Fill padded microbatches, as few as the fullest rank needs, and make the costliest of each rank as cheap as
         possible.
         """
-        filled = [self._filled(rows, math.inf) for rows in dealt]
+        filled = [self._fill_microbatches(rows, math.inf) for rows in dealt]
         count = max(map(len, filled))
-        return [self._evened(rows, count, one) for rows, one in zip(dealt, filled, strict=True)]
+        return [self._even_out(rows, count, one) for rows, one in zip(dealt, filled, strict=True)]
 
-    def _evened(self, rows: Sequence[int], count: int, filled: list[_Filled]) -> list[_Filled]:
+    def _even_out(self, rows: Sequence[int], count: int, filled: list[_Filled]) -> list[_Filled]:
         """Distribute rows over at most `count` microbatches; `filled` is the distribution without a cost limit."""
         high = max((-one.credit for one in filled), default=0)
 
-        def found(step: int) -> list[_Filled]:
-            return self._filled(rows, high * (step + 1) // STEPS)
+        def fill_within(step: int) -> list[_Filled]:
+            return self._fill_microbatches(rows, high * (step + 1) // STEPS)
 
         def fits(step: int) -> bool:
-            tried = found(step)
+            tried = fill_within(step)
             return len(tried) <= count and all(-one.credit <= high * (step + 1) // STEPS for one in tried)
 
-        return found(bisect.bisect_left(range(STEPS - 1), True, key=fits))
+        return fill_within(bisect.bisect_left(range(STEPS - 1), True, key=fits))
 
-    def _filled(self, rows: Sequence[int], most: float) -> list[_Filled]:
+    def _fill_microbatches(self, rows: Sequence[int], most: float) -> list[_Filled]:
         """Fill microbatches one after the other, the longest rows first, so that rows of similar length share one.
 
         Each row costs as much as the first, the longest one. A microbatch costs more than `most` only if it is a single

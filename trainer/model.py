@@ -19,10 +19,18 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.algorithms.passes import FrozenWeights
 from turnlog.trainer.checkpoints.state import State
-from turnlog.trainer.microbatches import Microbatch, PaddedRows, microbatches, packed, padded, shared, worth_packing
+from turnlog.trainer.microbatches import (
+    Microbatch,
+    PaddedRows,
+    context_shard,
+    microbatches,
+    pack_rows,
+    pad_rows,
+    worth_packing,
+)
 from turnlog.trainer.models import lora
 from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
-from turnlog.trainer.models.experts import Replay, unrouted
+from turnlog.trainer.models.experts import Replay, unrouted_rows
 from turnlog.trainer.models.vision import Sight, tower
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape, family, row_flops
@@ -241,7 +249,7 @@ class Network:
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
-        cost, kinds = functools.partial(row_flops, self.shape), unrouted(rows).tolist()
+        cost, kinds = functools.partial(row_flops, self.shape), unrouted_rows(rows).tolist()
         dealt = functools.partial(microbatches, lengths, ranks, limit, cost=cost, kinds=kinds)
         plan, packing = dealt(), self._options.packing == "on"
         if packing or (self._options.packing == "auto" and worth_packing(plan, lengths)):
@@ -249,7 +257,7 @@ class Network:
         batches = [self._laid_out(rows, one, packing) for one in plan[rank]]
         self._schedule(
             forward_step_func=forward,
-            data_iterator=self._taken(batches),
+            data_iterator=self._iterate_microbatches(batches),
             model=[self._wrapped],
             num_microbatches=len(batches),
             seq_length=max(batch.inputs.size(1) for batch in batches),
@@ -262,13 +270,13 @@ class Network:
     def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
         """Return this rank's part of a microbatch."""
         multiple = self._options.multiple
-        batch = padded(rows, microbatch, mcore.DEVICE, multiple=multiple)
+        batch = pad_rows(rows, microbatch, mcore.DEVICE, multiple=multiple)
         if packing:
             positions = [max(1, int(rows.lengths[row]) - 1) for row in microbatch] or [multiple]
-            batch = packed(batch, [-(-count // multiple) * multiple for count in positions])
-        return shared(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
+            batch = pack_rows(batch, [-(-count // multiple) * multiple for count in positions])
+        return context_shard(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
 
-    def _taken(self, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
+    def _iterate_microbatches(self, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
         """Yield microbatches as forward passes take them; routers replay what their rows recorded."""
         for batch in self._replay.over(batches) if self._replay else batches:
             self._edges = batch.edges

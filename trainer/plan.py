@@ -236,13 +236,13 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
         objective=objective,
         reference=None if trainer.kl == "none" else Path(trainer.reference or weights),
         teacher=Path(trainer.teacher) if trainer.teacher else None,
-        steps=_planned(settings),
+        steps=_planned_steps(settings),
         rate=_rate(trainer),
         lowest_ratio=trainer.min_learning_rate_ratio,
         schedule=trainer.learning_rate_schedule,
         warmup=trainer.warmup_steps,
         value_warmup=trainer.value_warmup_steps if objective.critic else 0,
-        recorded=recorded(settings, cuda=cuda),
+        recorded=checkpoint_settings(settings, cuda=cuda),
         may_change=trainer.allow_changes,
         join_s=settings.liveness.join_s,
         launcher=trainer.launcher,
@@ -259,7 +259,7 @@ UNRECORDED = frozenset(
     | {"max_skipped", "token_files_every", "publish", "launcher", "ray_address", "ray_placement"}
 )
 """[trainer] settings that a run may change: how ranks share the work, where models lie (their content is recorded, see
-`identified`), and how often something happens.
+`add_weight_hashes`), and how often something happens.
 """
 
 
@@ -288,7 +288,7 @@ def parameter_type(trainer: TrainerSettings, *, cuda: bool | None = None) -> Lit
 PLANNED = "feeder.draws x batcher.updates_per_draw"
 
 
-def recorded(settings: Settings, *, cuda: bool | None = None) -> dict[str, str]:
+def checkpoint_settings(settings: Settings, *, cuda: bool | None = None) -> dict[str, str]:
     """Return the [trainer] settings that a checkpoint records, as JSON by name.
 
     If the learning rate depends on them, the planned steps of the run are included, under the name of their settings.
@@ -297,14 +297,18 @@ def recorded(settings: Settings, *, cuda: bool | None = None) -> dict[str, str]:
     dtype = parameter_type(trainer, cuda=cuda)
     values = dataclasses.asdict(trainer) | {"learning_rate": _rate(trainer), "dtype": dtype}
     kept = {name: json.dumps(value) for name, value in values.items() if name not in UNRECORDED}
-    return kept if trainer.learning_rate_schedule == "constant" else {**kept, PLANNED: json.dumps(_planned(settings))}
+    return (
+        kept
+        if trainer.learning_rate_schedule == "constant"
+        else {**kept, PLANNED: json.dumps(_planned_steps(settings))}
+    )
 
 
-def _planned(settings: Settings) -> int:
+def _planned_steps(settings: Settings) -> int:
     return settings.feeder.draws * settings.batcher.updates_per_draw
 
 
-def identified(plan: LearningPlan) -> LearningPlan:
+def add_weight_hashes(plan: LearningPlan) -> LearningPlan:
     """Return the plan with hashes of the frozen weights among the recorded values, so that their content is compared
     instead of their path.
     """
@@ -339,7 +343,7 @@ def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -
 
 
 def _objective(trainer: TrainerSettings) -> PolicyGradient:
-    algorithm, numbers = catalogue.chosen(trainer.algorithm)
+    algorithm, numbers = catalogue.choose_algorithm(trainer.algorithm)
     auxiliary, auxiliary_numbers = catalogue.chosen_auxiliary(trainer.auxiliary)
     return PolicyGradient(
         trainer.clip_low,

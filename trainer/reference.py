@@ -47,21 +47,21 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.gae import CriticRules
-from turnlog.trainer.algorithms.objective import Numbers
+from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.gang.calls import Ranks, RankZero, follow
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.experts import RoutedRows, routed
+from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.plain import (
     PlainCritic,
     PlainLearner,
     PlainStep,
+    apply_teacher,
     held_by_transformers,
-    penalised,
-    taught,
+    subtract_divergence,
     with_credits,
 )
-from turnlog.trainer.models.vision import Picture, PicturedRows, pictured
+from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, TINY_VISION, ModelShape
 from turnlog.trainer.warm_start import make_base, random_weights
@@ -189,7 +189,7 @@ def with_random_experts(rows: BatchRows, shape: ModelShape, seed: int, *, some: 
     random = np.random.default_rng(seed)
     chosen = random.random((len(rows.token_ids), shape.layers, shape.experts)).argsort(-1)
     recorded = np.arange(len(rows)) % 3 > 0 if some else None
-    return routed(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape, recorded)
+    return attach_experts(rows, chosen[..., : shape.experts_per_token].astype("u1"), shape, recorded)
 
 
 def with_random_pictures(rows: BatchRows, shape: ModelShape, seed: int) -> PicturedRows:
@@ -203,13 +203,13 @@ def with_random_pictures(rows: BatchRows, shape: ModelShape, seed: int) -> Pictu
     sizes = [(int(random.integers(1, 3)), int(random.integers(1, 4))) for _ in range(len(rows) // 2)]
     pixels = [random.normal(size=(high * wide * vision.merge**2, values)).astype("<f4") for high, wide in sizes]
     token_ids = np.where(rows.token_ids == vision.token, 0, rows.token_ids).astype("<i4")
-    trained, pictures = rows.trained.copy(), list[list[Picture]]()
+    trained, pictures = rows.trained.copy(), list[list[RowImage]]()
     for row, start in enumerate(rows.starts.tolist()):
         pictures.append([])
         at = 1
         for _ in range(2 - row % 3):
             number = int(random.integers(len(sizes)))
-            one = Picture(str(number), at, *sizes[number], pixels[number])
+            one = RowImage(str(number), at, *sizes[number], pixels[number])
             if at + one.tokens > int(rows.lengths[row]) - 3:
                 break
             pictures[-1].append(one)
@@ -219,7 +219,7 @@ def with_random_pictures(rows: BatchRows, shape: ModelShape, seed: int) -> Pictu
     mute = trained == 0
     logprobs, advantages = (np.where(mute, np.float32(0), column) for column in (rows.logprobs, rows.advantages))
     changed = dataclasses.replace(rows, token_ids=token_ids, trained=trained, logprobs=logprobs, advantages=advantages)
-    return pictured(changed, pictures)
+    return attach_pictures(changed, pictures)
 
 
 OBJECTIVES = {
@@ -280,7 +280,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
     """Return the figures of a rollout batch of `batches` under the Learner."""
     passes = objective.passes(len(batches))
     numbers = [
-        Numbers(
+        ForwardPassResults(
             proximal=learner.logprobs(rows) if "proximal" in passes else None,
             reference=learner.reference_logprobs(rows) if "reference" in passes else None,
             teacher=learner.teacher_logprobs(rows) if "teacher" in passes else None,
@@ -295,7 +295,7 @@ def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[
     return figures
 
 
-def _called(
+def _call_ranks(
     control: dist.ProcessGroup, learner: Learner, objective: PolicyGradient, batches: Sequence[BatchRows]
 ) -> Figures:
     """Return the result of `ours` at rank 0, by calls to the other ranks. Collective."""
@@ -324,9 +324,9 @@ class Theirs:
         """Return the figures of a rollout batch of `batches`."""
         objective, lessons = self._objective, list[PlainStep]()
         if self._teacher is not None:
-            batches = [taught(rows, self.policy, self._teacher, objective) for rows in batches]
+            batches = [apply_teacher(rows, self.policy, self._teacher, objective) for rows in batches]
         if self._critic is not None and objective.critic is not None:
-            told = [self._critic.told(rows) for rows in batches]
+            told = [self._critic.row_values(rows) for rows in batches]
             lessons = [self._critic.step(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
             batches = [with_credits(rows, its, objective.critic) for rows, its in zip(batches, told, strict=True)]
         proximal = [self.policy.columns(rows) if objective.logprobs == "recomputed" else None for rows in batches]
@@ -334,7 +334,7 @@ class Theirs:
         results = []
         for rows, old, still in zip(batches, proximal, frozen, strict=True):
             if old is not None and still is not None and objective.kl_in == "reward":
-                rows = penalised(rows, old, still, objective)
+                rows = subtract_divergence(rows, old, still, objective)
             results.append(self.policy.step(rows, objective, RATE, old, still))
         return [(result.loss, result.grad_norm) for result in (*results, *lessons)]
 
@@ -359,7 +359,7 @@ def _teacher() -> tuple[ModelShape, Tensors]:
     return shape, random_weights(shape, 3)
 
 
-def _saved(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[float]]:
+def _save_checkpoint(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[float]]:
     """Save a checkpoint in a local folder that rank 0 creates; return the folder and the `_peaks` of saving.
     Collective.
     """
@@ -385,7 +385,7 @@ def _peaks(learner: Learner, work: Callable[[], None]) -> list[float]:
     return found
 
 
-def _restored(
+def _restore_alone(
     folder: Path, name: str, objective: PolicyGradient, wanted: Mapping[str, torch.Tensor], batches: Sequence[BatchRows]
 ) -> tuple[bool, Figures, list[float]]:
     """Load a checkpoint on one rank and remove its folder.
@@ -414,7 +414,7 @@ def _goes_on(
     Return whether the next rollout batch is bitwise the same as without resuming, and the `_peaks` of saving and
     loading. Collective.
     """
-    folder, saving = _saved(learner, control)
+    folder, saving = _save_checkpoint(learner, control)
     other = learner_of(learner.shape, options, objective, OTHER)
     loading = _peaks(other, lambda: other.restore(folder))
     wanted, found = (ours(one, objective, batches) for one in (learner, other))
@@ -468,18 +468,18 @@ def main(steps: int, names: Sequence[str]) -> None:
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:
             learner = learner_of(shape, options, objective)
             exact = all(torch.equal(tensor, weights[key]) for key, tensor in learner.export().items())
-            stepped = (functools.partial(_called, control) if "called" in of_ranks else ours)(
+            stepped = (functools.partial(_call_ranks, control) if "called" in of_ranks else ours)(
                 learner, objective, batches
             )
             exported = learner.export()
-            folder, saving = _saved(learner, control) if "moved" in name else (None, [])
+            folder, saving = _save_checkpoint(learner, control) if "moved" in name else (None, [])
             same, peaks = _goes_on(learner, control, options, objective, batches) if "kept" in name else (True, {})
         if rank == 0:
             plain = Theirs(shape, options, objective)
             wanted = plain.draw(batches)
             apart = _apart(held_by_transformers(exported, shape), plain.policy.export())
             if folder is not None:
-                unmoved, more, loading = _restored(folder, of_ranks, objective, exported, batches)
+                unmoved, more, loading = _restore_alone(folder, of_ranks, objective, exported, batches)
                 same, stepped, wanted = same and unmoved, stepped + more, wanted + plain.draw(batches)
                 peaks = peaks or {"save": saving, "load": loading}
             found = [(loss, its, norm, its_norm) for (loss, norm), (its, its_norm) in zip(stepped, wanted, strict=True)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from turnlog.infra.offers import offered
+from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel
 
@@ -299,7 +299,7 @@ def family(model_type: str) -> Family:
     """
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    points = offered(EntryPointGroup.MODELS, "model family", UnsupportedModel)
+    points = find_plugins(EntryPointGroup.MODELS, "model family", UnsupportedModel)
     if model_type not in points:
         known = ", ".join(sorted({*FAMILIES, *points}))
         raise UnsupportedModel(f"model_type {model_type!r}; known: {known}; docs/models.md says how to add one")

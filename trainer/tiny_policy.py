@@ -16,7 +16,7 @@ from pathlib import Path
 
 from turnlog.infra.embedded.servers import check_model
 from turnlog.infra.recipes import Recipe, WarmStart, recipe
-from turnlog.infra.run_folder import held
+from turnlog.infra.run_folder import lock_file
 from turnlog.settings import Settings
 from turnlog.trainer.shape import ModelShape, read_shape
 
@@ -34,7 +34,7 @@ class NoPolicy(Exception):
     """
 
 
-def prepared(settings: Settings, env: Mapping[str, str] = os.environ) -> Settings:
+def prepare_model(settings: Settings, env: Mapping[str, str] = os.environ) -> Settings:
     """Return settings whose model.path exists: the user's model, else the recipe's random tiny model.
 
     For the latter, trainer.initial_weights names the folder of its warm start, which may not exist yet, and learning
@@ -77,7 +77,7 @@ def initial_weights(settings: Settings, progress: Progress = lambda *_: None) ->
     return folder
 
 
-def copied(model: Path, folder: Path) -> Path:
+def copy_model(model: Path, folder: Path) -> Path:
     """Return `folder` after copying `model` into it, unless it exists: its content may already be served and
     trained.
     """
@@ -135,7 +135,7 @@ def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     part, lock = (folder.with_name(f"{folder.name}.{kind}") for kind in ("part", "lock"))
-    with held(lock):
+    with lock_file(lock):
         shutil.rmtree(part, ignore_errors=True)
         if not folder.exists():
             part.mkdir()

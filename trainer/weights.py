@@ -121,7 +121,7 @@ class Export:
 
     def __init__(self, model: Any, shape: ModelShape, of: Of = "merged") -> None:
         self._shape, self._first, self._rank = shape, _first(model, shape), dist.get_rank()
-        self._adapted = lora.adapted(model) if of == "merged" else {}
+        self._adapted = lora.adapted_modules(model) if of == "merged" else {}
         self._adapter = of == "adapter"
         self._mine: dict[str, tuple[str, Any]] = {}
         for name, parameter in model.named_parameters():
@@ -182,7 +182,7 @@ class Export:
         name, parameter = self._mine[megatron]
         if EXPERT in name:
             return self._of_expert_rank(self._first.global_names(name).index(megatron), parameter.detach())
-        tensor = _gathered(name, parameter, lora.merged(parameter.detach(), self._adapted.get(name)))
+        tensor = _gather_parameter(name, parameter, lora.merge_adapter(parameter.detach(), self._adapted.get(name)))
         return tensor[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else tensor
 
     def _of_expert_rank(self, owner: int, mine: torch.Tensor) -> torch.Tensor:
@@ -301,7 +301,7 @@ def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int 
     return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-def _gathered(name: str, parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _gather_parameter(name: str, parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Gather a parameter's values from all tensor-parallel ranks."""
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
@@ -439,7 +439,7 @@ async def upload(folder: Path, files: Mapping[str, str], model: Path, blobs: Blo
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class WeightDelta:
     """The difference of weights from the previously published version."""
 
     base: int
@@ -466,12 +466,12 @@ class LastExport:
         self._links = 0
         shutil.rmtree(directory, ignore_errors=True)
 
-    def begun(self, version: int) -> Path:
+    def create_folder(self, version: int) -> Path:
         """Return an empty folder to export into."""
         self.directory.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self.directory))
 
-    def difference(self, folder: Path, written: Written) -> Difference | None:
+    def difference(self, folder: Path, written: Written) -> WeightDelta | None:
         """Compute the difference from the last export; None if there is none, or if it no longer equals what was
         published.
         """
@@ -492,9 +492,9 @@ class LastExport:
             size, whole = size + out.stat().st_size, whole + (folder / name).stat().st_size
         if size >= whole or self._links >= self._chain:
             found = {}
-        return Difference(version, found, unchanged.shares())
+        return WeightDelta(version, found, unchanged.shares())
 
-    def keep(self, version: int, folder: Path, written: Written, difference: Difference | None) -> None:
+    def keep(self, version: int, folder: Path, written: Written, difference: WeightDelta | None) -> None:
         """Retain a version that was stored, and remove the previous one."""
         if not self._chain:
             shutil.rmtree(folder)
@@ -506,7 +506,7 @@ class LastExport:
         self._last, self._links = (version, folder, written), self._links + 1 if difference and difference.files else 0
 
 
-def published(
+def version_event(
     written: Written,
     files: tuple[WeightFile, ...],
     *,
@@ -515,7 +515,7 @@ def published(
     incarnation: int,
     cursor: Cursor,
     checkpoint: str | None,
-    difference: Difference | None = None,
+    difference: WeightDelta | None = None,
     adapts: int | None = None,
 ) -> WeightVersionPublished:
     """Return the event of weights at `cursor`; `adapts` is the version that an adapter is based on."""

@@ -27,7 +27,7 @@ from servers import TURNLOG, environment, say, servers, told
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.low_water import Fold
@@ -213,7 +213,7 @@ def registered(settings: Settings) -> EngineRegistered:
 async def torture(settings: Settings, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
     processes, story = Processes(settings), Story()
-    async with opened("chaos", settings) as role:
+    async with open_role("chaos", settings) as role:
         plan = assembler_plan(await configure(role), settings.assembler)
         await role.events.append(registered(settings))
         for name in ("engine", "gateway", "runner"):

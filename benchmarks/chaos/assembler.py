@@ -27,7 +27,7 @@ from tests.fakes.sessions import bad_days
 from turnlog.infra.embedded.process import Child
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.low_water import Fold, decode_marks
@@ -198,7 +198,7 @@ async def verdict(
 
 async def torture(settings: Settings, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
-    async with opened("chaos", settings) as tool:
+    async with open_role("chaos", settings) as tool:
         plan, story, rng = assembler_plan(await configure(tool), settings.assembler), Story(), random.Random(seed)
         writing = asyncio.create_task(
             write(tool.events, settings, story, enough=lambda story: story.kills >= kills, seed=seed)
@@ -214,7 +214,7 @@ async def torture(settings: Settings, *, kills: int, seed: int) -> int:
 
 async def beside(settings: Settings, *, seconds: float, seed: int) -> int:
     """Write beside assemblers that run already, then judge; the exit status."""
-    async with opened("chaos", settings) as tool:
+    async with open_role("chaos", settings) as tool:
         plan, story = assembler_plan(await configure(tool), settings.assembler), Story(exit_status=0)
         end = time.monotonic() + seconds
         say("writing")

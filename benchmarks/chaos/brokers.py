@@ -44,7 +44,7 @@ from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.kafka.connection import Admin, AIOKafkaClient, ConnectionGroup, CoordinationType
 from turnlog.infra.kafka.producers import KafkaTransactor
 from turnlog.infra.log import Log
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.fold_versions import SPINE
 from turnlog.processors.runtime.assembler import assembler_plan
@@ -246,7 +246,7 @@ async def run(row: str, cluster: Cluster, *, strikes: int, seed: int) -> int:
     """One row; the exit status."""
     settings = cluster.settings
     story, held = assembler.Story(), Held()
-    async with held.listening(), opened("chaos", settings) as tool:
+    async with held.listening(), open_role("chaos", settings) as tool:
         plan = assembler_plan(await configure(tool), settings.assembler)
         role, done = Role(settings, held, story), asyncio.Event()
         keeping = asyncio.create_task(role.keep())

@@ -24,8 +24,8 @@ from servers import say
 from turnlog.infra.event_log import where
 from turnlog.infra.history import all_events, events
 from turnlog.infra.log import Commit, Partition, Reached, Transactor, own_ends
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import configured
+from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.runs import load_configuration
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.schemas import topics
@@ -100,11 +100,11 @@ class Past:
 
 async def train(url: str) -> int:
     """Until it is told to stop."""
-    async with opened("trainer", load(None, os.environ)) as role:
+    async with open_role("trainer", load(None, os.environ)) as role:
         run_id = role.settings.run.id
         while topics.RUNS.name not in await role.log.topics():  # noqa: ASYNC110
             await asyncio.sleep(0.5)  # somebody else makes topics
-        await configured(role)
+        await load_configuration(role)
         async with (
             role.log.transactor(TransactionalId.TRAINER.format(run=run_id)) as transactor,
             role.log.reader() as reader,
@@ -116,7 +116,7 @@ async def train(url: str) -> int:
             await role.events.transact(transactor, [published])
             await hand_over(role, url, past.version, first=True)
             group = ConsumerGroup.TRAINER.format(run=run_id)
-            reached = await Reached.recalled(role.log, transactor, group, [MANIFESTS])
+            reached = await Reached.from_log(role.log, transactor, group, [MANIFESTS])
             reader.assign(await role.log.start_offsets([MANIFESTS]))
             while not role.stopping.is_set():
                 await reached.say({MANIFESTS: Commit(reader.position(MANIFESTS))})
@@ -165,8 +165,8 @@ async def settled(role: Role) -> tuple[int, int, int]:
 
 async def judge() -> int:
     """Print two lines, of the loop and of the fold; the exit status."""
-    async with opened("chaos", load(None, os.environ)) as role:
-        run = await configured(role, wait=False)
+    async with open_role("chaos", load(None, os.environ)) as role:
+        run = await load_configuration(role, wait=False)
         assert run is not None, "it does not wait"
         groups, rollouts, untrained = await settled(role)
         formed = [one for one in await all_events(role, topics.BATCHES) if isinstance(one, SampleBatchFormed)]

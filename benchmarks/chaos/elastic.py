@@ -32,7 +32,7 @@ from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down
 from turnlog.infra.embedded.up import up as run_up
 from turnlog.infra.roles import fleet
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.fleet import GONE, SERVING
 from turnlog.producers.gateway.requests import SigningKeys
@@ -83,7 +83,7 @@ async def publish(role: Role, number: int) -> None:
 async def until(role: Role, name: str, state: str) -> None:
     """Wait for what the log says of an engine."""
     while True:
-        known = (await fleet.read(role)).named(name)
+        known = (await fleet.read(role)).find_engine(name)
         if known is not None and known.state == state:
             return
         await asyncio.sleep(0.05)
@@ -136,7 +136,7 @@ async def torture(settings: Settings, *, kills: int, streams: int) -> int:
             await asyncio.to_thread(stage.begin(settings.engine.urls[0]).wait_ready)
             ends = await asyncio.to_thread(run_up, settings, ("gateway", "loader"), wait=False, attached=True, say=say)
             stage.url = ends.gateway
-            async with opened("chaos", settings) as role:
+            async with open_role("chaos", settings) as role:
                 await configure(role)
                 await publish(role, 0)
                 await until(role, settings.engine.urls[0], SERVING)

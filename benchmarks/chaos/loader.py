@@ -40,11 +40,11 @@ from takeover import up
 
 from tests.fakes.weights import Publications, version
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_model
-from turnlog.infra.engine import Generate, Piece, SGLang, SGLangControl
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.tensors.versions import assembled, chain_of
+from turnlog.infra.engine import Generate, OutputChunk, SGLang, SGLangControl
+from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.tensors.versions import assemble_version, chain_of
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, Event, WeightVersionPublished
 from turnlog.schemas.topics import ENGINES, WEIGHTS
 from turnlog.settings import EngineSettings, Settings
@@ -69,7 +69,7 @@ class Story:
     """What happened."""
 
     struck: Counter[str] = field(default_factory=Counter)
-    answers: list[Piece] = field(default_factory=list)
+    answers: list[OutputChunk] = field(default_factory=list)
     exit_status: int | None = None
     faults: list[str] = field(default_factory=list)
     """Whatever else was not to be."""
@@ -94,7 +94,7 @@ def engine(settings: Settings, kind: str) -> Iterator[Settings]:
     folder = Path(settings.run.directory)
     if kind == "real":
         model = make_tiny_model(folder / "tiny")
-        with Engine(model, EngineSettings(), log=folder / "engine.log") as real:
+        with EngineServer(model, EngineSettings(), log=folder / "engine.log") as real:
             yield _with(settings, model, real.url)
         return
     settings = with_model(settings)
@@ -159,14 +159,14 @@ class Stream:
             await asyncio.sleep(PAUSE_S)
 
 
-async def ask(engine: SGLang) -> Piece:
+async def ask(engine: SGLang) -> OutputChunk:
     """The likeliest answer."""
     request = Generate(rid=uuid4().hex, input_ids=PROMPT, temperature=0.0, max_new_tokens=TOKENS)
     (piece,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=PATIENCE_S)]
     return piece
 
 
-async def ask_on(engine: SGLang, answers: list[Piece]) -> None:
+async def ask_on(engine: SGLang, answers: list[OutputChunk]) -> None:
     """Until it is cancelled."""
     while True:
         answers.append(await ask(engine))
@@ -224,14 +224,16 @@ async def torture(settings: Settings, role: Role, story: Story, *, kills: int, s
     return stream
 
 
-async def references(role: Role, published: dict[int, WeightVersionPublished], of: Iterable[int]) -> dict[int, Piece]:
+async def references(
+    role: Role, published: dict[int, WeightVersionPublished], of: Iterable[int]
+) -> dict[int, OutputChunk]:
     """What the engine answers under each of these versions, handed to it from the store."""
     found, url = {}, role.settings.engine.urls[0]
     asked, control = SGLang(url), SGLangControl(url)
     for number in of:
         folder = Path(role.settings.run.directory) / f"reference-{number}"
         folder.mkdir()
-        await assembled(chain_of(published[number], published), role.blobs, folder)
+        await assemble_version(chain_of(published[number], published), role.blobs, folder)
         await control.pause()
         await control.load(folder, number, timeout_s=60.0)
         await control.resume()
@@ -241,12 +243,12 @@ async def references(role: Role, published: dict[int, WeightVersionPublished], o
     return found
 
 
-def labels(answer: Piece) -> list[str]:
+def labels(answer: OutputChunk) -> list[str]:
     """The version of each token."""
     return [label for label, count in answer.versions for _ in range(count)]
 
 
-def is_of(answer: Piece, found: dict[int, Piece], *, bits: bool) -> bool:
+def is_of(answer: OutputChunk, found: dict[int, OutputChunk], *, bits: bool) -> bool:
     """Whether each token's log-prob is that of the version that it is labelled with; `bits`: it follows from the
     weights of its own instant alone, else tokens behind a swap are not compared."""
     its = labels(answer)
@@ -256,7 +258,7 @@ def is_of(answer: Piece, found: dict[int, Piece], *, bits: bool) -> bool:
     return all(math.isclose(answer.logprobs[at], found[int(its[at])].logprobs[at], abs_tol=SAME) for at in compared)
 
 
-def verdict(story: Story, events: Sequence[Event], stream: Stream, found: dict[int, Piece], *, bits: bool) -> int:
+def verdict(story: Story, events: Sequence[Event], stream: Stream, found: dict[int, OutputChunk], *, bits: bool) -> int:
     """Print the line."""
     loads = [event for event in events if isinstance(event, EngineWeightsLoaded)]
     refused = {event.refused_version for event in events if isinstance(event, EngineWeightsRefused)}
@@ -283,7 +285,7 @@ def verdict(story: Story, events: Sequence[Event], stream: Stream, found: dict[i
 async def tried(settings: Settings, *, kills: int, seed: int, bits: bool) -> int:
     """The whole story; the exit status."""
     story = Story()
-    async with opened("chaos", settings) as role:
+    async with open_role("chaos", settings) as role:
         stream = await torture(settings, role, story, kills=kills, seed=seed)
         published = {
             event.version: event

@@ -45,7 +45,7 @@ from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down, status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,
@@ -385,7 +385,7 @@ async def violence(
     first Ctrl-C ends them early, so that what was struck is judged; the second ends everything."""
     doubled = [victim for victim in victims if victim not in NO_SUCCESSOR]
     enough = at_first_interrupt()
-    async with opened("chaos", loop.settings) as role:
+    async with open_role("chaos", loop.settings) as role:
         count = await progress(loop, role, story, 0, PATIENCE_S)
         for number in range(kills):
             groups = {"kill": volleys(victims, rng), "zombie": volleys(doubled, rng), "hang": together(victims)}
@@ -446,10 +446,10 @@ async def all_archived(role: Role) -> None:
 
 async def verdict(loop: Loop, *, pruned: bool = False) -> dict[str, Any]:
     """Of the topics, and of the archive, when the run is over; of the archive alone where topics were pruned."""
-    async with opened("chaos", loop.settings) as role:
+    async with open_role("chaos", loop.settings) as role:
         await all_scored(role)
         await all_archived(role)
-    async with opened("chaos", loop.settings, archive=pruned) as role:
+    async with open_role("chaos", loop.settings, archive=pruned) as role:
         found = {topic.name: await all_events(role, topic) for topic in READ}
     taken = newest_incarnations(found[topics.STEPS.name])
     formed = [event for event in found[topics.BATCHES.name] if isinstance(event, SampleBatchFormed)]

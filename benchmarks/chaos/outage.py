@@ -23,7 +23,7 @@ import httpx
 from answers import PATIENCE_S, Processes, Story, ask, everything, registered, requested, revive, with_model, work
 from servers import say, servers, told
 
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.schemas import ids
 from turnlog.schemas.events import EngineGone, EngineRegistered, Event, Outcome, RewardAssigned, SessionFinished
@@ -127,7 +127,7 @@ async def torture(settings: Settings, *, kills: int) -> int:
     more = {"TURNLOG_ENGINE_REQUEST_TIMEOUT_S": str(REQUEST_TIMEOUT_S)}
     processes, story = Processes(settings, right=1.0, more=more), Story()
     engine = Engine(processes)
-    async with opened("chaos", settings) as role:
+    async with open_role("chaos", settings) as role:
         await configure(role)
         for name in ("gateway", "runner"):
             processes.start(name)

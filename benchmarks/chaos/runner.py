@@ -30,7 +30,7 @@ from servers import TURNLOG, environment, say, servers, told
 
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.producers.gateway.prompts import TextTokens
@@ -219,7 +219,7 @@ async def rest(processes: Processes, story: Story) -> None:
 async def torture(settings: Settings, path: str, effects: Path, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
     processes, story = Processes(settings, path, effects), Story()
-    async with opened("chaos", settings) as role:
+    async with open_role("chaos", settings) as role:
         plan = assembler_plan(await configure(role), settings.assembler)
         await role.events.append(registered(settings))
         for name in ("engine", "gateway", "sandbox", "runner"):

@@ -28,7 +28,7 @@ from servers import TURNLOG, environment, say, servers, told
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.names import ExitStatus
 from turnlog.schemas.events import ToolCallCompleted, ToolCallStarted
 from turnlog.schemas.topics import TOOL_RESULTS
@@ -215,7 +215,7 @@ async def verdict(role: Role, load: Load, story: Story, seconds: float) -> int:
 async def torture(settings: Settings, broker: Broker | None, *, kills: int, sessions: int, seed: int) -> int:
     """The whole run; the exit status."""
     load, story, rng = Load(), Story(), random.Random(seed)
-    async with opened("chaos", settings) as role:
+    async with open_role("chaos", settings) as role:
         crowd = [Session(role, load, number, random.Random(f"{seed}.{number}")) for number in range(sessions)]
         began = time.monotonic()
         running = [asyncio.create_task(session.run()) for session in crowd]

@@ -34,7 +34,7 @@ from starlette.routing import Route
 
 from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_engine_control import MemoryEngineControl
-from turnlog.infra.engine import EngineRefused, Generate, Piece
+from turnlog.infra.engine import EngineRefused, Generate, OutputChunk
 from turnlog.infra.tensors.files import SUFFIX, read_checksums
 from turnlog.producers.gateway.prompts import TextTokens
 
@@ -69,7 +69,7 @@ class Slow(MemoryEngine):
         self.going = asyncio.Event()
         self.going.set()
 
-    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
         """See Engine."""
         now = time.monotonic()
         self._next = max(now, self._next) + 1 / self.per_s
@@ -261,7 +261,7 @@ async def _answers(engine: MemoryEngine, wanted: Generate) -> AsyncIterator[dict
         }
 
 
-def _spans(piece: Piece) -> Iterator[dict[str, object]]:
+def _spans(piece: OutputChunk) -> Iterator[dict[str, object]]:
     start = 0
     for label, count in piece.versions:
         yield {"version": label, "start": start, "end": start + count}

@@ -14,7 +14,7 @@ from loop import Loop
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.settings import KafkaSettings, ModelSettings, Settings
-from turnlog.trainer.tiny_policy import prepared
+from turnlog.trainer.tiny_policy import prepare_model
 
 GROUP_SIZE, PROMPTS = 8, 8
 SESSIONS = GROUP_SIZE * PROMPTS
@@ -57,7 +57,7 @@ class ScriptedLoop(Loop):
     """A run whose engine is ours."""
 
     def __init__(self, directory: Path, run: str, more: str, kafka: KafkaSettings) -> None:
-        self._port, self._model = free_ports(1)[0], prepared(Settings(model=ModelSettings())).model.path
+        self._port, self._model = free_ports(1)[0], prepare_model(Settings(model=ModelSettings())).model.path
         self.engine_url = f"http://{HOST}:{self._port}"
         of = {"run": run, "url": self.engine_url, "model": self._model}
         template = SETTINGS.format(**of, bootstrap=kafka.bootstrap, prefix=kafka.prefix) + more

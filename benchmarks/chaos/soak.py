@@ -43,7 +43,7 @@ from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.run_folder import read_endpoints
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
@@ -197,7 +197,7 @@ async def under_load(
 ) -> tuple[Soak, Looks, int]:
     """Ramp, load and strikes; what was seen, and how many draws are formed. The first Ctrl-C ends it early."""
     enough = at_first_interrupt()
-    async with opened("soak", loop.settings) as role:
+    async with open_role("soak", loop.settings) as role:
         await segments_of_a_minute(role.settings.kafka)
         looks = Looks(loop, control(loop))
         soak = Soak(loop, role, looks, rng, 60 * minutes)
@@ -232,7 +232,7 @@ async def under_load(
 async def waiting(loop: ScriptedLoop) -> dict[str, int]:
     """Records that wait for roles when nothing is asked for any more: none, or after a while those that are left."""
     deadline = time.monotonic() + PATIENCE_S
-    async with opened("soak", loop.settings) as role:
+    async with open_role("soak", loop.settings) as role:
         while True:
             left = {name: count for name, count in by_role(await lag_of(role.log, role.settings)).items() if count}
             if not left or time.monotonic() > deadline:

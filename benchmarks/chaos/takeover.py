@@ -34,7 +34,7 @@ from servers import TURNLOG, environment, say, servers, told
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.history import all_events
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.schemas.events import SessionAdopted, SessionFinished
@@ -278,7 +278,7 @@ async def torture(settings: Settings, *, kills: int, streams: int, seed: int) ->
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # or the balancer has nothing to balance
     async with (
         httpx.AsyncClient(timeout=httpx.Timeout(PATIENCE_S, read=30.0), limits=limits) as http,
-        opened("chaos", settings) as role,
+        open_role("chaos", settings) as role,
     ):
         stage = Stage(settings, http)
         await configure(role)

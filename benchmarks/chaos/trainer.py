@@ -36,7 +36,7 @@ from servers import TURNLOG, environment, say, servers, told
 
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.schemas.events import Event, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
@@ -172,7 +172,7 @@ async def torture(
 ) -> tuple[Story, list[Event], list[Event]]:
     """(story, train-steps, weight-versions)"""
     story = Story()
-    async with opened("chaos", settings) as role:
+    async with open_role("chaos", settings) as role:
         await append_batches(role.events, role.blobs, settings.run.id, settings.feeder.draws)
         child = await kill(settings, story, kinds, kills=kills, rng=random.Random(seed))
         say(f"{story.kills} kills; waiting for the run to end")

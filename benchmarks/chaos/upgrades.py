@@ -47,7 +47,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Appender, Partition
 from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.unit import AssemblerPlan
@@ -405,7 +405,7 @@ async def settled(upgrades: Upgrades, events: EventLog, plan: AssemblerPlan, ove
     over.set()
     await upgrades.beside[1]
     await upgrades.end_all(*KEPT)
-    async with opened("chaos", settings) as tool:
+    async with open_role("chaos", settings) as tool:
         await upgrades.end("archive-0")
         found |= await unlike_log(tool)
         found |= await unlike_topics(tool, within_s=PATIENCE_S)
@@ -450,7 +450,7 @@ async def run(settings: Settings, *, rooms: Rooms, orders: int, seed: int) -> in
 
 async def judged(upgrades: Upgrades, writers: Writers, groups: dict[str, int], plan: AssemblerPlan) -> int:
     """Say the line."""
-    async with opened("chaos", upgrades.settings) as tool:
+    async with open_role("chaos", upgrades.settings) as tool:
         found = await compared(tool.events, plan, upgrades.settings)
     differences = [await asyncio.to_thread(verified, upgrades.settings, *source) for source in ((), FROM_ARCHIVE)]
     upgrades.faults += filter(None, differences)

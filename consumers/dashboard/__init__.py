@@ -26,7 +26,7 @@ class Unknown(DashboardFailure):
     """Remedy: use an id that the pages link to. The index may be behind the log."""
 
 
-def known(found: T | None, what: str) -> T:
+def require_found(found: T | None, what: str) -> T:
     """Return a result of the index. Raises Unknown if it is None."""
     if found is None:
         raise Unknown(f"the index has no {what}")
@@ -46,7 +46,7 @@ class NotRunning(DashboardFailure):
     """Remedy: start `turnlog dashboard`."""
 
 
-class Looks(Generic[T]):
+class CachedQuery(Generic[T]):
     """Cache of a slow query: one result serves all pages that ask within some seconds."""
 
     def __init__(self, look: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:

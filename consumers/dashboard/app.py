@@ -26,14 +26,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from turnlog.consumers.dashboard import Looks, Refused, Unknown, drawing, harmless, known
+from turnlog.consumers.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
 from turnlog.consumers.dashboard.alarms import STANDS
-from turnlog.consumers.dashboard.conversation import aligned, conversation, prompts, said_alike
+from turnlog.consumers.dashboard.conversation import align_turns, conversation, prompts, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
-from turnlog.consumers.dashboard.overview import Window, beside, engines, of_batches, overview, supervised
+from turnlog.consumers.dashboard.overview import StepWindow, beside, engines, is_supervised, of_batches, overview
 from turnlog.consumers.dashboard.queues import Queues
 from turnlog.consumers.dashboard.records import Records
-from turnlog.consumers.dashboard.sandboxes import Pools, sandboxes
+from turnlog.consumers.dashboard.sandboxes import WorkerPools, sandboxes
 from turnlog.consumers.dashboard.swimlanes import swimlanes
 from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
@@ -43,7 +43,7 @@ from turnlog.consumers.index import (
     NoIndex,
     RecordGone,
 )
-from turnlog.consumers.index.comparison import Other, changed, differences, settings_of
+from turnlog.consumers.index.comparison import Other, diff_settings, differences, settings_of
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.notes import RUN, Note, Notes
 from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
@@ -77,7 +77,7 @@ RECIPES = """WITH RECURSIVE found(name) AS (SELECT min(recipe) FROM sessions UNI
 Number = TypeVar("Number", int, None)
 
 
-async def told(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
+async def read_as_of(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
     """Return how far the index has read, or the error that prevents it."""
     try:
         return await asyncio.to_thread(look)
@@ -85,7 +85,7 @@ async def told(look: Callable[[], AsOf]) -> AsOf | IndexFailure:
         return error
 
 
-class Stream(StreamingResponse):
+class LivePageStream(StreamingResponse):
     """Event stream of a live page. It stays in `tabs` from its creation until its answer ends for any reason, because
     the client may be gone before the first event."""
 
@@ -117,7 +117,7 @@ class Pages:
         every_s: float = EVERY_S,
         within_s: float = WITHIN_S,
         against: Mapping[str, Other] = MappingProxyType({}),
-        pools: Pools,
+        pools: WorkerPools,
         directory: Path,
     ) -> None:
         """`hint` says how to build the run's index, for visitors who find none. `streams` limits live pages; `every_s`
@@ -125,7 +125,7 @@ class Pages:
         names to the runs that this run is compared with. `pools` are those of its sandbox workers. `directory` is the
         run's folder, which shows whether its processes are alive."""
         self._against = against
-        self._alive = partial(supervised, directory)
+        self._alive = partial(is_supervised, directory)
         self._run = run
         self._notes = Notes(index)
         self._streams = streams
@@ -134,7 +134,7 @@ class Pages:
         self._records = records
         self._queues, self._pools = Queues(records), pools
         self._stopping, self._tabs = stopping, set[object]()
-        self._looks, self._every_s = Looks(lambda: told(self._as_of)), every_s
+        self._looks, self._every_s = CachedQuery(lambda: read_as_of(self._as_of)), every_s
         self._hint = hint
         self._templates = harmless.environment()
         self._templates.filters.update(filters())
@@ -168,7 +168,7 @@ class Pages:
     def _speaking(self, answer: Callable[..., Any]) -> Callable[[Request], Awaitable[Response]]:
         """Wrap an endpoint so that turnlog's errors become pages that say what is wrong and what to do."""
 
-        async def spoken(request: Request) -> Response:
+        async def answer_or_failure(request: Request) -> Response:
             try:
                 if asyncio.iscoroutinefunction(answer):
                     return cast(Response, await answer(request))
@@ -178,13 +178,13 @@ class Pages:
                     raise
                 return self._failure(request, error)
 
-        return spoken
+        return answer_or_failure
 
     def run(self, request: Request) -> Response:
         """Serve the overview of the run."""
         first, last = (_whole(request, name, None) for name in ("from", "to"))
-        window = Window(first, last, _smoothing(request), "all" in request.query_params)
-        with self._opened() as index:
+        window = StepWindow(first, last, _smoothing(request), "all" in request.query_params)
+        with self._open_index() as index:
             found = overview(index, window, alive=self._alive())
         view = {"smooth": request.query_params.get("smooth", ""), "first": window.first, "last": window.last}
         return self._page(request, "run.html", found.as_of, of=found, live=True, view=view, note=self._note(RUN))
@@ -194,7 +194,7 @@ class Pages:
         wanted, asked = self._filter(request)
         sort = request.query_params.get("sort", "started_ms")
         descending = request.query_params.get("order", "desc") != "asc"
-        with self._opened() as index:
+        with self._open_index() as index:
             page = index.sessions(
                 wanted, sort=sort, descending=descending, after=request.query_params.get("after"), limit=PAGE
             )
@@ -217,7 +217,7 @@ class Pages:
         range."""
         wanted, asked = self._filter(request, but=("min_reward", "max_reward"))
         chosen = {"min_reward", "max_reward"} & set(request.query_params)
-        with self._opened() as index:
+        with self._open_index() as index:
             found = index.rewards(wanted)
 
         def href(least: float, most: float) -> str:
@@ -229,7 +229,7 @@ class Pages:
         """Serve the number of sessions that pass. It is a separate request, so that the page of sessions does not wait
         for it."""
         wanted, _ = self._filter(request)
-        with self._opened() as index:
+        with self._open_index() as index:
             found, every = index.total(wanted)
         return HTMLResponse(drawing.number(found) if every else f"{drawing.number(found)} or more")
 
@@ -242,8 +242,8 @@ class Pages:
 
     def _say(self, subject: str, text: str, tags: list[str]) -> None:
         if subject != RUN:
-            with self._opened() as index:
-                known(index.row("SELECT 1 FROM sessions WHERE session_id = ?", subject), f"session {subject}")
+            with self._open_index() as index:
+                require_found(index.row("SELECT 1 FROM sessions WHERE session_id = ?", subject), f"session {subject}")
         self._notes.write(subject, text, tags, at_ms=time.time_ns() // 1_000_000)
 
     def _note(self, subject: str) -> Note:
@@ -252,8 +252,8 @@ class Pages:
     def session(self, request: Request) -> Response:
         """Serve a session; its tokens are requested once the page is loaded."""
         name = request.path_params["id"]
-        with self._opened() as index:
-            view = known(index.session(name), f"session {name}")
+        with self._open_index() as index:
+            view = require_found(index.session(name), f"session {name}")
             siblings = index.rows(
                 "SELECT session_id, rollout_index, attempt, reward, fate FROM sessions WHERE group_id = ? "
                 "ORDER BY rollout_index, attempt LIMIT 100",
@@ -271,7 +271,7 @@ class Pages:
 
     def image(self, request: Request) -> Response:
         """Serve a raster image from a message of the session."""
-        with self._opened() as index:
+        with self._open_index() as index:
             view = index.session(request.path_params["id"])
         content = None if view is None else conversation(view).images.get(request.path_params["name"])
         kind = None if content is None else harmless.raster(content)
@@ -282,22 +282,22 @@ class Pages:
     def compare(self, request: Request) -> Response:
         """Serve two sessions side by side."""
         sides = []
-        with self._opened() as index, index.snapshot() as as_of:
+        with self._open_index() as index, index.snapshot() as as_of:
             for side in ("left", "right"):
                 name = request.query_params.get(side, "")
                 view = index.session(name)
                 if view is None:
                     raise Unknown(f"{side}: the index has no session {name!r}")
                 sides.append((view, conversation(view)))
-        pairs = aligned(*(talk.turns for _, talk in sides))
+        pairs = align_turns(*(talk.turns for _, talk in sides))
         differ = next((at for at, (left, right) in enumerate(pairs) if not said_alike(left, right)), None)
         return self._page(request, "compare.html", as_of, sides=sides, pairs=pairs, differ=differ)
 
     def group(self, request: Request) -> Response:
         """Serve a group."""
         name = request.path_params["id"]
-        with self._opened() as index:
-            found = known(index.group(name), f"group {name}")
+        with self._open_index() as index:
+            found = require_found(index.group(name), f"group {name}")
             drawn = index.rows("SELECT batch_index, draw_index FROM batch_groups WHERE group_id = ?", name)
             told = prompts(index, [row.session_id for row in found.sessions[:1]])
         by_reward = sorted(found.sessions, key=lambda row: -math.inf if row.reward is None else row.reward)
@@ -311,7 +311,7 @@ class Pages:
     def batches(self, request: Request) -> Response:
         """Serve the list of batches, newest first."""
         before = _whole(request, "before", 2**62)
-        with self._opened() as index, index.snapshot() as as_of:
+        with self._open_index() as index, index.snapshot() as as_of:
             rows = index.rows(
                 "SELECT b.*, s.step, s.loss, s.reward_mean, s.skipped AS step_skipped FROM batches b LEFT JOIN steps s "
                 "ON s.batch_index = b.batch_index WHERE b.batch_index < ? ORDER BY b.batch_index DESC LIMIT ?",
@@ -322,14 +322,14 @@ class Pages:
     def batch(self, request: Request) -> Response:
         """Serve a batch."""
         number = whole("batch", request.path_params["number"])
-        with self._opened() as index, index.snapshot():
-            found = known(index.batch(number), f"batch {number}")
+        with self._open_index() as index, index.snapshot():
+            found = require_found(index.batch(number), f"batch {number}")
             drawn = timeline(index, found, whole="all" in request.query_params)
         return self._page(request, "batch.html", found.as_of, of=found, timeline=drawn)
 
     def weights(self, request: Request) -> Response:
         """Serve the published versions, and the engines with what they loaded."""
-        with self._opened() as index, index.snapshot() as as_of:
+        with self._open_index() as index, index.snapshot() as as_of:
             versions, _ = index.versions()
             found = engines(index, alive=self._alive())
         return self._page(request, "weights.html", as_of, versions=list(reversed(versions)), engines=found)
@@ -338,7 +338,7 @@ class Pages:
         """Serve tool calls by status and reason."""
         asked = {name: text for name in ("status", "reason") if (text := request.query_params.get(name)) is not None}
         sort, after = request.query_params.get("sort", "duration_s"), request.query_params.get("after")
-        with self._opened() as index:
+        with self._open_index() as index:
             found = sandboxes(index, asked.get("status", ""), asked.get("reason"), sort=sort, after=after)
         return self._page(
             request, "sandboxes.html", found.as_of, of=found, asked=asked, sort=sort,
@@ -348,7 +348,7 @@ class Pages:
     def timeline(self, request: Request) -> Response:
         """Serve a window of the run as lanes over wall time."""
         first, last = (_whole(request, name, None) for name in ("from", "to"))
-        with self._opened() as index:
+        with self._open_index() as index:
             found = swimlanes(index, first, last)
             as_of = index.as_of() if found is None else found.as_of
         return self._page(request, "timeline.html", as_of, of=found)
@@ -356,14 +356,14 @@ class Pages:
     def against(self, request: Request) -> Response:
         """Serve settings and curves of the run beside another one. The samples that differ are a separate request."""
         name = request.path_params.get("name", next(iter(self._against), ""))
-        with self._opened() as index, index.snapshot() as as_of:
+        with self._open_index() as index, index.snapshot() as as_of:
             if not name:
                 return self._page(request, "against.html", as_of, name=name, others=(), charts=(), settings=())
-            other = known(self._against.get(name), f"run or refold {name!r} to compare with")
+            other = require_found(self._against.get(name), f"run or refold {name!r} to compare with")
             ours = settings_of(index)
             runs = {each: run.series() for each, run in self._against.items() if run.is_run and other.is_run}
             charts = beside(index.series()[0], runs) if runs else ()
-            settings = changed(ours, other.settings(ours))
+            settings = diff_settings(ours, other.settings(ours))
         return self._page(
             request, "against.html", as_of, name=name, others=tuple(self._against), charts=charts, settings=settings
         )
@@ -371,8 +371,8 @@ class Pages:
     def differences(self, request: Request) -> Response:
         """Serve the samples that differ: a part of a page, because it reads all samples."""
         name = request.path_params["name"]
-        other = known(self._against.get(name), f"run or refold {name!r} to compare with")
-        with self._opened() as index:
+        other = require_found(self._against.get(name), f"run or refold {name!r} to compare with")
+        with self._open_index() as index:
             found = differences(index, other)
         return self._page(
             request, "differences.html", None, of=found, name=name, charts=of_batches(found.batches, name)
@@ -381,7 +381,7 @@ class Pages:
     def dead_letters(self, request: Request) -> Response:
         """Serve the dead letters, and the records that are in no table."""
         after = _whole(request, "after", -1)
-        with self._opened() as index, index.snapshot() as as_of:
+        with self._open_index() as index, index.snapshot() as as_of:
             letters, _ = index.dead_letters(after=after, limit=PAGE + 1)
             unread = index.rows("SELECT * FROM unread ORDER BY time_ms DESC LIMIT ?", PAGE)
         done, at = (request.query_params.get(name, "") for name in ("done", "at"))
@@ -402,21 +402,21 @@ class Pages:
         """Append the record of a dead letter to its topic again. Requires a login."""
         fields = await checked_form(request)
         place, offset = await self._records.requeue(fields.get("letter", ""))
-        return _done("put back", f"{place.topic}[{place.number}]@{offset}")
+        return _redirect_done("put back", f"{place.topic}[{place.number}]@{offset}")
 
     async def skip(self, request: Request) -> Response:
         """Order the assembler to skip a record. Requires a login."""
         fields = await checked_form(request)
         reason = fields.get("reason", "").strip() or "passed over in the dashboard"
         await self._records.skip(fields.get("place", ""), reason)
-        return _done("passed over", fields["place"])
+        return _redirect_done("passed over", fields["place"])
 
     async def record(self, request: Request) -> Response:
         """Serve a record of the log."""
         place = request.path_params
         partition, offset = (whole(name, place[name]) for name in ("partition", "offset"))
         body = await self._records.record(place["topic"], partition, offset)
-        with self._opened() as index:
+        with self._open_index() as index:
             as_of = index.as_of()
         text = orjson.dumps(body["event"], option=orjson.OPT_INDENT_2).decode()
         return self._page(request, "record.html", as_of, body=body, text=text)
@@ -425,7 +425,7 @@ class Pages:
         """Serve server-sent events: `moved` when the index has read on, at most once per `every_s`."""
         if len(self._tabs) >= self._streams:
             raise Refused(503, f"{self._streams} pages are live already: close one, and reload this one")
-        return Stream(self._moves(request), self._tabs)
+        return LivePageStream(self._moves(request), self._tabs)
 
     async def _moves(self, request: Request) -> AsyncIterator[str]:
         last = -1
@@ -440,7 +440,7 @@ class Pages:
                 await asyncio.wait_for(self._stopping.wait(), self._every_s)
 
     def _as_of(self) -> AsOf:
-        with self._opened() as index:
+        with self._open_index() as index:
             return index.as_of()
 
     async def queues(self, request: Request) -> Response:
@@ -477,7 +477,7 @@ class Pages:
             except ValueError:
                 raise BadQuestion(f"{name}: {text!r} is no number") from None
         if tag := request.query_params.get("tag", "").strip():
-            asked["tag"], values["sessions"] = tag, tuple(self._notes.tagged(tag))
+            asked["tag"], values["sessions"] = tag, tuple(self._notes.tagged_sessions(tag))
         return SessionFilter(**values), asked
 
     def _failure(self, request: Request, error: Exception) -> Response:
@@ -493,7 +493,7 @@ class Pages:
         return self._page(request, "failure.html", None, status=status, kind=kind, error=error, hint=hint)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Index]:
+    def _open_index(self) -> Iterator[Index]:
         with Index.open(self._index, within_s=self._within_s) as index:
             yield index
 
@@ -505,7 +505,7 @@ class Pages:
         return HTMLResponse(self._templates.get_template(template).render(context), status)
 
 
-def _done(what: str, place: str) -> Response:
+def _redirect_done(what: str, place: str) -> Response:
     return RedirectResponse("/dead-letters?" + urlencode({"done": what, "at": place}), 303)
 
 

@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class MessageView:
     """A message."""
 
     role: str
@@ -62,7 +62,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCallView:
     """A tool call of a response."""
 
     call_id: str
@@ -74,17 +74,17 @@ class Call:
 
 
 @dataclass(slots=True)
-class Turn:
+class TurnView:
     """A turn with its messages and its place in the tree."""
 
     number: int
     """Number in the session from 0, as used by `turnlog why SESSION:TURN:TOKEN`."""
     row: Row
     snapshot: Row | None
-    messages: Sequence[Said]
+    messages: Sequence[MessageView]
     """Messages beyond those of its base."""
-    response: Said | None
-    calls: Sequence[Call]
+    response: MessageView | None
+    calls: Sequence[ToolCallView]
     base: int | None
     """Number of the turn that it continues."""
     kind: str
@@ -101,10 +101,10 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ConversationView:
     """All turns of a session."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[TurnView]
     lanes: int
     images: Mapping[str, bytes] = field(default_factory=dict)
     """Raster images of the messages, by sha256."""
@@ -116,19 +116,19 @@ class MessageReader:
     def __init__(self) -> None:
         self.images: dict[str, bytes] = {}
 
-    def messages(self, text: str | None) -> list[Said]:
+    def messages(self, text: str | None) -> list[MessageView]:
         """Parse the messages of a request. Messages of large records are not in the index."""
         if text is None:
-            return [Said("stored apart", [Part("other", "too large for the index: the record holds it")])]
-        raw = _parsed(text)
+            return [MessageView("stored apart", [Part("other", "too large for the index: the record holds it")])]
+        raw = _parse_json(text)
         if not isinstance(raw, list):
-            return [Said("unreadable", [Part("other", text)])] if text else []
+            return [MessageView("unreadable", [Part("other", text)])] if text else []
         return [self.message(each) for each in raw]
 
-    def message(self, raw: Any, role: str = "user") -> Said:
+    def message(self, raw: Any, role: str = "user") -> MessageView:
         """Parse one message."""
         if not isinstance(raw, dict):
-            return Said(role, [Part("other", _json(raw))])
+            return MessageView(role, [Part("other", _json(raw))])
         said = str(raw.get("role") or ROLES.get(str(raw.get("type")), role))
         parts = [Part("thought", str(raw[key])) for key in THOUGHTS if isinstance(raw.get(key), str) and raw[key]][:1]
         content = raw["content"] if raw.get("content") is not None else raw.get("output")
@@ -139,7 +139,7 @@ class MessageReader:
             Part("result", part.text, answers) if answers and part.kind == "text" else part
             for part in self._parts(content)
         ]
-        return Said(ROLES.get(said, said), parts, str(raw.get("name") or ""))
+        return MessageView(ROLES.get(said, said), parts, str(raw.get("name") or ""))
 
     def _parts(self, content: Any) -> Iterator[Part]:
         if isinstance(content, str):
@@ -192,7 +192,7 @@ class MessageReader:
         return name
 
 
-def conversation(view: SessionView) -> Conversation:
+def conversation(view: SessionView) -> ConversationView:
     """Build the conversation of a session. Turns are numbered in the order of their snapshots; those without one come
     last."""
     reader = MessageReader()
@@ -206,7 +206,7 @@ def conversation(view: SessionView) -> Conversation:
     for turn in turns:
         if turn.base is not None:
             turns[turn.base].children += 1
-    return Conversation(turns, _lanes(turns), reader.images)
+    return ConversationView(turns, _lanes(turns), reader.images)
 
 
 def prompts(index: Index, sessions: Sequence[str], *, most: int | None = None) -> dict[str, str]:
@@ -226,23 +226,23 @@ def prompts(index: Index, sessions: Sequence[str], *, most: int | None = None) -
     return found
 
 
-def aligned(left: Sequence[Turn], right: Sequence[Turn]) -> list[tuple[Turn | None, Turn | None]]:
+def align_turns(left: Sequence[TurnView], right: Sequence[TurnView]) -> list[tuple[TurnView | None, TurnView | None]]:
     """Align the turns of two sessions in their order: turns of the main lineage by their number in it, and turns of a
     sub-agent beside those of the other session if both called it at that point."""
     a, b = ([(turn.kind in OFF_MAIN, turn.row["agent_path"]) for turn in side] for side in (left, right))
-    found: list[tuple[Turn | None, Turn | None]] = []
+    found: list[tuple[TurnView | None, TurnView | None]] = []
     for _, i, j, k, m in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         found += zip_longest(left[i:j], right[k:m])
     return found
 
 
-def said_alike(left: Turn | None, right: Turn | None) -> bool:
+def said_alike(left: TurnView | None, right: TurnView | None) -> bool:
     """Return whether two turns have equal messages and responses. Ids of tool calls are ignored, because they differ by
     session."""
     return left is not None and right is not None and _words(left) == _words(right)
 
 
-def _words(turn: Turn) -> list[Any]:
+def _words(turn: TurnView) -> list[Any]:
     said = [*turn.messages, *([turn.response] if turn.response else [])]
     spoken = [(one.role, [(part.kind, part.text) for part in one.parts]) for one in said]
     return [spoken, [(call.tool, call.arguments) for call in turn.calls]]
@@ -251,22 +251,22 @@ def _words(turn: Turn) -> list[Any]:
 def _turn(
     reader: MessageReader, row: Row, snapshot: Row | None, numbers: Mapping[Key, int], kinds: Mapping[Key, str],
     calls: Mapping[str, Row],
-) -> Turn:  # fmt: skip
+) -> TurnView:  # fmt: skip
     key = _key(row)
-    raw = _parsed(row["response"])
+    raw = _parse_json(row["response"])
     response = None if raw is None else reader.message(raw, "assistant")
     base = numbers.get((row["base_epoch"], row["base_index"])) if row["base_epoch"] is not None else None
     kind = kinds.get(key, "main")
     if kind == "main":
         kind = snapshot["boundary"] if snapshot else "append" if base is not None else "root"
     why = "" if snapshot is None or snapshot["boundary"] == "append" else snapshot["boundary_reason"]
-    return Turn(
+    return TurnView(
         numbers[key], row, snapshot, reader.messages(row["messages"]), response, list(_calls(raw, calls)), base, kind,
         why,
     )  # fmt: skip
 
 
-def _calls(response: Any, rows: Mapping[str, Row]) -> Iterator[Call]:
+def _calls(response: Any, rows: Mapping[str, Row]) -> Iterator[ToolCallView]:
     if not isinstance(response, dict):
         return
     content = response.get("content")
@@ -279,12 +279,12 @@ def _calls(response: Any, rows: Mapping[str, Row]) -> Iterator[Call]:
         assert isinstance(function, dict)
         identity = str(raw.get("call_id") or raw.get("id") or "")
         given = function.get("arguments") if function.get("arguments") is not None else function.get("input")
-        yield Call(identity, str(function.get("name") or "?"), arguments(given), rows.get(identity))
+        yield ToolCallView(identity, str(function.get("name") or "?"), arguments(given), rows.get(identity))
 
 
 def arguments(raw: Any) -> list[tuple[str, str]]:
     """Return the arguments of a tool call as (name, text)."""
-    value = _parsed(raw) if isinstance(raw, str) else raw
+    value = _parse_json(raw) if isinstance(raw, str) else raw
     if isinstance(value, dict):
         return [(str(name), each if isinstance(each, str) else _json(each)) for name, each in value.items()]
     return [("", raw if isinstance(raw, str) else _json(raw))] if raw not in (None, "") else []
@@ -306,7 +306,7 @@ def _lineages(view: SessionView) -> dict[Key, str]:
     return found
 
 
-def _lanes(turns: Sequence[Turn]) -> int:
+def _lanes(turns: Sequence[TurnView]) -> int:
     """Assign a lane to each turn, and return the number of lanes. The first turn that continues its base takes the
     base's lane; others take the first lane that no later turn continues."""
     left = [turn.children for turn in turns]
@@ -330,7 +330,7 @@ def _key(row: Row) -> Key:
     return row["epoch"], row["turn_index"]
 
 
-def _parsed(text: str | None) -> Any:
+def _parse_json(text: str | None) -> Any:
     """Parse JSON. Return None if it is malformed or too deeply nested."""
     if not text or deeper_than(text.encode()):
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from turnlog.consumers.dashboard.conversation import Conversation, Turn
+from turnlog.consumers.dashboard.conversation import ConversationView, TurnView
 from turnlog.consumers.dashboard.harmless import visible
 
 WIDTH, HEIGHT = 420, 132
@@ -114,7 +114,7 @@ def curves(
 ) -> Markup:  # fmt: skip
     """Draw curves over steps in one frame; a message if no step has a number. The axis extends down to `floor` at
     least. With `whole`, its lines are at integers."""
-    steps, drawn, spread = _thinned(steps, drawn, spread)
+    steps, drawn, spread = _thin_curves(steps, drawn, spread)
     shown = [*(value for curve in drawn for value in curve.values), *((*spread.low, *spread.high) if spread else ())]
     finite = [value for value in shown if value is not None and math.isfinite(value)]
     if not finite:
@@ -207,7 +207,7 @@ _NODE = Markup(
 )
 
 
-def tree(of: Conversation) -> Markup:
+def tree(of: ConversationView) -> Markup:
     """Draw turns from left to right in log order, each on the lane of the turn that it continues. A circle is a turn, a
     diamond a turn whose prompt was rewritten, a square a root. Areas are proportional to the output."""
     width, height = 24 + STEP_X * len(of.turns), 14 + LANE_Y * of.lanes
@@ -230,18 +230,18 @@ def tree(of: Conversation) -> Markup:
     ).format(width, height, width, height, len(of.turns), Markup("").join(body))
 
 
-def _at(turn: Turn) -> tuple[float, float]:
+def _at(turn: TurnView) -> tuple[float, float]:
     return 18 + STEP_X * turn.number, 18 + LANE_Y * turn.lane
 
 
-def _edge(base: Turn, turn: Turn) -> str:
+def _edge(base: TurnView, turn: TurnView) -> str:
     (x0, y0), (x1, y1) = _at(base), _at(turn)
     if y0 == y1:
         return f"M{x0} {y0}H{x1}"
     return f"M{x0} {y0}C{x0 + STEP_X * 0.7} {y0} {x0 + STEP_X * 0.3} {y1} {x0 + STEP_X} {y1}H{x1}"
 
 
-def _mark(turn: Turn, x: float, y: float) -> Markup:
+def _mark(turn: TurnView, x: float, y: float) -> Markup:
     size = min(3.5 + math.sqrt(max(turn.row["output_tokens"], 1)) / 5, 8.5)
     kind = f"node n-{turn.kind}"
     if turn.kind == "root":
@@ -313,7 +313,7 @@ def _last(values: Sequence[float | None]) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
-def _thinned(
+def _thin_curves(
     steps: Sequence[int], drawn: Sequence[Curve], spread: Spread | None
 ) -> tuple[Sequence[int], Sequence[Curve], Spread | None]:
     """Keep every n-th step, so that no curve has more than MOST points."""

@@ -21,11 +21,11 @@ from turnlog.consumers.dashboard.conversation import conversation
 from turnlog.consumers.dashboard.drawing import clock
 from turnlog.consumers.dashboard.records import SessionTokens, Vocabulary, session_tokens
 from turnlog.consumers.index import BadQuestion
-from turnlog.consumers.index.console import resolved
+from turnlog.consumers.index.console import resolve_id
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import Index, SessionView, path_of, where_of
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.terminal import printable_json, say
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
@@ -70,10 +70,11 @@ def as_json(view: SessionView, tokens: SessionTokens) -> dict[str, Any]:
     """Return all that the index holds of a session, and its tokens, as a JSON object."""
     return {
         "schema": SCHEMA, "turnlog": __version__, "as_of": view.as_of.body(), "session": dataclasses.asdict(view.row),
-        "turns": [_placed(row) for row in view.turns], "calls": [dict(row) for row in view.calls],
-        "tree": None if view.tree is None else _placed(view.tree), "samples": [_placed(row) for row in view.samples],
+        "turns": [_with_position(row) for row in view.turns], "calls": [dict(row) for row in view.calls],
+        "tree": None if view.tree is None else _with_position(view.tree),
+        "samples": [_with_position(row) for row in view.samples],
         "batch_rows": [dict(row) for row in view.batch_rows], "drops": [dict(row) for row in view.drops],
-        "score": None if view.score is None else _placed(view.score),
+        "score": None if view.score is None else _with_position(view.score),
         "chain": [dataclasses.asdict(link) for link in of_session(view)], "tokens": tokens.body(),
     }  # fmt: skip
 
@@ -83,7 +84,7 @@ def json_file(view: SessionView, tokens: SessionTokens) -> str:
     return printable_json(orjson.dumps(as_json(view, tokens), option=orjson.OPT_INDENT_2).decode())
 
 
-def _placed(row: Any) -> dict[str, Any]:
+def _with_position(row: Any) -> dict[str, Any]:
     """Return a row with the position of its record."""
     return {**{name: value for name, value in row.items() if name != "place"}, "at": where_of(row["place"])}
 
@@ -95,11 +96,11 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
     with Index.open(path_of(settings)) as index, index.snapshot() as as_of:
-        kind, name = resolved(index, arguments.id)
+        kind, name = resolve_id(index, arguments.id)
         view = index.session(name) if kind == "session" else None
         if view is None:
             raise BadQuestion(f"{name} is a group: `turnlog why {name}` names its sessions")
-        async with opened("session", settings, archive=arguments.source == ARCHIVE) as role:
+        async with open_role("session", settings, archive=arguments.source == ARCHIVE) as role:
             tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
     if arguments.html is not None:
         content, path = as_html(view, tokens).encode(), arguments.html

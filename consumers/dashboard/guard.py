@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnlog.consumers.dashboard import Refused
 from turnlog.infra.roles.health import BodyTooLarge, body_of
-from turnlog.infra.roles.probe import called, leads_nowhere_else
+from turnlog.infra.roles.probe import leads_nowhere_else, parse_host
 from turnlog.infra.run_folder import DASHBOARD_KEY, kept_secret, present, replace_private
 from turnlog.secret_files import SecretUnusable
 
@@ -75,23 +75,23 @@ class Keys:
 
     def link_token(self, url: str) -> str:
         """Return a token for a link to the dashboard at `url`. It works once, within LINK_S seconds."""
-        return self._signed("link", url)
+        return self._sign_token("link", url)
 
     def take_link(self, token: str, url: str) -> None:
         """Use up a link token. Raises Refused if it was used, expired, was issued before this process started, or
         belongs to another dashboard."""
-        made = self._opened("link", token, url, LINK_S)
+        made = self._verify_token("link", token, url, LINK_S)
         if made is None or made < self._begun or token in self._used:
             raise Refused(403, "this login link was used, or is too old: `turnlog dashboard link` prints another")
         self._used = {one: at for one, at in self._used.items() if at > self._now() - LINK_S} | {token: made}
 
     def login(self) -> str:
         """Return the cookie value of a new login."""
-        return self._signed("login", "")
+        return self._sign_token("login", "")
 
     def is_login(self, cookie: str) -> bool:
         """Return whether the cookie is a valid login that has neither expired nor ended."""
-        return self._opened("login", cookie, "", LOGIN_S) is not None and _mac_of(cookie) not in self._ends()
+        return self._verify_token("login", cookie, "", LOGIN_S) is not None and _mac_of(cookie) not in self._ends()
 
     def end(self, cookie: str) -> None:
         """Log out: invalidate the cookie and all copies of it, at every dashboard of the run."""
@@ -113,11 +113,11 @@ class Keys:
         """Return the token that forms of this login carry."""
         return self._mac("form", cookie, "", "")
 
-    def _signed(self, kind: str, about: str) -> str:
+    def _sign_token(self, kind: str, about: str) -> str:
         made, nonce = f"{self._now():.3f}", secrets.token_urlsafe(18)
         return f"{made}~{nonce}~{self._mac(kind, made, nonce, about)}"
 
-    def _opened(self, kind: str, text: str, about: str, lasts_s: float) -> float | None:
+    def _verify_token(self, kind: str, text: str, about: str, lasts_s: float) -> float | None:
         """Return when a token was issued; None if it is not ours or has expired."""
         made, _, rest = text.partition("~")
         nonce, _, mac = rest.partition("~")
@@ -219,7 +219,7 @@ class Guard:
         or the forwarded scheme shows."""
         origin, site = request.headers.get("origin", ""), request.headers.get("sec-fetch-site", "same-origin")
         host, schemes = request.headers["host"], {request.url.scheme}
-        if called(host) in self._rules.hosts:
+        if parse_host(host) in self._rules.hosts:
             schemes.add("https")
         if origin not in {f"{scheme}://{host}" for scheme in schemes} or site != "same-origin":
             raise Refused(
@@ -227,7 +227,7 @@ class Guard:
             )
 
     def _knows(self, host: str) -> bool:
-        name = called(host)
+        name = parse_host(host)
         return name in self._rules.hosts or leads_nowhere_else(name)
 
     def _logged_in(self, request: Request) -> Response:
@@ -265,7 +265,7 @@ async def checked_form(request: Request) -> Mapping[str, str]:
 def _with_headers(send: Send, path: str) -> Send:
     kept = "max-age=3600" if path.startswith("/static/") else "no-store"
 
-    async def guarded(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
             named = {name for name, _ in message["headers"]}
             more = {"cache-control": kept} | HEADERS
@@ -275,4 +275,4 @@ def _with_headers(send: Send, path: str) -> Send:
             ]
         await send(message)
 
-    return guarded
+    return send_with_headers

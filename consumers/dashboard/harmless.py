@@ -50,7 +50,7 @@ def _stands(char: str) -> bool:
     return unicodedata.category(char) == "Zs"
 
 
-def finalized(value: Any) -> Any:
+def finalize_value(value: Any) -> Any:
     """Convert the value of a template expression: a dash for None, Markup as it is, other values made visible."""
     if value is None:
         return "–"
@@ -60,7 +60,7 @@ def finalized(value: Any) -> Any:
 def environment() -> Environment:
     """Create the template environment of the pages."""
     found = Environment(
-        loader=FileSystemLoader(PAGES), autoescape=True, finalize=finalized, undefined=StrictUndefined,
+        loader=FileSystemLoader(PAGES), autoescape=True, finalize=finalize_value, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     found.filters["markdown"] = markdown

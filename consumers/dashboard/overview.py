@@ -52,14 +52,14 @@ class Overview:
     as_of: AsOf
 
 
-def supervised(directory: Path) -> bool | None:
+def is_supervised(directory: Path) -> bool | None:
     """Return whether the supervisor of a run's folder is alive. Return None if `turnlog up` never ran for that folder,
     so that any processes of the run are elsewhere."""
     return is_live(directory) if read_state(directory) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """Steps that the curves show, and their smoothing."""
 
     first: int | None = None
@@ -77,15 +77,15 @@ class Window:
         return [row for row in steps if first <= row["step"] <= last]
 
 
-NEWEST = Window()
+NEWEST = StepWindow()
 
 
 def overview(
-    index: Index, window: Window = NEWEST, *, alive: bool | None = None, now_s: float | None = None
+    index: Index, window: StepWindow = NEWEST, *, alive: bool | None = None, now_s: float | None = None
 ) -> Overview:
     """Return the first page at one moment of the index.
 
-    `alive` is the result of `supervised`; `now_s` is the time in seconds since 1970 (default: the clock). Raises
+    `alive` is the result of `is_supervised`; `now_s` is the time in seconds since 1970 (default: the clock). Raises
     IndexFailure.
     """
     with index.snapshot() as as_of:
@@ -129,7 +129,7 @@ def _quiet(index: Index, now_s: float | None) -> bool:
     return newest is None or (time.time() if now_s is None else now_s) - newest / 1000 > QUIET_S
 
 
-def _planned(index: Index) -> Row | None:
+def _latest_plan(index: Index) -> Row | None:
     return index.row("SELECT draws FROM runs WHERE kind = 'RunPlanned' ORDER BY place DESC LIMIT 1")
 
 
@@ -140,7 +140,7 @@ def _draws(steps: Sequence[Row]) -> int:
 def _phase(index: Index, steps: Sequence[Row], *, alive: bool | None, now_s: float | None) -> str:
     """Return the phase of the run, as far as it can be known. The log holds what was requested and what was done, but
     not whether a process still exists."""
-    plan = _planned(index)
+    plan = _latest_plan(index)
     if plan is None:
         return "not planned"
     if _draws(steps) >= plan["draws"]:
@@ -154,7 +154,7 @@ def _phase(index: Index, steps: Sequence[Row], *, alive: bool | None, now_s: flo
 
 
 def _facts(index: Index, phase: str, steps: Sequence[Row], newest: int | None, fates: Sequence[Row]) -> Any:
-    plan, draws = _planned(index), _draws(steps)
+    plan, draws = _latest_plan(index), _draws(steps)
     yield "phase", phase, ""
     yield "newest record", clock(_newest_record_ms(index)), ""
     yield "draws trained", f"{number(draws)} of {number(plan['draws'])}" if plan else number(draws), "/batches"
@@ -185,7 +185,7 @@ def _charts(index: Index, steps: Sequence[Row], smoothing: float) -> Any:
     yield _books(steps, at)
     yield chart("Loss", "", [row["loss"] for row in steps])
     yield chart("Entropy", "nats, mean of trained tokens", [row["entropy"] for row in steps], floor=0)
-    kl = [_measured(row, "kl") for row in steps]
+    kl = [_find_metric(row, "kl") for row in steps]
     if any(value is not None for value in kl):
         yield chart("KL divergence", "nats, from the reference", kl)
     yield chart("Clipped tokens", "share of trained tokens", [row["clip_fraction"] for row in steps], floor=0)
@@ -281,7 +281,7 @@ def _books(steps: Sequence[Row], at: Sequence[int]) -> Chart:
     return Chart(title, "sampled tokens", bands(title, at, columns, styles), [(styles[one], one) for one in columns])
 
 
-def _measured(row: Row, name: str) -> float | None:
+def _find_metric(row: Row, name: str) -> float | None:
     """Return the first metric of the algorithm whose name begins with `name`."""
     metrics = orjson.loads(row["metrics"] or "{}")
     return next((value for key, value in metrics.items() if key.startswith(name)), None)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from turnlog.consumers.dashboard import Looks
+from turnlog.consumers.dashboard import CachedQuery
 from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.lag import Lag, Markers, by_role, lag_of
 from turnlog.infra.log import Partition
@@ -39,7 +39,7 @@ class Queue:
         return self.first is not None and self.stands_s > STANDS_S
 
 
-class Standing:
+class ConsumerStallTimes:
     """Observation of how long each consumer group has waited at the same offset. A queue that was empty at one
     observation starts again."""
 
@@ -67,23 +67,23 @@ class Queues:
 
     def __init__(self, records: Records, clock: Callable[[], float] = time.monotonic) -> None:
         self._records, self._clock = records, clock
-        self._markers, self._standing = Markers(), Standing()
-        self._looks = Looks(self._look, clock)
+        self._markers, self._standing = Markers(), ConsumerStallTimes()
+        self._looks = CachedQuery(self._look, clock)
 
     async def look(self) -> Sequence[Queue]:
         """Return the queues of all roles. Raises LogError, ReadOnlyArchive, and what opening the log raises."""
-        role = await self._records.opened()
+        role = await self._records.open_role()
         return await self._looks.within(role.settings.lag.every_s)
 
     async def _look(self) -> Sequence[Queue]:
-        role, now = await self._records.opened(), self._clock()
+        role, now = await self._records.open_role(), self._clock()
         lags = await lag_of(role.log, role.settings, self._markers)
         groups = {(one.role, one.group) for one in lags}  # lags are per partition, commits per consumer group
-        speak = {name for name, group in groups if await role.log.committed(group)}
+        speak = {name for name, group in groups if await role.log.committed_partitions(group)}
         silent = {name for name, _ in groups} - speak
-        return list(self._told(lags, silent, now))
+        return list(self._build_queues(lags, silent, now))
 
-    def _told(self, lags: Sequence[Lag], silent: Iterable[str], now: float) -> Iterable[Queue]:
+    def _build_queues(self, lags: Sequence[Lag], silent: Iterable[str], now: float) -> Iterable[Queue]:
         sums, standing = by_role(lags), self._standing.look(lags, now)
         for role in ACCESS:
             if role in TELLS_NOTHING:

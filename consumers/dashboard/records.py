@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from turnlog.consumers import dead_letters
-from turnlog.consumers.dashboard import Unknown, known
+from turnlog.consumers.dashboard import Unknown, require_found
 from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.index import fate
 from turnlog.consumers.index.console import as_json
@@ -151,9 +151,9 @@ class Records:
         return self._kept[key]
 
     async def _read(self, session_id: str) -> bytes:
-        role = await self.opened()
+        role = await self.open_role()
         with Index.open(self._index) as index, index.snapshot():
-            view = known(index.session(session_id), f"session {session_id}")
+            view = require_found(index.session(session_id), f"session {session_id}")
             found = await session_tokens(role, index, view, self._vocabulary)
         return orjson.dumps(await asyncio.to_thread(found.body))
 
@@ -162,7 +162,7 @@ class Records:
         if topic not in NUMBER or partition not in range(1 << PARTITION_BITS) or offset not in range(1 << OFFSET_BITS):
             raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
         place = place_of(topic, partition, offset)
-        role = await self.opened()
+        role = await self.open_role()
         there = await role.log.topics()
         if topic not in there or partition >= there[topic].partitions:
             raise Unknown(f"{topic}[{partition}] is not on the log")
@@ -174,18 +174,20 @@ class Records:
     async def requeue(self, letter_id: str) -> tuple[Partition, int]:
         """Append the record of a dead letter again, unless that was done before, and return its position. Raises
         LetterError, LogError, ReadOnlyArchive."""
-        role = await self.opened()
-        letter = dead_letters.named(await dead_letters.read(role), letter_id)
-        if times := (await dead_letters.requeued(role, dead_letters.first_places([letter]))).get(letter.event_id, 0):
+        role = await self.open_role()
+        letter = dead_letters.find_letter(await dead_letters.read(role), letter_id)
+        if times := (await dead_letters.count_requeues(role, dead_letters.first_places([letter]))).get(
+            letter.event_id, 0
+        ):
             raise dead_letters.NotRequeueable(f"it was requeued {times} times: `requeue --again` does it once more")
         async with role.log.appender() as appender:
             return await dead_letters.requeue(role, appender, letter, times=0)
 
     async def skip(self, place: str, reason: str) -> None:
         """Order the assembler to skip a record. Raises NotSkippable, LogError, ReadOnlyArchive."""
-        await dead_letters.skip(await self.opened(), place, reason)
+        await dead_letters.skip(await self.open_role(), place, reason)
 
-    async def opened(self) -> Role:
+    async def open_role(self) -> Role:
         """Return the role that reads the log. The first call opens it."""
         async with self._opening:
             if self._role is None:
@@ -247,12 +249,12 @@ def _columns(content: bytes, samples: Iterable[str]) -> dict[str, dict[str, NDAr
         own = np.flatnonzero(names == sample)
         if len(own):
             found[sample] = {
-                name: _placed(at[own], table[name].to_numpy()[own]) for name in ("logprob", "entropy", "ratio")
+                name: _scatter_values(at[own], table[name].to_numpy()[own]) for name in ("logprob", "entropy", "ratio")
             }
     return found
 
 
-def _placed(at: NDArray[np.int32], values: NDArray[np.float32]) -> NDArray[np.float32]:
+def _scatter_values(at: NDArray[np.int32], values: NDArray[np.float32]) -> NDArray[np.float32]:
     found = np.full(int(at.max()) + 1, np.nan, dtype=np.float32)
     found[at] = values
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnlog.consumers.dashboard import Looks
+from turnlog.consumers.dashboard import CachedQuery
 from turnlog.consumers.index.reader import AsOf, Index, Row
 from turnlog.infra.roles.probe import states
 from turnlog.infra.run_folder import health_of
@@ -52,7 +52,7 @@ def sandboxes(index: Index, status: str, reason: str | None, *, sort: str, after
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerStatus:
     """A sandbox worker that was asked for its pools."""
 
     name: str
@@ -62,23 +62,23 @@ class Worker:
     """Reason why the worker did not answer."""
 
 
-class Pools:
+class WorkerPools:
     """Pools of the sandbox workers of a run, if their addresses are known."""
 
     def __init__(self, directory: Path, elsewhere: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         """`directory` is that of the run, whose supervisor knows its workers. `elsewhere` are addresses of health
         servers, of any role, if no local supervisor runs them."""
         self._directory, self._elsewhere = directory, elsewhere
-        self._looks = Looks(lambda: asyncio.to_thread(lambda: list(self._asked())), clock)
+        self._looks = CachedQuery(lambda: asyncio.to_thread(lambda: list(self._query_workers())), clock)
 
-    async def look(self) -> Sequence[Worker]:
+    async def look(self) -> Sequence[WorkerStatus]:
         """Return every worker; an empty list if no address is known."""
         return await self._looks.within(EVERY_S)
 
-    def _asked(self) -> Iterator[Worker]:
+    def _query_workers(self) -> Iterator[WorkerStatus]:
         own = health_of(self._directory, "sandbox")
         for name, said in states(own or {url: url for url in self._elsewhere}, "sandbox", TIMEOUT_S).items():
             if "pools" in said:
-                yield Worker(name, said["pools"]["pools"])
+                yield WorkerStatus(name, said["pools"]["pools"])
             elif own or not said.get("role"):  # skip other roles in `elsewhere`
-                yield Worker(name, why=said.get("unreachable", "it has no pool yet"))
+                yield WorkerStatus(name, why=said.get("unreachable", "it has no pool yet"))

@@ -21,15 +21,15 @@ from turnlog.consumers.dashboard import NotRunning
 from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
 from turnlog.consumers.dashboard.guard import Guard, Keys, Rules
 from turnlog.consumers.dashboard.records import Records, Vocabulary
-from turnlog.consumers.dashboard.sandboxes import Pools
+from turnlog.consumers.dashboard.sandboxes import WorkerPools
 from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
 from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.roles import event_loop
-from turnlog.infra.roles.health import Health, QuietServer, configured, listening, serve_health
-from turnlog.infra.roles.probe import health_address, is_loopback, reached
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.starting import asked
+from turnlog.infra.roles.health import Health, QuietServer, listening, serve_health, uvicorn_config
+from turnlog.infra.roles.probe import client_url, health_address, is_loopback
+from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.starting import stop_on_signals
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import private_folder
 from turnlog.names import ExitStatus
@@ -51,7 +51,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
     settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
     archive = arguments.source == ARCHIVE
-    event_loop.run(NAME, _served(settings, archive=archive, against=arguments.against))
+    event_loop.run(NAME, _serve_dashboard(settings, archive=archive, against=arguments.against))
     return ExitStatus.DONE
 
 
@@ -102,16 +102,16 @@ async def serving(
     keys = Keys(own.key, directory)
     records = Records(path_of(settings), Vocabulary(settings.model.path), connect)
     with closing(listening(own.host, own.port, "[dashboard] host or port")) as listener:
-        url = reached(own.host, listener.getsockname()[1])
+        url = client_url(own.host, listener.getsockname()[1])
         cookie = "turnlog-" + hashlib.sha256(settings.run.id.encode()).hexdigest()[:12]
         login = own.login == "always" or not is_loopback(own.host)
         rules = Rules(frozenset(name.lower() for name in own.hosts), login, cookie, url)
         pages = Pages(
             settings.run.id, path_of(settings), records, ended, hint=_hint(settings), streams=streams,
-            every_s=every_s, within_s=within_s, against=_named(against, directory),
-            pools=Pools(directory, settings.status.health), directory=directory,
+            every_s=every_s, within_s=within_s, against=_find_runs(against, directory),
+            pools=WorkerPools(directory, settings.status.health), directory=directory,
         )  # fmt: skip
-        config = configured(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
+        config = uvicorn_config(Guard(pages.application(), keys, rules), timeout_graceful_shutdown=ENDS_S)
         async with QuietServer(config).running(listener):
             try:
                 yield url, keys
@@ -120,7 +120,7 @@ async def serving(
     await records.close()
 
 
-def _named(against: Sequence[str], directory: Path) -> dict[str, Other]:
+def _find_runs(against: Sequence[str], directory: Path) -> dict[str, Other]:
     """Find the runs beside this one by their ids, and what other paths name. Raises NoIndex, NotADataset."""
     found = {}
     for text in against:
@@ -129,21 +129,21 @@ def _named(against: Sequence[str], directory: Path) -> dict[str, Other]:
     return found
 
 
-async def _served(settings: Settings, *, archive: bool, against: Sequence[str] = ()) -> None:
-    stopping, health = asked(), Health(NAME)
+async def _serve_dashboard(settings: Settings, *, archive: bool, against: Sequence[str] = ()) -> None:
+    stopping, health = stop_on_signals(), Health(NAME)
 
     def connect() -> AbstractAsyncContextManager[Role]:
-        return opened(NAME, settings, archive=archive, health=health, stopping=stopping)
+        return open_role(NAME, settings, archive=archive, health=health, stopping=stopping)
 
     async with (
         serve_health(health, health_address(os.environ)),
         serving(settings, connect, stopping=stopping, against=against) as (url, keys),
     ):
-        with _told(Path(settings.run.directory), url):
+        with _store_address(Path(settings.run.directory), url):
             say(f"dashboard of run {settings.run.id}: {url}", _login_line(settings, keys, url))
             if not is_loopback(settings.dashboard.host):
                 log.warning("%s is reached from elsewhere, and not encrypted: put a proxy with TLS before it", url)
-            health.started()
+            health.mark_started()
             await stopping.wait()
 
 
@@ -160,7 +160,7 @@ def _login_line(settings: Settings, keys: Keys, url: str) -> str:
 
 
 @contextlib.contextmanager
-def _told(directory: Path, url: str) -> Iterator[None]:
+def _store_address(directory: Path, url: str) -> Iterator[None]:
     """Store the address for `turnlog dashboard link` while the block runs."""
     private_folder(directory)
     path = directory / FILE

@@ -24,9 +24,9 @@ from turnlog.consumers.dashboard.timeline import (
     PHASES,
     VERSIONS,
     WIDTH,
-    Span,
+    LaneSpan,
+    draw_phase_bar,
     phases_of,
-    stacked,
 )
 from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.reader import AsOf, Index, Row
@@ -62,7 +62,7 @@ SERVED = "SELECT * FROM engine_events WHERE time_ms <= ? ORDER BY engine_id, tim
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """A window of time in milliseconds since 1970."""
 
     first: int
@@ -72,32 +72,32 @@ class Window:
     def ms(self) -> int:
         return self.last - self.first
 
-    def cut(self, spans: Iterable[Span]) -> Iterator[Span]:
+    def cut(self, spans: Iterable[LaneSpan]) -> Iterator[LaneSpan]:
         """Yield the parts of spans that lie within the window."""
         for one in spans:
             if one.end >= self.first and one.start <= self.last:
-                yield Span(max(one.start, self.first), min(one.end, self.last), one.style, one.says)
+                yield LaneSpan(max(one.start, self.first), min(one.end, self.last), one.style, one.says)
 
-    def part(self, number: int) -> Window:
+    def part(self, number: int) -> TimeWindow:
         """Return the n-th of PARTS parts."""
         edges = [self.first + self.ms * at // PARTS for at in (number, number + 1)]
-        return Window(edges[0], max(edges[1], edges[0] + 1))
+        return TimeWindow(edges[0], max(edges[1], edges[0] + 1))
 
     @property
-    def asked(self) -> str:
+    def query_string(self) -> str:
         """Query string of the page that shows this window."""
         return urlencode({"from": self.first, "to": self.last})
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class ChartLane:
     """A lane of the chart."""
 
     name: str
     leads: str
     """Link to the page with details."""
     says: str
-    spans: Sequence[Span] = ()
+    spans: Sequence[LaneSpan] = ()
     running: Sequence[float] = ()
     """Mean number of items running at once, by column."""
 
@@ -107,7 +107,7 @@ class Swimlanes:
     """A window of a run as a chart."""
 
     picture: Markup
-    window: Window
+    window: TimeWindow
     links: Sequence[tuple[str, str]]
     """(name, query) of other windows."""
     steps: int
@@ -126,8 +126,8 @@ def swimlanes(index: Index, first: int | None = None, last: int | None = None) -
         ends = index.row(ENDS)
         if ends is None or ends["first"] is None:
             return None
-        whole = Window(ends["first"], max(ends["last"], ends["first"] + 1))
-        window = _asked(whole, first, last)
+        whole = TimeWindow(ends["first"], max(ends["last"], ends["first"] + 1))
+        window = _resolve_window(whole, first, last)
         steps = index.rows(STEPS, window.first, window.last + LONGEST_MS)
         lanes = [_trainer(window, steps), _weights(window, index), *_engines(window, index), *_sandboxes(window, index)]
     ended = [row for row in steps if row["time_ms"] <= window.last]
@@ -135,36 +135,36 @@ def swimlanes(index: Index, first: int | None = None, last: int | None = None) -
     for row in ended:
         for phase, each in phases_of(row):
             seconds[phase] = seconds.get(phase, 0.0) + each
-    bar = stacked(list(seconds.items()), f"seconds of {len(ended)} steps")
+    bar = draw_phase_bar(list(seconds.items()), f"seconds of {len(ended)} steps")
     phases = [(PHASES.get(phase, OTHER), phase, each) for phase, each in seconds.items()]
-    return Swimlanes(_drawn(window, lanes), window, _links(whole, window), len(ended), bar, phases, as_of)
+    return Swimlanes(_draw_lanes(window, lanes), window, _links(whole, window), len(ended), bar, phases, as_of)
 
 
-def _asked(whole: Window, first: int | None, last: int | None) -> Window:
+def _resolve_window(whole: TimeWindow, first: int | None, last: int | None) -> TimeWindow:
     last = whole.last if last is None else last
     first = max(whole.first, last - NEWEST_MS) if first is None else first
     if not 0 <= first < last < 1 << 50:
         raise BadQuestion(f"from {first} to {last} is no stretch of time: milliseconds since 1970, the earlier first")
-    return Window(first, last)
+    return TimeWindow(first, last)
 
 
-def _links(whole: Window, at: Window) -> list[tuple[str, str]]:
+def _links(whole: TimeWindow, at: TimeWindow) -> list[tuple[str, str]]:
     """Return links to windows beside, inside and around this one, within the run."""
     half = at.ms // 2
     found = []
     if at.first > whole.first:
-        found.append(("earlier", Window(max(at.first - half, 0), at.last - half).asked))
+        found.append(("earlier", TimeWindow(max(at.first - half, 0), at.last - half).query_string))
     if at.last < whole.last:
-        found.append(("later", Window(at.first + half, at.last + half).asked))
+        found.append(("later", TimeWindow(at.first + half, at.last + half).query_string))
     if at.first > whole.first or at.last < whole.last:
-        found.append(("wider", Window(max(at.first - half, 0), at.last + half).asked))
-        found.append(("all of it", whole.asked))
+        found.append(("wider", TimeWindow(max(at.first - half, 0), at.last + half).query_string))
+        found.append(("all of it", whole.query_string))
     if at.ms > 4:
-        found.append(("closer", Window(at.first + at.ms // 4, at.last - at.ms // 4).asked))
+        found.append(("closer", TimeWindow(at.first + at.ms // 4, at.last - at.ms // 4).query_string))
     return found
 
 
-def _trainer(window: Window, steps: Sequence[Row]) -> Lane:
+def _trainer(window: TimeWindow, steps: Sequence[Row]) -> ChartLane:
     """Return the lane of the trainer. The phases of a step are drawn one after another, ending at its record."""
     spans = []
     for row in steps:
@@ -172,58 +172,58 @@ def _trainer(window: Window, steps: Sequence[Row]) -> Lane:
         ends = accumulate((1000 * seconds for _, seconds in parts), initial=row["time_ms"] - _total_ms(parts))
         for (phase, seconds), (start, end) in zip(parts, pairwise(ends), strict=True):
             said = f"step {row['step']}, batch {row['batch_index']}: {phase} {number(round(seconds, 3))} s"
-            spans.append(Span(start, end, PHASES.get(phase, OTHER), said))
+            spans.append(LaneSpan(start, end, PHASES.get(phase, OTHER), said))
     ended = sum(row["time_ms"] <= window.last for row in steps)
-    return Lane("trainer", "/batches", f"{ended} steps", spans)
+    return ChartLane("trainer", "/batches", f"{ended} steps", spans)
 
 
 def _total_ms(parts: Sequence[tuple[str, float]]) -> float:
     return 1000 * sum(seconds for _, seconds in parts)
 
 
-def _weights(window: Window, index: Index) -> Lane:
+def _weights(window: TimeWindow, index: Index) -> ChartLane:
     rows = index.rows(PUBLISHED, window.first, window.last)
     spans = [
-        Span(row["time_ms"], row["time_ms"], "mark", f"version {row['version']} published: {row['kind']}, "
+        LaneSpan(row["time_ms"], row["time_ms"], "mark", f"version {row['version']} published: {row['kind']}, "
              f"{number(row['bytes'])} bytes")
         for row in rows
     ]  # fmt: skip
-    return Lane("weights", "/weights", f"{len(rows)} versions published", spans)
+    return ChartLane("weights", "/weights", f"{len(rows)} versions published", spans)
 
 
-def _engines(window: Window, index: Index) -> Iterator[Lane]:
+def _engines(window: TimeWindow, index: Index) -> Iterator[ChartLane]:
     running = running_by(window, index, "turns_records", "engine_id", "total_s - queue_s")
     said: dict[str, list[Row]] = {}
     for row in index.rows(SERVED, window.last + LONGEST_MS):
         said.setdefault(row["engine_id"], []).append(row)
     for name, columns in busiest(running, said):
-        spans = list(_served(window, said.get(name, ())))
+        spans = list(_engine_spans(window, said.get(name, ())))
         versions = [row["version"] for row in said.get(name, ()) if window.first <= row["time_ms"] <= window.last]
         swaps = sum(one.style == "swap" for one in spans)
         loaded = f"; {swaps} swaps, versions {min(versions)} to {max(versions)}" if versions else ""
-        yield Lane(name, "/weights", f"{_load(columns)} requests in hand{loaded}", spans, columns)
+        yield ChartLane(name, "/weights", f"{_load(columns)} requests in hand{loaded}", spans, columns)
 
 
-def _served(window: Window, said: Sequence[Row]) -> Iterator[Span]:
+def _engine_spans(window: TimeWindow, said: Sequence[Row]) -> Iterator[LaneSpan]:
     """Yield the versions that an engine served and, over them, the weight update that brought each."""
     for row, following in zip(said, [*said[1:], None], strict=True):
         end = window.last if following is None else following["time_ms"]
         if row["state"] == "serving" and row["version"] is not None:
             style = f"v{row['version'] % VERSIONS}"
-            yield Span(row["time_ms"], end, style, f"serves version {row['version']}")
+            yield LaneSpan(row["time_ms"], end, style, f"serves version {row['version']}")
         seconds = sum(orjson.loads(row["seconds"] or "{}").values())
         if seconds:
             swapped = f"swapped version {row['version']} in, in {number(round(seconds, 3))} s"
-            yield Span(row["time_ms"] - 1000 * seconds, row["time_ms"], "swap", swapped)
+            yield LaneSpan(row["time_ms"] - 1000 * seconds, row["time_ms"], "swap", swapped)
         elif row["refused_version"] is not None:
-            yield Span(row["time_ms"], row["time_ms"], "failed", f"refused version {row['refused_version']}")
+            yield LaneSpan(row["time_ms"], row["time_ms"], "failed", f"refused version {row['refused_version']}")
 
 
-def _sandboxes(window: Window, index: Index) -> Iterator[Lane]:
+def _sandboxes(window: TimeWindow, index: Index) -> Iterator[ChartLane]:
     running = running_by(window, index, "tool_results_records", "worker", "duration_s")
     running.pop("", None)  # answers without an execution name no worker
     for name, columns in busiest(running, ()):
-        yield Lane(name, "/sandboxes", f"{_load(columns)} calls running", (), columns)
+        yield ChartLane(name, "/sandboxes", f"{_load(columns)} calls running", (), columns)
 
 
 def _load(columns: Sequence[float]) -> str:
@@ -239,7 +239,7 @@ def busiest(running: Mapping[str, Sequence[float]], known: Iterable[str]) -> Ite
         yield f"{len(others)} others", [sum(at) for at in zip(*(loads[name] for name in others), strict=True)]
 
 
-def running_by(window: Window, index: Index, table: str, lane: str, seconds: str) -> dict[str, list[float]]:
+def running_by(window: TimeWindow, index: Index, table: str, lane: str, seconds: str) -> dict[str, list[float]]:
     """Return the mean number of items running in each column, by lane.
 
     Positions are in columns. Up to the end c of a column, the items that began at positions b and ended at positions e
@@ -258,7 +258,7 @@ def running_by(window: Window, index: Index, table: str, lane: str, seconds: str
     return found
 
 
-def _drawn(window: Window, lanes: Sequence[Lane]) -> Markup:
+def _draw_lanes(window: TimeWindow, lanes: Sequence[ChartLane]) -> Markup:
     height = TOP + LANE * len(lanes) + 4
     body = [_axis(window, height)]
     body += [_lane(window, lane, TOP + LANE * at) for at, lane in enumerate(lanes)]
@@ -278,7 +278,7 @@ _NAME = Markup(
 )
 
 
-def _axis(window: Window, height: int) -> Markup:
+def _axis(window: TimeWindow, height: int) -> Markup:
     """Draw the parts of the window, each with the time of day at which it begins."""
     found = []
     for at in range(PARTS):
@@ -286,7 +286,7 @@ def _axis(window: Window, height: int) -> Markup:
         x, wide = _x(window, part.first), (WIDTH - LEFT - 6) / PARTS
         clock = _clock(part.first, fine=window.ms < 30_000)
         said = f"{clock} UTC: closer"
-        found.append(_PART.format(part.asked, said, said, x, wide, height, x + 2, clock, x, TOP - 8, height - 4))
+        found.append(_PART.format(part.query_string, said, said, x, wide, height, x + 2, clock, x, TOP - 8, height - 4))
     return Markup("").join(found)
 
 
@@ -296,11 +296,11 @@ def _clock(ms: int, *, fine: bool) -> str:
     return f"{shown}.{ms % 1000:03d}" if fine else shown
 
 
-def _x(window: Window, ms: float) -> float:
+def _x(window: TimeWindow, ms: float) -> float:
     return LEFT + (WIDTH - LEFT - 6) * (ms - window.first) / window.ms
 
 
-def _lane(window: Window, lane: Lane, y: int) -> Markup:
+def _lane(window: TimeWindow, lane: ChartLane, y: int) -> Markup:
     name, says = visible(lane.name), visible(f"{lane.name}: {lane.says}")
     found = [_NAME.format(lane.leads, says, says, y + 15, name[:17], LEFT, y + LANE - 2, WIDTH - 6)]
     tall = LANE - 5
@@ -310,26 +310,26 @@ def _lane(window: Window, lane: Lane, y: int) -> Markup:
         path = "".join(f"V{y + LANE - 2 - (LANE - 9) * each / most:.1f}h{wide:.3f}" for each in lane.running)
         area = f"M{LEFT} {y + LANE - 2}{path}V{y + LANE - 2}Z"
         found.append(Markup('<path class="running" d="{}" data-tip="{}"/>').format(area, says))
-    for one in joined(window, lane.spans):
+    for one in merge_spans(window, lane.spans):
         start, end = _x(window, one.start), _x(window, one.end)
         found.append(BAR.format(f"span {one.style}", start, y + 1, max(end - start, 1.5), tall, visible(one.says)))
     return Markup("").join(found)
 
 
-def joined(window: Window, spans: Iterable[Span]) -> Iterator[Span]:
+def merge_spans(window: TimeWindow, spans: Iterable[LaneSpan]) -> Iterator[LaneSpan]:
     """Yield the spans in order, weight updates and failures last (on top). Neighbours within one column are merged, so
     there are at most twice as many spans as columns."""
     column = window.ms / COLUMNS
-    layers: dict[bool, list[tuple[Span, int]]] = {}
+    layers: dict[bool, list[tuple[LaneSpan, int]]] = {}
     for one in window.cut(spans):
         over = layers.setdefault(one.style in ("swap", "failed"), [])
         if over and one.end - over[-1][0].start < column:
             last, count = over[-1]
             longer = max(last, one, key=lambda each: each.end - each.start)
-            over[-1] = Span(last.start, one.end, longer.style, one.says), count + 1
+            over[-1] = LaneSpan(last.start, one.end, longer.style, one.says), count + 1
         else:
             over.append((one, 1))
     for _, layer in sorted(layers.items()):
         for one, count in layer:
             says = one.says if count == 1 else f"{count} of them, the last: {one.says}"
-            yield Span(one.start, one.end, one.style, says)
+            yield LaneSpan(one.start, one.end, one.style, says)

@@ -26,7 +26,7 @@ OTHER = "v5"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LaneSpan:
     """A stretch of a lane, in milliseconds since 1970."""
 
     start: float
@@ -36,12 +36,12 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class SessionLane:
     """The lane of a session."""
 
     session: str
-    spans: Sequence[Span]
-    marks: Sequence[Span]
+    spans: Sequence[LaneSpan]
+    marks: Sequence[LaneSpan]
     """Moments, as spans of length 0."""
 
 
@@ -76,11 +76,15 @@ def timeline(index: Index, of: BatchView, *, whole: bool = False) -> Timeline:
               ("mark", "judged, folded")]  # fmt: skip
     phases = [(PHASES.get(phase, OTHER), phase, each) for phase, each in seconds]
     return Timeline(
-        _drawn(lanes, of), stacked(seconds, "seconds of the step"), phases, legend, max(len(began) - most, 0)
+        _draw_lanes(lanes, of),
+        draw_phase_bar(seconds, "seconds of the step"),
+        phases,
+        legend,
+        max(len(began) - most, 0),
     )
 
 
-def _lane(index: Index, session: str) -> Lane:
+def _lane(index: Index, session: str) -> SessionLane:
     turns = index.rows("SELECT * FROM turns WHERE session_id = ? ORDER BY place", session)
     calls = index.rows("SELECT * FROM tool_calls WHERE session_id = ? ORDER BY call_seq", session)
     spans = [*(span for row in turns for span in _turn(row)), *(span for row in calls for span in _call(row))]
@@ -89,25 +93,25 @@ def _lane(index: Index, session: str) -> Lane:
         "UNION ALL SELECT 'folded', min(time_ms) FROM samples WHERE session_id = ?",
         session, session,
     )  # fmt: skip
-    marks = [Span(row["time_ms"], row["time_ms"], "mark", row["kind"]) for row in judged if row["time_ms"]]
-    return Lane(session, spans, marks)
+    marks = [LaneSpan(row["time_ms"], row["time_ms"], "mark", row["kind"]) for row in judged if row["time_ms"]]
+    return SessionLane(session, spans, marks)
 
 
-def _turn(row: Row) -> Iterator[Span]:
+def _turn(row: Row) -> Iterator[LaneSpan]:
     start = row["time_ms"] - 1000 * row["total_s"]
     asked = start + 1000 * row["queue_s"]
     said = f"turn {row['turn_index']}: {row['output_tokens']} tokens of version {row['version_first']}"
     if row["queue_s"]:
-        yield Span(start, asked, "wait", f"turn {row['turn_index']}: {row['queue_s']:.2f} s in the queue")
-    yield Span(asked, row["time_ms"], f"v{row['version_first'] % VERSIONS}", f"{said} in {row['total_s']:.2f} s")
+        yield LaneSpan(start, asked, "wait", f"turn {row['turn_index']}: {row['queue_s']:.2f} s in the queue")
+    yield LaneSpan(asked, row["time_ms"], f"v{row['version_first'] % VERSIONS}", f"{said} in {row['total_s']:.2f} s")
 
 
-def _call(row: Row) -> Iterator[Span]:
+def _call(row: Row) -> Iterator[LaneSpan]:
     if row["answered_ms"] is None or row["duration_s"] is None:
         return
     style = "called" if row["status"] == "ok" else "failed"
     said = f"{row['tool']}: {row['status']} in {row['duration_s']:.2f} s"
-    yield Span(row["answered_ms"] - 1000 * row["duration_s"], row["answered_ms"], style, said)
+    yield LaneSpan(row["answered_ms"] - 1000 * row["duration_s"], row["answered_ms"], style, said)
 
 
 def phases_of(step: Row | None) -> list[tuple[str, float]]:
@@ -117,7 +121,7 @@ def phases_of(step: Row | None) -> list[tuple[str, float]]:
     return [(phase, found[phase]) for phase in ordered if found[phase] > 0]
 
 
-def _drawn(lanes: Sequence[Lane], of: BatchView) -> Markup:
+def _draw_lanes(lanes: Sequence[SessionLane], of: BatchView) -> Markup:
     if not lanes:
         return Markup('<p class="empty">no turn of its sessions is in the index</p>')
     step = of.step["time_ms"] if of.step is not None else None
@@ -152,7 +156,7 @@ _NAME = Markup(
 KINDS = {"wait": "queue", "called": "calls", "failed": "failed calls"}
 
 
-def _summed(spans: Sequence[Span]) -> str:
+def _describe_seconds(spans: Sequence[LaneSpan]) -> str:
     """Describe the seconds of a lane by kind."""
     found: dict[str, float] = {}
     for one in spans:
@@ -161,9 +165,9 @@ def _summed(spans: Sequence[Span]) -> str:
     return ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in found.items())
 
 
-def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
+def _lane_drawn(lane: SessionLane, y: int, zero: float, per_ms: float) -> Markup:
     """Draw a lane. `zero` is the x position of time 0, `per_ms` the width of a millisecond."""
-    says = f"session {lane.session[:12]}: {_summed(lane.spans)}"
+    says = f"session {lane.session[:12]}: {_describe_seconds(lane.spans)}"
     found = [_NAME.format(lane.session, says, says, y + 10, lane.session[:12])]
     for span in lane.spans:
         start, wide = zero + span.start * per_ms, max((span.end - span.start) * per_ms, 1.2)
@@ -173,7 +177,7 @@ def _lane_drawn(lane: Lane, y: int, zero: float, per_ms: float) -> Markup:
     return Markup("").join(found)
 
 
-def stacked(phases: Sequence[tuple[str, float]], label: str) -> Markup:
+def draw_phase_bar(phases: Sequence[tuple[str, float]], label: str) -> Markup:
     """Draw the seconds of phases as one bar."""
     total, left, found = sum(seconds for _, seconds in phases), 0.0, []
     for phase, seconds in phases:

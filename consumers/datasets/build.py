@@ -23,13 +23,13 @@ from rich.progress import Progress as Bar
 from turnlog.consumers.datasets import BrokenSample, DatasetDamaged, NothingMatched
 from turnlog.consumers.datasets.columns import VIEWS, row_digests, rows_sha256
 from turnlog.consumers.datasets.conversations import write_conversations
-from turnlog.consumers.datasets.manifest import Counts, DataFile, Manifest, Provenance, read_manifest
+from turnlog.consumers.datasets.manifest import DataFile, DatasetCounts, DatasetManifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Facts, Filters, Query, Seen
-from turnlog.consumers.datasets.source import Placed, Progress, Source
+from turnlog.consumers.datasets.source import DatasetInput, Placed, Progress
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, SegmentSample, SessionStarted
@@ -40,9 +40,9 @@ BROKEN = "broken_sample"
 """Counter for samples whose spans, log-probs and tokens do not fit, or that contain NaN."""
 
 
-async def write_samples(source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen) -> None:
+async def write_samples(source: DatasetInput, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen) -> None:
     """Write the samples of one partition task that the query admits. Raises MissingContent, Unwritable."""
-    expired = await _expired(source, unit, filters)
+    expired = await _find_expired(source, unit, filters)
     place = Partition(topics.SAMPLES.name, unit)
     async for record, event in source.read(place, SegmentSample.__name__, GroupScored.__name__):
         if isinstance(event, GroupScored):
@@ -50,33 +50,33 @@ async def write_samples(source: Source, unit: int, writer: DatasetWriter, filter
             source.provenance.fold_versions.add(event.fold_version)
             continue
         assert isinstance(event, SegmentSample)
-        if not _admitted(record, event, filters, expired.get(event.session_id)):
+        if not _is_admitted(record, event, filters, expired.get(event.session_id)):
             continue
         where = f"{record.topic}[{record.partition}]@{record.offset}: sample {event.sample_id}"
-        whole = await source.inlined(event, where)
+        whole = await source.inline_payloads(event, where)
         assert isinstance(whole, SegmentSample)
         assert isinstance(whole.token_ids, bytes)
         if seen.admits(whole.task_id, whole.group_id, whole.token_ids):
             try:
                 writer.add([whole])
             except BrokenSample:
-                filters.counted(BROKEN)
+                filters.count_removal(BROKEN)
 
 
-async def _expired(source: Source, unit: int, filters: Filters) -> dict[str, str]:
+async def _find_expired(source: DatasetInput, unit: int, filters: Filters) -> dict[str, str]:
     """Return the environment filter that each session fails."""
     found: dict[str, str] = {}
     if source.query.joins_environments:
         place = Partition(topics.SESSIONS.name, unit)
         async for _, event in source.read(place, SessionStarted.__name__):
             assert isinstance(event, SessionStarted)
-            reason = filters.expired(event.environment)
+            reason = filters.check_environment(event.environment)
             if reason is not None:
                 found[event.session_id] = reason
     return found
 
 
-def _admitted(record: Record, sample: SegmentSample, filters: Filters, expired: str | None) -> bool:
+def _is_admitted(record: Record, sample: SegmentSample, filters: Filters, expired: str | None) -> bool:
     facts = Facts(
         sample.group_id, sample.task_id, sample.purpose, sample.outcome, sample.reward, record.timestamp_ms,
         sample.sample_id,
@@ -101,7 +101,7 @@ async def build(
     progress: Progress | None = None,
     placed: Placed | None = None,
     provenance: Provenance | None = None,
-) -> Manifest:
+) -> DatasetManifest:
     """Write the rows of `view` that `query` admits, read from `role.log`, to `out`.
 
     `source` names the origin in the manifest; `provenance` holds more entries for it. Raises BadQuery, DatasetExists,
@@ -109,17 +109,17 @@ async def build(
     """
     query.check(view)
     provenance = provenance or Provenance()
-    provenance.query |= {"source": source, **query.asked()}
+    provenance.query |= {"source": source, **query.non_default_values()}
     with DatasetWriter(out, view, format, overwrite=overwrite) as writer:
-        reads = await Source.open(role, query, provenance, _plan(query, view), progress, placed)
-        joined = await reads.joined(always_tasks=view != "rl")
+        reads = await DatasetInput.open(role, query, provenance, _plan(query, view), progress, placed)
+        joined = await reads.read_joined(always_tasks=view != "rl")
         filters, seen = Filters(query, joined, provenance.removed), Seen(query.dedupe, provenance.removed)
         for unit in range(role.settings.kafka.groups):
             if view == "rl":
                 await write_samples(reads, unit, writer, filters, seen)
             else:
                 await write_conversations(reads, unit, writer, filters, seen, joined)
-        if not writer.added:
+        if not writer.rows_added:
             raise NothingMatched(_nothing(role, provenance))
         return writer.close(provenance)
 
@@ -147,7 +147,7 @@ def _nothing(role: Role, provenance: Provenance) -> str:
 CHUNK = 1 << 20
 
 
-def verify(dataset: Path) -> Manifest:
+def verify(dataset: Path) -> DatasetManifest:
     """Check that files and rows match the manifest, and return the manifest. Holds one row group in memory at a time.
 
     Raises NotADataset, or DatasetDamaged, which names the first file that differs.
@@ -161,8 +161,8 @@ def verify(dataset: Path) -> Manifest:
                 digests.write(b"".join(row_digests(batch)))
                 rows += len(batch)
                 tokens += _tokens(batch)
-                trained += _trained(batch)
-        counts = Counts(rows=rows, tokens=tokens, trained_tokens=trained)
+                trained += _count_trained(batch)
+        counts = DatasetCounts(rows=rows, tokens=tokens, trained_tokens=trained)
         if counts != manifest.counts:
             raise DatasetDamaged(f"{dataset}: the files hold {counts}, the manifest says {manifest.counts}")
         found = rows_sha256(digests, rows)
@@ -184,7 +184,7 @@ def _same_bytes(path: Path, file: DataFile) -> None:
         raise DatasetDamaged(f"{path}: its {size} bytes are not the {file.size} that were written; build again")
 
 
-def _batches(path: Path, manifest: Manifest) -> Iterator[pa.RecordBatch]:
+def _batches(path: Path, manifest: DatasetManifest) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file under the schema of the view. Raises DatasetDamaged."""
     wanted = VIEWS[manifest.view]
     reader: Any
@@ -207,7 +207,7 @@ def _tokens(batch: pa.RecordBatch) -> int:
     return int(batch["tokens"].to_numpy().sum())
 
 
-def _trained(batch: pa.RecordBatch) -> int:
+def _count_trained(batch: pa.RecordBatch) -> int:
     return int(batch["trained_tokens"].to_numpy().sum()) if "trained_tokens" in batch.schema.names else 0
 
 
@@ -218,14 +218,14 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.json:
             say_json({"folder": str(arguments.out)} | manifest.to_json())
             return 0
-        say(f"{arguments.out}: whole, {_said(manifest)}")
+        say(f"{arguments.out}: whole, {_describe_manifest(manifest)}")
         return 0
-    manifest = run_verb(_built(settings, arguments))
+    manifest = run_verb(_run_build(settings, arguments))
     came = manifest.provenance
     if arguments.json:
         say_json({"folder": str(arguments.out)} | manifest.to_json() | {"removed": dict(came.removed)})
         return 0
-    say(f"{arguments.out}: {_said(manifest)}")
+    say(f"{arguments.out}: {_describe_manifest(manifest)}")
     for name, count in came.removed.most_common():
         say(f"  removed by {name}: {count:,}")
     for topic, count in came.reading.undecodable.most_common():
@@ -245,7 +245,7 @@ def query_of(arguments: argparse.Namespace) -> Query:
     return Query(**given)
 
 
-async def _built(settings: Settings, arguments: argparse.Namespace) -> Manifest:
+async def _run_build(settings: Settings, arguments: argparse.Namespace) -> DatasetManifest:
     console = Terminal(stderr=True)
     out: Path = arguments.out
     query = query_of(arguments)
@@ -253,7 +253,7 @@ async def _built(settings: Settings, arguments: argparse.Namespace) -> Manifest:
     columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)
-        async with opened("dataset", settings, archive=arguments.source == "archive") as role:
+        async with open_role("dataset", settings, archive=arguments.source == "archive") as role:
             return await build(
                 role,
                 query,
@@ -266,7 +266,7 @@ async def _built(settings: Settings, arguments: argparse.Namespace) -> Manifest:
             )
 
 
-def _said(manifest: Manifest) -> str:
+def _describe_manifest(manifest: DatasetManifest) -> str:
     counts = manifest.counts
     trained = f", {counts.trained_tokens:,} trained" if manifest.view == "rl" else ""
     return (

@@ -17,8 +17,8 @@ import orjson
 
 from turnlog.consumers.datasets import UnreadableMessage
 from turnlog.consumers.datasets.columns import canonical_json
-from turnlog.consumers.datasets.query import Filters, Joined, Seen, Task
-from turnlog.consumers.datasets.source import Candidate, Source, best_of_groups, candidates, pairs_of
+from turnlog.consumers.datasets.query import Filters, Joined, Seen, TaskFacts
+from turnlog.consumers.datasets.source import Candidate, DatasetInput, best_of_groups, candidates, pairs_of
 from turnlog.consumers.datasets.writer import DatasetWriter, Row
 from turnlog.infra.log import Partition
 from turnlog.schemas import topics
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 def messages_of(content: bytes, where: str) -> list[Message]:
     """Parse a JSON list of messages. Raises UnreadableMessage."""
-    raw = _parsed(content, where)
+    raw = _parse_content(content, where)
     if not isinstance(raw, list):
         raise UnreadableMessage(f"{where}: messages are no list")
     return [message(each, f"{where}[{index}]") for index, each in enumerate(raw)]
@@ -41,7 +41,7 @@ def messages_of(content: bytes, where: str) -> list[Message]:
 
 def response_of(content: bytes, where: str) -> Message:
     """Parse the assistant message of a turn. Raises UnreadableMessage."""
-    found = message({"role": "assistant", **_object(_parsed(content, where), where)}, where)
+    found = message({"role": "assistant", **_object(_parse_content(content, where), where)}, where)
     if found["role"] != "assistant":
         raise UnreadableMessage(f"{where}: the response is of role {found['role']}")
     return found
@@ -67,7 +67,7 @@ def message(raw: Any, where: str) -> Message:
 
 def tools_json(content: bytes | None, where: str) -> str:
     """Return tool schemas as canonical JSON text; "[]" for none. Raises UnreadableMessage."""
-    raw = _list(_parsed(content, where) if content else [], where)
+    raw = _list(_parse_content(content, where) if content else [], where)
     return orjson.dumps(raw, option=orjson.OPT_SORT_KEYS).decode()
 
 
@@ -97,7 +97,7 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _parsed(content: bytes, where: str) -> Any:
+def _parse_content(content: bytes, where: str) -> Any:
     if deeper_than(content):
         raise UnreadableMessage(f"{where}: JSON nested deeper than {MAX_DEPTH} levels")
     try:
@@ -119,7 +119,7 @@ def _list(raw: Any, where: str) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ConversationRow:
     """All messages up to the last response, and the tools in the request of the last turn (JSON text)."""
 
     messages: list[Message]
@@ -128,8 +128,8 @@ class Conversation:
 
 
 async def conversations(
-    source: Source, unit: int, wanted: dict[str, Candidate]
-) -> AsyncIterator[tuple[str, Conversation | str]]:
+    source: DatasetInput, unit: int, wanted: dict[str, Candidate]
+) -> AsyncIterator[tuple[str, ConversationRow | str]]:
     """Yield (session, conversation or reason why there is none) for each wanted session of a partition task, in the
     order in which they end on the log. The reason is `unreadable`, or `incomplete` if one of its turns is not on the
     log."""
@@ -154,11 +154,11 @@ async def conversations(
 
 
 async def whole_groups(
-    source: Source, unit: int, wanted: dict[str, Candidate]
-) -> AsyncIterator[dict[str, Conversation | str]]:
+    source: DatasetInput, unit: int, wanted: dict[str, Candidate]
+) -> AsyncIterator[dict[str, ConversationRow | str]]:
     """Yield what `conversations` yields, group by group: each group once the last of its wanted sessions is there."""
     sizes = Counter(each.group_id for each in wanted.values())
-    held: dict[str, dict[str, Conversation | str]] = {}
+    held: dict[str, dict[str, ConversationRow | str]] = {}
     async for session, conversation in conversations(source, unit, wanted):
         group = wanted[session].group_id
         held.setdefault(group, {})[session] = conversation
@@ -178,14 +178,14 @@ def _line(turns: dict[TurnId, TurnCompleted], last: TurnId | None) -> list[TurnC
     return line[::-1] if last is None else None
 
 
-async def _conversation(source: Source, line: list[TurnCompleted], where: str) -> Conversation | str:
+async def _conversation(source: DatasetInput, line: list[TurnCompleted], where: str) -> ConversationRow | str:
     messages: list[Message] = []
     tools: bytes | None = None
     digest = None
     try:
         for each in line:
             about = f"{where}: turn {each.turn.index}"
-            turn = await source.inlined(each, about)
+            turn = await source.inline_payloads(each, about)
             assert isinstance(turn, TurnCompleted)
             assert isinstance(turn.new_messages, bytes)
             assert isinstance(turn.response, bytes)
@@ -194,13 +194,13 @@ async def _conversation(source: Source, line: list[TurnCompleted], where: str) -
                 assert turn.tools is None or isinstance(turn.tools, bytes)
                 tools = turn.tools
             digest = turn.tools_sha256
-        return Conversation(messages, tools_json(tools, where), len(line))
+        return ConversationRow(messages, tools_json(tools, where), len(line))
     except UnreadableMessage:
         return "unreadable"
 
 
 async def write_conversations(
-    source: Source, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen, joined: Joined
+    source: DatasetInput, unit: int, writer: DatasetWriter, filters: Filters, seen: Seen, joined: Joined
 ) -> None:
     """Write the rows of one partition task that the query admits. Raises MissingContent, Unwritable."""
     found = await candidates(source, unit, filters)
@@ -209,7 +209,7 @@ async def write_conversations(
         wanted = found if best is None else best_of_groups(found, best, filters)
         async for session, conversation in conversations(source, unit, wanted):
             if isinstance(conversation, str):
-                filters.counted(conversation)
+                filters.count_removal(conversation)
                 continue
             row = _sft_row(wanted[session], conversation, joined)
             _write(row, ("messages", "tools"), writer, seen)
@@ -220,7 +220,7 @@ async def write_conversations(
         for chosen, rejected in pairs[paired[next(iter(members))].group_id]:
             pair = preference(members[chosen], members[rejected])
             if isinstance(pair, str):
-                filters.counted(pair)
+                filters.count_removal(pair)
                 continue
             row = _preference_row(paired[chosen], paired[rejected], pair, joined)
             _write(row, ("prompt", "chosen", "rejected"), writer, seen)
@@ -232,7 +232,7 @@ def _write(row: Row, content: tuple[str, ...], writer: DatasetWriter, seen: Seen
         writer.add_rows([row])
 
 
-def preference(chosen: Conversation | str, rejected: Conversation | str) -> dict[str, Any] | str:
+def preference(chosen: ConversationRow | str, rejected: ConversationRow | str) -> dict[str, Any] | str:
     """Return the columns prompt, chosen, rejected and tools of two conversations, or the reason why they are not a
     pair.
 
@@ -273,7 +273,7 @@ def _without_ids(message: Message) -> Message:
 
 
 def _group(candidate: Candidate, joined: Joined) -> Row:
-    task = joined.tasks.get(candidate.group_id, Task())
+    task = joined.tasks.get(candidate.group_id, TaskFacts())
     return {
         "run_id": candidate.run_id,
         "group_id": candidate.group_id,
@@ -285,7 +285,7 @@ def _group(candidate: Candidate, joined: Joined) -> Row:
     }
 
 
-def _sft_row(candidate: Candidate, conversation: Conversation, joined: Joined) -> Row:
+def _sft_row(candidate: Candidate, conversation: ConversationRow, joined: Joined) -> Row:
     return {
         **_group(candidate, joined),
         "session_id": candidate.session_id,

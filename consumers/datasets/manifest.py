@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.datasets import NotADataset
-from turnlog.infra.history import Reading
+from turnlog.infra.history import ReadStatistics
 from turnlog.infra.log import Partition
 
 NAME = "manifest.json"
@@ -24,7 +24,7 @@ class Provenance:
 
     query: dict[str, Any] = field(default_factory=dict)
     runs: set[str] = field(default_factory=set)
-    reading: Reading = field(default_factory=Reading)
+    reading: ReadStatistics = field(default_factory=ReadStatistics)
     """Offsets, schemas, and counts of undecodable records."""
     settings_sha256: set[str] = field(default_factory=set)
     fold_versions: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class DatasetCounts:
     """Numbers of rows and tokens. `trained_tokens` is 0 for views without token masks."""
 
     rows: int
@@ -52,12 +52,12 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class DatasetManifest:
     """The content of manifest.json. Two builds of the same query over the same records give equal manifests."""
 
     view: str
     format: str
-    counts: Counts
+    counts: DatasetCounts
     rows_sha256: str
     """Hash of the canonical bytes of the rows; independent of their order and of the file format (columns.py)."""
     files: tuple[DataFile, ...]
@@ -90,7 +90,7 @@ class Manifest:
         }
 
 
-def read_manifest(dataset: Path) -> Manifest:
+def read_manifest(dataset: Path) -> DatasetManifest:
     """Read the manifest of a dataset. Raises NotADataset."""
     path = dataset / NAME
     try:
@@ -107,11 +107,11 @@ def read_manifest(dataset: Path) -> Manifest:
         raise NotADataset(f"{path} lacks or garbles {error}: build the dataset again") from error
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
+def _manifest(body: dict[str, Any]) -> DatasetManifest:
     came = Provenance(
         query=body["query"],
         runs=set(body["runs"]),
-        reading=Reading(
+        reading=ReadStatistics(
             read={Partition(each["topic"], each["partition"]): (each["start"], each["end"]) for each in body["read"]},
             schemas=Counter({(each["record"], each["sha256"]): each["records"] for each in body["schemas"]}),
             undecodable=Counter(body["undecodable"]),
@@ -120,10 +120,10 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         fold_versions=set(body["fold_versions"]),
         removed=Counter(body["removed"]),
     )
-    return Manifest(
+    return DatasetManifest(
         view=body["view"],
         format=body["format"],
-        counts=Counts(rows=body["rows"], tokens=body["tokens"], trained_tokens=body["trained_tokens"]),
+        counts=DatasetCounts(rows=body["rows"], tokens=body["tokens"], trained_tokens=body["trained_tokens"]),
         rows_sha256=body["rows_sha256"],
         files=tuple(DataFile(**each) for each in body["files"]),
         provenance=came,

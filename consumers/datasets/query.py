@@ -90,7 +90,7 @@ class Query:
         if self.best is not None and self.best < 1:
             raise BadQuery(f"best {self.best} must be at least 1")
 
-    def asked(self) -> dict[str, Any]:
+    def non_default_values(self) -> dict[str, Any]:
         """Return the values that differ from the defaults, and `purposes`, for the manifest."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = dataclasses.asdict(Query())
@@ -132,7 +132,7 @@ def _part_key(part: str) -> tuple[int, int, str]:
     return 0, len(significant), significant
 
 
-class Task(NamedTuple):
+class TaskFacts(NamedTuple):
     """The facts that RolloutRequested holds about a group."""
 
     dataset: str | None = None
@@ -143,7 +143,7 @@ class Task(NamedTuple):
 class Joined:
     """Facts that a candidate's own record lacks, limited to those that the query needs."""
 
-    tasks: dict[str, Task] = field(default_factory=dict)
+    tasks: dict[str, TaskFacts] = field(default_factory=dict)
     """Keyed by group id."""
     trained: set[bytes] = field(default_factory=set)
     """`short` ids of the samples and sessions that the selected steps trained."""
@@ -172,24 +172,24 @@ class Filters:
 
     def admits(self, facts: Facts) -> bool:
         """Return whether every filter admits the candidate; count it if not."""
-        return self.counted(next(self._failed(facts), None))
+        return self.count_removal(next(self._failed_filters(facts), None))
 
     def admits_recipe(self, recipe: str) -> bool:
         """See admits."""
-        return self.counted("recipe" if self._query.recipes and recipe not in self._query.recipes else None)
+        return self.count_removal("recipe" if self._query.recipes and recipe not in self._query.recipes else None)
 
     def admits_versions(self, least: int, most: int) -> bool:
         """See admits."""
         query = self._query
         if query.min_version is not None and least < query.min_version:
-            return self.counted("min_version")
-        return self.counted("max_version" if query.max_version is not None and most > query.max_version else None)
+            return self.count_removal("min_version")
+        return self.count_removal("max_version" if query.max_version is not None and most > query.max_version else None)
 
     def admits_environment(self, reason: str | None) -> bool:
-        """See admits. `reason` is the result of `expired`."""
-        return self.counted(reason)
+        """See admits. `reason` is the result of `check_environment`."""
+        return self.count_removal(reason)
 
-    def expired(self, environment: Environment) -> str | None:
+    def check_environment(self, environment: Environment) -> str | None:
         """Return the name of the filter that an environment fails, or None."""
         query = self._query
         if query.environment_versions and environment.version not in query.environment_versions:
@@ -200,20 +200,20 @@ class Filters:
                 return "expire_before"
         return None
 
-    def counted(self, reason: str | None) -> bool:
+    def count_removal(self, reason: str | None) -> bool:
         """Count the reason, if there is one. Return True if there is none."""
         if reason is not None:
             self.removed[reason] += 1
         return reason is None
 
-    def _failed(self, facts: Facts) -> Iterator[str]:
+    def _failed_filters(self, facts: Facts) -> Iterator[str]:
         query = self._query
         if query.purposes and facts.purpose not in query.purposes:
             yield "purpose"
         if query.tasks and facts.task_id not in query.tasks:
             yield "task"
         if query.joins_tasks:
-            task = self._joined.tasks.get(facts.group_id, Task())
+            task = self._joined.tasks.get(facts.group_id, TaskFacts())
             if query.datasets and task.dataset not in query.datasets:
                 yield "dataset"
             if query.task_types and task.task_type not in query.task_types:

@@ -18,7 +18,7 @@ import orjson
 
 from turnlog.consumers.datasets import MissingContent
 from turnlog.consumers.datasets.manifest import Provenance
-from turnlog.consumers.datasets.query import Facts, Filters, Joined, Query, Task, short
+from turnlog.consumers.datasets.query import Facts, Filters, Joined, Query, TaskFacts, short
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, inlined
 from turnlog.infra.history import events_of, partitions
 from turnlog.infra.log import Partition, Record
@@ -48,7 +48,7 @@ TELL_EVERY = 256
 
 
 @dataclass(slots=True)
-class Source:
+class DatasetInput:
     """Input of one build."""
 
     role: Role
@@ -65,7 +65,7 @@ class Source:
     async def open(
         cls, role: Role, query: Query, provenance: Provenance, plan: Sequence[Topic], progress: Progress | None,
         placed: Placed | None = None,
-    ) -> Source:  # fmt: skip
+    ) -> DatasetInput:  # fmt: skip
         """Open a source. `plan` lists the topics to read, with one entry per pass.
 
         The ends of all topics are determined here, once. For trees they include open transactions, because samples of a
@@ -99,7 +99,7 @@ class Source:
         if self.progress is not None:
             self.progress(self.passed, self.total)
 
-    async def inlined(self, event: Event, where: str) -> Event:
+    async def inline_payloads(self, event: Event, where: str) -> Event:
         """Return the event with its payloads. Raises MissingContent, which names the object and the record."""
         try:
             return await inlined(event, self.role.blobs)
@@ -108,16 +108,16 @@ class Source:
                 f"{where}: {gone}. Restore the object, or leave its rows out (--task, --since, --until, --max-step)"
             ) from gone
 
-    async def tasks(self) -> dict[str, Task]:
+    async def tasks(self) -> dict[str, TaskFacts]:
         """Return the dataset and task type of every group that a RolloutRequested names."""
-        found: dict[str, Task] = {}
-        known: dict[Task, Task] = {}  # interned: many groups share a few values
+        found: dict[str, TaskFacts] = {}
+        known: dict[TaskFacts, TaskFacts] = {}  # interned: many groups share a few values
         for place in partitions(self.role, topics.TASKS):
             async for record, event in self.read(place, RolloutRequested.__name__):
                 assert isinstance(event, RolloutRequested)
                 if event.group_id not in found:
                     where = f"{record.topic}[{record.partition}]@{record.offset}"
-                    task = Task(event.dataset, _task_type(await self._task_row(event, where)))
+                    task = TaskFacts(event.dataset, _task_type(await self._task_row(event, where)))
                     found[event.group_id] = known.setdefault(task, task)
         return found
 
@@ -125,7 +125,7 @@ class Source:
         """Return the dataset row, or None if it is missing and no filter needs its type. Raises MissingContent if one
         does."""
         try:
-            whole = await self.inlined(event, where)
+            whole = await self.inline_payloads(event, where)
         except MissingContent:
             if self.query.task_types:
                 raise
@@ -133,7 +133,7 @@ class Source:
         assert isinstance(whole, RolloutRequested)
         return whole.task
 
-    async def trained(self) -> set[bytes]:
+    async def trained_ids(self) -> set[bytes]:
         """Return `short` ids of the samples and sessions that the selected steps trained."""
         found: set[bytes] = set()
         least, most = self.query.min_step or 0, self.query.max_step
@@ -145,12 +145,12 @@ class Source:
                         found |= {short(row.sample_id), short(row.session_id)}
         return found
 
-    async def joined(self, *, always_tasks: bool) -> Joined:
+    async def read_joined(self, *, always_tasks: bool) -> Joined:
         """Read what the query needs from topics with other keys."""
         wants_tasks = always_tasks or self.query.joins_tasks
         return Joined(
             tasks=await self.tasks() if wants_tasks else {},
-            trained=await self.trained() if self.query.joins_steps else set(),
+            trained=await self.trained_ids() if self.query.joins_steps else set(),
         )
 
 
@@ -196,14 +196,14 @@ Pair = tuple[str, str]
 """(session chosen, session rejected)"""
 
 
-async def candidates(source: Source, unit: int, filters: Filters) -> dict[str, Candidate]:
+async def candidates(source: DatasetInput, unit: int, filters: Filters) -> dict[str, Candidate]:
     """Return the sessions of one partition task that the query admits, by session id, with what the log records about
     them."""
-    found = await _scored(source, unit, filters)
-    await _begun(source, unit, filters, found)
-    await _assembled(source, unit, filters, found)
+    found = await _read_candidates(source, unit, filters)
+    await _add_starts(source, unit, filters, found)
+    await _add_trees(source, unit, filters, found)
     for name in [name for name, each in found.items() if each.last is None or each.rollout_index < 0]:
-        filters.counted("no_conversation")
+        filters.count_removal("no_conversation")
         del found[name]
     return found
 
@@ -216,7 +216,7 @@ def best_of_groups(found: dict[str, Candidate], best: int, filters: Filters) -> 
         ranked = sorted(members, key=lambda each: (-each.reward, each.rollout_index))
         kept |= {each.session_id: each for each in ranked[:best]}
         for _ in ranked[best:]:
-            filters.counted("best_of_group")
+            filters.count_removal("best_of_group")
     return kept
 
 
@@ -230,13 +230,13 @@ def pairs_of(found: dict[str, Candidate], query: Query, filters: Filters) -> dic
         proposed = list(itertools.combinations(ranked, 2)) if query.pairs == "all" else [(ranked[0], worst_first[0])]
         unequal = [(best, worst) for best, worst in proposed if best.reward > worst.reward]
         if not unequal:
-            filters.counted("no_pair")
+            filters.count_removal("no_pair")
             continue
         for best, worst in unequal:
             if best.reward - worst.reward >= query.min_margin:
                 pairs.setdefault(best.group_id, []).append((best.session_id, worst.session_id))
             else:
-                filters.counted("min_margin")
+                filters.count_removal("min_margin")
     return pairs
 
 
@@ -247,7 +247,7 @@ def _groups(found: dict[str, Candidate]) -> list[list[Candidate]]:
     return list(groups.values())
 
 
-async def _scored(source: Source, unit: int, filters: Filters) -> dict[str, Candidate]:
+async def _read_candidates(source: DatasetInput, unit: int, filters: Filters) -> dict[str, Candidate]:
     found: dict[str, Candidate] = {}
     place = Partition(topics.SAMPLES.name, unit)
     async for record, event in source.read(place, GroupScored.__name__):
@@ -256,7 +256,7 @@ async def _scored(source: Source, unit: int, filters: Filters) -> dict[str, Cand
         source.provenance.fold_versions.add(event.fold_version)
         for each in event.rollouts:
             if each.reward is None or each.excluded_reason is not None:
-                filters.counted("excluded")  # infrastructure failed, or there is no reward: not an example
+                filters.count_removal("excluded")  # infrastructure failed, or there is no reward: not an example
                 continue
             facts = Facts(
                 event.group_id, event.task_id, event.purpose, each.outcome, each.reward, record.timestamp_ms,
@@ -270,7 +270,7 @@ async def _scored(source: Source, unit: int, filters: Filters) -> dict[str, Cand
     return found
 
 
-async def _begun(source: Source, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
+async def _add_starts(source: DatasetInput, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
     async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionStarted.__name__):
         assert isinstance(event, SessionStarted)
         candidate = found.get(event.session_id)
@@ -282,11 +282,14 @@ async def _begun(source: Source, unit: int, filters: Filters, found: dict[str, C
         )
         candidate.environment = sys.intern(event.environment.name)
         candidate.environment_version = sys.intern(event.environment.version)
-        if not (filters.admits_recipe(event.recipe) and filters.admits_environment(filters.expired(event.environment))):
+        if not (
+            filters.admits_recipe(event.recipe)
+            and filters.admits_environment(filters.check_environment(event.environment))
+        ):
             del found[event.session_id]
 
 
-async def _assembled(source: Source, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
+async def _add_trees(source: DatasetInput, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
     async for _, event in source.read(Partition(topics.TREES.name, unit), TurnTreeAssembled.__name__):
         assert isinstance(event, TurnTreeAssembled)
         candidate = found.get(event.session_id)

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from turnlog.consumers.datasets import BadQuery, DatasetExists, NotADataset, Unwritable
 from turnlog.consumers.datasets.columns import VIEWS, RlRows, canonical_json, row_digests, rows_sha256
-from turnlog.consumers.datasets.manifest import NAME, Counts, DataFile, Manifest, Provenance
+from turnlog.consumers.datasets.manifest import NAME, DataFile, DatasetCounts, DatasetManifest, Provenance
 from turnlog.infra.run_folder import sync
 from turnlog.schemas.events import SegmentSample
 
@@ -45,7 +45,7 @@ class StagedFolder:
                 self._recover()
                 self._admit()
                 self.folder = Path(tempfile.mkdtemp(prefix=f".{self.out.name}.partial-", dir=self.out.parent))
-                self._lock = _locked(self.folder)
+                self._lock = _lock_folder(self.folder)
             self.folder.chmod(0o755)
         except OSError as error:
             raise Unwritable(f"{self.out}: {error}; choose another OUT or free the space") from error
@@ -99,7 +99,7 @@ class StagedFolder:
                 self._aside.rename(self.out)
         for left in self.out.parent.glob(f".{self.out.name}.partial-*"):
             with contextlib.suppress(BlockingIOError):  # its writer is alive
-                os.close(_locked(left))
+                os.close(_lock_folder(left))
                 shutil.rmtree(left)
 
 
@@ -114,7 +114,7 @@ def _alone(parent: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _locked(folder: Path) -> int:
+def _lock_folder(folder: Path) -> int:
     """Take an exclusive lock on a folder and return the descriptor that holds it. Raises BlockingIOError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -342,16 +342,16 @@ class DatasetWriter:
             if self._bytes >= BATCH_BYTES or len(self._rows) >= BATCH_ROWS:
                 self._flush()
 
-    def close(self, provenance: Provenance) -> Manifest:
+    def close(self, provenance: Provenance) -> DatasetManifest:
         """Complete the dataset and move it to OUT. Raises Unwritable, DatasetExists (another writer was faster)."""
         try:
             self._flush()
-            self._written()
+            self._finish_write()
             files = self._shards.close()
-            manifest = Manifest(
+            manifest = DatasetManifest(
                 view=self.view,
                 format=self.format,
-                counts=Counts(rows=self.rows, tokens=self.tokens, trained_tokens=self.trained_tokens),
+                counts=DatasetCounts(rows=self.rows, tokens=self.tokens, trained_tokens=self.trained_tokens),
                 rows_sha256=rows_sha256(self._digests, self.rows),
                 files=files,
                 provenance=provenance,
@@ -370,7 +370,7 @@ class DatasetWriter:
         return manifest
 
     @property
-    def added(self) -> int:
+    def rows_added(self) -> int:
         """Number of rows added, including those that are not written yet."""
         return self.rows + len(self._samples) + len(self._rows)
 
@@ -395,7 +395,7 @@ class DatasetWriter:
         elif self._rows:
             batch = pa.RecordBatch.from_pylist(self._rows, schema=VIEWS[self.view])
             self._rows, self._bytes = [], 0
-        self._written()
+        self._finish_write()
         if batch is not None:
             self.rows += len(batch)
             self._writing = self._thread.submit(self._write, batch)
@@ -404,7 +404,7 @@ class DatasetWriter:
         self._digests.write(b"".join(row_digests(batch)))
         self._shards.write(batch)
 
-    def _written(self) -> None:
+    def _finish_write(self) -> None:
         """Wait for the batch that is being written. Raises Unwritable."""
         writing, self._writing = self._writing, None
         if writing is not None:

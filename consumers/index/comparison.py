@@ -77,7 +77,7 @@ class Other:
                 return settings_of(index)
         query = read_manifest(self.path).provenance.query.get("refold", {})
         changed = flat({name: value for name, value in query.items() if name != "fold_version"})
-        texts = {name: _typed(value, own.get(name)) for name, value in changed.items()}
+        texts = {name: _match_type(value, own.get(name)) for name, value in changed.items()}
         version = query.get("fold_version")
         return {**own, **texts} | ({"fold_version": version} if version else {})
 
@@ -89,7 +89,7 @@ class Other:
             try:
                 files = arrow.dataset(self.path / "data", format=read_manifest(self.path).format)
                 for batch in files.to_batches(columns=wanted, batch_size=CHUNK):
-                    yield [_refolded(row) for row in batch.to_pylist()]
+                    yield [_to_index_row(row) for row in batch.to_pylist()]
             except (OSError, pa.ArrowException) as error:
                 raise NotADataset(
                     f"{self.path} cannot be read ({error}): `turnlog dataset verify` looks at it"
@@ -104,7 +104,7 @@ class Other:
                 after = rows[-1]["sample_id"]
 
 
-def _refolded(row: Row) -> Row:
+def _to_index_row(row: Row) -> Row:
     """Convert a dataset row to the form of the index."""
     spans = ((span["start"], span["length"], span["trained"]) for span in row["spans"])
     return {**row, "trained": row["trained_tokens"], "mask": mask_of(spans)}
@@ -200,7 +200,7 @@ def flat(value: Any, path: str = "") -> dict[str, str]:
     return {name: text for part in parts for name, text in part.items()}
 
 
-def _typed(value: str, own: str | None) -> str:
+def _match_type(value: str, own: str | None) -> str:
     """Give a changed value the type of the recorded one. Changes are text, so "0.9" becomes a number if a number was
     recorded."""
     text: str = json.loads(value)
@@ -210,7 +210,7 @@ def _typed(value: str, own: str | None) -> str:
     return value
 
 
-def changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:
+def diff_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:
     """Return (setting, here, there) for settings that differ; None for a side that did not record it."""
     names = sorted({*ours, *theirs})
     return [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]

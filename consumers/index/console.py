@@ -20,10 +20,10 @@ from rich.tree import Tree
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.index import BadQuestion, fate
 from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, where_of
-from turnlog.consumers.index.rows import spoken
+from turnlog.consumers.index.rows import message_texts
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.schemas import UndecodableRecord
@@ -40,7 +40,7 @@ COLOURS = {"": "green", "unused": "yellow", "length_cut": "magenta", "version_ma
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class EventFilter:
     """Filter for events. Empty fields let everything pass; ids match by prefix."""
 
     session: str = ""
@@ -121,7 +121,7 @@ def _plain(value: object) -> Any:
 
 
 async def tail(
-    role: Role, wanted: Wanted, *, since_start: bool, until_end: bool
+    role: Role, wanted: EventFilter, *, since_start: bool, until_end: bool
 ) -> AsyncIterator[tuple[Record, Event]]:
     """Yield wanted events, starting from the ends or the starts of their topics. Partitions are read side by side."""
     known = await role.log.topics()
@@ -145,13 +145,13 @@ def tail_command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Print events until stopped, and return the exit status. Raises BadQuestion, LogError."""
     if unknown := set(arguments.kind) - set(ALL):
         raise BadQuestion(f"--kind {', '.join(sorted(unknown))}: docs/events.md lists the kinds")
-    wanted = Wanted(session=arguments.session, group=arguments.group, kinds=frozenset(arguments.kind))
+    wanted = EventFilter(session=arguments.session, group=arguments.group, kinds=frozenset(arguments.kind))
     return run_verb(_tail(settings, arguments, wanted))
 
 
-async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: Wanted) -> int:
+async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: EventFilter) -> int:
     archive = arguments.source == ARCHIVE
-    async with opened("tail", settings, archive=archive) as role:
+    async with open_role("tail", settings, archive=archive) as role:
         whole = {"since_start": arguments.all or archive, "until_end": arguments.until_end or archive}
         async for record, event in tail(role, wanted, **whole):
             if arguments.json:
@@ -164,7 +164,7 @@ async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: Wante
 TOKEN = re.compile(r"(.+):(\d+):(\d+)")
 
 
-def resolved(index: Index, text: str) -> tuple[str, str]:
+def resolve_id(index: Index, text: str) -> tuple[str, str]:
     """Return ("session" or "group", id) for the one id that begins with `text`. Raises BadQuestion if there is none or
     several."""
     found: list[tuple[str, str]] = []
@@ -189,7 +189,7 @@ def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
     LogError."""
     token = TOKEN.fullmatch(arguments.about)
     with Index.open(path_of(settings)) as index, index.snapshot():
-        kind, name = resolved(index, token[1] if token else arguments.about)
+        kind, name = resolve_id(index, token[1] if token else arguments.about)
         if kind == "group":
             group = index.group(name)
             assert group is not None
@@ -203,7 +203,7 @@ def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def _tokens(settings: Settings, index: Index, view: SessionView, *, archive: bool) -> list[fate.TurnTokens]:
-    async with opened("session", settings, archive=archive) as role:
+    async with open_role("session", settings, archive=archive) as role:
         return await fate.tokens(role, index, view)
 
 
@@ -283,7 +283,7 @@ def _tell_chain(head: str, links: list[fate.Link], arguments: argparse.Namespace
 def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
     """Print a session's turn tree and, if requested, its tokens. Raises IndexFailure, LogError."""
     with Index.open(path_of(settings)) as index, index.snapshot():
-        kind, name = resolved(index, arguments.id)
+        kind, name = resolve_id(index, arguments.id)
         if kind != "session":
             raise BadQuestion(f"{name} is a group: `turnlog why {name}` names its sessions")
         view = index.session(name)
@@ -295,11 +295,11 @@ def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
         body = dataclasses.asdict(view.row) | {"turns": view.turns, "calls": view.calls, "tree": view.tree}
         say_json(body | ({} if turns is None else {"tokens": [turn.body() for turn in turns]}))
     else:
-        Terminal().print(drawn(view, turns))
+        Terminal().print(build_turn_tree(view, turns))
     return ExitStatus.DONE
 
 
-def drawn(view: SessionView, turns: list[fate.TurnTokens] | None = None) -> Tree:
+def build_turn_tree(view: SessionView, turns: list[fate.TurnTokens] | None = None) -> Tree:
     """Build the turn tree: each turn below the one that it continues, with its text, tool calls and tokens."""
     tokens = {turn.turn: turn for turn in turns or ()}
     root = Tree(Text(_session_head(view), style="bold"))
@@ -307,10 +307,10 @@ def drawn(view: SessionView, turns: list[fate.TurnTokens] | None = None) -> Tree
     for row in view.turns:
         base = nodes.get((row["base_epoch"], row["base_index"]), root)
         node = nodes[row["epoch"], row["turn_index"]] = base.add(Text(_turn_head(row)))
-        said = " ".join(spoken((row["response"] or "").encode())) or "(stored apart)"
+        said = " ".join(message_texts((row["response"] or "").encode())) or "(stored apart)"
         node.add(Text(_cut(said.replace("\n", " ")), style="italic"))
         if (own := tokens.get((row["epoch"], row["turn_index"]))) is not None:
-            node.add(_coloured(own))
+            node.add(_format_tokens(own))
     for call in view.calls:
         root.add(Text(_call(call)))
     return root
@@ -333,7 +333,7 @@ def _turn_head(row: Row) -> str:
     )
 
 
-def _coloured(turn: fate.TurnTokens) -> Text:
+def _format_tokens(turn: fate.TurnTokens) -> Text:
     shown = Text()
     for token, reason in zip(turn.ids.tolist(), turn.reasons, strict=True):
         shown.append(f"{token} ", style=COLOURS.get(reason, "red"))

@@ -30,10 +30,10 @@ from turnlog.processors.core import FoldError
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
 from turnlog.processors.core.batches.progress import recorded_version
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns
-from turnlog.processors.core.fold.spine import Session, Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldState
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.turns import Tokens, TurnKey, key_of
+from turnlog.processors.core.turns import TurnKey, TurnTokenDelta, key_of
 from turnlog.schemas.events import Event, MaskReason, SegmentSample, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 
@@ -99,7 +99,7 @@ async def events_at(role: Role, places: Iterable[int]) -> dict[int, Event]:
         try:
             archive = await ArchiveLog.open(role.blobs, archive_name(role.settings))
         except NoArchive as error:
-            raise RecordGone(f"{_named(pruned)} is pruned from its topic: {error}") from error
+            raise RecordGone(f"{_first_position(pruned)} is pruned from its topic: {error}") from error
         found |= await _read(archive, archive.events(writer=role.instance), pruned)
     return {place: await inlined(event, role.blobs) for place, event in found.items()}
 
@@ -124,12 +124,12 @@ async def _read(log: Log, events: EventLog, wanted: Mapping[Partition, list[int]
     return found
 
 
-def _named(wanted: Mapping[Partition, list[int]]) -> str:
+def _first_position(wanted: Mapping[Partition, list[int]]) -> str:
     place, offsets = next((place, offsets) for place, offsets in wanted.items() if offsets)
     return f"{place.topic}[{place.number}]@{offsets[0]}"
 
 
-class _Told:
+class _FoldedSession:
     """Records of one session and its group, folded."""
 
     def __init__(self, view: SessionView, rules: FoldRules, draw_rules: DrawRules) -> None:
@@ -140,7 +140,7 @@ class _Told:
         self.snapshots: dict[TurnKey, tuple[int, TokenSnapshot]] = {}
         self.samples: list[tuple[int, SegmentSample]] = []
         self.dialogues: Dialogues | None = Dialogues() if rules.cutting.needs_messages else None
-        self.spine = Spine(rules.version)
+        self.spine = ControlStreamFold(rules.version)
 
     def take(self, place: int, event: Event) -> None:
         """Fold a record. Records of one topic must come in offset order; those that the fold rejects stay rejected."""
@@ -158,7 +158,7 @@ class _Told:
                 case _:
                     self.spine.fold(standing(place)[1], event)
 
-    def session(self) -> Session | None:
+    def session(self) -> SessionFoldState | None:
         """Return the state of the session in the session control stream."""
         return self.spine.sessions.get(self.view.row.session_id)
 
@@ -174,7 +174,7 @@ async def tokens(role: Role, index: Index, view: SessionView) -> list[TurnTokens
     """Return every turn of a session that has a snapshot, in log order. Raises RecordGone, NothingToReplay, and what
     `events_at` raises."""
     run = await recorded_run(role)
-    told = _Told(view, run.rules(), run.draw_rules())
+    told = _FoldedSession(view, run.rules(), run.draw_rules())
     group = view.row.group_id
     for row in index.rows(f"{STANDING} WHERE group_id = ? ORDER BY place", group):
         place, offset = standing(row["place"])
@@ -189,7 +189,7 @@ async def tokens(role: Role, index: Index, view: SessionView) -> list[TurnTokens
 STANDING = "SELECT place, time_ms, value FROM session_events_records"
 
 
-def _end(index: Index, told: _Told) -> int:
+def _end(index: Index, told: _FoldedSession) -> int:
     """Return the place of the last snapshot that a tree of the session's group needs."""
     group = told.view.row.group_id
     assembled = {row["session_id"] for row in index.rows("SELECT session_id FROM trees WHERE group_id = ?", group)}
@@ -206,10 +206,10 @@ def _end(index: Index, told: _Told) -> int:
     return max(places)
 
 
-def _tokens(told: _Told, end: int) -> Iterator[TurnTokens]:
+def _tokens(told: _FoldedSession, end: int) -> Iterator[TurnTokens]:
     tree = told.tree()
     named = {} if tree is None else {key_of(turn.id): order for order, turn in enumerate(tree.turns)}
-    drawn = dict(_drawn(told))
+    drawn = dict(_sample_turns(told))
     steps = {row["batch_index"]: row["step"] for row in told.view.batch_rows}
     for key, (place, snapshot) in told.snapshots.items():
         assert isinstance(snapshot.output_ids, bytes)
@@ -230,7 +230,7 @@ def _tokens(told: _Told, end: int) -> Iterator[TurnTokens]:
 
 
 def _of_turn(
-    told: _Told, tree: SessionTree | None, named: Mapping[TurnKey, int], key: TurnKey, place: int, end: int
+    told: _FoldedSession, tree: SessionTree | None, named: Mapping[TurnKey, int], key: TurnKey, place: int, end: int
 ) -> str | None:
     """Return why no token of a turn trains, or None if its sample and its batch decide. The checks are in the order of
     the token accounting."""
@@ -250,7 +250,7 @@ def _of_turn(
     if key in named:
         reason = tree.masked.get(named[key])
         return None if reason is None else reason.value
-    if not isinstance(tree.records.snapshots.get(key), Tokens):
+    if not isinstance(tree.records.snapshots.get(key), TurnTokenDelta):
         return MaskReason.refused.value
     assert tree.session.finish is not None
     undelivered = {key_of(turn) for turn in tree.session.finish.undelivered}
@@ -269,13 +269,13 @@ class _Became:
     batch: int | None = None
 
 
-def _drawn(told: _Told) -> Iterator[tuple[TurnKey, _Became]]:
+def _sample_turns(told: _FoldedSession) -> Iterator[tuple[TurnKey, _Became]]:
     """Yield the turns of samples. The spans of a sample are in token order, and those of one turn are adjacent."""
     rows = {row["sample_id"]: row for row in told.view.batch_rows}
     drops = {row["sample_id"]: row for row in told.view.drops}
     for place, sample in told.samples:
         row, drop = rows.get(sample.sample_id), drops.get(sample.sample_id)
-        last, lasting = _last_word(row, drop), _trimmed(told, place, sample, row or drop)
+        last, lasting = _last_word(row, drop), _trim_mask(told, place, sample, row or drop)
         reasons: dict[TurnKey, list[str]] = {}
         positions: dict[TurnKey, list[int]] = {}
         advantages: dict[TurnKey, float] = {}
@@ -310,7 +310,7 @@ def _last_word(row: Row | None, drop: Row | None) -> str:
     return TRAINED
 
 
-def _trimmed(told: _Told, place: int, sample: SegmentSample, drawn: Row | None) -> NDArray[np.uint8] | None:
+def _trim_mask(told: _FoldedSession, place: int, sample: SegmentSample, drawn: Row | None) -> NDArray[np.uint8] | None:
     """Return a mask over the tokens of the row, nonzero if they survive length cut and version mask. Return None for a
     sample that no rollout batch took."""
     if drawn is None or drawn["trainer_version"] is None:
@@ -337,7 +337,7 @@ def of_session(view: SessionView) -> list[Link]:
         Link(where_of(each["place"]), "DeadLetter", f"{each['cause']}: {each['message']}") for each in view.letters
     ]
     if view.tree is not None:
-        masked = _counted(view.tree["masked"])
+        masked = _format_counts(view.tree["masked"])
         found.append(Link(
             where_of(view.tree["place"]), "TurnTreeAssembled",
             f"{view.tree['sampled']} tokens sampled, {view.tree['trained']} may train{masked}",
@@ -390,7 +390,7 @@ def _spine(view: SessionView, event: Row) -> str:
     return {"SessionAdopted": "another gateway took over"}.get(event["kind"], "")
 
 
-def _counted(masked: str) -> str:
+def _format_counts(masked: str) -> str:
     return "".join(f", {count} {reason}" for reason, count in sorted(orjson.loads(masked).items()))
 
 

@@ -3,9 +3,9 @@
 Rows and the offsets up to which records were read are committed together, so a killed indexer resumes where its file
 ends: nothing is in it twice, nothing is missing.
 
-`Spine` folds what became of sessions and groups from the rows of agent.sessions, as it does in the assembler and in
-replay. Sums over several topics are computed again from the rows whenever one of them changes. So the tables are a
-function of the records, in whatever order partitions are read, and an index of the archive is the same.
+`ControlStreamFold` folds what became of sessions and groups from the rows of agent.sessions, as it does in the
+assembler and in replay. Sums over several topics are computed again from the rows whenever one of them changes. So the
+tables are a function of the records, in whatever order partitions are read, and an index of the archive is the same.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from turnlog import __version__
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.index import BusyIndex, IndexBehind, LaterIndex, OtherIndex, failure, schema
 from turnlog.consumers.index.reader import path_of
-from turnlog.consumers.index.rows import Rows, Values, as_json
+from turnlog.consumers.index.rows import IndexRows, Values, as_json
 from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import configured, serve
+from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.runs import load_configuration, serve
 from turnlog.infra.roles.terminal import say
-from turnlog.infra.run_folder import held
+from turnlog.infra.run_folder import lock_file
 from turnlog.names import ExitStatus
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.books import counting_steps
-from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold.unit import DEFECTS, RefusedRecord, check_place
 from turnlog.processors.core.fold_versions import FoldVersion, fold_version
 from turnlog.schemas import UndecodableRecord, UnknownSchemaId
@@ -71,7 +71,7 @@ class _Group:
     """The fold of one group, and facts of its records that the fold does not store."""
 
     group_id: str
-    spine: Spine
+    spine: ControlStreamFold
     started: dict[str, int] = field(default_factory=dict)
     """Session -> time of its effective start."""
     finished: dict[str, int] = field(default_factory=dict)
@@ -108,7 +108,9 @@ class IndexWriter:
         found = self.sql.execute("SELECT topic, partition, position FROM positions")
         return {Partition(topic, number): position for topic, number, position in found}
 
-    def apply(self, rows: Rows, events: Sequence[tuple[Record, Event]], positions: Mapping[Partition, int]) -> None:
+    def apply(
+        self, rows: IndexRows, events: Sequence[tuple[Record, Event]], positions: Mapping[Partition, int]
+    ) -> None:
         """Add rows and the offsets reached, in one transaction. `events` are the records that the rows are made of.
         Raises DamagedIndex, IndexFull."""
         try:
@@ -138,7 +140,7 @@ class IndexWriter:
         """Store facts about the file in table `about`."""
         self.sql.executemany("INSERT OR REPLACE INTO about VALUES (?, ?)", [(k, str(v)) for k, v in values.items()])
 
-    def _insert(self, rows: Rows) -> None:
+    def _insert(self, rows: IndexRows) -> None:
         for table, values in rows.inserts.items():
             self.sql.executemany(table.insert(), values)
         self.sql.executemany("INSERT INTO search(rowid, text) VALUES (?, ?)", sorted(rows.words))
@@ -181,7 +183,7 @@ class IndexWriter:
         chosen = counting_steps(_Step(*row) for row in found)[batch]
         self.sql.execute("UPDATE steps_records SET counts = (place = ?) WHERE batch_index = ?", (chosen.place, batch))
 
-    def _fold(self, events: Sequence[tuple[Record, Event]], rows: Rows) -> None:
+    def _fold(self, events: Sequence[tuple[Record, Event]], rows: IndexRows) -> None:
         """Fold records of agent.sessions whose rows are inserted already, and write the state of their groups."""
         touched: dict[str, _Group] = {}
         for record, event in events:
@@ -198,7 +200,7 @@ class IndexWriter:
         while len(self._groups) > HELD_GROUPS:
             del self._groups[next(iter(self._groups))]
 
-    def _fold_one(self, group: _Group, record: Record, event: Event, rows: Rows) -> None:
+    def _fold_one(self, group: _Group, record: Record, event: Event, rows: IndexRows) -> None:
         try:
             group.fold(record.offset, record.timestamp_ms, event)
         except DEFECTS as defect:  # the assembler would stop here until an operator skips the record
@@ -211,7 +213,7 @@ class IndexWriter:
         """Return the fold of a group up to a place, from the cache or from its rows."""
         group = self._groups.pop(group_id, None)
         if group is None:
-            group = _Group(group_id, Spine(self._version))
+            group = _Group(group_id, ControlStreamFold(self._version))
             found = self.sql.execute(
                 "SELECT place, time_ms, value FROM session_events_records WHERE group_id = ? AND place < ? "
                 "ORDER BY place",
@@ -223,7 +225,7 @@ class IndexWriter:
         self._groups[group_id] = group
         return group
 
-    def _refresh(self, rows: Rows) -> None:
+    def _refresh(self, rows: IndexRows) -> None:
         """Compute the sums again for every session and group that a record refers to."""
         sql = self.sql
         sql.executemany(MENTION_SESSION, [(session, group) for session, group in rows.sessions.items()])
@@ -347,7 +349,7 @@ def opened_writer(path: Path, run_id: str, version: str, codec: Codec) -> Iterat
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = BusyIndex(f"{path} is being written by another indexer")
-    with held(Path(f"{path}.lock"), busy), contextlib.closing(_connection(path, run_id)) as connection:
+    with lock_file(Path(f"{path}.lock"), busy), contextlib.closing(_connection(path, run_id)) as connection:
         writer = IndexWriter(path, connection, codec, fold_version(version))
         writer.about(fold_version=version, turnlog=__version__)
         yield writer
@@ -440,7 +442,7 @@ class Indexer:
         """Write one poll of records into the file, and return their number. Raises DamagedIndex, IndexFull, LogError,
         RegistryUnavailable."""
         records = await self._reader.poll(max_records=self._poll_records, timeout_s=0.5)
-        rows, events = Rows(), list[tuple[Record, Event]]()
+        rows, events = IndexRows(), list[tuple[Record, Event]]()
         if records:
             with READ_S.time():
                 await self._read(records, rows, events)
@@ -453,10 +455,10 @@ class Indexer:
             INDEXED.inc(len(records))
         return len(records)
 
-    async def _read(self, records: list[Record], rows: Rows, events: list[tuple[Record, Event]]) -> None:
+    async def _read(self, records: list[Record], rows: IndexRows, events: list[tuple[Record, Event]]) -> None:
         for record in records:
             try:
-                event = await self._decoded(record)
+                event = await self._decode_record(record)
                 check_place(record, event, self._role.settings.run.id)
             except (UndecodableRecord, RefusedRecord) as refusal:
                 rows.pass_over(record, refusal)
@@ -464,7 +466,7 @@ class Indexer:
             rows.take(record, event)
             events.append((record, event))
 
-    async def _decoded(self, record: Record) -> Event:
+    async def _decode_record(self, record: Record) -> Event:
         try:
             return self._role.events.codec.decode(record.value)
         except UnknownSchemaId:
@@ -492,11 +494,11 @@ async def indexing(role: Role, path: Path, version: str, *, poll_records: int = 
 async def main(role: Role) -> None:
     """Index until the role stops. Raises IndexFailure, LogError, RegistryUnavailable; the process then ends without a
     commit."""
-    run = await configured(role)
+    run = await load_configuration(role)
     if run is None:
         return
     async with indexing(role, path_of(role.settings), run.fold_version) as indexer:
-        role.health.started()
+        role.health.mark_started()
         while not role.stopping.is_set():
             role.health.beat()
             await indexer.turn()
@@ -518,7 +520,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def _build(settings: Settings, *, archive: bool) -> int:
-    async with opened("index", settings, archive=archive) as role:
+    async with open_role("index", settings, archive=archive) as role:
         path, began = path_of(role.settings), time.perf_counter()
         try:
             records = await build(role, path)

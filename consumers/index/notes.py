@@ -53,7 +53,7 @@ class Notes:
     def about(self, subjects: Collection[str]) -> Mapping[str, Note]:
         """Return the notes of those subjects that have one. Raises DamagedIndex, IndexFull."""
         wanted = orjson.dumps(list(subjects)).decode()
-        with self._opened() as sql:
+        with self._open_transaction() as sql:
             found = sql.execute(
                 "SELECT n.subject, n.text, n.written_ms, (SELECT json_group_array(tag) FROM (SELECT tag FROM tags t "
                 "WHERE t.subject = n.subject ORDER BY tag)) FROM notes n "
@@ -62,14 +62,14 @@ class Notes:
             ).fetchall()
         return {subject: Note(text, tuple(orjson.loads(tags)), at) for subject, text, at, tags in found}
 
-    def tagged(self, tag: str) -> Sequence[str]:
+    def tagged_sessions(self, tag: str) -> Sequence[str]:
         """Return the ids of the sessions with a tag. Raises DamagedIndex, IndexFull."""
-        with self._opened() as sql:
+        with self._open_transaction() as sql:
             return [name for (name,) in sql.execute("SELECT subject FROM tags WHERE tag = ? AND subject > ''", (tag,))]
 
     def tags(self) -> Sequence[str]:
         """Return every tag of any session, sorted. Raises DamagedIndex, IndexFull."""
-        with self._opened() as sql:
+        with self._open_transaction() as sql:
             return [tag for (tag,) in sql.execute("SELECT DISTINCT tag FROM tags WHERE subject > '' ORDER BY tag")]
 
     def write(self, subject: str, text: str, tags: Collection[str], *, at_ms: int) -> None:
@@ -83,7 +83,7 @@ class Notes:
         for tag in tags:
             if len(tag) > TAG_CHARACTERS:
                 raise BadQuestion(f"the tag {tag[:TAG_CHARACTERS]!r}... is longer than {TAG_CHARACTERS} characters")
-        with self._opened(make=True) as sql:
+        with self._open_transaction(make=True) as sql:
             sql.execute("DELETE FROM notes WHERE subject = ?", (subject,))
             sql.execute("DELETE FROM tags WHERE subject = ?", (subject,))
             if text or tags:
@@ -91,7 +91,7 @@ class Notes:
                 sql.executemany("INSERT INTO tags VALUES (?, ?)", [(subject, tag) for tag in tags])
 
     @contextlib.contextmanager
-    def _opened(self, *, make: bool = False) -> Iterator[sqlite3.Connection]:
+    def _open_transaction(self, *, make: bool = False) -> Iterator[sqlite3.Connection]:
         """Open a transaction that is committed at the end of the block. Unless `make` is set, a missing file is not
         created."""
         place = self._path if make or self._path.exists() else ":memory:"

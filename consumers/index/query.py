@@ -39,7 +39,7 @@ GRACE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class QueryLimits:
     """Limits of one query."""
 
     rows: int = 10_000
@@ -63,7 +63,7 @@ class Answer:
         return {"sql": self.sql, "as_of": self.as_of, "columns": self.columns, "rows": self.rows, "more": self.more}
 
 
-def ask(path: Path, sql: str, bounds: Bounds = Bounds()) -> Answer:
+def ask(path: Path, sql: str, bounds: QueryLimits = QueryLimits()) -> Answer:
     """Run a query in a process of its own. Raises BadQuestion, NoIndex, LaterIndex, DamagedIndex."""
     question = {"path": str(path), "sql": sql, "rows": bounds.rows, "s": bounds.timeout_s, "mb": bounds.memory_mb}
     try:
@@ -86,26 +86,26 @@ def ask(path: Path, sql: str, bounds: Bounds = Bounds()) -> Answer:
     return Answer(sql, said["columns"], said["rows"], said["more"], said["as_of"])
 
 
-def _too_long(bounds: Bounds) -> BadQuestion:
+def _too_long(bounds: QueryLimits) -> BadQuestion:
     return BadQuestion(f"it takes more than {bounds.timeout_s:g} s: ask for less, or give it more time (--timeout)")
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
     """Answer a query; runs in the separate process. Raises IndexFailure."""
-    bounds = Bounds(rows=question["rows"], timeout_s=question["s"], memory_mb=question["mb"])
-    with contextlib.closing(reader.connected(Path(question["path"]))) as connection:
-        _bound(connection, bounds)
+    bounds = QueryLimits(rows=question["rows"], timeout_s=question["s"], memory_mb=question["mb"])
+    with contextlib.closing(reader.connect_read_only(Path(question["path"]))) as connection:
+        _apply_bounds(connection, bounds)
         index = reader.Index(Path(question["path"]), connection)
         connection.execute("BEGIN")
         as_of = index.as_of().body()
         for table in ("json_each('[]')", "json_tree('[]')", "search"):  # creating them needs more rights
             connection.execute(f"SELECT 1 FROM {table}").fetchall()
-        connection.set_authorizer(_authorized)
+        connection.set_authorizer(_authorize_action)
         columns, rows, more = _rows(connection, question["sql"], bounds)
     return {"as_of": as_of, "columns": columns, "rows": rows, "more": more}
 
 
-def _bound(connection: sqlite3.Connection, bounds: Bounds) -> None:
+def _apply_bounds(connection: sqlite3.Connection, bounds: QueryLimits) -> None:
     """Limit time and memory, and forbid files, temporary ones included."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     connection.execute(f"PRAGMA hard_heap_limit = {bounds.memory_mb * 2**20}")
@@ -119,14 +119,14 @@ def _bound(connection: sqlite3.Connection, bounds: Bounds) -> None:
     connection.set_progress_handler(lambda: int(time.monotonic() > ends), STEPS)
 
 
-def _authorized(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+def _authorize_action(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """Allow reading tables and calling functions, and the pragma that FTS5 runs internally."""
     called = action == sqlite3.SQLITE_FUNCTION and second not in NOT_CALLED
     own = action == sqlite3.SQLITE_PRAGMA and first == "data_version"
     return sqlite3.SQLITE_OK if action in READS or called or own else sqlite3.SQLITE_DENY
 
 
-def _rows(connection: sqlite3.Connection, sql: str, bounds: Bounds) -> tuple[list[str], list[list[Any]], bool]:
+def _rows(connection: sqlite3.Connection, sql: str, bounds: QueryLimits) -> tuple[list[str], list[list[Any]], bool]:
     try:
         cursor = connection.execute(sql)
         if cursor.description is None:
@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run `turnlog query`: print or write the answer, and return the exit status. Raises IndexFailure."""
-    bounds = Bounds(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
+    bounds = QueryLimits(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
     answer = ask(reader.path_of(settings), sys.stdin.read() if arguments.sql == "-" else arguments.sql, bounds)
     if arguments.out is not None:
         write_parquet(answer, arguments.out)

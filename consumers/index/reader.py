@@ -200,7 +200,7 @@ class Index:
     def open(cls, path: Path, *, within_s: float | None = None, effort: Effort = USUAL) -> Iterator[Self]:
         """Open an index for reading. Queries must be answered within `within_s` seconds from now. Raises NoIndex,
         LaterIndex, DamagedIndex, IndexFull, and BadQuestion if a query takes longer."""
-        with contextlib.closing(connected(path)) as connection:
+        with contextlib.closing(connect_read_only(path)) as connection:
             connection.row_factory = sqlite3.Row
             if within_s is not None:
                 ends = time.monotonic() + within_s
@@ -420,7 +420,7 @@ VERSIONS = """SELECT v.*,
     FROM versions v ORDER BY v.version"""
 
 
-def connected(path: Path) -> sqlite3.Connection:
+def connect_read_only(path: Path) -> sqlite3.Connection:
     """Open a read-only connection. Raises NoIndex, LaterIndex, DamagedIndex."""
     if not path.exists():
         raise NoIndex(f"{path} is not there: `turnlog index build` makes it, `turnlog index` keeps it up to date")

@@ -51,7 +51,7 @@ Values = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Rows:
+class IndexRows:
     """Rows that a sequence of records adds, in their order."""
 
     inserts: defaultdict[Table, list[Values]] = field(default_factory=lambda: defaultdict(list))
@@ -93,7 +93,7 @@ class Rows:
             case StepCompleted():
                 self.steps.add(event.batch_index)
             case TurnCompleted():
-                self._search(place, [*spoken(event.new_messages), *spoken(event.response)])
+                self._search(place, [*message_texts(event.new_messages), *message_texts(event.response)])
             case ToolCallCompleted():
                 self._search(place, [_text(event.output)])
 
@@ -109,7 +109,7 @@ class Rows:
             self.words.append((place, text))
 
 
-def spoken(payload: Payload) -> Iterator[str]:
+def message_texts(payload: Payload) -> Iterator[str]:
     """Yield every text in a message or a list of messages; nothing for a payload that is stored elsewhere or is not
     JSON."""
     if isinstance(payload, BlobRef) or deeper_than(payload):
@@ -161,11 +161,11 @@ Found = tuple[Table, Values]
 RowsOf = Callable[[Record, Any], Found]
 
 
-def _configured(_: Record, event: RunConfigured) -> Found:
+def _run_config(_: Record, event: RunConfigured) -> Found:
     return schema.RUNS, ("RunConfigured", event.run_id, _text(event.settings), event.fold_version, None, None, None)
 
 
-def _planned(_: Record, event: RunPlanned) -> Found:
+def _run_plan(_: Record, event: RunPlanned) -> Found:
     return schema.RUNS, (
         "RunPlanned", event.run_id, None, None, event.draws, event.publish_every, event.phase,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def _session_event(record: Record, event: Event) -> Found:
     return schema.SPINE, (type(event).__name__, event.group_id, getattr(event, "session_id", None), record.value)
 
 
-def _completed(_: Record, event: TurnCompleted) -> Found:
+def _completed_turn(_: Record, event: TurnCompleted) -> Found:
     base = event.base_turn
     return schema.TURNS, (
         event.group_id, event.session_id, event.turn.epoch, event.turn.index, base and base.epoch, base and base.index,
@@ -268,7 +268,7 @@ def _sample(_: Record, event: SegmentSample) -> Found:
     )  # fmt: skip
 
 
-def _scored(_: Record, event: GroupScored) -> Found:
+def _group_score(_: Record, event: GroupScored) -> Found:
     rollouts = [
         {"session_id": each.session_id, "outcome": each.outcome.value, "reward": each.reward,
          "advantage": each.advantage, "excluded": each.excluded_reason}
@@ -285,7 +285,7 @@ def _sample_scored(_: Record, event: SampleScored) -> Found:
     return schema.SAMPLE_SCORES, (event.sample_id, event.group_id, event.scorer)
 
 
-def _formed(_: Record, event: SampleBatchFormed) -> Found:
+def _formed_batch(_: Record, event: SampleBatchFormed) -> Found:
     return schema.BATCHES, (
         event.batch_index, event.draw_index, event.part, event.parts, None, event.file.sha256, len(event.samples),
         event.prompts, event.trajectories, event.trained_tokens, sum(row.tokens for row in event.samples),
@@ -293,12 +293,12 @@ def _formed(_: Record, event: SampleBatchFormed) -> Found:
     )  # fmt: skip
 
 
-def _skipped(_: Record, event: BatchSkipped) -> Found:
+def _skipped_batch(_: Record, event: BatchSkipped) -> Found:
     none = (None, None, event.reason, None, 0, 0, 0, 0, 0)
     return schema.BATCHES, (event.batch_index, event.draw_index, *none, as_json(event.masked), None, None, None)
 
 
-def _stepped(_: Record, event: StepCompleted) -> Found:
+def _trainer_step(_: Record, event: StepCompleted) -> Found:
     return schema.STEPS, (
         event.batch_index, event.draw_index, event.incarnation, event.step, event.loss, event.grad_norm,
         event.learning_rate, event.lag_max, event.tokens, event.trained_tokens, as_json(event.masked), event.skipped,
@@ -307,7 +307,7 @@ def _stepped(_: Record, event: StepCompleted) -> Found:
     )  # fmt: skip
 
 
-def _published(_: Record, event: WeightVersionPublished) -> Found:
+def _weight_version(_: Record, event: WeightVersionPublished) -> Found:
     return schema.VERSIONS, (
         event.version, event.step, event.batch_index, event.incarnation, event.kind, event.base_version,
         sum(file.blob.size for file in event.files), len(event.files), event.checkpoint,
@@ -330,10 +330,10 @@ def _letter(_: Record, event: DeadLetter) -> Found:
 
 
 ROWS: Mapping[type, RowsOf] = {
-    RunConfigured: _configured,
-    RunPlanned: _planned,
+    RunConfigured: _run_config,
+    RunPlanned: _run_plan,
     RolloutRequested: _rollout,
-    TurnCompleted: _completed,
+    TurnCompleted: _completed_turn,
     TokenSnapshot: _snapshot,
     ToolCallRequested: _request,
     ToolCallCancelled: _cancel,
@@ -341,11 +341,11 @@ ROWS: Mapping[type, RowsOf] = {
     ToolCallCompleted: _result,
     TurnTreeAssembled: _tree,
     SegmentSample: _sample,
-    GroupScored: _scored,
+    GroupScored: _group_score,
     SampleScored: _sample_scored,
-    SampleBatchFormed: _formed,
-    BatchSkipped: _skipped,
-    StepCompleted: _stepped,
-    WeightVersionPublished: _published,
+    SampleBatchFormed: _formed_batch,
+    BatchSkipped: _skipped_batch,
+    StepCompleted: _trainer_step,
+    WeightVersionPublished: _weight_version,
     DeadLetter: _letter,
 }

@@ -50,7 +50,7 @@ def place_sql(place: str) -> str:
     )
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """A column with its SQL type and its description."""
 
     name: str
@@ -58,10 +58,10 @@ class Column(NamedTuple):
     says: str
 
 
-def _columns(text: str) -> tuple[Column, ...]:
+def _columns(text: str) -> tuple[TableColumn, ...]:
     """Parse lines of name, type and description."""
     lines = (line.split(maxsplit=2) for line in text.strip().splitlines())
-    return tuple(Column(name, kind, says) for name, kind, says in lines)
+    return tuple(TableColumn(name, kind, says) for name, kind, says in lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Table:
     name: str
     """Name of the SQL view over this table; derived tables use their own name."""
     says: str
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     topic: Topic | None = None
     once: tuple[str, ...] = ()
     """Columns that identify the subject of a record: its first record is the effective one. If empty, every record
@@ -81,7 +81,7 @@ class Table:
     """Primary key of a derived table."""
 
     @property
-    def stored(self) -> str:
+    def sql_name(self) -> str:
         """Name of the SQL table."""
         return f"{self.name}_records" if self.topic else self.name
 
@@ -89,19 +89,19 @@ class Table:
         """Yield the SQL statements that create the table."""
         own = ", ".join(f'"{each.name}" {each.kind}' for each in self.columns)
         if self.topic is None:
-            yield f"CREATE TABLE {self.stored} ({own}, PRIMARY KEY ({self.key})) WITHOUT ROWID"
+            yield f"CREATE TABLE {self.sql_name} ({own}, PRIMARY KEY ({self.key})) WITHOUT ROWID"
         else:
             yield (
-                f"CREATE TABLE {self.stored} (place INTEGER PRIMARY KEY, event_id TEXT, time_ms INTEGER, {own}, "
+                f"CREATE TABLE {self.sql_name} (place INTEGER PRIMARY KEY, event_id TEXT, time_ms INTEGER, {own}, "
                 "counts INTEGER NOT NULL)"
             )
             names = ", ".join(f'"{each.name}"' for each in self.columns)
             yield (
                 f"CREATE VIEW {self.name} AS SELECT {place_sql('place')}, event_id, time_ms, {names}, place "
-                f"FROM {self.stored} WHERE counts"
+                f"FROM {self.sql_name} WHERE counts"
             )
         for number, over in enumerate(self.indexes + ((self.once,) if self.once else ())):
-            yield f"CREATE INDEX {self.stored}_{number} ON {self.stored} ({', '.join(over)})"
+            yield f"CREATE INDEX {self.sql_name}_{number} ON {self.sql_name} ({', '.join(over)})"
 
     def insert(self) -> str:
         """Return the SQL statement that inserts a row. Its parameters are place, event_id, time_ms and the columns."""
@@ -111,8 +111,8 @@ class Table:
             raise ValueError(f"{self.name} is made, not recorded")
         names = [each.name for each in self.columns]
         same = " AND ".join(f"{name} = ?{names.index(name) + 4}" for name in self.once)
-        counts = f"NOT EXISTS (SELECT 1 FROM {self.stored} WHERE {same})" if self.once else "1"
-        return f"INSERT INTO {self.stored} VALUES ({marks}, {counts})"
+        counts = f"NOT EXISTS (SELECT 1 FROM {self.sql_name} WHERE {same})" if self.once else "1"
+        return f"INSERT INTO {self.sql_name} VALUES ({marks}, {counts})"
 
 
 RUNS = Table(

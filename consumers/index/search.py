@@ -168,7 +168,7 @@ class Search:
 
     def page(self, order: Order, limit: int) -> tuple[list[Found], bool]:
         """Return the first rows, and whether words were searched for in the newest records only."""
-        found, rest = self._walked(self._begun(order), limit) if self._much else ([], order)
+        found, rest = self._walk_order(self._skip_beginning(order), limit) if self._much else ([], order)
         if rest is None:
             return found, False
         stretch, (where, values, newest) = rest.whole(), self._surely()
@@ -223,7 +223,7 @@ class Search:
         said = self._said_newly() if self._often else None
         return *self._where(said, [said] if said else []), self._often
 
-    def _begun(self, order: Order) -> Order:
+    def _skip_beginning(self, order: Order) -> Order:
         """Skip the beginning of an order by start time, up to the first session in the range of weight versions.
         Versions follow each other in time, so no earlier session passes."""
         versions = self._narrowest({"version_min"})
@@ -234,7 +234,7 @@ class Search:
         begin = edge is not None and (order.after is None or ((edge, "") < order.after) == order.descending)
         return replace(order, after=(edge, "")) if begin else order
 
-    def _walked(self, order: Order, limit: int) -> tuple[list[Found], Order | None]:
+    def _walk_order(self, order: Order, limit: int) -> tuple[list[Found], Order | None]:
         """Return the rows found while walking and, if they do not fill the page, the rest of the order."""
         along = self._narrowest(SHARED if order.sort == "started_ms" else {order.sort})
         found = list[Found]()

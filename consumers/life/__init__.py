@@ -21,7 +21,7 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.log import LogError, Partition, Record
 from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.role import Role, RunPhase, open_role
 from turnlog.infra.roles.runs import Life, set_phase
 from turnlog.infra.roles.terminal import Terminal, say, say_json
 from turnlog.names import ExitStatus
@@ -49,7 +49,7 @@ def phase_command(settings: Settings, wanted: RunPhase) -> int:
     """Record the phase on the run's log, print the result and return 0. Raises NotConfigured, OtherRun, RunClosed."""
 
     async def run() -> RunPhase:
-        async with opened("run", settings) as role:
+        async with open_role("run", settings) as role:
             return await set_phase(role, wanted)
 
     before = run_verb(run())
@@ -59,7 +59,7 @@ def phase_command(settings: Settings, wanted: RunPhase) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class Known:
+class RunSummary:
     """A run found by `turnlog run list`."""
 
     run: str
@@ -90,7 +90,7 @@ def list_command(settings: Settings, *, as_json: bool) -> int:
     """Print runs and return 0. They are the runs on the cluster of `settings`, on every cluster that serves a run
     beside `[run] directory`, and in those directories. Raises LogUnavailable, RegistryUnavailable or StoreUnavailable
     if the cluster of `settings` cannot be read."""
-    named = _served(settings)
+    named = _with_address(settings)
     found = {} if named is None else {named.kafka.bootstrap: run_verb(runs_of(named))}
     for path in sorted(Path(settings.run.directory).parent.glob(f"*/{run_folder.SETTINGS}")):
         _add_local(path, found)
@@ -104,17 +104,17 @@ def list_command(settings: Settings, *, as_json: bool) -> int:
     return ExitStatus.DONE
 
 
-def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
+def _add_local(path: Path, found: dict[str, list[RunSummary]]) -> None:
     """Add the run of a directory and everything else on its cluster. An error in one run does not hide the others."""
     directory = str(path.parent)
     try:
         own = load(path, {})
     except (SettingsError, OSError) as error:
         found.setdefault("", []).append(
-            Known(run=path.parent.name, state="unreadable", directory=directory, why=str(error))
+            RunSummary(run=path.parent.name, state="unreadable", directory=directory, why=str(error))
         )
         return
-    why, served = "its servers do not run", _served(own)
+    why, served = "its servers do not run", _with_address(own)
     if served is not None and served.kafka.bootstrap not in found:
         try:
             found[served.kafka.bootstrap] = run_verb(runs_of(served))
@@ -124,11 +124,11 @@ def _add_local(path: Path, found: dict[str, list[Known]]) -> None:
     if run := there.get((own.run.id, own.kafka.prefix)):
         run.directory = directory
     else:
-        down = Known(run=own.run.id, state=DOWN, directory=directory, prefix=own.kafka.prefix, why=why)
+        down = RunSummary(run=own.run.id, state=DOWN, directory=directory, prefix=own.kafka.prefix, why=why)
         found.setdefault("", []).append(down)
 
 
-def _weigh(run: Known) -> None:
+def _weigh(run: RunSummary) -> None:
     """Fill in the disk usage of a run's directory, so that its owner can decide which one to delete."""
     if run.directory:
         sizes = run_folder.file_sizes(Path(run.directory))
@@ -136,10 +136,10 @@ def _weigh(run: Known) -> None:
         run.bytes = run.checkpoint_bytes + sum(sizes["directory"])
 
 
-def _served(settings: Settings) -> Settings | None:
+def _with_address(settings: Settings) -> Settings | None:
     """Return the settings with the address of the run's log filled in, or None if nothing serves it."""
     try:
-        return run_folder.resolved(settings)
+        return run_folder.resolve_endpoints(settings)
     except run_folder.NoEndpoints:
         return None
 
@@ -165,7 +165,7 @@ class _Seen:
             place = event.run_id, event.batch_index
             self.steps[place] = counting_step(self.steps.get(place), event)
 
-    def known(self, prefix: str, kafka: str) -> Known | None:
+    def find_run(self, prefix: str, kafka: str) -> RunSummary | None:
         """Return the run that these topics belong to, or None if no run is configured there."""
         whose = Life("")
         for event in self.events:
@@ -177,7 +177,7 @@ class _Seen:
             said.apply(event)
         steps = [step for (run, _), step in self.steps.items() if run == said.run_id]
         trained = len({step.draw_index for step in steps})
-        return Known(
+        return RunSummary(
             run=said.run_id,
             state=_state(said, trained, begun=self.asked or bool(steps)),
             last_step=max((step.step for step in steps), default=None),
@@ -198,11 +198,11 @@ def _state(said: Life, trained: int, *, begun: bool) -> str:
     return said.phase if begun or said.phase is RunPhase.PAUSED else "configured"
 
 
-async def runs_of(settings: Settings) -> list[Known]:
+async def runs_of(settings: Settings) -> list[RunSummary]:
     """Return the runs of a cluster, sorted by prefix, under every prefix whose topics this login may see. Raises
     LogUnavailable, RegistryUnavailable."""
     everything = dataclasses.replace(settings, kafka=dataclasses.replace(settings.kafka, prefix=""))
-    async with opened("run", everything) as role:
+    async with open_role("run", everything) as role:
         counts = {name: spec.partitions for name, spec in (await role.log.topics()).items()}
         wanted = (*FOLDED, *(topic.name for topic in LOOKED_AT))
         ends_so = [name.removesuffix(topics.RUNS.name) for name in counts if name.endswith(topics.RUNS.name)]
@@ -214,7 +214,7 @@ async def runs_of(settings: Settings) -> list[Known]:
             for number in range(counts[prefix + topic])
         }
         seen = await _seen(role, place_of)
-    runs = (seen[prefix].known(prefix, settings.kafka.bootstrap) for prefix in sorted(prefixes))
+    runs = (seen[prefix].find_run(prefix, settings.kafka.bootstrap) for prefix in sorted(prefixes))
     return [run for run in runs if run is not None]
 
 
@@ -250,7 +250,7 @@ async def _records(role: Role, begin: Mapping[Partition, int], ends: Mapping[Par
                 yield record
 
 
-def _tell(found: Iterable[Known]) -> None:
+def _tell(found: Iterable[RunSummary]) -> None:
     table = Table("run", "state", "step", "draws", "last event", "bytes", "checkpoints", "prefix", "kafka", "directory")
     table.columns[0].no_wrap = True  # users copy it
     table.columns[0].overflow = "ignore"

@@ -42,7 +42,7 @@ from turnlog.infra.embedded.broker import kept_cluster
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, RemovableLog
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import RunPhase, opened
+from turnlog.infra.roles.role import RunPhase, open_role
 from turnlog.infra.roles.runs import OtherRun, set_phase
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.infra.s3 import S3Blobs
@@ -111,7 +111,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that `deleted` removes."""
+    """Everything that `delete_run` removes."""
 
     items: tuple[Item, ...]
     groups: tuple[str, ...]
@@ -129,7 +129,7 @@ Needed = Callable[[Collection[str]], Awaitable[Collection[str]]]
 references one."""
 
 
-async def planned(run: Run, needed: Needed) -> Plan:
+async def plan_deletion(run: Run, needed: Needed) -> Plan:
     """Plan the deletion without changing anything. Raises OtherRun, RunIsUp, StillNeeded, LogError,
     StoreUnavailable."""
     _check_neighbours(run.directory)
@@ -151,7 +151,7 @@ async def planned(run: Run, needed: Needed) -> Plan:
         sure = bool(own) or any(item.what == "directory" for item in items)
         stored, objects, handed, said = await _objects(run, run.blobs, weights, needed, sure=sure)
         items += stored
-        left += [*said, *await _unclaimed(run, run.blobs)]
+        left += [*said, *await _foreign_folders(run, run.blobs)]
         if handed:
             left.append(f"{len(handed)} blobs that recordings name go to blobs/, where every reader looks")
     return Plan(
@@ -203,7 +203,7 @@ async def _groups(run: Run, log: RemovableLog) -> tuple[str, ...]:
     own = []
     for group in likely:
         # The name alone is ambiguous if one prefix or id begins with another: check which topics the group has read.
-        if {place.topic for place in await log.committed(group)} <= known:
+        if {place.topic for place in await log.committed_partitions(group)} <= known:
             own.append(group)
     for group in own:
         if members := await log.members(group):
@@ -248,10 +248,10 @@ async def _objects(
     """
     folder = f"{run.owner.folder}/"
     listed = [] if not run.cluster else [
-        one for prefix in (folder, TRASH + folder) for one in (await blobs.listed(prefix)).objects
+        one for prefix in (folder, TRASH + folder) for one in (await blobs.list_objects(prefix)).objects
     ]  # fmt: skip
     owner = await blobs.names(run.owner.name) if run.cluster else []
-    archive, left = (await blobs.listed(f"archive/{run.archive}/")).objects, []
+    archive, left = (await blobs.list_objects(f"archive/{run.archive}/")).objects, []
     if archive and not (sure or owner):
         left.append(
             f"archive/{run.archive}/: no topic below prefix {run.prefix!r}, no folder of the store and no directory "
@@ -279,7 +279,7 @@ async def _objects(
     return items, (*names, *owner), tuple(handed.items()), left
 
 
-async def _unclaimed(run: Run, blobs: Blobs) -> list[str]:
+async def _foreign_folders(run: Run, blobs: Blobs) -> list[str]:
     """Return notes on folders of this prefix and run id that belong to another cluster, whose log decides about
     them."""
     end = Owner("", run.prefix, run.id).name.partition("prefix=")[2]
@@ -324,7 +324,7 @@ def _files(directory: Path, run_id: str) -> tuple[list[Item], list[str]]:
     return [Item(kind, str(where[kind]), len(sizes), sum(sizes)) for kind, sizes in kinds.items() if sizes], []
 
 
-async def deleted(run: Run, plan: Plan, close: Callable[[], Awaitable[None]]) -> None:
+async def delete_run(run: Run, plan: Plan, close: Callable[[], Awaitable[None]]) -> None:
     """Carry out `plan`. `close` records on the log that nothing may start for the run any more. If this is interrupted
     anywhere, a new plan covers the rest. Raises RunIsUp, NotRemoved, LogError, StoreUnavailable."""
     if run.log is not None:
@@ -371,7 +371,7 @@ async def needed_elsewhere(
 ) -> Collection[str]:  # fmt: skip
     """Return those of the run's blobs that recordings reference and that exist nowhere else. Raises StillNeeded if the
     log or archive of another run references one; UnknownOwner, LogError, StoreUnavailable."""
-    objects = [one.name for prefix in (OWNED, "blobs/") for one in (await blobs.listed(prefix)).objects]
+    objects = [one.name for prefix in (OWNED, "blobs/") for one in (await blobs.list_objects(prefix)).objects]
     places = [match for name in objects if (match := KEY.fullmatch(name))]
     copied = {match[3] for match in places if match[2] != run.owner.folder}
     if not (wanted := set(hashes) - copied):
@@ -381,7 +381,7 @@ async def needed_elsewhere(
     owners = await gc.owners_of(blobs, folders, clusters, [*ours, *retired])
     logs = {*roots, *((owner.cluster, owner.prefix) for owner in owners if owner.folder not in retired)}
 
-    async def check(whose: str, marks: gc.Marks) -> None:
+    async def check(whose: str, marks: gc.ReferenceMarks) -> None:
         await gc.follow(blobs, [run.owner.folder, *(owner.folder for owner in owners)], marks)
         if marks.seen:
             raise StillNeeded(
@@ -390,17 +390,20 @@ async def needed_elsewhere(
             )
 
     for cluster, prefix in sorted(logs - {(run.cluster, run.prefix)}):
-        marks, whose = gc.Marks(wanted), [one for one in owners if (one.cluster, one.prefix) == (cluster, prefix)]
+        marks, whose = (
+            gc.ReferenceMarks(wanted),
+            [one for one in owners if (one.cluster, one.prefix) == (cluster, prefix)],
+        )
         await gc.mark_log(
             clusters[cluster](prefix), prefix, [one for one in whose if one.folder not in retired], folders, marks
         )
         await check(f"the log below prefix {prefix!r} of cluster {cluster}", marks)
     for archive in await gc.archives(blobs):
         if archive != run.archive:
-            marks = gc.Marks(wanted)
+            marks = gc.ReferenceMarks(wanted)
             await gc.mark_archive(blobs, archive, marks)
             await check(f"archive {archive!r}", marks)
-    marks = gc.Marks(wanted)
+    marks = gc.ReferenceMarks(wanted)
     await gc.mark_recordings(blobs, marks)
     await gc.follow(blobs, [run.owner.folder], marks)
     return marks.seen
@@ -435,15 +438,15 @@ def _settings_of(settings: Settings, arguments: argparse.Namespace) -> Settings:
 
 async def _command(own: Settings, arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
-        run, needed = await _reached(stack, own, arguments)
-        plan = await planned(run, needed)
+        run, needed = await _connect_run(stack, own, arguments)
+        plan = await plan_deletion(run, needed)
         if not arguments.json:
             _tell(plan, run.id)
         if arguments.delete and plan.items:
             _confirm(run.id, yes=arguments.yes)
             if any(item.what == "directory" for item in plan.items):
-                stack.enter_context(run_folder.locked(run.directory))
-            await deleted(run, plan, partial(_closed, own))
+                stack.enter_context(run_folder.lock_run(run.directory))
+            await delete_run(run, plan, partial(_close_run, own))
     if arguments.json:
         items = [dataclasses.asdict(item) for item in plan.items]
         say_json({"run": run.id, "deleted": arguments.delete, "items": items, "left": plan.left})
@@ -457,13 +460,13 @@ async def _command(own: Settings, arguments: argparse.Namespace) -> None:
         )
 
 
-async def _reached(stack: AsyncExitStack, own: Settings, arguments: argparse.Namespace) -> tuple[Run, Needed]:
+async def _connect_run(stack: AsyncExitStack, own: Settings, arguments: argparse.Namespace) -> tuple[Run, Needed]:
     """Connect to the run's log and store, unless they lie in its directory. Return the run and a function that searches
     everything else in the bucket for references."""
     directory, log, blobs = Path(own.run.directory), None, None
     clusters: dict[str, gc.Connect] = {}
     roots = set()
-    for one in (own, *(run_folder.resolved(load(path, {})) for path in arguments.also)):
+    for one in (own, *(run_folder.resolve_endpoints(load(path, {})) for path in arguments.also)):
         if one.kafka.bootstrap:
             client = KafkaLog.of(one.kafka)
             stack.push_async_callback(client.close)
@@ -480,20 +483,20 @@ async def _reached(stack: AsyncExitStack, own: Settings, arguments: argparse.Nam
         cluster=await log.cluster() if log else kept_cluster(directory),
     )  # fmt: skip
 
-    async def needed(hashes: Collection[str]) -> Collection[str]:
+    async def find_needed(hashes: Collection[str]) -> Collection[str]:
         assert blobs is not None, "what it holds is asked about"
         return await needed_elsewhere(
             hashes, blobs=blobs, run=run, clusters=clusters, roots=roots, retired=arguments.retired
         )
 
-    return run, needed
+    return run, find_needed
 
 
-async def _closed(own: Settings) -> None:
+async def _close_run(own: Settings) -> None:
     """Close the run, so that nothing starts for it any more and roles without a consumer group end. If the registry is
     embedded, it is down, and so is the run."""
     if own.registry.url:
-        async with opened("run", own) as role:
+        async with open_role("run", own) as role:
             await set_phase(role, RunPhase.CLOSED)
 
 

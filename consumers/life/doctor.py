@@ -29,10 +29,10 @@ from turnlog.infra.kafka.producers import TRANSACTION_TIMEOUT_MS
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryError
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.http_clients import warned
+from turnlog.infra.roles.http_clients import fetch_warnings
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.infra.roles.tls import TlsFileUnusable
-from turnlog.infra.run_folder import health_addresses, resolved
+from turnlog.infra.run_folder import health_addresses, resolve_endpoints
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.topics_admin import WARNING, check, check_internal
 from turnlog.names import ExitStatus
@@ -55,7 +55,7 @@ ROOM = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """The result of one check."""
 
     state: str
@@ -65,13 +65,13 @@ class Finding:
     remedy: str = ""
 
 
-Findings = Iterable[Finding]
+Findings = Iterable[DoctorFinding]
 
 
 def command(settings: Settings, *, as_json: bool) -> int:
     """Check every server that the settings name and print the findings. Return 1 if something is wrong, else 0. Raises
     NoEndpoints."""
-    found = run_verb(examined(resolved(settings)))
+    found = run_verb(check_servers(resolve_endpoints(settings)))
     if as_json:
         about = {"turnlog": __version__, "packages": versions()}
         say_json({**about, "findings": [dataclasses.asdict(finding) for finding in found]})
@@ -80,31 +80,35 @@ def command(settings: Settings, *, as_json: bool) -> int:
     return ExitStatus.DIFFERS if any(finding.state == WRONG for finding in found) else ExitStatus.DONE
 
 
-async def examined(settings: Settings) -> list[Finding]:
+async def check_servers(settings: Settings) -> list[DoctorFinding]:
     """Check the servers. `settings` must have their addresses filled in."""
     looks: dict[str, Callable[[Settings], Awaitable[Findings]]] = {
         f"[kafka] bootstrap {settings.kafka.bootstrap}": _kafka,
         f"[registry] url {settings.registry.url}": _registry,
         f"[store] endpoint {settings.store.endpoint}": _store,
     }
-    answers = await asyncio.gather(*(_looked(where, look, settings) for where, look in looks.items()))
+    answers = await asyncio.gather(*(_run_check(where, look, settings) for where, look in looks.items()))
     return [finding for answer in answers for finding in answer] + await asyncio.to_thread(_roles, settings)
 
 
-def _roles(settings: Settings) -> list[Finding]:
+def _roles(settings: Settings) -> list[DoctorFinding]:
     """Collect the warnings of running roles from their health endpoints."""
     addresses = health_addresses(settings) | {one: one for one in settings.status.health}
     with ThreadPoolExecutor(max(1, min(32, len(addresses)))) as pool:
-        told = zip(addresses, pool.map(lambda one: warned(one, timeout_s=ANSWER_S), addresses.values()), strict=True)
-        return [Finding(WORTH_A_LOOK, name, line) for name, lines in told for line in lines]
+        told = zip(
+            addresses, pool.map(lambda one: fetch_warnings(one, timeout_s=ANSWER_S), addresses.values()), strict=True
+        )
+        return [DoctorFinding(WORTH_A_LOOK, name, line) for name, lines in told for line in lines]
 
 
-async def _looked(where: str, look: Callable[[Settings], Awaitable[Findings]], settings: Settings) -> list[Finding]:
+async def _run_check(
+    where: str, look: Callable[[Settings], Awaitable[Findings]], settings: Settings
+) -> list[DoctorFinding]:
     """Run one check. If the server does not answer, return that as the finding."""
     try:
         return list(await look(settings))
     except (LogError, BlobError, RegistryError, TlsFileUnusable) as error:
-        return [Finding(WRONG, where, f"{type(error).__name__}: {error}", "start it, or correct the setting")]
+        return [DoctorFinding(WRONG, where, f"{type(error).__name__}: {error}", "start it, or correct the setting")]
 
 
 async def _kafka(settings: Settings) -> Findings:
@@ -114,26 +118,32 @@ async def _kafka(settings: Settings) -> Findings:
         problems = check_internal(await log.internal_topics(), settings) + await check(log, settings)
     finally:
         await log.close()
-    found = [_counted(len(brokers), settings)]
+    found = [_check_brokers(len(brokers), settings)]
     for broker, config in sorted(brokers.items()):
         found += broker_findings(f"broker {broker}", config, settings)
     found += [
-        Finding(WORTH_A_LOOK if problem.startswith(WARNING) else WRONG, "topics", problem) for problem in problems
+        DoctorFinding(WORTH_A_LOOK if problem.startswith(WARNING) else WRONG, "topics", problem) for problem in problems
     ]
-    return found if problems else [*found, Finding(GOOD, "topics", "counts, replicas and limits are the catalogue's")]
+    return (
+        found
+        if problems
+        else [*found, DoctorFinding(GOOD, "topics", "counts, replicas and limits are the catalogue's")]
+    )
 
 
-def _counted(brokers: int, settings: Settings) -> Finding:
+def _check_brokers(brokers: int, settings: Settings) -> DoctorFinding:
     wanted = settings.kafka.copies
     what = f"{brokers} brokers, {wanted} copies of each topic (kafka.replication)"
     if brokers < wanted:
-        return Finding(WRONG, "brokers", what, "add brokers, or lower kafka.replication")
+        return DoctorFinding(WRONG, "brokers", what, "add brokers, or lower kafka.replication")
     if brokers > 1 and wanted == 1:
-        return Finding(WORTH_A_LOOK, "brokers", what, "kafka.replication = 3: one broker's disk holds all of a topic")
-    return Finding(GOOD, "brokers", what)
+        return DoctorFinding(
+            WORTH_A_LOOK, "brokers", what, "kafka.replication = 3: one broker's disk holds all of a topic"
+        )
+    return DoctorFinding(GOOD, "brokers", what)
 
 
-def broker_findings(where: str, config: Mapping[str, str], settings: Settings) -> Iterator[Finding]:
+def broker_findings(where: str, config: Mapping[str, str], settings: Settings) -> Iterator[DoctorFinding]:
     """Check the configuration of one broker. Keys that it does not report (managed clusters hide some) are worth a
     look."""
     pause, member = settings.run.longest_pause_s, Membership()
@@ -152,11 +162,13 @@ def broker_findings(where: str, config: Mapping[str, str], settings: Settings) -
         bound = f"at least {least}" if least is not None else f"at most {most}"
         said = config.get(key)
         if said is None or not said.lstrip("-").isdigit():
-            yield Finding(WORTH_A_LOOK, where, f"{key} is not told; it must be {bound}: {reason}", HIDDEN)
+            yield DoctorFinding(WORTH_A_LOOK, where, f"{key} is not told; it must be {bound}: {reason}", HIDDEN)
         elif (least is not None and int(said) < least) or (most is not None and int(said) > most):
-            yield Finding(WRONG, where, f"{key}={said}, it must be {bound}: {reason}", f"set {key} on every broker")
+            yield DoctorFinding(
+                WRONG, where, f"{key}={said}, it must be {bound}: {reason}", f"set {key} on every broker"
+            )
         else:
-            yield Finding(GOOD, where, f"{key}={said}, {bound}")
+            yield DoctorFinding(GOOD, where, f"{key}={said}, {bound}")
 
 
 async def _registry(settings: Settings) -> Findings:
@@ -174,33 +186,35 @@ async def _registry(settings: Settings) -> Findings:
     return [finding for finding in found if finding.state != GOOD or not finding.where.startswith("subject")]
 
 
-def level_of(url: str, subject: str, answer: httpx.Response) -> Finding:
+def level_of(url: str, subject: str, answer: httpx.Response) -> DoctorFinding:
     """Check the compatibility level of a subject in a registry's answer; subject "" stands for the registry's
     default."""
     where = f"subject {subject}" if subject else f"registry {url}"
     if answer.is_error:
-        return Finding(WORTH_A_LOOK, where, f"its level is not told: {answer.status_code}", "ask who runs it")
+        return DoctorFinding(WORTH_A_LOOK, where, f"its level is not told: {answer.status_code}", "ask who runs it")
     said = answer.json()
     level = said.get("compatibilityLevel") or said.get("compatibility")
     if level in LEVELS:
-        return Finding(GOOD, where, f"compatibility {level}")
-    return Finding(
+        return DoctorFinding(GOOD, where, f"compatibility {level}")
+    return DoctorFinding(
         WRONG, where, f"compatibility {level}: a change that breaks readers of old records would pass",
         f"PUT {url}/config{subject and '/' + subject} " + '{"compatibility": "BACKWARD_TRANSITIVE"}',
     )  # fmt: skip
 
 
-def skew(name: str, url: str, said: str | None) -> Finding:
+def skew(name: str, url: str, said: str | None) -> DoctorFinding:
     """Compare a server's clock with this machine's, by the Date header of its answer. That has whole seconds, so half a
     second is added to it."""
     where = f"{name} {url}"
     if said is None:
-        return Finding(WORTH_A_LOOK, where, "its answers have no Date: its clock is not known", "look at its clock")
+        return DoctorFinding(
+            WORTH_A_LOOK, where, "its answers have no Date: its clock is not known", "look at its clock"
+        )
     apart = parsedate_to_datetime(said).timestamp() + 0.5 - time.time()
     what = f"its clock is {apart:+.1f} s from this machine's"
     if abs(apart) > SKEW_S:
-        return Finding(WRONG, where, f"{what}, {SKEW_S:g} s at most", "let NTP run on both")
-    return Finding(GOOD, where, what)
+        return DoctorFinding(WRONG, where, f"{what}, {SKEW_S:g} s at most", "let NTP run on both")
+    return DoctorFinding(GOOD, where, what)
 
 
 async def _store(settings: Settings) -> Findings:
@@ -215,13 +229,13 @@ async def _store(settings: Settings) -> Findings:
             good = read == content and named
             what = f"an object that was {look} is {'read back and' if good else 'not at once read back or'} listed"
             remedy = "" if good else "a store that is consistent after each write, as S3 is since 2020"
-            found.append(Finding(GOOD if good else WRONG, f"store {url}, bucket {bucket}", what, remedy))
+            found.append(DoctorFinding(GOOD if good else WRONG, f"store {url}, bucket {bucket}", what, remedy))
     finally:
         await blobs.close()
     return found
 
 
-def _tell(found: Iterable[Finding]) -> None:
+def _tell(found: Iterable[DoctorFinding]) -> None:
     console = Terminal()
     table = Table("", "where", "what", "what to change")
     for finding in found:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from turnlog.infra.embedded.supervisor import State
+from turnlog.infra.embedded.supervisor import ChildState
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.roles import fleet
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
-from turnlog.processors.core.fleet import GONE, SERVING, Engine, Fleet
+from turnlog.processors.core.fleet import GONE, SERVING, Fleet, FleetEngine
 from turnlog.settings import Settings
 
 LOOK_S = 0.2
@@ -41,7 +41,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
-    async with opened("engines", settings) as role:
+    async with open_role("engines", settings) as role:
         match arguments.action:
             case "list":
                 _tell(await fleet.read(role), as_json=arguments.json)
@@ -57,11 +57,11 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
         for engine in asked:
             say(f"{engine.id}: asked to {'leave' if engine.leaving else 'serve'}")
         if not arguments.no_wait:
-            await settled(role, asked, told=aside)
+            await wait_until_settled(role, asked, told=aside)
     return ExitStatus.DONE
 
 
-async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], None]) -> None:
+async def wait_until_settled(role: Role, asked: Sequence[FleetEngine], *, told: Callable[[str], None]) -> None:
     """Wait until each engine serves or has left, as requested. `told` is called with a line for each change. Raises
     NotServing."""
     began, bound = time.monotonic(), role.settings.engine
@@ -73,8 +73,8 @@ async def settled(role: Role, asked: Sequence[Engine], *, told: Callable[[str], 
         for engine in [now.engines[engine_id] for engine_id in sorted(waiting)]:
             if engine.state != seen[engine.id]:
                 seen[engine.id] = engine.state
-                told(f"{time.monotonic() - began:6.1f} s  {engine.id} {_said(engine)}")
-            if engine.state == (GONE if engine.leaving else SERVING) or engine.left:
+                told(f"{time.monotonic() - began:6.1f} s  {engine.id} {_describe_engine(engine)}")
+            if engine.state == (GONE if engine.leaving else SERVING) or engine.has_left:
                 waiting.discard(engine.id)
         before, lacks = lacks, _lacking(role.settings, waiting)
         for engine_id in [one for one in lacks if lacks[one] != before.get(one)]:
@@ -94,12 +94,12 @@ def _lacking(settings: Settings, waiting: set[str]) -> dict[str, str]:
     one up."""
     found = {one["name"]: one for one in (status_processes(settings) if waiting else ()) if one["name"] in waiting}
     for name, process in found.items():
-        if process["state"] == State.FAILED:
+        if process["state"] == ChildState.FAILED:
             raise NotServing(f"{name} does not start: {process['error']}")
     return {name: process["waiting"] for name, process in found.items() if process["waiting"]}
 
 
-def _said(engine: Engine) -> str:
+def _describe_engine(engine: FleetEngine) -> str:
     weights = f" with weight version {engine.version}" if engine.state == SERVING else ""
     return f"{engine.state or 'is not heard of yet'}{weights}{engine.cause and ': '}{engine.cause}"
 

@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from turnlog.consumers.run import prepared
+from turnlog.consumers.run import prepare_run
 from turnlog.infra import run_folder
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import PARENT_FILE, life, parent_of
 from turnlog.infra.roles.terminal import say
 from turnlog.names import ExitStatus
@@ -74,7 +74,7 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
             f"its feeder begins {about.places} tasks into {about.dataset}, and asks for {len(about.left)} of them first"
         )
     if new.kafka.bootstrap:
-        say(*run_verb(_configured(new, about)))
+        say(*run_verb(_configure_run(new, about)))
     else:
         say(f"next: turnlog --run {new.run.id} up, then turnlog --run {new.run.id} run")
     return ExitStatus.DONE
@@ -124,7 +124,7 @@ def _check_apart(parent: Settings, new: Settings) -> None:
 
 async def _about(parent: Settings, folder: Path, cursor: Mapping[str, int | None], *, archive: bool) -> RunParent:
     """Return what the new run records of its parent, read from the parent's log."""
-    async with opened("fork", parent, archive=archive) as role:
+    async with open_role("fork", parent, archive=archive) as role:
         before = (await life(role)).parent
         batches = [event for event in await all_events(role, topics.BATCHES) if isinstance(event, SampleBatchFormed)]
         seen = {
@@ -166,7 +166,7 @@ def position(
 
 async def _check_unbegun(new: Settings, about: RunParent) -> None:
     """Check that the new run's log is empty, or holds only what this fork has written. Raises ForkRefused."""
-    async with opened("fork", new) as role:
+    async with open_role("fork", new) as role:
         if topics.RUNS.name not in await role.log.topics():
             return
         _same_parent(await _recorded_parent(role), about, new)
@@ -208,9 +208,9 @@ def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Pat
     part.replace(directory / PARENT_FILE)
 
 
-async def _configured(new: Settings, about: RunParent) -> list[str]:
+async def _configure_run(new: Settings, about: RunParent) -> list[str]:
     """Configure the new run at once, so that its first role knows its parent. Raises ForkRefused."""
-    async with opened("fork", new) as role:
-        done = await prepared(role)
+    async with open_role("fork", new) as role:
+        done = await prepare_run(role)
         _same_parent(await _recorded_parent(role), about, new)
-    return done.said()
+    return done.to_lines()

@@ -53,7 +53,7 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.terminal import Terminal, aside, say_json
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.infra.s3 import S3Blobs
 from turnlog.kafka_settings import KafkaSettings
 from turnlog.names import RECORD_HEADER, ExitStatus
@@ -91,7 +91,7 @@ class MarkTooOld(GcError):
     """Nothing is lost. Remedy: run the command again."""
 
 
-class State(StrEnum):
+class ObjectState(StrEnum):
     """State of an object."""
 
     REACHABLE = "reachable"
@@ -113,7 +113,7 @@ class Found:
     folder: str
     sha256: str
     trashed: bool
-    state: State
+    state: ObjectState
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Marked:
 
 
 @dataclass(slots=True)
-class Marks:
+class ReferenceMarks:
     """References to the `wanted` hashes found so far."""
 
     wanted: Collection[str]
@@ -153,7 +153,7 @@ class Marks:
             self.read[where] += 1
 
 
-async def marked(
+async def mark_objects(
     blobs: Blobs, clusters: Mapping[str, Connect], *, grace_s: float, roots: Collection[tuple[str, str]] = (),
     retired: Collection[str] = (), unowned: bool = False, told: Callable[[str], None] = lambda _: None,
 ) -> Marked:  # fmt: skip
@@ -164,13 +164,13 @@ async def marked(
     folder may be removed, too, because every log that wrote some is known here. Raises UnknownOwner, LogError,
     StoreUnavailable.
     """
-    listings = [await blobs.listed(prefix) for prefix in (OWNED, "blobs/", TRASH)]
+    listings = [await blobs.list_objects(prefix) for prefix in (OWNED, "blobs/", TRASH)]
     objects = [one for listing in listings for one in listing.objects]
     matches = [(match, one) for one in objects if (match := KEY.fullmatch(one.name))]
     parts = [(match, one) for one in objects if (match := CHECKPOINT.fullmatch(one.name))]
     folders = {match[2] for match, _ in (*matches, *parts) if match[2]}
     owners = await owners_of(blobs, folders, clusters, retired)
-    marks = Marks({match[3] for match, _ in matches})
+    marks = ReferenceMarks({match[3] for match, _ in matches})
     logs = {*roots, *((owner.cluster, owner.prefix) for owner in owners if owner.folder not in retired)}
     for cluster, prefix in sorted(logs):
         whose = [owner for owner in owners if (owner.cluster, owner.prefix) == (cluster, prefix)]
@@ -199,27 +199,29 @@ def _of_checkpoints(parts: Sequence[tuple[re.Match[str], Listed]], now: float, g
         youngest[match[1]] = max(youngest[match[1]], one.modified)
     for match, one in parts:
         old = now - youngest[match[1]] >= grace_s
-        state = State.WHOLE if match[1] in whole else State.UNFINISHED if old else State.YOUNG
+        state = ObjectState.WHOLE if match[1] in whole else ObjectState.UNFINISHED if old else ObjectState.YOUNG
         yield Found(one, f"{match[2]}/{CHECKPOINTS}", "", trashed=False, state=state)
 
 
 def _state(
-    one: Listed, match: re.Match[str], live: Mapping[str, Listed], marks: Marks, now: float, grace_s: float,
+    one: Listed, match: re.Match[str], live: Mapping[str, Listed], marks: ReferenceMarks, now: float, grace_s: float,
     unowned: bool,
-) -> State:  # fmt: skip
+) -> ObjectState:  # fmt: skip
     """Return the state of one object. A trashed copy of a needed object stays until the restored object has existed for
     a grace period: by then nobody acts on an earlier mark phase any more."""
     named, old = match[3] in marks.seen, now - one.modified >= grace_s
     if match[1]:
         there = live.get(one.name.removeprefix(TRASH))
         if named and there is None:
-            return State.NEEDED
-        return State.DUE if old and (not named or (there and now - there.modified >= grace_s)) else State.WAITS
+            return ObjectState.NEEDED
+        return (
+            ObjectState.DUE if old and (not named or (there and now - there.modified >= grace_s)) else ObjectState.WAITS
+        )
     if named:
-        return State.REACHABLE
+        return ObjectState.REACHABLE
     if not old:
-        return State.YOUNG
-    return State.GARBAGE if match[2] or unowned else State.UNOWNED
+        return ObjectState.YOUNG
+    return ObjectState.GARBAGE if match[2] or unowned else ObjectState.UNOWNED
 
 
 async def owners_of(
@@ -227,7 +229,7 @@ async def owners_of(
 ) -> list[Owner]:
     """Return every owner. Raises UnknownOwner if the log of one cannot be queried, or a folder has no owner;
     BlobCorrupt."""
-    owners = [Owner.parsed(name, await blobs.get_named(name)) for name in await blobs.names(OWNERS)]
+    owners = [Owner.parse(name, await blobs.get_named(name)) for name in await blobs.names(OWNERS)]
     if strange := sorted({*folders, *retired} - {owner.folder for owner in owners}):
         raise UnknownOwner(
             f"{strange[0]} is a folder without an owner: {OWNERS} holds no object about it; restore that from a copy, "
@@ -243,7 +245,9 @@ async def owners_of(
     return owners
 
 
-async def mark_log(log: Log, prefix: str, owners: Sequence[Owner], folders: Collection[str], marks: Marks) -> None:
+async def mark_log(
+    log: Log, prefix: str, owners: Sequence[Owner], folders: Collection[str], marks: ReferenceMarks
+) -> None:
     """Mark everything that a record below the prefix references; records of open transactions count. Raises
     UnknownOwner, LogError."""
     try:
@@ -291,7 +295,7 @@ async def archives(blobs: Blobs) -> list[str]:
     return [name.removesuffix(TOPICS) for name in found]
 
 
-async def mark_archive(blobs: Blobs, archive: str, marks: Marks) -> None:
+async def mark_archive(blobs: Blobs, archive: str, marks: ReferenceMarks) -> None:
     """Mark everything that a record of the archive references. Raises ArchiveError, StoreUnavailable."""
     log = await ArchiveLog.open(blobs, archive)
     for topic, spec in (await log.topics()).items():
@@ -299,7 +303,7 @@ async def mark_archive(blobs: Blobs, archive: str, marks: Marks) -> None:
             marks.take(value, f"archive/{archive}{TOPICS}")
 
 
-async def mark_recordings(blobs: Blobs, marks: Marks) -> None:
+async def mark_recordings(blobs: Blobs, marks: ReferenceMarks) -> None:
     """Mark everything that a recording of the egress proxy references. Raises StoreUnavailable."""
     recordings = await blobs.names("egress/")
     for some in _some(recordings):
@@ -307,7 +311,7 @@ async def mark_recordings(blobs: Blobs, marks: Marks) -> None:
             marks.take(content, "egress/")
 
 
-async def follow(blobs: Blobs, folders: Sequence[str], marks: Marks) -> int:
+async def follow(blobs: Blobs, folders: Sequence[str], marks: ReferenceMarks) -> int:
     """Read the blobs that reference other blobs, and return how many of them are missing."""
     absent, read = 0, set[str]()
 
@@ -332,11 +336,11 @@ def _some(everything: Sequence[str]) -> Iterator[Sequence[str]]:
     return (everything[at : at + AT_ONCE] for at in range(0, len(everything), AT_ONCE))
 
 
-async def swept(blobs: Blobs, plan: Marked) -> Counter[State]:
+async def sweep_objects(blobs: Blobs, plan: Marked) -> Counter[ObjectState]:
     """Carry out `plan` and return the number of objects moved or removed, by state. Raises MarkTooOld,
     StoreUnavailable."""
-    done: Counter[State] = Counter()
-    acts = {State.GARBAGE, State.NEEDED, State.DUE, State.UNFINISHED}
+    done: Counter[ObjectState] = Counter()
+    acts = {ObjectState.GARBAGE, ObjectState.NEEDED, ObjectState.DUE, ObjectState.UNFINISHED}
     todo = [found for found in plan.found if found.state in acts]
     for at in range(0, len(todo), AT_ONCE):
         some = todo[at : at + AT_ONCE]
@@ -347,7 +351,7 @@ async def swept(blobs: Blobs, plan: Marked) -> Counter[State]:
 
 async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
     """Carry out one step of the plan. Return False if another process was faster, or the object was written again."""
-    name, listing = found.at.name, await blobs.listed(found.at.name)
+    name, listing = found.at.name, await blobs.list_objects(found.at.name)
     if listing.now - plan.now > plan.grace_s:
         raise MarkTooOld(
             f"{listing.now - plan.now:.0f} s have passed since the store was listed, more than the grace of "
@@ -355,16 +359,16 @@ async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
         )
     if found.at not in listing.objects:
         return False
-    if found.state is State.UNFINISHED and await blobs.names(f"{name.rpartition('/')[0]}/{MANIFEST}"):
+    if found.state is ObjectState.UNFINISHED and await blobs.names(f"{name.rpartition('/')[0]}/{MANIFEST}"):
         return False
     try:
-        if found.state is State.GARBAGE:
+        if found.state is ObjectState.GARBAGE:
             await blobs.copy(name, TRASH + name)
-        elif found.state is State.NEEDED:
+        elif found.state is ObjectState.NEEDED:
             await blobs.copy(name, name.removeprefix(TRASH))
     except BlobMissing:
         return False
-    if found.state is not State.NEEDED:
+    if found.state is not ObjectState.NEEDED:
         await blobs.remove(name)
     return True
 
@@ -377,7 +381,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
             f"--grace {arguments.grace:g} s: writers name a blob up to {REUSED_S:g} s after they put it, so the least "
             f"is {LEAST_GRACE_S:g} s"
         )
-    everyone = [resolved(settings), *(resolved(load(path, {})) for path in arguments.also)]
+    everyone = [resolve_endpoints(settings), *(resolve_endpoints(load(path, {})) for path in arguments.also)]
     plan, done = run_verb(_run(everyone, arguments))
     rows = _rows(plan)
     if arguments.json:
@@ -388,7 +392,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     return ExitStatus.DONE
 
 
-async def _run(everyone: Sequence[Settings], arguments: argparse.Namespace) -> tuple[Marked, Counter[State]]:
+async def _run(everyone: Sequence[Settings], arguments: argparse.Namespace) -> tuple[Marked, Counter[ObjectState]]:
     clusters: dict[str, Connect] = {}
     roots = set()
     async with AsyncExitStack() as stack:
@@ -401,11 +405,11 @@ async def _run(everyone: Sequence[Settings], arguments: argparse.Namespace) -> t
             clusters[cluster] = partial(log_of, one.kafka)
             if topics.RUNS.name in await log.topics():
                 roots.add((cluster, one.kafka.prefix))
-        plan = await marked(
+        plan = await mark_objects(
             blobs, clusters, grace_s=arguments.grace, roots=roots, retired=arguments.retired, unowned=arguments.unowned,
             told=aside,
         )  # fmt: skip
-        return plan, await swept(blobs, plan) if arguments.delete else Counter()
+        return plan, await sweep_objects(blobs, plan) if arguments.delete else Counter()
 
 
 def log_of(kafka: KafkaSettings, prefix: str) -> Log:
@@ -415,7 +419,7 @@ def log_of(kafka: KafkaSettings, prefix: str) -> Log:
 
 def _rows(plan: Marked) -> list[dict[str, str | int | float]]:
     """Return one row for each folder and state."""
-    kinds: defaultdict[tuple[str, State], list[Listed]] = defaultdict(list)
+    kinds: defaultdict[tuple[str, ObjectState], list[Listed]] = defaultdict(list)
     for found in plan.found:
         kinds[found.folder or "blobs", found.state].append(found.at)
     return [
@@ -425,7 +429,9 @@ def _rows(plan: Marked) -> list[dict[str, str | int | float]]:
     ]  # fmt: skip
 
 
-def _tell(plan: Marked, rows: Iterable[Mapping[str, str | int | float]], done: Counter[State], *, delete: bool) -> None:
+def _tell(
+    plan: Marked, rows: Iterable[Mapping[str, str | int | float]], done: Counter[ObjectState], *, delete: bool
+) -> None:
     console, table = Terminal(), Table("folder", "what", "objects", "bytes", "oldest")
     for row in rows:
         oldest = f"{float(row['oldest_s']) / 3600:.1f} h"
@@ -434,8 +440,10 @@ def _tell(plan: Marked, rows: Iterable[Mapping[str, str | int | float]], done: C
     if plan.absent:
         console.print(f"{plan.absent} workspaces or answers are named by records and are not in the store")
     if delete:
-        said = {State.GARBAGE: "into the trash", State.NEEDED: "back"}
+        said = {ObjectState.GARBAGE: "into the trash", ObjectState.NEEDED: "back"}
         told = [f"{done[state]} objects went {where}" for state, where in said.items()]
-        console.print("; ".join([*told, f"{done[State.DUE] + done[State.UNFINISHED]} objects went for good"]))
+        console.print(
+            "; ".join([*told, f"{done[ObjectState.DUE] + done[ObjectState.UNFINISHED]} objects went for good"])
+        )
     else:
         console.print("nothing was changed: --delete moves garbage into the trash, and what is due out of it")

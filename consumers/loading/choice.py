@@ -11,7 +11,7 @@ from pathlib import Path
 
 from turnlog.consumers.loading import NoSuchEngine
 from turnlog.infra.embedded import NotInstalled
-from turnlog.infra.engine import Disk, Transport
+from turnlog.infra.engine import DiskWeightTransport, Transport
 from turnlog.processors.core.experts import routing_of_model
 from turnlog.settings import LoaderSettings, Settings
 
@@ -64,7 +64,7 @@ def update_of(settings: Settings) -> str:
 def transport_of(settings: LoaderSettings) -> Transport:
     """Return the transport that [loader] transport names. Raises NotInstalled if it needs torch, which is missing."""
     if settings.transport == "disk":
-        return Disk()
+        return DiskWeightTransport()
     if importlib.util.find_spec("torch") is None:
         raise NotInstalled(
             f'[loader] transport is "{settings.transport}", and torch is not installed: install the `train` extra (or '

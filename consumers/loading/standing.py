@@ -19,7 +19,7 @@ from turnlog.infra.engine import UNLABELLED, EngineDead, ModelInfo
 from turnlog.infra.log import Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
-from turnlog.processors.core.fleet import GONE, RELEASED, SERVING, SILENT, STARTING, Engine, Fleet
+from turnlog.processors.core.fleet import GONE, RELEASED, SERVING, SILENT, STARTING, Fleet, FleetEngine
 from turnlog.schemas.events import (
     EngineDraining,
     EngineGone,
@@ -38,7 +38,7 @@ PARTITION = Partition(WEIGHTS.name, 0)
 REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)
 
 
-class Standing:
+class EngineStatus:
     """Status of one engine."""
 
     reached: Reached
@@ -64,24 +64,24 @@ class Standing:
         self._said = 0
 
     @asynccontextmanager
-    async def owned(self) -> AsyncIterator[None]:
+    async def take_ownership(self) -> AsyncIterator[None]:
         """Own the engine while the block runs: reports of earlier loaders are fenced off. Raises LogError."""
         names = {"run": self._role.settings.run.id, "engine": self.engine_id}
         async with self._role.log.transactor(TransactionalId.LOADER.format(**names)) as self._transactor:
             group = ConsumerGroup.LOADER.format(**names)
-            self.reached = await Reached.recalled(self._role.log, self._transactor, group, [PARTITION])
+            self.reached = await Reached.from_log(self._role.log, self._transactor, group, [PARTITION])
             self._said = (await self._role.log.end_offsets([SAID]))[SAID]
             yield
 
     @property
-    def own(self) -> Engine:
+    def own(self) -> FleetEngine:
         """State of the engine according to the log."""
-        return self._fleet.engines.get(self.engine_id, Engine(self.engine_id))
+        return self._fleet.engines.get(self.engine_id, FleetEngine(self.engine_id))
 
     async def hear(self, requests: Reader, *, timeout_s: float = 0.2) -> None:
         """Fold new requests for and reports of this engine."""
         for record in await requests.poll(timeout_s=timeout_s):
-            event = await self._role.events.known(record) if record.key == self.engine_id.encode() else None
+            event = await self._role.events.decode_known(record) if record.key == self.engine_id.encode() else None
             if event is not None and event.run_id == self._role.settings.run.id:
                 self._apply(event)
 
@@ -101,7 +101,7 @@ class Standing:
         """Version of the engine's own weights, without adapters."""
         return self.version if self.base_version is None else self.base_version
 
-    def believed(self, info: ModelInfo) -> ModelInfo:
+    def drop_unrecorded(self, info: ModelInfo) -> ModelInfo:
         """Drop versions from `info` that the log does not record as loaded here: they belong to another run, or their
         loader died before reporting them."""
         known = info.version in self.given or info.version < 0
@@ -109,15 +109,15 @@ class Standing:
 
     def has(self, info: ModelInfo) -> bool:
         """Return whether `info` matches what was loaded into the engine. If not, another engine has taken its place."""
-        if info.released or self.released:
-            return info.released == self.released
+        if info.is_released or self.released:
+            return info.is_released == self.released
         return (info.version, info.base_version) == (self.version, self.base_version)
 
-    async def registered(self, info: ModelInfo, *, waits: bool) -> None:
+    async def report_registered(self, info: ModelInfo, *, waits: bool) -> None:
         """Report that the engine answers with these weights. `waits`: whether newer ones are to be loaded."""
         self.silent = False
         SILENCE.set(0)
-        self.version, self.base_version, self.released = info.version, info.base_version, info.released
+        self.version, self.base_version, self.released = info.version, info.base_version, info.is_released
         VERSION.set(self.version)
         self.newcomer = waits and (self.newcomer or self.own.state not in (SERVING, SILENT))
         await self.say(EngineRegistered, model=self._role.settings.model.name, base_version=self.base_version)
@@ -133,7 +133,7 @@ class Standing:
         SILENCE.set(1)
         await self.say(EngineDraining, state=SILENT)
 
-    async def gone(self, error: Exception) -> None:
+    async def report_gone(self, error: Exception) -> None:
         """Report that the engine has died."""
         await self.say(EngineGone, state=GONE, cause=str(error))
 
@@ -144,7 +144,7 @@ class Standing:
         try:
             yield
         except EngineDead as error:
-            await self.gone(error)
+            await self.report_gone(error)
             raise EngineSwapFailed(f"{self.url} died while it {did}: {error}") from error
 
     async def say(self, record: type[Event], **more: Any) -> None:

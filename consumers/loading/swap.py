@@ -26,7 +26,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from turnlog.consumers.loading.standing import Standing
+from turnlog.consumers.loading.standing import EngineStatus
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
 from turnlog.infra.roles.measures import STAGE_S
@@ -62,7 +62,7 @@ and gateways submit them again."""
 class Swap:
     """Updates the weights of one engine."""
 
-    def __init__(self, role: Role, control: EngineControl, standing: Standing, beat: Callable[[], None]) -> None:
+    def __init__(self, role: Role, control: EngineControl, standing: EngineStatus, beat: Callable[[], None]) -> None:
         """Raises what `model_shapes` raises."""
         self._role, self._control, self._standing, self._beat = role, control, standing, beat
         run = role.settings.run
@@ -121,7 +121,7 @@ class Swap:
             check_fits(event, self._expected)
             chain = chain_of(event, self._recent)
             for part in (chain[:-1], chain[-1:]) if event.kind == "adapter" else (chain,):
-                (await self._fetched(part, Timer())).release()  # the newest folders stay without a hold
+                (await self._fetch_folder(part, Timer())).release()  # the newest folders stay without a hold
         except BadWeights as error:
             log.warning("version %d will be refused: %s", event.version, error)
         else:
@@ -143,14 +143,14 @@ class Swap:
             await self._refuse(event, error)
         else:
             self.waiting = []
-            await self._loaded(event, seconds)
+            await self._report_loaded(event, seconds)
             await self._unload()
 
     async def _load_instead(self, chain: Chain) -> dict[str, float]:
         """Replace the engine's own weights, and return the seconds of each phase. Raises what `_load` raises,
         BadWeights, BlobError."""
         timer = Timer()
-        held = await self._fetched(chain, timer)
+        held = await self._fetch_folder(chain, timer)
         try:
             await self._load(chain[-1], held.path, timer)
         except BaseException:
@@ -164,7 +164,7 @@ class Swap:
         """Keep the folder of the weights that the engine is known to have, as if they had been loaded by this
         process."""
         event = self._recent.get(self._standing.whole)
-        held = None if event is None else self._folders.found(event)
+        held = None if event is None else self._folders.find_folder(event)
         if event is not None and held is not None:
             self._keep(event, held)
 
@@ -183,9 +183,9 @@ class Swap:
             check_fits(base, self._expected)
             seconds = await self._load_instead(chain[:-1])
             self.waiting = [version for version in self.waiting if version != base.version]
-            await self._loaded(base, seconds, state=STARTING)  # turns wait for the adapter
+            await self._report_loaded(base, seconds, state=STARTING)  # turns wait for the adapter
         timer = Timer()
-        held = await self._fetched(chain[-1:], timer)
+        held = await self._fetch_folder(chain[-1:], timer)
         try:
             async with self._standing.lives(f"loaded adapter {event.version}"):
                 await self._load_adapter(event.version, base.version, held.path, timer)
@@ -224,12 +224,12 @@ class Swap:
         for version in self._adapters.keys() - (await self._control.model_info()).adapters:
             self._adapters.pop(version).release()
 
-    async def _fetched(self, chain: Chain, timer: Timer) -> Held:
+    async def _fetch_folder(self, chain: Chain, timer: Timer) -> Held:
         """Fetch the folder. A store that does not answer is tried [loader] attempts times; then BlobError ends the
         process."""
         for attempt in range(1, self._role.settings.loader.attempts + 1):
             try:
-                return await self._folders.held(chain, timer)
+                return await self._folders.obtain_folder(chain, timer)
             except BlobError as error:
                 if attempt == self._role.settings.loader.attempts:
                     raise
@@ -267,7 +267,7 @@ class Swap:
             await self._standing.reached.check_owner()
             await self._control.resume()
 
-    async def _loaded(self, event: WeightVersionPublished, seconds: dict[str, float], **more: Any) -> None:
+    async def _report_loaded(self, event: WeightVersionPublished, seconds: dict[str, float], **more: Any) -> None:
         self._standing.serves(event.version)
         LOADED.inc()
         for phase, took_s in seconds.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.run_folder import held
+from turnlog.infra.run_folder import lock_file
 
 
 class OutletError(Exception):
@@ -52,6 +52,6 @@ def one_writer(path: Path) -> Iterator[str]:
     Raises BusyOutlet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = BusyOutlet(f"{path.parent} is being written by another process, which holds {path.name}")
-    with held(path, busy) as lock:
+    with lock_file(path, busy) as lock:
         lock.seek(0)
         yield lock.read()

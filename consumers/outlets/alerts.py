@@ -23,7 +23,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from turnlog.consumers.dashboard.alarms import FAILED, STANDS, Alarm, alarms
-from turnlog.consumers.dashboard.queues import STANDS_S, Standing
+from turnlog.consumers.dashboard.queues import STANDS_S, ConsumerStallTimes
 from turnlog.consumers.index import IndexFailure
 from turnlog.consumers.index.reader import Index, path_of
 from turnlog.consumers.lag import Markers, lag_of
@@ -65,12 +65,12 @@ DONE = {
 """Remedy of RoleFailed -> text that describes its result."""
 
 
-class Watch:
+class AlertCollector:
     """All alerts of a run, collected anew at each look."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self._markers, self._standing = Markers(), Standing()
+        self._markers, self._standing = Markers(), ConsumerStallTimes()
         self._failures: dict[str, tuple[float, Alarm]] = {}
         """Role -> Unix time and alert of its last failure. It counts as current for again_s, so that it is sent
         once."""
@@ -78,7 +78,7 @@ class Watch:
     async def look(self, failures: Reader) -> list[Alarm]:
         """Return the present alerts. `failures` is a reader of run-health. Raises LogUnavailable."""
         for record in await failures.poll(timeout_s=0.2):
-            event = await self._role.events.known(record)
+            event = await self._role.events.decode_known(record)
             if isinstance(event, RoleFailed) and event.run_id == self._role.settings.run.id:
                 done = DONE.get(event.remedy, "it stays down")
                 said = f"{event.role} on {event.host} failed, {done}: {event.cause}"
@@ -92,9 +92,9 @@ class Watch:
             for name, (seconds, _) in self._standing.look(lags, time.monotonic()).items()
             if seconds > STANDS_S
         ]
-        return [*failed, *stands, *await asyncio.to_thread(self._indexed)]
+        return [*failed, *stands, *await asyncio.to_thread(self._read_alerts)]
 
-    def _indexed(self) -> list[Alarm]:
+    def _read_alerts(self) -> list[Alarm]:
         """Return the alerts that the index shows; none if there is no index (`turnlog index` creates one)."""
         with contextlib.suppress(IndexFailure), Index.open(path_of(self._role.settings)) as index, index.snapshot():
             (steps, _), (versions, _), (engines, _) = index.series(), index.versions(), index.engines()
@@ -103,7 +103,7 @@ class Watch:
 
 
 @dataclass(slots=True)
-class Target:
+class AlertAddress:
     """An address, and what was sent to it."""
 
     place: str
@@ -126,7 +126,7 @@ class Target:
                 ALERTS.labels("refused").inc()
 
 
-def targets(settings: Settings) -> list[Target]:
+def targets(settings: Settings) -> list[AlertAddress]:
     """Return a target for each address of [alerts] urls. Raises NoLibrary, BadOutlet."""
     apprise = library("apprise", "alerts")
     for name in ("apprise", "urllib3"):  # they log addresses with the tokens in them
@@ -137,18 +137,18 @@ def targets(settings: Settings) -> list[Target]:
         if notifier is None:
             raise BadOutlet(f"{place} is none that apprise knows: https://github.com/caronc/apprise lists them")
         key = hashlib.sha256(url.encode()).hexdigest()[:16]
-        found.append(Target(place, key, notifier, Told(settings.alerts.again_s, kept.get(key, {}))))
+        found.append(AlertAddress(place, key, notifier, Told(settings.alerts.again_s, kept.get(key, {}))))
     if not found:
         raise BadOutlet("[alerts] urls is empty: set it, or TURNLOG_ALERTS_URLS_FILE, to where alarms are to go")
     return found
 
 
-async def tell(role: Role, found: Sequence[Target]) -> None:
+async def tell(role: Role, found: Sequence[AlertAddress]) -> None:
     """Look for alerts and send them until the role stops. Raises LogUnavailable, OSError."""
-    watch = Watch(role)
+    watch = AlertCollector(role)
     async with role.log.reader(patient=True) as failures:
         failures.assign(await role.log.start_offsets([PLACE]))
-        role.health.started()
+        role.health.mark_started()
         while not role.stopping.is_set():
             role.health.beat(within_s=role.settings.liveness.work_s + role.settings.alerts.every_s)
             with LOOK_S.time():
@@ -181,7 +181,7 @@ def _read(settings: Settings) -> Mapping[str, dict[str, float]]:
     return kept
 
 
-def _write(settings: Settings, found: Sequence[Target]) -> None:
+def _write(settings: Settings, found: Sequence[AlertAddress]) -> None:
     """Replace the file atomically."""
     folder = Path(settings.run.directory)
     private_folder(folder)

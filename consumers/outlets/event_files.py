@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.outlets import library, one_writer
-from turnlog.consumers.outlets.history import OFFSET, History, Point
+from turnlog.consumers.outlets.history import OFFSET, Point, StepHistory
 
 EXTRA = "trackers"
 VERSION = "brain.Event:2"
@@ -34,7 +34,7 @@ class EventFiles:
         self._life = 0
         self._writer: Any = None
 
-    def take(self, history: History) -> None:
+    def take(self, history: StepHistory) -> None:
         point, went_back = history.points[-1], history.life != self._life
         self._life = history.life
         if point.offset <= self.there:

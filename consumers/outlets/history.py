@@ -41,7 +41,7 @@ class Point:
 
 
 @dataclass(slots=True)
-class History:
+class StepHistory:
     """The effective steps of the records up to some position."""
 
     points: list[Point] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Tracker(Protocol):
     there: int
     """Highest offset in the files; -1 if there is none."""
 
-    def take(self, history: History) -> None:
+    def take(self, history: StepHistory) -> None:
         """Write the last point of a history unless the files contain it already. Raises OSError."""
         ...
 

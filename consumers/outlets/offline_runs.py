@@ -25,7 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from turnlog.consumers.outlets import BusyOutlet, library, one_writer
-from turnlog.consumers.outlets.history import OFFSET, History, Point
+from turnlog.consumers.outlets.history import OFFSET, Point, StepHistory
 
 EXTRA = "trackers"
 IDENT = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
@@ -52,7 +52,7 @@ class OfflineRuns:
         self._let_go_empty()
         self.there = self._highest()
 
-    def take(self, history: History) -> None:
+    def take(self, history: StepHistory) -> None:
         points = history.points[-1:]
         if history.life != self._life:
             self._replace(history.life)
@@ -155,14 +155,14 @@ def offline_runs(folder: Path, run_id: str, *, project: str = "turnlog") -> Iter
     """Open the wandb folders of a run below `folder`/wandb. Raises BusyOutlet, NoLibrary, OSError."""
     lock = folder / f"{run_id}.lock"
     with one_writer(lock) as last:
-        _ended(last)
+        _wait_until_ended(last)
         lock.write_text(str(os.getpid()))
         with contextlib.closing(OfflineRuns(folder, run_id, project)) as runs:
             yield runs
         lock.write_text("")
 
 
-def _ended(pid: str) -> None:
+def _wait_until_ended(pid: str) -> None:
     """Wait until the wandb-core of a killed tracker has ended, so that it cannot write the steps that are about to be
     logged again. Raises BusyOutlet."""
 

@@ -37,7 +37,7 @@ WELL = (Outcome.completed, Outcome.truncated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """A span; times are nanoseconds since 1970."""
 
     trace_id: str
@@ -66,14 +66,14 @@ def span_of(event_id: str, part: str = "") -> str:
     return digest("span", event_id, part)[:16]
 
 
-def sampled(trace_id: str, ratio: float) -> bool:
+def is_sampled(trace_id: str, ratio: float) -> bool:
     """Return whether a trace is sampled. The lower 64 bits of its id decide, as in OpenTelemetry's TraceIdRatioBased,
     so that every program keeps the same traces."""
     return int(trace_id[16:], 16) < round(ratio * 2**64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RequestedCall:
     at_ms: int
     event: ToolCallRequested
 
@@ -96,19 +96,19 @@ class _Session:
     epoch: str = ""
     finished: tuple[int, SessionFinished, int] | None = None
     """(time, event, round that read it)."""
-    turns: dict[TurnId, list[Span]] = field(default_factory=dict)
+    turns: dict[TurnId, list[TraceSpan]] = field(default_factory=dict)
     caller: dict[str, TurnId] = field(default_factory=dict)
     """Tool call -> the turn whose answer requests it."""
-    asked: dict[str, _Asked] = field(default_factory=dict)
+    asked: dict[str, _RequestedCall] = field(default_factory=dict)
     answered: dict[str, _Answered] = field(default_factory=dict)
 
-    def named(self) -> list[TurnId]:
+    def finished_turns(self) -> list[TurnId]:
         """Return the turns that the session's SessionFinished names."""
         return [] if self.finished is None else [*self.finished[1].turns, *self.finished[1].undelivered]
 
     def is_whole(self) -> bool:
         """Return whether all of these turns have been read."""
-        return all(turn in self.turns for turn in self.named())
+        return all(turn in self.turns for turn in self.finished_turns())
 
 
 REMEMBERED = 1 << 16
@@ -126,23 +126,23 @@ class Traces:
         self._told: dict[str, None] = {}
         """Sessions whose spans were emitted, at most REMEMBERED. A repeated record does not open one of them again."""
 
-    def take(self, place: Partition, offset: int, at_ms: int, event: Event) -> list[Span]:
+    def take(self, place: Partition, offset: int, at_ms: int, event: Event) -> list[TraceSpan]:
         """Fold one record, whose payloads must be inline. Return the spans that need no other record."""
         if isinstance(event, StepCompleted | WeightVersionPublished | EngineWeightsLoaded | EngineWeightsRefused):
-            return [span for span in _of_the_loop(at_ms, event) if sampled(span.trace_id, self._ratio)]
-        if event.session_id not in self._told and sampled(trace_of("session", event.session_id), self._ratio):
+            return [span for span in _of_the_loop(at_ms, event) if is_sampled(span.trace_id, self._ratio)]
+        if event.session_id not in self._told and is_sampled(trace_of("session", event.session_id), self._ratio):
             session = self._sessions.setdefault(event.session_id, _Session(self._round))
             session.since.setdefault(place, offset)
             self._fold(session, at_ms, event)
         return []
 
-    def settle(self) -> list[Span]:
+    def settle(self) -> list[TraceSpan]:
         """End the round. Return the spans of each finished session, in the order of the sessions' first records.
 
         A session is not emitted while a turn that its end names is missing from the log. A session whose start is not
         among the records read began before them; it is dropped, because its spans were emitted earlier.
         """
-        found: list[Span] = []
+        found: list[TraceSpan] = []
         for name, session in list(self._sessions.items()):
             if session.started is None and session.round < self._round:
                 del self._sessions[name]
@@ -176,12 +176,12 @@ class Traces:
                 session.turns[event.turn] = list(_of_a_turn(at_ms, event))
                 session.caller |= dict.fromkeys(_calls(event), event.turn)
             case ToolCallRequested():
-                session.asked.setdefault(event.call_id, _Asked(at_ms, event))
+                session.asked.setdefault(event.call_id, _RequestedCall(at_ms, event))
             case ToolCallCompleted():
                 session.answered.setdefault(event.call_id, _Answered(at_ms, event))
 
 
-def _of_the_loop(at_ms: int, event: Event) -> Iterator[Span]:
+def _of_the_loop(at_ms: int, event: Event) -> Iterator[TraceSpan]:
     """Yield the spans of steps and of weight versions. Each version is a trace: its publication and its load into each
     engine."""
     match event:
@@ -209,7 +209,7 @@ def _of_the_loop(at_ms: int, event: Event) -> Iterator[Span]:
 
 def _swap(
     at_ms: int, event: EngineWeightsLoaded | EngineWeightsRefused, version: int, seconds: float, error: str
-) -> Span:
+) -> TraceSpan:
     """Return the span of a weight update in an engine. Its parent is the publication, whose event id is derived from
     the version."""
     return _span(
@@ -219,7 +219,7 @@ def _swap(
     )  # fmt: skip
 
 
-def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[Span]:
+def _of_a_turn(at_ms: int, event: TurnCompleted) -> Iterator[TraceSpan]:
     """Yield the span of the turn as the gateway saw it, and within it that of the engine."""
     trace, own = trace_of("session", event.session_id), span_of(event.event_id)
     parent = span_of(digest("SessionStarted", event.session_id))
@@ -246,7 +246,7 @@ def _calls(event: TurnCompleted) -> list[str]:
     return [call["id"] for call in orjson.loads(event.response).get("tool_calls") or ()]
 
 
-def _tree(session: _Session) -> Iterator[Span]:
+def _tree(session: _Session) -> Iterator[TraceSpan]:
     """Yield the spans of a finished session: the turns that its end names, and the tool calls that were answered before
     its end."""
     assert session.started is not None
@@ -261,7 +261,7 @@ def _tree(session: _Session) -> Iterator[Span]:
          "turnlog.purpose": started.purpose.value, "turnlog.outcome": finished.outcome.value},
         "" if finished.outcome in WELL else finished.reason or finished.outcome.value,
     )  # fmt: skip
-    turns = {turn: session.turns[turn] for turn in session.named()}
+    turns = {turn: session.turns[turn] for turn in session.finished_turns()}
     for spans in turns.values():
         yield from spans
     for name, answer in session.answered.items():
@@ -270,7 +270,7 @@ def _tree(session: _Session) -> Iterator[Span]:
             yield from _of_a_call(asked, answer, turns[turn][0].span_id if turn in turns else root)
 
 
-def _of_a_call(asked: _Asked, answer: _Answered, parent: str) -> Iterator[Span]:
+def _of_a_call(asked: _RequestedCall, answer: _Answered, parent: str) -> Iterator[TraceSpan]:
     """Yield the span of the tool call, from its request to its result, and within it that of the sandbox that ran
     it."""
     request, result = asked.event, answer.event
@@ -294,10 +294,10 @@ def _of_a_call(asked: _Asked, answer: _Answered, parent: str) -> Iterator[Span]:
 def _span(
     trace_id: str, span_id: str, parent_id: str, name: str, end_ms: int, seconds: float,
     attributes: Mapping[str, Value], error: str = "", links: Sequence[tuple[str, str]] = (),
-) -> Span:  # fmt: skip
+) -> TraceSpan:  # fmt: skip
     """Return a span that ends at the time of a record."""
     end = end_ms * 1_000_000
-    return Span(
+    return TraceSpan(
         trace_id=trace_id, span_id=span_id, parent_id=parent_id, name=name, start_ns=end - round(seconds * 1e9),
         end_ns=end, attributes=attributes, error=error, links=links,
     )  # fmt: skip

@@ -19,14 +19,14 @@ from prometheus_client import Counter
 from turnlog import __version__
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.outlets import OutletError, library
-from turnlog.consumers.outlets.spans import Span, Traces
+from turnlog.consumers.outlets.spans import Traces, TraceSpan
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.topics_admin import ACCESS
@@ -63,10 +63,10 @@ class CollectorFailed(OutletError, Unreachable):
     """The collector did not accept spans. Remedy: check [trace] url, token and ca_file; the cause is in the log."""
 
 
-class Exporter(Protocol):
+class SpanExporter(Protocol):
     """Destination of spans."""
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def export(self, spans: Sequence[TraceSpan]) -> None:
         """Send spans, and return once they are accepted. Raises CollectorFailed."""
         ...
 
@@ -90,7 +90,7 @@ class Collector:
             headers={"authorization": f"Bearer {rules.token}"} if rules.token else None,
         )  # fmt: skip
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def export(self, spans: Sequence[TraceSpan]) -> None:
         taken = self._exporter.export([self._readable(span) for span in spans])
         if taken.name != "SUCCESS":
             raise CollectorFailed(f"{self._url} did not take {len(spans)} spans; the log says why")
@@ -99,7 +99,7 @@ class Collector:
         """Close connections."""
         self._exporter.shutdown()
 
-    def _readable(self, span: Span) -> Any:
+    def _readable(self, span: TraceSpan) -> Any:
         status = self._api.Status(self._api.StatusCode.ERROR, span.error) if span.error else self._api.Status()
         return self._sdk.ReadableSpan(
             span.name, self._context(span.trace_id, span.span_id), attributes=dict(span.attributes), status=status,
@@ -118,7 +118,7 @@ class Tracer:
     """Reads a run in rounds (spans.Traces), sends the spans, then commits its position."""
 
     def __init__(
-        self, role: Role, reader: Reader, exporter: Exporter, transactor: Transactor | None, *, batch: int = BATCH
+        self, role: Role, reader: Reader, exporter: SpanExporter, transactor: Transactor | None, *, batch: int = BATCH
     ) -> None:
         """`transactor` is None for an archive: then no position is committed. `batch`: maximum number of spans in one
         request."""
@@ -159,15 +159,15 @@ class Tracer:
         """Number of sessions whose spans have not been sent, because they are not finished."""
         return self._traces.open
 
-    async def _read(self) -> list[Span]:
+    async def _read(self) -> list[TraceSpan]:
         records = await self._reader.poll(timeout_s=0.5)
         if not records:
             return []
         with READ_S.time():
-            return await self._told(records)
+            return await self._collect_spans(records)
 
-    async def _told(self, records: Sequence[Record]) -> list[Span]:
-        spans: list[Span] = []
+    async def _collect_spans(self, records: Sequence[Record]) -> list[TraceSpan]:
+        spans: list[TraceSpan] = []
         for record in records:
             try:
                 event = await self._role.events.decode(record)
@@ -181,7 +181,7 @@ class Tracer:
                 spans += self._traces.take(place, record.offset, record.timestamp_ms, event)
         return spans
 
-    async def _hand_over(self, spans: Sequence[Span]) -> list[Span]:
+    async def _hand_over(self, spans: Sequence[TraceSpan]) -> list[TraceSpan]:
         for first in range(0, len(spans), self._batch):
             self._role.health.beat()
             batch = spans[first : first + self._batch]
@@ -209,7 +209,9 @@ class Tracer:
 
 
 @asynccontextmanager
-async def tracing(role: Role, exporter: Exporter, *, marks: bool = True, batch: int = BATCH) -> AsyncIterator[Tracer]:
+async def tracing(
+    role: Role, exporter: SpanExporter, *, marks: bool = True, batch: int = BATCH
+) -> AsyncIterator[Tracer]:
     """Open a tracer on a role's log. With `marks` it commits its position and fences off its predecessor."""
     async with AsyncExitStack() as stack:
         owner = TransactionalId.TRACE.format(run=role.settings.run.id)
@@ -235,7 +237,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
     async def main(role: Role) -> None:
         async with tracing(role, collector) as tracer:
-            role.health.started()
+            role.health.mark_started()
             while not role.stopping.is_set():
                 role.health.beat()
                 await tracer.turn()
@@ -244,7 +246,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def _once(settings: Settings, collector: Collector, *, archive: bool) -> int:
-    async with opened("trace", settings, archive=archive) as role:
+    async with open_role("trace", settings, archive=archive) as role:
         await recorded_run(role)  # raises NothingToReplay: the log is of another run
         async with tracing(role, collector, marks=not archive) as tracer:
             for _ in range(2):  # after the second, everything that precedes a session's end has been read

@@ -16,13 +16,13 @@ from prometheus_client import Counter
 from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.outlets import BadOutlet, OtherHistory
 from turnlog.consumers.outlets.event_files import event_files
-from turnlog.consumers.outlets.history import History, Point, Tracker
+from turnlog.consumers.outlets.history import Point, StepHistory, Tracker
 from turnlog.consumers.outlets.offline_runs import offline_runs
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
 from turnlog.names import ExitStatus
@@ -67,8 +67,8 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
                         f"{ends[PLACE]}: it is of another log"
                     )
             reader.assign(starts)
-            role.health.started()
-            history = History()
+            role.health.mark_started()
+            history = StepHistory()
             while not role.stopping.is_set() and not (until_end and reader.position(PLACE) >= ends[PLACE]):
                 role.health.beat()
                 for record in await reader.poll(timeout_s=0.5):
@@ -86,7 +86,7 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
     return len(history.points)
 
 
-def _take(point: Point, history: History, trackers: Sequence[Tracker]) -> None:
+def _take(point: Point, history: StepHistory, trackers: Sequence[Tracker]) -> None:
     if history.take(point):
         TRACKED.inc()
         for tracker in trackers:
@@ -106,7 +106,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def _once(settings: Settings, wanted: Sequence[tuple[str, Path]], *, archive: bool) -> int:
-    async with opened("track", settings, archive=archive) as role:
+    async with open_role("track", settings, archive=archive) as role:
         await recorded_run(role)  # raises NothingToReplay: the log is of another run
         steps = await track(role, wanted, until_end=True)
     say(f"{steps} steps: {', '.join(f'{kind} {folder}' for kind, folder in wanted)}")

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.infra.batch_files import CorruptBatch, read_rows, sealed
+from turnlog.infra.batch_files import CorruptBatch, build_batch_file, read_rows
 from turnlog.infra.blobs import BlobError, inlined
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, Partition, Reader, Record
@@ -97,7 +97,7 @@ class Samples:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def placed(self, rows: Iterable[tuple[str, int, int]]) -> dict[str, PlacedSample]:
+    async def read_samples(self, rows: Iterable[tuple[str, int, int]]) -> dict[str, PlacedSample]:
         """Return samples by id, from rows of (sample id, partition, offset). A row whose offset holds another record is
         absent from the result. Payloads are inline. Raises BlobError, LogError, RegistryUnavailable."""
         by_partition: dict[int, dict[int, str]] = {}
@@ -124,8 +124,8 @@ class Samples:
         return self._readers[partition]
 
 
-def named(rows: Iterable[BatchSample]) -> list[tuple[str, int, int]]:
-    """Convert manifest rows to the arguments of `Samples.placed`."""
+def sample_positions(rows: Iterable[BatchSample]) -> list[tuple[str, int, int]]:
+    """Convert manifest rows to the arguments of `Samples.read_samples`."""
     return [(row.sample_id, row.partition, row.offset) for row in rows]
 
 
@@ -260,7 +260,7 @@ class DrawWriter:
     def _batch(self, draw: Draw, part: int, batch: FormedBatch) -> dict[str, object]:
         name = f"batch-{self.batches:06d}.arrow"
         self.batches += 1
-        content, sha256 = sealed(batch, self._rules.weighting)
+        content, sha256 = build_batch_file(batch, self._rules.weighting)
         (self._part / name).write_bytes(content)
         weights = batch.weights
         return {

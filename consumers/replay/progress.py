@@ -75,7 +75,7 @@ class ReplayState:
             self._path.unlink(missing_ok=True)
 
 
-class Progress(Protocol):
+class ProgressReceiver(Protocol):
     """Receiver of progress reports of a replay."""
 
     def begin(self, what: str, total: int) -> None:
@@ -88,17 +88,17 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A Progress that shows nothing."""
+    """Shows nothing."""
 
     def begin(self, what: str, total: int) -> None:
-        """See Progress."""
+        """See ProgressReceiver."""
 
     def advance(self, records: int, tokens: int = 0) -> None:
-        """See Progress."""
+        """See ProgressReceiver."""
 
 
-class Shown:
-    """A Progress that prints to a terminal: a bar if it is interactive, else plain lines. Use as a context manager."""
+class TerminalProgress:
+    """Prints progress to a terminal: a bar if it is interactive, else plain lines. Use as a context manager."""
 
     def __init__(self, console: Terminal, *, lines_every_s: float = 10.0) -> None:
         self._console = console
@@ -109,7 +109,7 @@ class Shown:
         self._total = self._records = self._tokens = 0
         self._began = self._said = time.monotonic()
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> TerminalProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

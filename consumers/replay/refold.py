@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnlog.consumers.datasets.build import build
-from turnlog.consumers.datasets.manifest import Manifest, Provenance
+from turnlog.consumers.datasets.manifest import DatasetManifest, Provenance
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.batches import FOLDER as BATCHES
 from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
-from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
+from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent, TerminalProgress
 from turnlog.consumers.replay.source import (
     BadRefold,
     BrokenFold,
@@ -41,10 +41,18 @@ from turnlog.consumers.replay.source import (
     recorded_run,
 )
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
-from turnlog.consumers.replay.verify import ARCHIVE, FOLDER, FORGET_EVERY, asked, cheap_collections, cuts_of, replay
+from turnlog.consumers.replay.verify import (
+    ARCHIVE,
+    FOLDER,
+    FORGET_EVERY,
+    cheap_collections,
+    cuts_of,
+    replay,
+    replay_key,
+)
 from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import Configured
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
@@ -56,8 +64,8 @@ from turnlog.settings import (
     FOLD_SECTIONS,
     Settings,
     SettingsError,
-    changed,
     fold_settings_json,
+    override_settings,
     recorded_keys,
     settings_sha256,
 )
@@ -110,7 +118,7 @@ class Changes:
                 variables[f"TURNLOG_{section}_{name}".upper()] = value
         try:
             before = Settings(fold=recorded.fold, batcher=recorded.batcher, assembler=recorded.assembler)
-            return changed(before, {}, variables, source="--set")
+            return override_settings(before, {}, variables, source="--set")
         except SettingsError as error:
             raise BadRefold(str(error)) from error
 
@@ -200,8 +208,8 @@ async def refold(
     """Write the dataset (if [fold] changes) and the batches (if [batcher] changes) below `out`, and return 0. Raises
     ReplayError, DatasetError, and what the log, the store and the registry raise."""
     console = console or Terminal(stderr=as_json)
-    async with opened("replay", settings, archive=source == ARCHIVE) as role:
-        with Shown(console) as progress:
+    async with open_role("replay", settings, archive=source == ARCHIVE) as role:
+        with TerminalProgress(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
             written = await work.run(progress=progress, fresh=fresh)
@@ -217,7 +225,7 @@ async def refold(
 class NewVerdicts(Protocol):
     """New rewards that replace recorded ones."""
 
-    def placed(self, event: Event) -> Event:
+    def substitute_event(self, event: Event) -> Event:
         """Return the event, or the one that replaces it."""
         ...
 
@@ -265,7 +273,7 @@ class Refold:
         self._index: dict[str, tuple[int, int]] = {}
         """Group id -> (partition, position in its spool)."""
 
-    async def run(self, *, progress: Progress | None = None, fresh: bool = False) -> str:
+    async def run(self, *, progress: ProgressReceiver | None = None, fresh: bool = False) -> str:
         """Fold everything, write the requested outputs, and return one line that describes them."""
         progress = progress or Silent()
         recorded = await recorded_run(self._role)
@@ -276,9 +284,13 @@ class Refold:
             fold_version=self._changes.fold_version or recorded.fold_version,
         )  # fmt: skip
         rules, draw_rules = now.rules(), now.draw_rules()
-        question = asked(self._role, self._until_text, now) | {"refold": True}
+        question = replay_key(self._role, self._until_text, now) | {"refold": True}
         if self._verdicts is not None:
-            question |= {"verdicts": self._verdicts.key(), "view": self._view, "query": self._query.asked()}
+            question |= {
+                "verdicts": self._verdicts.key(),
+                "view": self._view,
+                "query": self._query.non_default_values(),
+            }
         state = ReplayState(self._folder, question, every_s=self._every_s)
         state.load(fresh=fresh)
         cuts = await cuts_of(self._role, state)
@@ -289,7 +301,7 @@ class Refold:
             with cheap_collections():
                 for unit, cut in cuts.items():
                     await self._fold_unit(unit, cut, rules, until, state, progress)
-            said = await self._written(draw_rules, until, await self._provenance(cuts, now), state)
+            said = await self._write_outputs(draw_rules, until, await self._provenance(cuts, now), state)
         finally:
             for spool in self._spools.values():
                 spool.close()
@@ -299,7 +311,7 @@ class Refold:
         return said
 
     async def _fold_unit(
-        self, unit: int, cut: Cut, rules: FoldRules, until: Until | None, state: ReplayState, progress: Progress
+        self, unit: int, cut: Cut, rules: FoldRules, until: Until | None, state: ReplayState, progress: ProgressReceiver
     ) -> None:
         """Fold one partition into its spool, from where a killed refold stopped."""
         kept: dict[str, Any] = state.sections.setdefault("units", {}).get(str(unit)) or {}
@@ -310,7 +322,7 @@ class Refold:
         skips: Skips = frozenset((topic, offset) for topic, offset in kept.get("skips", ()))
         unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self._role, cut)
         while True:
-            placed = None if self._verdicts is None else self._verdicts.placed
+            placed = None if self._verdicts is None else self._verdicts.substitute_event
             inputs = Inputs(self._role, rules, unit, skips, placed)
             work = _UnitRefold(self._role, unit, rules, inputs, unit_state, spool, state, progress)
             try:
@@ -337,7 +349,7 @@ class Refold:
                 raise BadRefold(f"{batches} exists: choose another --out, or --overwrite")
             shutil.rmtree(batches)
 
-    async def _written(
+    async def _write_outputs(
         self, draw_rules: DrawRules, until: Until | None, provenance: Provenance, state: ReplayState
     ) -> str:
         said: list[str] = []
@@ -358,7 +370,7 @@ class Refold:
             said.append(f"{writer.batches:,} batches in {self._out / BATCHES}")
         return "; ".join(said)
 
-    async def _dataset(self, provenance: Provenance) -> Manifest:
+    async def _dataset(self, provenance: Provenance) -> DatasetManifest:
         if self._view != "rl":
             source = ARCHIVE if isinstance(self._role.log, ArchiveLog) else "topics"
             return await build(
@@ -417,7 +429,7 @@ class _UnitRefold:
         state: UnitState,
         spool: Spool,
         remembered: ReplayState,
-        progress: Progress,
+        progress: ProgressReceiver,
     ) -> None:
         self._unit = unit
         self._log = role.log

@@ -6,7 +6,7 @@ nothing. The second folds the records again with the new rewards in place of the
 and groups follow from them, and so do the selections of the other views. Nothing is written to the log. New rewards are
 cached on disk until the dataset is complete, so that a rerun after a kill requests none of them twice.
 
-RerunError
+RewardRerunError
 ├── NotRerunnable   the verifier needs something that no longer exists: a sandbox or a live environment
 ├── NoVerifier      --verifier, or a recipe of the run, names no verifier that is installed here
 └── NoSuchRows      the options do not fit a rerun: OUT is missing, or a filter cannot be used
@@ -27,10 +27,10 @@ from typing import Any
 import orjson
 
 from turnlog.consumers.datasets.build import query_of
-from turnlog.consumers.datasets.conversations import Conversation, whole_groups
+from turnlog.consumers.datasets.conversations import ConversationRow, whole_groups
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Filters, Joined, Query
-from turnlog.consumers.datasets.source import Candidate, Source, candidates
+from turnlog.consumers.datasets.source import Candidate, DatasetInput, candidates
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.progress import ReplayState
 from turnlog.consumers.replay.refold import Changes, Refold
@@ -39,10 +39,10 @@ from turnlog.infra import recipes
 from turnlog.infra.history import partitions
 from turnlog.infra.log import Partition
 from turnlog.infra.recipes import Episode, Judged, Verdict
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
-from turnlog.infra.verifiers.groups import Group
+from turnlog.infra.verifiers.groups import JudgedGroup
 from turnlog.infra.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.names import ExitStatus
 from turnlog.schemas import ids, topics
@@ -55,19 +55,19 @@ SHOWN = 10
 """Maximum number of changed sessions to list, largest change first."""
 
 
-class RerunError(Exception):
+class RewardRerunError(Exception):
     """Base of the tree above."""
 
 
-class NotRerunnable(RerunError):
+class NotRerunnable(RewardRerunError):
     """Remedy: use a function, a service or a judge model, or a sum of them: those can judge a recorded session."""
 
 
-class NoVerifier(RerunError):
+class NoVerifier(RewardRerunError):
     """Remedy: pass --verifier MODULE:NAME of a module that can be imported here, or install the recipe's package."""
 
 
-class NoSuchRows(RerunError):
+class NoSuchRows(RewardRerunError):
     """Remedy: name OUT, or pass --dry-run. Filters and selections apply to the views sft and preference, of one run."""
 
 
@@ -86,7 +86,7 @@ class Rejudged:
         return None if isinstance(self.after, NoVerdict) else self.after.value - self.before
 
     @property
-    def changed(self) -> bool:
+    def is_changed(self) -> bool:
         """True if the new reward differs, or there is none."""
         return self.difference is None or abs(self.difference) > SAME
 
@@ -101,7 +101,7 @@ class Verdicts:
     resumed: int = 0
     """Number of rewards in `found` that come from an earlier rerun that was killed."""
 
-    def placed(self, event: Event) -> Event:
+    def substitute_event(self, event: Event) -> Event:
         """Return the event, or the new reward in place of the recorded one if its session was judged again."""
         if not isinstance(event, RewardAssigned) or event.session_id not in self.found:
             return event
@@ -119,7 +119,7 @@ class Verdicts:
     def summary(self) -> dict[str, Any]:
         """Summarize for the manifest which verifiers judged, and what changed."""
         scored = [each for each in self.found.values() if each.difference is not None]
-        moved = [each.difference or 0.0 for each in scored if each.changed]
+        moved = [each.difference or 0.0 for each in scored if each.is_changed]
         count = max(len(scored), 1)
         return {
             "verifiers": sorted({f"{each.by.name}:{each.by.version}" for each in self.found.values()}),
@@ -150,7 +150,7 @@ class Verdicts:
             yield f"  {self.resumed:,} of them were judged by a rerun that did not end (--fresh asks again)"
         for why, count in told["kept"].items():
             yield f"  {count:,} keep what was recorded: {why}"
-        changed = [each for each in self.found.values() if each.changed]
+        changed = [each for each in self.found.values() if each.is_changed]
         for each in sorted(changed, key=lambda one: -abs(one.difference or 0.0))[:SHOWN]:
             now = each.after if isinstance(each.after, NoVerdict) else f"{each.after.value:g}"
             yield f"  {each.session_id}  {each.before:g} -> {now}"
@@ -197,11 +197,11 @@ class Rerun:
         self.verdicts = Verdicts()
 
     async def run(self) -> Verdicts:
-        """Judge all sessions again. Raises RerunError, RecipeError, MissingContent, and what the log and the store
-        raise."""
+        """Judge all sessions again. Raises RewardRerunError, RecipeError, MissingContent, and what the log and the
+        store raise."""
         query, provenance = Query(purposes=()), Provenance()
         plan = [topics.TASKS, topics.SAMPLES, topics.SESSIONS, topics.TREES, topics.SESSIONS, topics.TURNS]
-        source = await Source.open(self._role, query, provenance, plan, None)
+        source = await DatasetInput.open(self._role, query, provenance, plan, None)
         rows = await self._tasks(source)
         async with client() as http:
             for unit in range(self._role.settings.kafka.groups):
@@ -211,7 +211,7 @@ class Rerun:
                 judging: list[asyncio.Task[None]] = []
                 try:
                     async for members in whole_groups(source, unit, found):
-                        group = Group(await self._episodes(members, found, rows, reasons))
+                        group = JudgedGroup(await self._episodes(members, found, rows, reasons))
                         for session, episode in group.episodes.items():
                             each, means = found[session], Means(http=http, session_id=session, group=group)
                             by = self._by(each)
@@ -226,7 +226,7 @@ class Rerun:
         return self.verdicts
 
     async def _episodes(
-        self, members: Mapping[str, Conversation | str], found: Mapping[str, Candidate],
+        self, members: Mapping[str, ConversationRow | str], found: Mapping[str, Candidate],
         rows: Mapping[str, Mapping[str, Any]], reasons: Mapping[tuple[str, str], str],
     ) -> dict[str, Episode]:  # fmt: skip
         """Return the episodes of those sessions of a group that can be judged. Note the outcome of the others."""
@@ -244,7 +244,7 @@ class Rerun:
         return episodes
 
     async def _judge(self, by: Judged, each: Candidate, episode: Episode, means: Means) -> None:
-        after: Verdict | NoVerdict | None = self._kept(each.session_id, by)
+        after: Verdict | NoVerdict | None = self._cached_reward(each.session_id, by)
         try:
             if after is None:
                 found = await judge(by, episode, means)
@@ -262,7 +262,7 @@ class Rerun:
     def _note(self, each: Candidate, by: Judged, after: Verdict | NoVerdict) -> None:
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
 
-    def _kept(self, session: str, by: Judged) -> Verdict | None:
+    def _cached_reward(self, session: str, by: Judged) -> Verdict | None:
         """Return the reward that a killed rerun cached for the same verifier version."""
         found = self._state.sections.get("verdicts", {}).get(session)
         if found is None or found["by"] != [by.name, by.version]:
@@ -278,21 +278,21 @@ class Rerun:
         if self._state.due:
             self._state.save()
 
-    async def _tasks(self, source: Source) -> dict[str, Mapping[str, Any]]:
+    async def _tasks(self, source: DatasetInput) -> dict[str, Mapping[str, Any]]:
         """Return the dataset row of each group by group id; {} for a row that is not a JSON object."""
         found: dict[str, Mapping[str, Any]] = {}
         for place in partitions(self._role, topics.TASKS):
             async for record, event in source.read(place, RolloutRequested.__name__):
                 assert isinstance(event, RolloutRequested)
                 if event.group_id not in found:
-                    whole = await source.inlined(event, f"{record.topic}[{record.partition}]@{record.offset}")
+                    whole = await source.inline_payloads(event, f"{record.topic}[{record.partition}]@{record.offset}")
                     assert isinstance(whole, RolloutRequested)
                     assert isinstance(whole.task, bytes)
                     row = orjson.loads(whole.task)
                     found[event.group_id] = row if isinstance(row, dict) else {}
         return found
 
-    async def _reasons(self, source: Source, unit: int) -> dict[tuple[str, str], str]:
+    async def _reasons(self, source: DatasetInput, unit: int) -> dict[tuple[str, str], str]:
         """Return (session, outcome) -> the reason of that outcome."""
         found: dict[tuple[str, str], str] = {}
         async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionFinished.__name__):
@@ -302,7 +302,7 @@ class Rerun:
 
 
 def _episode(
-    each: Candidate, said: Conversation, task: Mapping[str, Any], reasons: Mapping[tuple[str, str], str]
+    each: Candidate, said: ConversationRow, task: Mapping[str, Any], reasons: Mapping[tuple[str, str], str]
 ) -> Episode:
     """Build the episode as the live verifier saw it: without the None columns that the chat format adds."""
     messages = tuple({key: value for key, value in message.items() if value is not None} for message in said.messages)
@@ -316,7 +316,7 @@ def _acted_out(name: str, episode: Episode) -> Episode:
         recipe = recipes.recipe(name)
     except recipes.UnknownRecipe:
         return episode  # a verifier given by --verifier can judge sessions of a recipe that is not installed here
-    messages = recipes.called(recipe, recipes.acted_out, recipe, episode.task, episode.messages)
+    messages = recipes.call_recipe(recipe, recipes.acted_out, recipe, episode.task, episode.messages)
     return dataclasses.replace(episode, messages=tuple(messages))
 
 
@@ -328,7 +328,9 @@ def rows_asked(arguments: argparse.Namespace) -> Query:
     if query.runs:
         raise NoSuchRows("a rerun judges the sessions of one run, that of --run: leave --include-run out")
     if view == "rl" and query != Query():
-        raise NoSuchRows(f"the view rl is every sample of the fold: {query.asked()} is of --view sft or preference")
+        raise NoSuchRows(
+            f"the view rl is every sample of the fold: {query.non_default_values()} is of --view sft or preference"
+        )
     query.check(view)
     if not arguments.dry_run:
         DatasetWriter(out, view, arguments.format, overwrite=arguments.overwrite).abort()
@@ -336,13 +338,13 @@ def rows_asked(arguments: argparse.Namespace) -> Query:
 
 
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Judge again, print what changes, and write the dataset unless this is a dry run. Raises RerunError, ReplayError,
-    DatasetError, and what the log, the store and the registry raise."""
+    """Judge again, print what changes, and write the dataset unless this is a dry run. Raises RewardRerunError,
+    ReplayError, DatasetError, and what the log, the store and the registry raise."""
     verifier = verifier_at(arguments.verifier) if arguments.verifier else None
     query, folder = rows_asked(arguments), Path(settings.run.directory) / FOLDER
     state = ReplayState(folder, {"rejudged": settings.run.id, "by": "" if verifier is None else verifier.name})
     state.load(fresh=arguments.fresh)
-    async with opened("reward", settings, archive=arguments.source == "archive") as role:
+    async with open_role("reward", settings, archive=arguments.source == "archive") as role:
         verdicts = await Rerun(role, verifier, at_once=arguments.at_once, state=state).run()
         for line in verdicts.lines():
             say(line)

@@ -29,7 +29,7 @@ from turnlog.infra.blobs import inlined
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, LogError, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded
+from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_configuration
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.fold.group import GroupFold
@@ -214,7 +214,7 @@ Skips = frozenset[tuple[str, int]]
 
 async def recorded_run(role: Role) -> Configured:
     """Return the recorded configuration of the run. Raises NothingToReplay, RecordedSettingsError."""
-    found = await recorded(role)
+    found = await recorded_configuration(role)
     if found is None:
         raise NothingToReplay(await nothing_recorded(role))
     return found
@@ -322,12 +322,12 @@ class Inputs:
 
     async def _look_for_skips(self, record: Record, defect: Exception) -> None:
         where = f"{record.topic}[{record.partition}]@{record.offset}"
-        found = await self._requested()
+        found = await self._read_skips()
         if (record.topic, record.offset) in found - self.skips:
             raise SkipsFound(found) from defect
         raise BrokenFold(f"the fold stops at {where}: {type(defect).__name__}: {defect}") from defect
 
-    async def _requested(self) -> Skips:
+    async def _read_skips(self) -> Skips:
         spine = Partition(topics.SESSIONS.name, self._unit)
         end = await self._role.log.end_offsets([spine])
         found: set[tuple[str, int]] = set()

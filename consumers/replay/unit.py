@@ -19,7 +19,7 @@ import numpy as np
 from turnlog.infra.blobs import payload_fields
 from turnlog.infra.log import Record
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.low_water import Done, Marks
+from turnlog.processors.core.fold.low_water import Done, LowWaterMarks
 from turnlog.processors.core.fold.unit import InputRecord, Taken, UnitFold
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
@@ -63,7 +63,7 @@ def _difference(emitted: Any, folded: Any, path: str) -> str | None:
     elif isinstance(emitted, tuple) and isinstance(folded, tuple):
         return f"{path}: {len(emitted)} entries as emitted, {len(folded)} as folded"
     else:
-        return f"{path}: {_shown(emitted)} as emitted, {_shown(folded)} as folded"
+        return f"{path}: {_shorten_repr(emitted)} as emitted, {_shorten_repr(folded)} as folded"
     return next((words for at, one, other in pairs if (words := _difference(one, other, at)) is not None), None)
 
 
@@ -116,7 +116,7 @@ def _bytes(payload: object) -> bytes:
     return payload
 
 
-def _shown(value: object) -> str:
+def _shorten_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -148,7 +148,7 @@ class Content(NamedTuple):
         return self.digest == other.digest
 
     @classmethod
-    def kept(cls, digest: str) -> Content:
+    def from_digest(cls, digest: str) -> Content:
         """Return the content for a hash in hexadecimal, as a saved state stores it."""
         return cls(bytes.fromhex(digest), is_digest=True)
 
@@ -181,7 +181,7 @@ class Suspect:
 
 
 @dataclass(slots=True)
-class Counts:
+class ReplayCounts:
     """Counts of records that were compared and equal, and of tokens that were folded."""
 
     records: int = 0
@@ -195,13 +195,13 @@ class Counts:
 class UnitState:
     """Everything that the comparison of a partition needs to resume after a kill."""
 
-    marks: Marks
+    marks: LowWaterMarks
     done: Done = field(default_factory=Done)
     outputs: dict[str, int] = field(default_factory=dict)
     """Output topic -> next offset to compare."""
     folded: dict[str, Folded] = field(default_factory=dict)
     emitted: dict[str, Emitted] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
+    counts: ReplayCounts = field(default_factory=ReplayCounts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as plain JSON values."""
@@ -222,12 +222,12 @@ class UnitState:
         for group, floor in value["scores"]:
             done.score(group, floor, 0)
         return cls(
-            marks=Marks(**value["marks"]),
+            marks=LowWaterMarks(**value["marks"]),
             done=done,
             outputs=value["outputs"],
-            folded={key: Folded(Content.kept(v[0]), *v[1:]) for key, v in value["folded"].items()},
-            emitted={key: Emitted(Content.kept(v[0]), *v[1:]) for key, v in value["emitted"].items()},
-            counts=Counts(**value["counts"]),
+            folded={key: Folded(Content.from_digest(v[0]), *v[1:]) for key, v in value["folded"].items()},
+            emitted={key: Emitted(Content.from_digest(v[0]), *v[1:]) for key, v in value["emitted"].items()},
+            counts=ReplayCounts(**value["counts"]),
         )
 
 
@@ -255,13 +255,13 @@ class HistoryFold(UnitFold):
         """Next offset to fold, by topic."""
         return self.low_water.position
 
-    def advance(self) -> Marks | None:
+    def advance(self) -> LowWaterMarks | None:
         """Forget finished groups and return the marks where a successor starts. Return None while records below the
         last marks are being folded again."""
         return None if self.low_water.refolding else self.low_water.advance((0, 0))
 
 
-class Difference:
+class OutputMatcher:
     """Matching of fold outputs with emitted records, whichever of a pair comes first."""
 
     def __init__(self, state: UnitState, codec: Codec, run_id: str, *, held_bytes: int = HELD_BYTES) -> None:
@@ -270,7 +270,7 @@ class Difference:
         self._run_id = run_id
         self._room = held_bytes
 
-    def folded(self, output: Event) -> Suspect | None:
+    def match_output(self, output: Event) -> Suspect | None:
         """Match a fold output with its record. Return both if their bytes differ."""
         state = self.state
         value = self._codec.encode(as_written(output))
@@ -280,11 +280,11 @@ class Difference:
             state.folded[output.event_id] = Folded(self._waiting(value), output.group_id, about(output))
             return None
         self._waits_no_more(theirs.value)
-        return self._met(
+        return self._compare_pair(
             output.event_id, Folded(Content(value, is_digest=False), output.group_id, about(output)), theirs
         )
 
-    def emitted(self, record: Record, *, keep: bool) -> Suspect | None:
+    def match_record(self, record: Record, *, keep: bool) -> Suspect | None:
         """Match an emitted record with its fold output. Return both if their bytes differ. `keep`: store the record,
         because its output may still come. Raises UndecodableRecord."""
         state = self.state
@@ -298,7 +298,9 @@ class Difference:
                 state.emitted[event_id + "!" * (event_id in state.emitted)] = theirs
             return None
         self._waits_no_more(mine.value)
-        return self._met(event_id, mine, Emitted(Content(record.value, is_digest=False), record.topic, record.offset))
+        return self._compare_pair(
+            event_id, mine, Emitted(Content(record.value, is_digest=False), record.topic, record.offset)
+        )
 
     def _waiting(self, value: bytes) -> Content:
         if len(value) > self._room:
@@ -323,11 +325,11 @@ class Difference:
         return bool(self.state.folded) and len(self.state.emitted) < MOST_AHEAD
 
     @property
-    def lost(self) -> bool:
+    def has_excess_outputs(self) -> bool:
         """True if more fold outputs are unmatched than any order of topics explains."""
         return len(self.state.folded) > MOST_WAITING
 
-    def _met(self, event_id: str, mine: Folded, theirs: Emitted) -> Suspect | None:
+    def _compare_pair(self, event_id: str, mine: Folded, theirs: Emitted) -> Suspect | None:
         if mine.value.equals(theirs.value):
             self.same(mine)
             return None
@@ -345,7 +347,7 @@ def fresh_state(starts: Mapping[str, int]) -> UnitState:
     """Return the state of a partition task at the start of its topics. `starts` has input and output topics."""
     low = {topic: starts[topic] for topic in INPUTS}
     outputs = {topic: offset for topic, offset in starts.items() if topic not in INPUTS}
-    return UnitState(Marks(low=low, high=low), outputs=outputs)
+    return UnitState(LowWaterMarks(low=low, high=low), outputs=outputs)
 
 
 def digest_of(codec: Codec, event: Event) -> bytes:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnlog.consumers.replay.batches import Samples, batch_difference, named
-from turnlog.consumers.replay.progress import Progress, ReplayState, Shown, Silent
+from turnlog.consumers.replay.batches import Samples, batch_difference, sample_positions
+from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent, TerminalProgress
 from turnlog.consumers.replay.source import (
     POLL_RECORDS,
     Inputs,
@@ -32,8 +32,8 @@ from turnlog.consumers.replay.source import (
 )
 from turnlog.consumers.replay.unit import (
     HELD_BYTES,
-    Difference,
     HistoryFold,
+    OutputMatcher,
     Suspect,
     UnitState,
     about,
@@ -43,7 +43,7 @@ from turnlog.consumers.replay.unit import (
 from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import Configured, nothing_recorded
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
@@ -75,7 +75,7 @@ MEMORY = Memory()
 
 
 @dataclass(slots=True)
-class Verdict:
+class ReplayResult:
     """Result of a replay. `divergence` explains the first difference."""
 
     samples_compared: int = 0
@@ -92,7 +92,7 @@ class Verdict:
         return self.divergence is None and self.records_compared > 0
 
     @property
-    def compared(self) -> str:
+    def comparison_summary(self) -> str:
         """Summary of what was compared, in words."""
         later = f", {self.batches_later} batches formed later" if self.batches_later else ""
         return (
@@ -118,8 +118,8 @@ async def replay(
     replay. Raises ReplayError, and what the log, the store and the registry raise, which exits with status 2.
     """
     console = console or Terminal(stderr=as_json)
-    async with opened("replay", settings, archive=source == ARCHIVE) as role:
-        with Shown(console) as progress:
+    async with open_role("replay", settings, archive=source == ARCHIVE) as role:
+        with TerminalProgress(console) as progress:
             folder = Path(settings.run.directory) / FOLDER
             verdict = await run(role, until=until, progress=progress, folder=folder, fresh=fresh)
         empty = "" if verdict.records_compared or verdict.divergence else await nothing_recorded(role)
@@ -132,12 +132,12 @@ async def replay(
     if verdict.resumed:
         console.print("went on where an unfinished replay had stopped (--fresh starts again)")
     if not verify:
-        console.print(verdict.compared)
+        console.print(verdict.comparison_summary)
         return 0
     if verdict.identical:
-        console.print(f"replay: identical ({verdict.compared})", style="green")
+        console.print(f"replay: identical ({verdict.comparison_summary})", style="green")
         return 0
-    console.print(f"replay: DIFFERENT ({verdict.compared})", style="red", soft_wrap=True)
+    console.print(f"replay: DIFFERENT ({verdict.comparison_summary})", style="red", soft_wrap=True)
     console.print(f"first divergence: {verdict.divergence}", soft_wrap=True)
     return ExitStatus.DIFFERS
 
@@ -146,23 +146,23 @@ async def run(
     role: Role,
     *,
     until: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressReceiver | None = None,
     folder: Path | None = None,
     fresh: bool = False,
     save_every_s: float = 5.0,
     memory: Memory = MEMORY,
     group_fold: type[GroupFold] = GroupFold,
-) -> Verdict:
+) -> ReplayResult:
     """Replay the run that `role` reads. `folder` stores the state that a killed replay resumes from; without it,
     nothing is stored. Raises ReplayError, LogError, BlobError, RegistryError."""
     found = await recorded_run(role)
-    state = ReplayState(folder, asked(role, until, found), every_s=save_every_s)
+    state = ReplayState(folder, replay_key(role, until, found), every_s=save_every_s)
     state.load(fresh=fresh)
     cuts = await cuts_of(role, state)
     limit = None if until is None else await moment(role, until)
-    question = Question(role, found, cuts, limit, state, progress or Silent(), memory, group_fold)
+    question = ReplayContext(role, found, cuts, limit, state, progress or Silent(), memory, group_fold)
     question.progress.begin("folding again", await _total(role, cuts))
-    verdict = Verdict(resumed=state.resumed)
+    verdict = ReplayResult(resumed=state.resumed)
     done: dict[str, dict[str, int]] = state.sections.setdefault("done", {})
     with cheap_collections():
         for unit in cuts:
@@ -184,7 +184,7 @@ async def run(
     return verdict
 
 
-def asked(role: Role, until: str | None, configured: Configured) -> dict[str, Any]:
+def replay_key(role: Role, until: str | None, configured: Configured) -> dict[str, Any]:
     """Return the values that must match for the stored state of a killed replay to be used."""
     source = role.log.index.root if isinstance(role.log, ArchiveLog) else f"topics {role.settings.kafka.prefix}"
     return {
@@ -216,7 +216,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(slots=True)
-class Question:
+class ReplayContext:
     """Everything that the parts of one replay share."""
 
     role: Role
@@ -224,7 +224,7 @@ class Question:
     cuts: dict[int, Cut]
     until: Until | None
     state: ReplayState
-    progress: Progress
+    progress: ProgressReceiver
     memory: Memory
     group_fold: type[GroupFold]
 
@@ -248,7 +248,7 @@ class UnitResult:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-async def verify_unit(question: Question, unit: int) -> UnitResult:
+async def verify_unit(question: ReplayContext, unit: int) -> UnitResult:
     """Fold one partition and compare it with its outputs. Start again without the records that an operator asked to
     skip, once the fold stops at one. Raises ReplayError, LogError, BlobError, RegistryUnavailable."""
     kept: dict[str, Any] = question.state.sections.get("unit") or {}
@@ -266,7 +266,7 @@ async def verify_unit(question: Question, unit: int) -> UnitResult:
 
 
 class _Verifier:
-    def __init__(self, question: Question, unit: int, skips: Skips, state: UnitState) -> None:
+    def __init__(self, question: ReplayContext, unit: int, skips: Skips, state: UnitState) -> None:
         self._question = question
         self._unit = unit
         self._state = state
@@ -276,7 +276,7 @@ class _Verifier:
         self._inputs = Inputs(role, rules, unit, skips)
         self._fold = HistoryFold(state, rules, question.group_fold)
         held = question.memory.held_bytes
-        self._difference = Difference(state, role.events.codec, role.settings.run.id, held_bytes=held)
+        self._difference = OutputMatcher(state, role.events.codec, role.settings.run.id, held_bytes=held)
         self._since = 0
         """Records since the last attempt to forget finished groups."""
 
@@ -313,7 +313,7 @@ class _Verifier:
             if not found:
                 break
             more = True
-        if divergence is None and self._difference.lost:
+        if divergence is None and self._difference.has_excess_outputs:
             divergence = await self._left_over()
         self._remember(outputs)
         return divergence or (UNKNOWN if more else None)
@@ -327,7 +327,7 @@ class _Verifier:
     async def _fold_all(self, chunk: list[Record]) -> str | None:
         for record in chunk:
             for output in await self._inputs.fold(self._fold, record):
-                suspect = self._difference.folded(output)
+                suspect = self._difference.match_output(output)
                 if suspect is not None and (divergence := await self._settle(suspect)):
                     return divergence
         return None
@@ -335,7 +335,7 @@ class _Verifier:
     async def _meet_all(self, chunk: list[Record], *, keep: bool) -> str | None:
         for record in chunk:
             try:
-                suspect = self._difference.emitted(record, keep=keep)
+                suspect = self._difference.match_record(record, keep=keep)
             except UndecodableRecord as error:
                 return f"{record.topic}[{record.partition}]@{record.offset}: {error}"
             if suspect is not None and (divergence := await self._settle(suspect)):
@@ -414,7 +414,7 @@ class BatchResult:
     divergence: str | None = None
 
 
-async def verify_batches(question: Question, rules: DrawRules) -> BatchResult:
+async def verify_batches(question: ReplayContext, rules: DrawRules) -> BatchResult:
     """Check every manifest up to `until`, in order. Raises LogError, BlobError."""
     role, until = question.role, question.until
     kept = question.state.sections.get("batches") or {}
@@ -439,7 +439,7 @@ async def verify_batches(question: Question, rules: DrawRules) -> BatchResult:
 
 
 async def _verify_batch(
-    question: Question, record: Record, samples: Samples, rules: DrawRules, result: BatchResult
+    question: ReplayContext, record: Record, samples: Samples, rules: DrawRules, result: BatchResult
 ) -> str | None:
     role, until = question.role, question.until
     try:
@@ -454,7 +454,7 @@ async def _verify_batch(
     if any(row.offset >= ends.get(row.partition, 0) for row in manifest.samples):
         result.later += 1
         return None
-    found = await samples.placed(named(manifest.samples))
+    found = await samples.read_samples(sample_positions(manifest.samples))
     divergence = await batch_difference(role, manifest, found, rules)
     result.compared += divergence is None
     return divergence

@@ -105,7 +105,7 @@ class ArchivedRange:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Span:
+class OffsetRange:
     """Offsets [start, end) of a partition that are archived, as stated in the name of an index object."""
 
     start: int
@@ -118,7 +118,7 @@ class ArchiveIndex:
     def __init__(self, blobs: Blobs, name: str) -> None:
         self._blobs = blobs
         self.root = f"archive/{name}"
-        self.spans: dict[Partition, list[Span]] = {}
+        self.spans: dict[Partition, list[OffsetRange]] = {}
         """Archived spans by partition, in order of offset and without gaps. Spans added after `load` are included."""
         self.topics: dict[str, int] = {}
 
@@ -131,11 +131,11 @@ class ArchiveIndex:
         for name in await self._blobs.names(f"{self.root}/topics/"):
             topic = name.rpartition("/")[2].removesuffix(".json")
             self.topics[topic] = json.loads(await self._blobs.get_named(name))
-        spans: dict[Partition, list[Span]] = {}
+        spans: dict[Partition, list[OffsetRange]] = {}
         for name in await self._blobs.names(f"{self.root}/index/"):
             topic, number, range_name = name.removeprefix(f"{self.root}/index/").split("/")
             start, end = range_name.removesuffix(".json").split("-")
-            spans.setdefault(Partition(topic, int(number)), []).append(Span(int(start), int(end)))
+            spans.setdefault(Partition(topic, int(number)), []).append(OffsetRange(int(start), int(end)))
         for place, found in spans.items():
             found.sort()
             for before, after in itertools.pairwise(found):
@@ -177,11 +177,11 @@ class ArchiveIndex:
         """Store a file, and then the index object that names it."""
         await self._blobs.put_named(found.key, content, media_type=media_type)
         place = Partition(found.topic, found.partition)
-        span = Span(found.start, found.end)
+        span = OffsetRange(found.start, found.end)
         await self._put(self._entry(place, span), dataclasses.asdict(found))
         self.spans.setdefault(place, []).append(span)
 
-    async def range(self, place: Partition, span: Span) -> ArchivedRange:
+    async def range(self, place: Partition, span: OffsetRange) -> ArchivedRange:
         """Return the index object of a span. Raises ArchiveDamaged."""
         name = f"{self.root}/{self._entry(place, span)}"
         try:
@@ -189,7 +189,7 @@ class ArchiveIndex:
         except (BlobMissing, ValueError, TypeError) as error:
             raise ArchiveDamaged(f"{name}: {error}") from error
 
-    async def file(self, place: Partition, span: Span) -> bytes:
+    async def file(self, place: Partition, span: OffsetRange) -> bytes:
         """Return the verified file of a span. Raises ArchiveDamaged, StoreUnavailable."""
         found = await self.range(place, span)
         try:
@@ -217,12 +217,12 @@ class ArchiveIndex:
         found = self.spans.get(place)
         return found[-1].end if found else None
 
-    def key(self, place: Partition, span: Span) -> str:
+    def key(self, place: Partition, span: OffsetRange) -> str:
         """Return the name of a range's file."""
         folder = f"{self.root}/topic={place.topic}/partition={place.number:05d}"
         return f"{folder}/{span.start:020d}-{span.end:020d}.avro"
 
-    def _entry(self, place: Partition, span: Span) -> str:
+    def _entry(self, place: Partition, span: OffsetRange) -> str:
         return f"index/{place.topic}/{place.number:05d}/{span.start:020d}-{span.end:020d}.json"
 
     async def _put(self, name: str, value: object) -> None:
@@ -339,11 +339,11 @@ class ArchiveLog:
         yield ArchiveReader(self)
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
-        return {place: (self.spans(place) or [Span(0, 0)])[0].start for place in partitions}
+        return {place: (self.spans(place) or [OffsetRange(0, 0)])[0].start for place in partitions}
 
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
         """See Log. Only committed records are archived."""
-        return {place: (self.spans(place) or [Span(0, 0)])[-1].end for place in partitions}
+        return {place: (self.spans(place) or [OffsetRange(0, 0)])[-1].end for place in partitions}
 
     async def offset_since(self, partition: Partition, since_ms: int) -> int:
         """See Log. Raises ReadOnlyArchive: an archive is read by its spans, never from a point in time."""
@@ -366,7 +366,7 @@ class ArchiveLog:
         """See Log. Raises ReadOnlyArchive: groups of an archive have no members."""
         self._refuse()
 
-    async def committed(self, group: str) -> frozenset[Partition]:
+    async def committed_partitions(self, group: str) -> frozenset[Partition]:
         """See Log. Raises ReadOnlyArchive: no group continues from an archive."""
         self._refuse()
 
@@ -376,12 +376,14 @@ class ArchiveLog:
         if cut is None:
             return None
 
-        def held(offsets: Mapping[str, int]) -> dict[str, int]:  # offsets beyond the archived end were only markers
+        def clamp_offsets(
+            offsets: Mapping[str, int],
+        ) -> dict[str, int]:  # offsets beyond the archived end were only markers
             return {t: min(at, self.index.end(Partition(t, unit)) or 0) for t, at in offsets.items()}
 
-        return Cut(cut.group, unit, held(cut.high), held(cut.ends), cut.commits)
+        return Cut(cut.group, unit, clamp_offsets(cut.high), clamp_offsets(cut.ends), cut.commits)
 
-    def spans(self, place: Partition) -> list[Span]:
+    def spans(self, place: Partition) -> list[OffsetRange]:
         """Return the archived spans of a partition, in order. Raises TopicMissing."""
         if place.topic not in self.index.topics:
             raise TopicMissing(f"{self.index.root} holds no topic {place.topic}: it was not archived")
@@ -492,8 +494,8 @@ class ArchiveReader:
         place.end = span.end
         return True
 
-    def _span(self, name: Partition, offset: int) -> Span | None:
-        spans = self._log.spans(name) or [Span(0, 0)]
+    def _span(self, name: Partition, offset: int) -> OffsetRange | None:
+        spans = self._log.spans(name) or [OffsetRange(0, 0)]
         if not spans[0].start <= offset <= spans[-1].end:
             raise OffsetOutOfRange(
                 f"{name.topic}[{name.number}]: offset {offset} was asked for, the archive holds {spans[0].start} to "

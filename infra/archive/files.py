@@ -41,15 +41,15 @@ class UnionSchema:
 
     def add(self, schema_id: int, schema: Mapping[str, Any]) -> int:
         """Add a schema and return its arm. Raises Unmergeable."""
-        whole = _expanded(dict(schema), "", {}, ())
+        whole = _expand_schema(dict(schema), "", {}, ())
         if not isinstance(whole, dict) or whole.get("type") != "record":
             raise Unmergeable(f"schema id {schema_id} is no record")
         known = dict(self._defined)
-        arm = _placed(whole, known)
+        arm = _replace_defined(whole, known)
         if arm is None or isinstance(arm, str):
             space = f"{NAMESPACE}.id{schema_id}"
             known = dict(self._defined)
-            arm = _placed(_renamed(whole, lambda name: f"{space}.{name.rpartition('.')[2]}"), known)
+            arm = _replace_defined(_rename_types(whole, lambda name: f"{space}.{name.rpartition('.')[2]}"), known)
         if arm is None or isinstance(arm, str):
             raise Unmergeable(f"schema id {schema_id}: two of its types share a short name")
         self._defined = known
@@ -82,7 +82,7 @@ class UnionSchema:
         }
 
 
-def _expanded(node: Schema, space: str, names: dict[str, Schema], inside: tuple[str, ...]) -> Schema:
+def _expand_schema(node: Schema, space: str, names: dict[str, Schema], inside: tuple[str, ...]) -> Schema:
     """Return the schema with full names, and every reference replaced by its definition. Recursive references keep
     the name."""
     if isinstance(node, str):
@@ -95,10 +95,10 @@ def _expanded(node: Schema, space: str, names: dict[str, Schema], inside: tuple[
             raise Unmergeable(f"{full} is not defined")
         return names[full]
     if isinstance(node, list):
-        return [_expanded(arm, space, names, inside) for arm in node]
+        return [_expand_schema(arm, space, names, inside) for arm in node]
     if node["type"] not in NAMED:
         parts = [name for name in ("type", "items", "values") if name in node and node[name] not in ("array", "map")]
-        return {**node, **{name: _expanded(node[name], space, names, inside) for name in parts}}
+        return {**node, **{name: _expand_schema(node[name], space, names, inside) for name in parts}}
     full = node["name"]
     if "." not in full and (space := node.get("namespace", space)):
         full = f"{space}.{full}"
@@ -107,19 +107,19 @@ def _expanded(node: Schema, space: str, names: dict[str, Schema], inside: tuple[
     if "fields" in node:
         within = (*inside, full)
         whole["fields"] = [
-            {**field, "type": _expanded(field["type"], space, names, within)} for field in node["fields"]
+            {**field, "type": _expand_schema(field["type"], space, names, within)} for field in node["fields"]
         ]
     names[full] = whole
     return whole
 
 
-def _placed(node: Schema, defined: dict[str, Schema]) -> Schema | None:
+def _replace_defined(node: Schema, defined: dict[str, Schema]) -> Schema | None:
     """Replace definitions that are already in `defined` by their names. Returns None if a name is defined
     differently there."""
     if isinstance(node, str):
         return node
     if isinstance(node, list):
-        arms = [_placed(arm, defined) for arm in node]
+        arms = [_replace_defined(arm, defined) for arm in node]
         return None if None in arms else arms
     if node["type"] in NAMED:
         if node["name"] in defined:
@@ -128,29 +128,29 @@ def _placed(node: Schema, defined: dict[str, Schema]) -> Schema | None:
     placed = dict(node)
     for part in ("type", "items", "values"):
         if part in node and not (part == "type" and isinstance(node[part], str)):
-            placed[part] = _placed(node[part], defined)
+            placed[part] = _replace_defined(node[part], defined)
             if placed[part] is None:
                 return None
     if "fields" in node:
-        placed["fields"] = [{**field, "type": _placed(field["type"], defined)} for field in node["fields"]]
+        placed["fields"] = [{**field, "type": _replace_defined(field["type"], defined)} for field in node["fields"]]
         if any(field["type"] is None for field in placed["fields"]):
             return None
     return placed
 
 
-def _renamed(node: Schema, rename: Callable[[str], str]) -> Schema:
+def _rename_types(node: Schema, rename: Callable[[str], str]) -> Schema:
     if isinstance(node, str):
         return node if node in PRIMITIVES else rename(node)
     if isinstance(node, list):
-        return [_renamed(arm, rename) for arm in node]
+        return [_rename_types(arm, rename) for arm in node]
     renamed = dict(node)
     if node["type"] in NAMED:
         renamed["name"] = rename(node["name"])
     for part in ("type", "items", "values"):
         if part in node and not isinstance(node[part], str):
-            renamed[part] = _renamed(node[part], rename)
+            renamed[part] = _rename_types(node[part], rename)
     if "fields" in node:
-        renamed["fields"] = [{**field, "type": _renamed(field["type"], rename)} for field in node["fields"]]
+        renamed["fields"] = [{**field, "type": _rename_types(field["type"], rename)} for field in node["fields"]]
     return renamed
 
 
@@ -247,7 +247,7 @@ class RangeFile:
         if not self._in_block:
             return
         raw = bytes(self._block)
-        packed = _deflated(raw) if self._codec == DEFLATE else raw
+        packed = _deflate(raw) if self._codec == DEFLATE else raw
         self._blocks.append((self._in_block, packed))
         self.held += len(packed) - len(raw)
         self._block, self._in_block = bytearray(), 0
@@ -404,6 +404,6 @@ def _decodes(value: bytes, schema: Any) -> bool:
     return not stream.read(1)
 
 
-def _deflated(raw: bytes) -> bytes:
+def _deflate(raw: bytes) -> bytes:
     packer = zlib.compressobj(DEFLATE_LEVEL, zlib.DEFLATED, -15)
     return packer.compress(raw) + packer.flush()

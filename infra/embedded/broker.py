@@ -35,7 +35,7 @@ from pathlib import Path
 from turnlog.infra.embedded import BrokerDied, JarMismatch, JarsUnavailable, NoJava
 from turnlog.infra.embedded.liveness import broker_takes_part
 from turnlog.infra.embedded.ports import HOST, claim, free_ports
-from turnlog.infra.embedded.process import Launch, Server
+from turnlog.infra.embedded.process import Launch, ManagedServer
 from turnlog.infra.roles.terminal import aside
 from turnlog.infra.run_folder import EMBEDDED_USER, replace_private
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
@@ -115,7 +115,7 @@ class Jar:
         return f"{group.replace('.', '/')}/{artifact}/{version}/{self.file}"
 
 
-def pinned() -> list[Jar]:
+def pinned_jars() -> list[Jar]:
     """Return all jars of jars.lock in its order, which is that of the class path."""
     text = (resources.files("turnlog.infra.embedded") / "jars.lock").read_text()
     rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
@@ -130,7 +130,7 @@ def cache_folder() -> Path:
 def class_path(folder: Path | None = None, *, say: Callable[[str], None] | None = None) -> str:
     """Return the class path of the broker, after fetching missing jars. Raises JarsUnavailable, JarMismatch."""
     folder = folder or cache_folder()
-    jars = pinned()
+    jars = pinned_jars()
     fetch(jars, folder, say=say or aside)
     return os.pathsep.join(str(folder / jar.file) for jar in jars)
 
@@ -149,7 +149,7 @@ def fetch(jars: list[Jar], folder: Path, *, say: Callable[[str], None], reposito
 def _missing(jars: list[Jar], folder: Path) -> list[Jar]:
     """Return the jars that are missing or differ. A jar that was hashed before is recognized by sha256, size and
     mtime."""
-    checked = _checked(folder)
+    checked = _read_stamps(folder)
     now: dict[str, list[object]] = {}
     missing = []
     for jar in jars:
@@ -169,7 +169,7 @@ def _missing(jars: list[Jar], folder: Path) -> list[Jar]:
     return missing
 
 
-def _checked(folder: Path) -> dict[str, list[object]]:
+def _read_stamps(folder: Path) -> dict[str, list[object]]:
     try:
         stamps: dict[str, list[object]] = json.loads((folder / CHECKED).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -324,7 +324,7 @@ broker.heartbeat.interval.ms=1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class BrokerNode:
     """A broker's place in a cluster."""
 
     home: Path
@@ -374,7 +374,7 @@ def _in_java(text: str) -> str:
     return "".join(chr(number) if number < 128 else f"\\u{number:04x}" for number in numbers)
 
 
-class Broker(Server):
+class Broker(ManagedServer):
     """A broker with its data in `directory`; if it is started there again, it serves the same log."""
 
     setting = "[kafka] port"
@@ -387,7 +387,7 @@ class Broker(Server):
         heap_mb: int = 256,
         log: Path | None = None,
         controller_port: int | None = None,
-        node: Node | None = None,
+        node: BrokerNode | None = None,
         password: str = "",
         properties: str = "",
         format_arguments: tuple[str, ...] = (),
@@ -400,7 +400,9 @@ class Broker(Server):
         `format_arguments`: additional arguments for formatting the folder."""
         self.directory = directory.resolve()
         self.port = claim(port, self.setting)
-        self.node = node or Node(home=self.directory, number=1, controllers=(controller_port or free_ports(1)[0],))
+        self.node = node or BrokerNode(
+            home=self.directory, number=1, controllers=(controller_port or free_ports(1)[0],)
+        )
         self._heap_mb, self._password = heap_mb, password
         self._log = log or self.directory / "broker.log"
         self._properties = properties

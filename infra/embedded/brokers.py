@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from turnlog.infra.embedded import OtherBrokers, TooFewFiles
-from turnlog.infra.embedded.broker import Broker, Node
+from turnlog.infra.embedded.broker import Broker, BrokerNode
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.embedded.process import RAISE_FILES, Launch
 from turnlog.kafka_settings import KafkaSettings
@@ -49,7 +49,9 @@ class Brokers:
         brokers."""
         controllers = tuple(free_ports(2 * count))
         ports = [port + number for number in range(count)] if port else controllers[count:]
-        nodes = [Node(home=directory, number=number, controllers=controllers[:count]) for number in range(1, count + 1)]
+        nodes = [
+            BrokerNode(home=directory, number=number, controllers=controllers[:count]) for number in range(1, count + 1)
+        ]
         _check(directory, [node.name for node in nodes])
         self.all = [
             Broker(

@@ -64,14 +64,14 @@ class Silence:
     itself, or a machine that slept, does not make a child look hung."""
 
     def __init__(self, liveness: Liveness, now: float) -> None:
-        """`now`: current time in seconds of any clock that `looked` gets, too."""
+        """`now`: current time in seconds of any clock that `record_check` gets, too."""
         self._most_s = 2 * (liveness.every_s + LOOK_S)
         self._at = now
         self._seen: dict[str, float] = {ANSWER: 0.0}
         self._within_s = {ANSWER: liveness.within_s}
         self._silent_s = {ANSWER: 0.0}
 
-    def looked(self, loops: Loops | None, now: float) -> None:
+    def record_check(self, loops: Loops | None, now: float) -> None:
         """Record the result of a check that ended at `now`."""
         passed_s, self._at = min(now - self._at, self._most_s), now
         self._silent_s = {loop: silent_s + passed_s for loop, silent_s in self._silent_s.items()}
@@ -143,10 +143,10 @@ def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
 def generates(url: str) -> bool:
     """Whether an SGLang engine generates tokens (for a request of its own if it is idle, else for any request), or has
     released its memory, in which case it would answer 503."""
-    return _released(url) or is_well(f"{url}/health_generate", timeout_s=GENERATION_LOOK_S)
+    return _is_released(url) or is_well(f"{url}/health_generate", timeout_s=GENERATION_LOOK_S)
 
 
-def _released(url: str) -> bool:
+def _is_released(url: str) -> bool:
     try:
         with got(f"{url}/model_info", timeout_s=LOOK_S) as answer:
             return bool(json.load(answer).get("weight_version") == RELEASED)
@@ -169,14 +169,14 @@ def is_well(url: str, *, timeout_s: float) -> bool:
 def role_loops(health: str) -> Loops | None:
     """Return the heartbeats of a role's loops from /healthz, whatever its status; None without a usable answer."""
     try:
-        with contextlib.closing(_opened(f"{health}/healthz")) as answer:
+        with contextlib.closing(_open_url(f"{health}/healthz")) as answer:
             said = json.load(answer).get("loops", {})
         return {loop: (float(one["rounds"]), float(one["within_s"])) for loop, one in said.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _opened(url: str) -> HTTPResponse | urllib.error.HTTPError:
+def _open_url(url: str) -> HTTPResponse | urllib.error.HTTPError:
     try:
         return got(url, timeout_s=LOOK_S)
     except urllib.error.HTTPError as refusal:

@@ -11,7 +11,7 @@ from pathlib import Path
 from turnlog.infra.embedded import RoleDied
 from turnlog.infra.embedded.liveness import Liveness, answering, generates, is_well, role_loops
 from turnlog.infra.embedded.process import Launch
-from turnlog.infra.embedded.servers import Engine, lora_rank_of
+from turnlog.infra.embedded.servers import EngineServer, lora_rank_of
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.run_folder import LOGS, SETTINGS
@@ -36,7 +36,7 @@ and a warm start take long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class RoleProcess:
     """A process of a role."""
 
     role: str
@@ -51,7 +51,7 @@ class Slot:
         return f"{self.role}-{self.label}"
 
     @classmethod
-    def loader(cls, engine: str) -> Slot:
+    def loader(cls, engine: str) -> RoleProcess:
         """Return the slot of the engine's loader."""
         return cls("loader", engine.removeprefix("engine-"), engine)
 
@@ -59,7 +59,7 @@ class Slot:
 def engine_member(settings: Settings, name: str, port: int = 0) -> tuple[Member, str]:
     """Return an engine at [engine] host as a member, and its address; port 0 picks a free one. Raises PortTaken,
     ModelMissing, NotInstalled."""
-    engine = Engine(
+    engine = EngineServer(
         Path(settings.model.path),
         settings.engine,
         log=log_of(settings, name),
@@ -81,7 +81,7 @@ def _generating(url: str, settings: Settings) -> Liveness:
 
 
 def role_member(
-    settings: Settings, slot: Slot, health: str, env: Mapping[str, str], *, after: tuple[str, ...] = ()
+    settings: Settings, slot: RoleProcess, health: str, env: Mapping[str, str], *, after: tuple[str, ...] = ()
 ) -> Member:
     """Return a role as a member; it serves its health at `health`, and `env` is added to its environment."""
     of_all = {"TURNLOG_INSTANCE": slot.name, "TURNLOG_HEALTH_PORT": port_of(health)}

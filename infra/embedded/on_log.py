@@ -20,15 +20,15 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.embedded import EmbeddedError
 from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.process import cause_of
-from turnlog.infra.embedded.supervisor import Failure, State, Supervisor, Watched
+from turnlog.infra.embedded.supervisor import ChildState, Failure, Supervisor, Watched
 from turnlog.infra.engine import EngineError, SGLangControl
 from turnlog.infra.log import LogError, Partition, Reader
 from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles import fleet as requests
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.run_folder import NoEndpoints
 from turnlog.processors.core.autoscale import Autoscale, AutoscaleRules
-from turnlog.processors.core.fleet import AUTOSCALE, GONE, SERVING, SETTINGS, Engine, Fleet
+from turnlog.processors.core.fleet import AUTOSCALE, GONE, SERVING, SETTINGS, Fleet, FleetEngine
 from turnlog.schemas.events import EngineGone, RoleFailed
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
@@ -65,7 +65,7 @@ class OnLog:
         self._lost: dict[str, str] = {}
         """Engine on Ray -> cause of its death, until that is reported or the engine is ready again."""
 
-    def failed(self, failure: Failure) -> None:
+    def report_failure(self, failure: Failure) -> None:
         """Report a member whose restarts did not help, as soon as the log is available."""
         run_id, host, ended = self._settings.run.id, socket.gethostname(), failure.cause.partition("\n")[0]
         event = RoleFailed(
@@ -76,11 +76,11 @@ class OnLog:
         log.error("%s failed, %s: %s", event.role, event.remedy.replace("_", " "), event.cause)
         self._failures.append(event)
 
-    def changed(self, watched: Watched) -> None:
+    def on_change(self, watched: Watched) -> None:
         """Handle a state change of a member."""
-        if watched.state in (State.RESTARTING, State.FAILED) and self._plan.on_ray(watched.name):
+        if watched.state in (ChildState.RESTARTING, ChildState.FAILED) and self._plan.on_ray(watched.name):
             self._lost[watched.name] = _cause_of(str(watched.error))
-        elif watched.state is State.READY:
+        elif watched.state is ChildState.READY:
             self._lost.pop(watched.name, None)
 
     async def run(self) -> None:
@@ -88,7 +88,7 @@ class OnLog:
         await self._supervisor.watched["topics"].satisfied.wait()
         while True:
             try:
-                async with opened("supervisor", self._settings) as role:
+                async with open_role("supervisor", self._settings) as role:
                     await self.follow(role)
             except (LogError, RegistryError, BlobError, NoEndpoints) as error:
                 log.warning("engines stay as they are while the log cannot be followed: %s", error)
@@ -102,7 +102,7 @@ class OnLog:
             ends = await role.log.end_offsets(PLACES)
             while any(reader.position(place) < end for place, end in ends.items()):
                 await self._hear(role, reader, fleet)
-            await requests.ask(role, fleet, fleet.declared(self._plan.declared()), by=SETTINGS)
+            await requests.ask(role, fleet, fleet.compare_settings(self._plan.declared_engines()), by=SETTINGS)
             while True:
                 while self._failures:
                     await role.events.append(self._failures[0])
@@ -115,7 +115,7 @@ class OnLog:
 
     async def _scale(self, role: Role, fleet: Fleet, autoscale: Autoscale) -> None:
         """Request as many hosted engines as the load needs."""
-        hosted = fleet.hosted()
+        hosted = fleet.hosted_engines()
         serving = [engine for engine in hosted if engine.state == SERVING]
         loads = await self._loads([engine.url for engine in serving])
         self._looked_at = time.monotonic()
@@ -123,13 +123,13 @@ class OnLog:
         if count != len(hosted):
             reason = f"{sum(loads)} requests run or wait at {len(loads)} engines: {count} instead of {len(hosted)}"
             log.info("%s", reason)
-            changes = [(name, "", wanted) for name, wanted in fleet.scaled(count)]
+            changes = [(name, "", wanted) for name, wanted in fleet.plan_scaling(count)]
             await requests.ask(role, fleet, changes, by=AUTOSCALE, reason=reason)
 
     async def _loads(self, urls: Sequence[str]) -> list[int]:
         """Return the number of requests at each engine that answers."""
 
-        async def asked(url: str) -> int:
+        async def count_requests(url: str) -> int:
             control = SGLangControl(url, ca_file=self._settings.engine.ca_file)
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -137,7 +137,7 @@ class OnLog:
             finally:
                 await control.close()
 
-        found = await asyncio.gather(*map(asked, urls), return_exceptions=True)
+        found = await asyncio.gather(*map(count_requests, urls), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, EngineError | TimeoutError):
                 raise error
@@ -145,7 +145,7 @@ class OnLog:
 
     async def _hear(self, role: Role, reader: Reader, fleet: Fleet) -> None:
         for record in await reader.poll(timeout_s=POLL_S):
-            event = await role.events.known(record)
+            event = await role.events.decode_known(record)
             if event is not None and event.run_id == role.settings.run.id:
                 fleet.apply(event)
 
@@ -157,12 +157,12 @@ class OnLog:
                 self._asked_at.pop(engine.id, None)
                 if engine.wanted and not runs and engine.id not in self._stopping:
                     self._start(engine)
-            elif runs and engine.left:
+            elif runs and engine.has_left:
                 self._stop(engine)
             elif engine.state not in (GONE, "") and ((engine.hosted and not runs) or self._overdue(engine)):
                 await self._give_up(role, fleet, engine)
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: FleetEngine) -> None:
         try:
             members = self._plan.join(engine.id, "" if engine.hosted else engine.url)
         except EmbeddedError as error:
@@ -172,14 +172,14 @@ class OnLog:
         self._supervisor.add(*members)
         self._told()
 
-    def _stop(self, engine: Engine) -> None:
+    def _stop(self, engine: FleetEngine) -> None:
         log.info("%s has left: %s", engine.id, engine.cause or "nobody had heard of it")
         names = self._plan.leave(engine.id)
         task = self._stopping[engine.id] = asyncio.create_task(self._supervisor.remove(*names))
         task.add_done_callback(lambda _: self._stopping.pop(engine.id))
         self._told()
 
-    def _overdue(self, engine: Engine) -> bool:
+    def _overdue(self, engine: FleetEngine) -> bool:
         since = self._asked_at.setdefault(engine.id, time.monotonic())
         return time.monotonic() - since > self._settings.engine.drain_s + PATIENCE_S
 
@@ -190,13 +190,13 @@ class OnLog:
             if self._lost.get(name) == cause:
                 del self._lost[name]
 
-    async def _give_up(self, role: Role, fleet: Fleet, engine: Engine) -> None:
+    async def _give_up(self, role: Role, fleet: Fleet, engine: FleetEngine) -> None:
         """Report an engine as gone in place of its loader."""
         here = self._plan.has(engine.id)
         cause = "its loader did not let it drain in time" if here else "nothing of it runs here"
         await self._say_gone(role, fleet, engine, cause)
 
-    async def _say_gone(self, role: Role, fleet: Fleet, engine: Engine, cause: str) -> None:
+    async def _say_gone(self, role: Role, fleet: Fleet, engine: FleetEngine, cause: str) -> None:
         run_id = role.settings.run.id
         event = EngineGone(
             event_id=digest("EngineGone", run_id, engine.id, "supervisor", time.time_ns()),

@@ -22,7 +22,7 @@ from turnlog.infra.embedded.members import (
     PROBE_TIMEOUT_S,
     ROLE,
     STOP_S,
-    Slot,
+    RoleProcess,
     answers,
     engine_member,
     loaders_own,
@@ -36,7 +36,7 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.servers import ENGINE_REMEDY, ObjectStore, check_model
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.http_clients import got
-from turnlog.infra.roles.probe import health_host, reached
+from turnlog.infra.roles.probe import client_url, health_host
 from turnlog.infra.run_folder import KAFKA_KEY, LOGS, REGISTRY_KEY, STORE_KEY, Endpoints, kept_secret
 from turnlog.settings import DashboardSettings, GatewaySettings, RegistrySettings, Settings, ViewsSettings
 
@@ -87,14 +87,14 @@ class LaunchPlan:
             gateway=settings.gateway.url or ("" if reads else self._address(settings.gateway, "[gateway] port")),
             views="" if reads else self._address(settings.views, "[views] port"),
             dashboard=self._address(settings.dashboard, "[dashboard] port") if shown else "",
-            health={slot.name: reached(health_host(os.environ), next(self._ports)) for slot in slots},
+            health={slot.name: client_url(health_host(os.environ), next(self._ports)) for slot in slots},
         )
         self._tell_engines()
         if "views-0" in self.endpoints.health:  # Faust serves its pages and its health on one port
             self.endpoints.health["views-0"] = self.endpoints.views
         self.members += [self._role(slot) for slot in slots]
 
-    def declared(self) -> list[tuple[str, str]]:
+    def declared_engines(self) -> list[tuple[str, str]]:
         """Return (engine, address) of the engines in the settings; the address of hosted ones is empty."""
         urls = self._settings.engine.urls
         return [
@@ -110,15 +110,15 @@ class LaunchPlan:
         else:
             members.append(self._engine(engine_id, free_ports(1)[0]))
         if self._with_loaders and not self.on_ray(engine_id):
-            slot = Slot.loader(engine_id)
-            self.endpoints.health[slot.name] = reached(health_host(os.environ), free_ports(1)[0])
+            slot = RoleProcess.loader(engine_id)
+            self.endpoints.health[slot.name] = client_url(health_host(os.environ), free_ports(1)[0])
             members.append(self._role(slot))
         self._tell_engines()
         return members
 
     def leave(self, engine_id: str) -> tuple[str, str]:
         """Remove an engine; return the names of its loader's and its own member."""
-        slot = Slot.loader(engine_id)
+        slot = RoleProcess.loader(engine_id)
         for known in (self._urls, self._held):
             known.pop(engine_id, None)
         for name in (slot.name, engine_id):
@@ -144,7 +144,7 @@ class LaunchPlan:
     def _address(
         self, server: DashboardSettings | GatewaySettings | RegistrySettings | ViewsSettings, setting: str
     ) -> str:
-        return reached(server.host, self._port(server.port, setting, server.host))
+        return client_url(server.host, self._port(server.port, setting, server.host))
 
     def _serve(self, launch: Launch, *, tier: int, after: tuple[str, ...] = (), deaths: int = SERVER_DEATHS) -> None:
         self.members.append(Member(launch=launch, after=after, essential=True, deaths=deaths, tier=tier))
@@ -184,7 +184,7 @@ class LaunchPlan:
         return server.endpoint
 
     def _engines(self) -> None:
-        for engine_id, url in self.declared():
+        for engine_id, url in self.declared_engines():
             if url:
                 self._urls[engine_id] = url
             else:
@@ -199,8 +199,8 @@ class LaunchPlan:
             raise NotInstalled('engine.launcher = "ray" needs ray: pip install turnlog[ray]')
         check_model(Path(self._settings.model.path))
         self._urls[name] = ""
-        self._held[name] = reached(health_host(os.environ), port)
-        slot = Slot("engine", name.removeprefix("engine-"))
+        self._held[name] = client_url(health_host(os.environ), port)
+        slot = RoleProcess("engine", name.removeprefix("engine-"))
         member = role_member(self._settings, slot, self._held[name], {})
         launch = dataclasses.replace(member.launch, stop_timeout_s=2 * STOP_S, died=EngineDied, remedy=ENGINE_REMEDY)
         return dataclasses.replace(member, launch=launch, deaths=ENGINE_DEATHS, tier=ON_LOG)
@@ -234,7 +234,7 @@ class LaunchPlan:
         )
         self._serve(launch, tier=ROLE, after=self._there(*self._brokers, "registry"))
 
-    def _slots(self, roles: Sequence[str]) -> list[Slot]:
+    def _slots(self, roles: Sequence[str]) -> list[RoleProcess]:
         counts = Counter(roles)
         shown = self._settings.dashboard.enabled and "dashboard" in counts
         for role in ("views", "archive", "index", "dashboard"):
@@ -245,12 +245,12 @@ class LaunchPlan:
         found = []
         for role, count in counts.items():
             if role == "loader":
-                found += [Slot.loader(engine_id) for engine_id in self._urls if not self.on_ray(engine_id)]
+                found += [RoleProcess.loader(engine_id) for engine_id in self._urls if not self.on_ray(engine_id)]
             else:
-                found += [Slot(role, str(number)) for number in range(count)]
+                found += [RoleProcess(role, str(number)) for number in range(count)]
         return found
 
-    def _role(self, slot: Slot) -> Member:
+    def _role(self, slot: RoleProcess) -> Member:
         env: dict[str, str] = {}
         if slot.role == "trainer":
             env |= ONE_HOST

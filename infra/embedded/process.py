@@ -144,7 +144,7 @@ class Child:
     @property
     def pid(self) -> int:
         """Pid of the process, which leads its own process group."""
-        return self._started.pid
+        return self._running_process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -192,10 +192,10 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process, its process group and everything else that it has started, at once."""
-        if self._started.poll() is None:
+        if self._running_process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._started.pid, signal.SIGKILL)
-        self._started.wait()
+                os.killpg(self._running_process.pid, signal.SIGKILL)
+        self._running_process.wait()
         sweep(self.mark)
 
     def death(self) -> ServerDied:
@@ -225,13 +225,13 @@ class Child:
         return log_tail(self.launch.log, lines, since=self._log_from)
 
     @property
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise RuntimeError(f"{self.launch.name} was not started")
         return self._process
 
 
-class Server:
+class ManagedServer:
     """A server that can be started, stopped and killed repeatedly at the same address. A context manager."""
 
     setting: ClassVar[str]
@@ -251,7 +251,7 @@ class Server:
     def pid(self) -> int:
         """Pid of the process. Raises RuntimeError before the first start."""
         if self._child is None:
-            raise RuntimeError(f"the {type(self).__name__.lower()} was not started")
+            raise RuntimeError(f"{type(self).__name__} was not started")
         return self._child.pid
 
     def start(self) -> str:
@@ -304,7 +304,7 @@ def log_tail(log: Path, lines: int = TAIL_LINES, *, since: int = 0) -> str:
         return ""
 
 
-def marked(mark: str) -> list[int]:
+def find_marked_pids(mark: str) -> list[int]:
     """Return the pids of live processes whose environment has this mark, or one that begins with it and ':'."""
     begins = f"{MARK}={mark}".encode()
     found = []
@@ -332,7 +332,7 @@ def _environment(folder: Path) -> bytes:
 def sweep(mark: str) -> int:
     """Kill every process with the mark until there is none; return how many there were."""
     killed: set[int] = set()
-    while left := marked(mark):
+    while left := find_marked_pids(mark):
         for pid in left:
             _end(pid)
         killed.update(left)

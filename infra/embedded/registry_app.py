@@ -41,12 +41,12 @@ from turnlog.infra.roles.health import (
     Health,
     QuietServer,
     body_of,
-    configured,
     listening,
     serve_health,
+    uvicorn_config,
 )
-from turnlog.infra.roles.probe import called, health_address, is_loopback, leads_nowhere_else
-from turnlog.infra.roles.starting import asked, lived, servers_of, watched
+from turnlog.infra.roles.probe import health_address, is_loopback, leads_nowhere_else, parse_host
+from turnlog.infra.roles.starting import run_until_stopped, servers_of, stop_on_signals, watch_servers
 from turnlog.infra.run_folder import EMBEDDED_USER, REGISTRY_KEY, kafka_of, read_endpoints, registry_of
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
 from turnlog.schemas.compatibility import incompatibilities
@@ -59,7 +59,7 @@ LEVELS = (
 )  # fmt: skip
 
 
-class Refused(Exception):
+class RegistryErrorResponse(Exception):
     """A response of the registry that is not 2xx: HTTP status, Confluent's error code, and the reason."""
 
     def __init__(self, status: int, code: int, why: str) -> None:
@@ -69,7 +69,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class SchemaVersion:
     """A schema as version `number` of its subject."""
 
     subject: str
@@ -86,14 +86,14 @@ class SchemaStore:
         self._log = log
         self._transactor = transactor
         self._writing = asyncio.Lock()
-        self._subjects: dict[str, list[Version]] = {}
+        self._subjects: dict[str, list[SchemaVersion]] = {}
         self._ids: dict[str, int] = {}
         self._texts: dict[int, str] = {}
         self._levels: dict[str | None, str] = {}
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, log: Log, *, replication: int = 1) -> AsyncIterator[SchemaStore]:
+    async def open(cls, log: Log, *, replication: int = 1) -> AsyncIterator[SchemaStore]:
         """Open the store of a log and read all its records. Raises LogError."""
         config = {"cleanup.policy": "compact"}
         if REGISTRY_TOPIC not in await log.topics():
@@ -106,60 +106,63 @@ class SchemaStore:
     async def register(self, subject: str, text: str) -> int:
         """Return the id of the schema under `subject`, registering a new version if the subject does not have it.
 
-        Raises Refused (413, 42201, 409) and LogError, after which the process must end."""
+        Raises RegistryErrorResponse (413, 42201, 409) and LogError, after which the process must end."""
         schema, canonical = await _read_schema(text)
         async with self._writing:
             known = self._find(subject, canonical)
             if known is not None:
                 return known.schema_id
             if problems := await self._problems(subject, schema, self._subjects.get(subject, [])):
-                raise Refused(409, 409, "; ".join(problems))
+                raise RegistryErrorResponse(409, 409, "; ".join(problems))
             schema_id = self._ids.get(canonical, len(self._texts) + 1)
-            version = Version(subject, len(self._subjects.get(subject, ())) + 1, schema_id, text)
+            version = SchemaVersion(subject, len(self._subjects.get(subject, ())) + 1, schema_id, text)
             key = {"keytype": "SCHEMA", "subject": subject, "version": version.number, "magic": 1}
             value = {"subject": subject, "version": version.number, "id": schema_id, "schema": text, "deleted": False}
             await self._write(key, value)
             self._hold(version, canonical)
             return schema_id
 
-    async def lookup(self, subject: str, text: str) -> Version:
-        """Return the version of `subject` with that schema. Raises Refused (40401, 40403, 413, 42201)."""
+    async def lookup(self, subject: str, text: str) -> SchemaVersion:
+        """Return the version of `subject` with that schema. Raises RegistryErrorResponse (40401, 40403, 413, 42201)."""
         _, canonical = await _read_schema(text)
         self.versions(subject)
         version = self._find(subject, canonical)
         if version is None:
-            raise Refused(404, 40403, f"subject {subject} does not have this schema")
+            raise RegistryErrorResponse(404, 40403, f"subject {subject} does not have this schema")
         return version
 
     def schema(self, schema_id: int) -> str:
-        """Return the JSON text of the schema with this id. Raises Refused (40403)."""
+        """Return the JSON text of the schema with this id. Raises RegistryErrorResponse (40403)."""
         if schema_id not in self._texts:
-            raise Refused(404, 40403, f"no schema has id {schema_id}")
+            raise RegistryErrorResponse(404, 40403, f"no schema has id {schema_id}")
         return self._texts[schema_id]
 
     def subjects(self) -> list[str]:
         """Return all subjects, sorted."""
         return sorted(self._subjects)
 
-    def versions(self, subject: str) -> list[Version]:
-        """Return the versions of a subject, oldest first. Raises Refused (40401)."""
+    def versions(self, subject: str) -> list[SchemaVersion]:
+        """Return the versions of a subject, oldest first. Raises RegistryErrorResponse (40401)."""
         if subject not in self._subjects:
-            raise Refused(404, 40401, f"there is no subject {subject}")
+            raise RegistryErrorResponse(404, 40401, f"there is no subject {subject}")
         return self._subjects[subject]
 
-    def version(self, subject: str, number: str) -> Version:
-        """Return a version of a subject; `number` is digits, or `latest`. Raises Refused (40401, 40402, 42202)."""
+    def version(self, subject: str, number: str) -> SchemaVersion:
+        """Return a version of a subject; `number` is digits, or `latest`. Raises RegistryErrorResponse (40401, 40402,
+        42202)."""
         versions = self.versions(subject)
         if number == "latest" or number == "-1":
             return versions[-1]
         if not (number.isascii() and number.isdecimal() and len(number) < 10):
-            raise Refused(422, 42202, f"a version is a positive integer or `latest`, got {number!r}")
+            raise RegistryErrorResponse(422, 42202, f"a version is a positive integer or `latest`, got {number!r}")
         if not 1 <= int(number) <= len(versions):
-            raise Refused(404, 40402, f"subject {subject} has versions 1 to {len(versions)}, not {number}")
+            raise RegistryErrorResponse(
+                404, 40402, f"subject {subject} has versions 1 to {len(versions)}, not {number}"
+            )
         return versions[int(number) - 1]
 
     async def problems(self, subject: str, text: str, number: str) -> list[str]:
-        """Return why the schema is not compatible with one version; empty if it is. Raises Refused."""
+        """Return why the schema is not compatible with one version; empty if it is. Raises RegistryErrorResponse."""
         schema, _ = await _read_schema(text)
         return await self._problems(subject, schema, [self.version(subject, number)])
 
@@ -168,26 +171,28 @@ class SchemaStore:
         return self._levels.get(subject, DEFAULT_LEVEL if subject is None else None)
 
     async def set_level(self, subject: str | None, level: str) -> None:
-        """Set the compatibility level of a subject, or the default level. Raises Refused (42203)."""
+        """Set the compatibility level of a subject, or the default level. Raises RegistryErrorResponse (42203)."""
         if level not in LEVELS:
-            raise Refused(422, 42203, f"a compatibility level is one of {', '.join(LEVELS)}, got {level!r}")
+            raise RegistryErrorResponse(
+                422, 42203, f"a compatibility level is one of {', '.join(LEVELS)}, got {level!r}"
+            )
         async with self._writing:
             await self._write({"keytype": "CONFIG", "subject": subject, "magic": 0}, {"compatibilityLevel": level})
             self._levels[subject] = level
 
-    async def _problems(self, subject: str, schema: Any, versions: list[Version]) -> list[str]:
+    async def _problems(self, subject: str, schema: Any, versions: list[SchemaVersion]) -> list[str]:
         level = self.level(subject) or self.level(None) or DEFAULT_LEVEL
         if level == "NONE":
             return []
         texts = [version.schema for version in versions]
         return await asyncio.to_thread(_against, level, schema, texts if level.endswith("_TRANSITIVE") else texts[-1:])
 
-    def _find(self, subject: str, canonical: str) -> Version | None:
+    def _find(self, subject: str, canonical: str) -> SchemaVersion | None:
         schema_id = self._ids.get(canonical)
         same = (version for version in self._subjects.get(subject, ()) if version.schema_id == schema_id)
         return next(same, None)
 
-    def _hold(self, version: Version, canonical: str) -> None:
+    def _hold(self, version: SchemaVersion, canonical: str) -> None:
         self._subjects.setdefault(version.subject, []).append(version)
         self._ids.setdefault(canonical, version.schema_id)
         self._texts.setdefault(version.schema_id, version.schema)
@@ -214,7 +219,7 @@ class SchemaStore:
             key, value = json.loads(key_bytes), json.loads(value_bytes or b"null")
             match key["keytype"]:
                 case "SCHEMA":
-                    version = Version(key["subject"], key["version"], value["id"], value["schema"])
+                    version = SchemaVersion(key["subject"], key["version"], value["id"], value["schema"])
                     self._hold(version, _canonical(json.loads(version.schema)))
                 case "CONFIG":
                     self._levels[key["subject"]] = value["compatibilityLevel"]
@@ -230,7 +235,7 @@ async def _read_schema(text: str) -> tuple[Any, str]:
     Refused (413, 42201)."""
 
     def read() -> tuple[Any, str]:
-        schema = parsed(text)
+        schema = parse_avro_schema(text)
         return schema, _canonical(schema)
 
     return await asyncio.to_thread(read)
@@ -245,21 +250,21 @@ def _against(level: str, schema: Any, texts: list[str]) -> list[str]:
     return list(dict.fromkeys(map(str, problems)))  # several versions may have the same problem
 
 
-def parsed(text: str) -> Any:
-    """Return the JSON of a valid Avro schema. Raises Refused (413, 42201)."""
+def parse_avro_schema(text: str) -> Any:
+    """Return the JSON of a valid Avro schema. Raises RegistryErrorResponse (413, 42201)."""
     if (size := len(text.encode(errors="surrogatepass"))) > SCHEMA_BYTES:
-        raise Refused(
+        raise RegistryErrorResponse(
             413, 41301, f"the schema has {size} bytes, this registry takes {SCHEMA_BYTES}: shorten it, or name a "
             "registry of your own by [registry] url"
         )  # fmt: skip
     if deeper_than(text):
-        raise Refused(422, 42201, f"not a valid Avro schema: nested deeper than {MAX_DEPTH} levels")
+        raise RegistryErrorResponse(422, 42201, f"not a valid Avro schema: nested deeper than {MAX_DEPTH} levels")
     try:
         schema = orjson.loads(text)
         fastavro.parse_schema(schema, _write_hint=False)
         incompatibilities(schema, [schema])  # finds missing attributes that fastavro does not require
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SchemaParseException) as error:
-        raise Refused(422, 42201, f"not a valid Avro schema: {type(error).__name__}: {error}") from None
+        raise RegistryErrorResponse(422, 42201, f"not a valid Avro schema: {type(error).__name__}: {error}") from None
     return schema
 
 
@@ -311,7 +316,7 @@ class RegistryApi:
                 return _json(await call(request))
             except ClientDisconnect:
                 return Response(status_code=400)  # the client is gone
-            except Refused as refused:
+            except RegistryErrorResponse as refused:
                 return _error(refused.status, refused.code, str(refused))
             except LogError as error:
                 if not self.failed.done():
@@ -326,15 +331,19 @@ class RegistryApi:
 
         `/` returns no data, and needs no login, so that probes can use it."""
         if "origin" in request.headers:
-            raise Refused(403, 40301, "pages of a browser are not served: a request with an Origin is refused")
+            raise RegistryErrorResponse(
+                403, 40301, "pages of a browser are not served: a request with an Origin is refused"
+            )
         host = request.headers.get("host", "")
-        if is_loopback(self._settings.host) and not leads_nowhere_else(called(host)):
-            raise Refused(421, 42101, f"this registry is not called {host[:200]!r}: use its address in numbers")
+        if is_loopback(self._settings.host) and not leads_nowhere_else(parse_host(host)):
+            raise RegistryErrorResponse(
+                421, 42101, f"this registry is not called {host[:200]!r}: use its address in numbers"
+            )
         expected = authorization(self._settings)
         if request.url.path != "/" and not compare_digest(
             request.headers.get("authorization", "").encode(), expected.encode()
         ):
-            raise Refused(
+            raise RegistryErrorResponse(
                 401, 40101, f"log in as clients of this run do: user {EMBEDDED_USER}, and as password what is in "
                 f"{REGISTRY_KEY} of its directory"
             )  # fmt: skip
@@ -349,13 +358,13 @@ class RegistryApi:
         return {"id": await self._store.register(request.path_params["subject"], await self._schema_text(request))}
 
     async def _lookup(self, request: Request) -> Any:
-        return _shown(await self._store.lookup(request.path_params["subject"], await self._schema_text(request)))
+        return _version_json(await self._store.lookup(request.path_params["subject"], await self._schema_text(request)))
 
     async def _versions(self, request: Request) -> Any:
         return [version.number for version in self._store.versions(request.path_params["subject"])]
 
     async def _version(self, request: Request) -> Any:
-        return _shown(self._store.version(request.path_params["subject"], request.path_params["version"]))
+        return _version_json(self._store.version(request.path_params["subject"], request.path_params["version"]))
 
     async def _schema(self, request: Request) -> Any:
         return {"schema": self._store.schema(_number(request.path_params["id"]))}
@@ -371,7 +380,7 @@ class RegistryApi:
         if level is None and request.query_params.get("defaultToGlobal") == "true":
             level = self._store.level(None)
         if level is None:
-            raise Refused(404, 40408, f"subject {subject} has no compatibility level of its own")
+            raise RegistryErrorResponse(404, 40408, f"subject {subject} has no compatibility level of its own")
         return {"compatibilityLevel": level}
 
     async def _set_config(self, request: Request) -> Any:
@@ -383,19 +392,19 @@ class RegistryApi:
         try:
             body = orjson.loads(await body_of(request, self._settings.max_body_bytes, REMEDY))
         except orjson.JSONDecodeError:
-            raise Refused(422, 42201, "the body is not JSON") from None
+            raise RegistryErrorResponse(422, 42201, "the body is not JSON") from None
         except BodyTooLarge as error:
-            raise Refused(413, 41301, str(error)) from None
+            raise RegistryErrorResponse(413, 41301, str(error)) from None
         if not isinstance(body, dict):
-            raise Refused(422, 42201, "the body is not a JSON object")
+            raise RegistryErrorResponse(422, 42201, "the body is not a JSON object")
         return body
 
     async def _schema_text(self, request: Request) -> str:
         body = await self._body(request)
         if body.get("schemaType", "AVRO") != "AVRO" or body.get("references"):
-            raise Refused(422, 42201, "only self-contained Avro schemas are kept here")
+            raise RegistryErrorResponse(422, 42201, "only self-contained Avro schemas are kept here")
         if not isinstance(body.get("schema"), str):
-            raise Refused(422, 42201, "the body has no schema")
+            raise RegistryErrorResponse(422, 42201, "the body has no schema")
         return str(body["schema"])
 
 
@@ -413,9 +422,9 @@ def serve_registry(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings, port: int) -> None:
-    stopping, health = asked(), Health("registry")
+    stopping, health = stop_on_signals(), Health("registry")
     async with serve_health(health, health_address(os.environ)):
-        await lived(_life(settings, port, stopping, health), stopping, health)
+        await run_until_stopped(_life(settings, port, stopping, health), stopping, health)
 
 
 async def _life(settings: Settings, port: int, stopping: asyncio.Event, health: Health) -> None:
@@ -426,12 +435,12 @@ async def _life(settings: Settings, port: int, stopping: asyncio.Event, health: 
         await servers.there()
         kafka = KafkaLog.of(settings.kafka, role="registry")
         stack.push_async_callback(kafka.close)
-        opened = SchemaStore.opened(kafka, replication=settings.kafka.copies)
+        opened = SchemaStore.open(kafka, replication=settings.kafka.copies)
         api = RegistryApi(await stack.enter_async_context(opened), settings.registry)
         listener = listening(settings.registry.host, port, "[registry] host or port")
-        await stack.enter_async_context(QuietServer(configured(api.application())).running(listener))
-        await stack.enter_async_context(watched(servers))
-        health.started()
+        await stack.enter_async_context(QuietServer(uvicorn_config(api.application())).running(listener))
+        await stack.enter_async_context(watch_servers(servers))
+        health.mark_started()
         log.info("registry serves http://%s:%d", settings.registry.host, port)
         await _first(stopping.wait(), api.failed)
 
@@ -450,7 +459,7 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
-def _shown(version: Version) -> dict[str, object]:
+def _version_json(version: SchemaVersion) -> dict[str, object]:
     return {
         "subject": version.subject,
         "id": version.schema_id,

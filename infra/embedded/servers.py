@@ -25,9 +25,9 @@ from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens
-from turnlog.infra.embedded.process import Launch, Server
+from turnlog.infra.embedded.process import Launch, ManagedServer
 from turnlog.infra.roles.http_clients import got
-from turnlog.infra.roles.probe import reached
+from turnlog.infra.roles.probe import client_url
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.infra.tensors.adapters import ATTENTION, DENSE
 from turnlog.infra.tensors.files import NoWeights, weight_files
@@ -70,7 +70,7 @@ folder than the files of a published version. An engine with such arguments alwa
 folder."""
 
 
-class Engine(Server):
+class EngineServer(ManagedServer):
     """An engine that serves the model folder `model`."""
 
     setting = "the engine's port"
@@ -110,7 +110,7 @@ class Engine(Server):
     @property
     def url(self) -> str:
         """http://host:port, for clients on this machine."""
-        return reached(self._settings.host, self.port)
+        return client_url(self._settings.host, self.port)
 
     def launch(self) -> Launch:
         """Return how to start the engine. Raises NotInstalled."""
@@ -214,7 +214,7 @@ def serve_engine(settings: Settings) -> int:
 
     Raises PortTaken, ModelMissing, NotInstalled."""
     name = os.environ.get("TURNLOG_INSTANCE", "engine-0")
-    engine = Engine(
+    engine = EngineServer(
         Path(settings.model.path),
         settings.engine,
         log=Path(tempfile.gettempdir()) / "engine.log",
@@ -252,7 +252,7 @@ def check_model(model: Path) -> None:
         )
 
 
-class ObjectStore(Server):
+class ObjectStore(ManagedServer):
     """A store with its objects below `directory`; if it is started there again, it serves the same objects."""
 
     setting = "[store] port"
@@ -289,7 +289,7 @@ class ObjectStore(Server):
             argv=(_rclone(), "serve", "s3", "--addr", f"{HOST}:{self.port}", str(objects)),
             log=self._log,
             env={
-                "RCLONE_AUTH_KEY": _quoted(f"{self.settings.access_key},{self.settings.secret_key}"),
+                "RCLONE_AUTH_KEY": _quote_csv(f"{self.settings.access_key},{self.settings.secret_key}"),
                 "RCLONE_CONFIG": "/dev/null",
             },
             ready=lambda: listens(self.port),
@@ -310,7 +310,7 @@ def _rclone() -> str:
     return found
 
 
-def _quoted(text: str) -> str:
+def _quote_csv(text: str) -> str:
     """Return the text as a CSV field, which is how rclone reads repeated flags from the environment."""
     out = io.StringIO()
     csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="").writerow([text])

@@ -44,7 +44,7 @@ RUN_RESTARTS_S = 3600.0
 """Time window in seconds in which restarts of the run are counted."""
 
 
-class State(StrEnum):
+class ChildState(StrEnum):
     """State of a child."""
 
     WAITING = "waiting"
@@ -56,7 +56,7 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
-SATISFIED = frozenset({State.READY, State.DONE})
+SATISFIED = frozenset({ChildState.READY, ChildState.DONE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Watched:
     """A member and its current state."""
 
     member: Member
-    state: State = State.WAITING
+    state: ChildState = ChildState.WAITING
     since: float = field(default_factory=time.time)
     restarts: int = 0
     error: EmbeddedError | None = None
@@ -107,7 +107,7 @@ class Watched:
         return self.member.launch.name
 
     @property
-    def settled(self) -> bool:
+    def is_past_start(self) -> bool:
         """Whether the start of the run no longer waits for the member."""
         return self.state in SATISFIED or self.troubled
 
@@ -115,7 +115,7 @@ class Watched:
         """Return the member's entry in supervisor.json."""
         return {
             "name": self.name,
-            "pid": self.child.pid if self.child and self.state in (State.STARTING, State.READY) else 0,
+            "pid": self.child.pid if self.child and self.state in (ChildState.STARTING, ChildState.READY) else 0,
             "state": str(self.state),
             "restarts": self.restarts,
             "optional": self.member.optional,
@@ -215,7 +215,7 @@ class Supervisor:
 
     async def _restart_run(self) -> None:
         """Restart all members that are not essential and not done."""
-        again = [one for one in self.watched.values() if not (one.member.essential or one.state is State.DONE)]
+        again = [one for one in self.watched.values() if not (one.member.essential or one.state is ChildState.DONE)]
         await self._halt(again)
         self._watch([Watched(watched.member, restarts=watched.restarts + 1) for watched in again])
 
@@ -226,7 +226,7 @@ class Supervisor:
         recent = [at for at in self._restarted if now - at < RUN_RESTARTS_S]
         idle = self._restarting is None or self._restarting.done()
         again = watched.name in self._worked and len(recent) < self._run_restarts and not watched.member.essential
-        self._change(watched, State.RESTARTING if again else State.FAILED)
+        self._change(watched, ChildState.RESTARTING if again else ChildState.FAILED)
         if watched.member.essential:
             assert watched.error is not None
             raise watched.error
@@ -260,7 +260,7 @@ class Supervisor:
             watched.ready_at = float("inf")
             try:
                 await self._live(watched)
-                self._change(watched, State.DONE)
+                self._change(watched, ChildState.DONE)
                 return
             except (NotReady, ServerDied) as death:
                 watched.error = await asyncio.to_thread(_with_cause, watched, death)
@@ -279,7 +279,7 @@ class Supervisor:
                 self._trouble(watched)
                 recent = []
             watched.restarts += 1
-            self._change(watched, State.RESTARTING)
+            self._change(watched, ChildState.RESTARTING)
             await asyncio.sleep(backoff_s)
             if isinstance(watched.error, DiskFull):
                 await _room(member.launch.log.parent)
@@ -288,12 +288,12 @@ class Supervisor:
         """Run a member's process once; return when it ends with status 0. Raises its death, Hung or NotReady."""
         child = watched.child = Child(watched.member.launch, restarts=watched.restarts)
         child.start()
-        self._change(watched, State.STARTING)
+        self._change(watched, ChildState.STARTING)
         ended = asyncio.create_task(_end(child))
         watchdog = asyncio.create_task(self._kill_when_hung(watched, child))
         try:
             if await self._becomes_ready(watched, ended):
-                self._change(watched, State.READY)
+                self._change(watched, ChildState.READY)
             await ended
         finally:
             ended.cancel()
@@ -315,9 +315,9 @@ class Supervisor:
         while not watched.hung:
             await asyncio.sleep(liveness.every_s)
             loops = await asyncio.to_thread(liveness.look)
-            if not ready and watched.state is State.READY:  # the time of the start does not count
+            if not ready and watched.state is ChildState.READY:  # the time of the start does not count
                 silence, ready = Silence(liveness, time.monotonic()), True
-            silence.looked(loops, time.monotonic())
+            silence.record_check(loops, time.monotonic())
             watched.hung = silence.hung(at_least_s=0.0 if ready else child.launch.ready_timeout_s)
         await asyncio.to_thread(child.kill)
 
@@ -346,16 +346,16 @@ class Supervisor:
             await asyncio.gather(*(self._stop(watched) for watched in all_ if watched.member.tier == tier))
 
     async def _stop(self, watched: Watched) -> None:
-        if watched.child is None or watched.state in (State.FAILED, State.DONE):
+        if watched.child is None or watched.state in (ChildState.FAILED, ChildState.DONE):
             return
         status = await asyncio.to_thread(watched.child.stop)
         if status > 0 and status not in CLEAN_EXITS:  # the status of a killed process means nothing
             watched.error = watched.child.death()
-        self._change(watched, State.STOPPED)
+        self._change(watched, ChildState.STOPPED)
 
-    def _change(self, watched: Watched, state: State) -> None:
+    def _change(self, watched: Watched, state: ChildState) -> None:
         watched.state, watched.since = state, time.time()
-        if state is State.READY:
+        if state is ChildState.READY:
             watched.ready_at = time.monotonic()
             self._worked.add(watched.name)
         if state in SATISFIED:

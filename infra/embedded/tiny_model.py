@@ -32,7 +32,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = tiny_tokenizer()
-    return written(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), seed)
+    return write_model(folder, tokenizer, Qwen3ForCausalLM, Qwen3Config(**_shape(tokenizer)), seed)
 
 
 def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
@@ -44,7 +44,7 @@ def make_tiny_moe(folder: Path, *, seed: int = 0) -> Path:
         **_shape(tokenizer), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
     )  # fmt: skip
-    return written(folder, tokenizer, Qwen3MoeForCausalLM, config, seed)
+    return write_model(folder, tokenizer, Qwen3MoeForCausalLM, config, seed)
 
 
 def _shape(tokenizer: Any) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _shape(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def written(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) -> Path:
+def write_model(folder: Path, tokenizer: Any, network: Any, config: Any, seed: int) -> Path:
     """Write a random model of `config` and its tokenizer into `folder`; the same seed gives the same bytes."""
     import torch
 
@@ -140,7 +140,7 @@ def make_tiny_vision(folder: Path, *, seed: int = 0) -> Path:
         vision_end_token_id=number("<|vision_end|>"),
         tie_word_embeddings=False,
     )  # fmt: skip
-    written(folder, tokenizer, network, config, seed)
+    write_model(folder, tokenizer, network, config, seed)
     processor(min_pixels=PIXELS, max_pixels=16 * PIXELS).save_pretrained(folder)
     video_processor().save_pretrained(folder)
     for name in ("preprocessor_config.json", "tokenizer_config.json"):

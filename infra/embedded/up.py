@@ -28,7 +28,7 @@ from turnlog.infra.embedded.brokers import check_files
 from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import READING, ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import cause_of, log_tail, raise_file_limit, scope, sweep, swept_by_another
-from turnlog.infra.embedded.supervisor import SATISFIED, State, Supervisor, Watched
+from turnlog.infra.embedded.supervisor import SATISFIED, ChildState, Supervisor, Watched
 from turnlog.infra.roles.terminal import aside
 from turnlog.infra.run_folder import (
     CREDENTIAL_KEY,
@@ -38,10 +38,10 @@ from turnlog.infra.run_folder import (
     Endpoints,
     check_room,
     check_secrets,
-    held,
     is_live,
     kept_secret,
-    locked,
+    lock_file,
+    lock_run,
     private_folder,
     read_state,
     write_settings,
@@ -92,7 +92,7 @@ def up(
     say = say or aside
     directory = Path(settings.run.directory)
     private_folder(directory)
-    with locked(directory):  # raises AlreadyUp
+    with lock_run(directory):  # raises AlreadyUp
         check_secrets(directory)
         check_room(directory)
         check_files(settings.kafka)
@@ -126,7 +126,7 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     chosen = roles if roles is not None else named.split(",") if named is not None else ROLES
     notify = _notifier()
     check_secrets(directory)  # outside of the block below, whose end kills what this process has started
-    with locked(directory), swept_by_another():
+    with lock_run(directory), swept_by_another():
         try:
             check_room(directory)
             check_files(settings.kafka)
@@ -182,7 +182,7 @@ def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(held(directory / READING_LOCK))
+        stack.enter_context(lock_file(directory / READING_LOCK))
         if is_live(directory):
             stack.close()
             yield
@@ -211,7 +211,7 @@ def _children(directory: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(run_folder.NoEndpoints):
         health = run_folder.read_endpoints(directory).health
         children: list[dict[str, Any]] = read_state(directory).get("children", [])
-        starting = {child["name"] for child in children if child["state"] == State.STARTING}
+        starting = {child["name"] for child in children if child["state"] == ChildState.STARTING}
         return [
             {**child, "waiting": waiting_for(health[child["name"]]) if child["name"] in starting & set(health) else ""}
             for child in children
@@ -249,19 +249,19 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
         write_state(directory, {"pid": pid, "scope": scope(), "since": began, "children": children})
         run_folder.write_endpoints(directory, dataclasses.replace(plan.endpoints, supervisor_pid=pid))
 
-    def changed(watched: Watched) -> None:
+    def on_change(watched: Watched) -> None:
         books.keep()
-        on_log.changed(watched)
+        on_log.on_change(watched)
         notify({"child": watched.as_dict()})
-        waits = [one.member.optional for one in supervisor.watched.values() if not one.settled]
+        waits = [one.member.optional for one in supervisor.watched.values() if not one.is_past_start]
         if all(waits):  # only optional members are not settled, or none
             notify({"trains" if waits else "ready": True})
 
     supervisor = Supervisor(
         plan.members,
-        changed,
+        on_change,
         run_restarts=settings.liveness.run_restarts,
-        on_failure=lambda failure: on_log.failed(failure),
+        on_failure=lambda failure: on_log.report_failure(failure),
     )
     books = Bookkeeping(write)
     on_log = OnLog(settings, plan, supervisor, books.keep)
@@ -275,12 +275,12 @@ async def _supervise(settings: Settings, roles: Sequence[str], notify: Notify) -
     if tuple(roles) == READING:  # a reader must not start what the log requests, such as engines
         await supervisor.run()
         return
-    async with _followed(on_log):
+    async with _follow_log(on_log):
         await supervisor.run()
 
 
 @contextlib.asynccontextmanager
-async def _followed(on_log: OnLog) -> AsyncIterator[None]:
+async def _follow_log(on_log: OnLog) -> AsyncIterator[None]:
     """Follow the log while the block runs. An unexpected error there ends the following, but not the run."""
     following = asyncio.create_task(on_log.run())
     following.add_done_callback(_tell_why)
@@ -338,17 +338,17 @@ def _follow(
     NotReady."""
     began = said_at = time.monotonic()
     trains_at = float("inf")
-    for told in _told(pipe, began + timeout_s):
+    for told in _read_reports(pipe, began + timeout_s):
         now = time.monotonic()
         if "error" in told:
             raise SupervisorFailed(_error(told["error"], told["message"]))
         if "child" in told:
             child = told["child"]
-            if child["state"] == State.FAILED:
+            if child["state"] == ChildState.FAILED:
                 raise SupervisorFailed(_error(child["error_type"], child["error"]))
-            if child["state"] in (State.READY, State.RESTARTING):
+            if child["state"] in (ChildState.READY, ChildState.RESTARTING):
                 ended, why = child["error"].partition("\n")[0], cause_of(child["error"])
-                of_death = [part for part in (ended, why) if part] if child["state"] == State.RESTARTING else []
+                of_death = [part for part in (ended, why) if part] if child["state"] == ChildState.RESTARTING else []
                 say(": ".join([f"{now - began:6.1f} s  {child['name']} {child['state']}", *of_death]))
         if "endpoints" in told and (page := run_folder.read_endpoints(directory).dashboard):
             say(f"dashboard {page}")
@@ -386,11 +386,11 @@ def _waits(directory: Path) -> list[str]:
     return [
         ": ".join(filter(None, (child["name"], child["waiting"] or cause_of(child["error"]))))
         for child in _children(directory)
-        if child["state"] not in (*SATISFIED, State.WAITING)
+        if child["state"] not in (*SATISFIED, ChildState.WAITING)
     ]
 
 
-def _told(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:
+def _read_reports(pipe: BinaryIO, deadline: float) -> Iterator[dict[str, Any]]:
     """Yield the reports from the pipe until it ends or the deadline has passed; {} after each TICK_S without a
     report."""
     rest = b""

@@ -28,7 +28,7 @@ from turnlog.infra.kafka.connection import (
     Admin,
     Connection,
     Membership,
-    typed,
+    convert_errors,
     typed_error,
 )
 from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing, while_it_sends
@@ -123,14 +123,14 @@ class KafkaLog:
     async def cluster(self) -> str:
         """See Log. Raises LogUnavailable."""
         admin = await self._admin_client()
-        with typed(self._connection, "ask for the cluster's id"):
+        with convert_errors(self._connection, "ask for the cluster's id"):
             async with asyncio.timeout(self._connection.answer_s):
                 return str((await admin._send_request(MetadataRequest([]))).to_object()["cluster_id"])
 
     async def topics(self, *, configs: bool = False) -> dict[str, TopicSpec]:
         """See Log. Each configuration is complete, broker defaults included. It is empty if this principal lacks
         DescribeConfigs."""
-        described = await self._described(self._ours, configs=configs)
+        described = await self._describe_topics(self._ours, configs=configs)
         specs = {(name := self._connection.short(full)): replace(spec, name=name) for full, spec in described.items()}
         self._partitions |= {name: spec.partitions for name, spec in specs.items()}
         return specs
@@ -138,22 +138,24 @@ class KafkaLog:
     async def internal_topics(self) -> dict[str, TopicSpec]:
         """Return the topics in which Kafka stores offsets and transactions, as far as they exist. Raises
         LogUnavailable."""
-        return await self._described(lambda topic: bool(topic["is_internal"]), configs=True)
+        return await self._describe_topics(lambda topic: bool(topic["is_internal"]), configs=True)
 
     async def brokers(self) -> dict[int, dict[str, str]]:
         """Return the configuration of every broker by broker id, as far as this principal may see it. Raises
         LogUnavailable."""
         admin = await self._admin_client()
-        with typed(self._connection, "describe brokers"):
+        with convert_errors(self._connection, "describe brokers"):
             async with asyncio.timeout(self._connection.answer_s):
                 names = [str(broker["node_id"]) for broker in (await admin.describe_cluster())["brokers"]]
                 found = await _configs(admin, names, ConfigResourceType.BROKER)
         return {int(name): found[name] for name in names}
 
-    async def _described(self, wanted: Callable[[dict[str, object]], bool], *, configs: bool) -> dict[str, TopicSpec]:
+    async def _describe_topics(
+        self, wanted: Callable[[dict[str, object]], bool], *, configs: bool
+    ) -> dict[str, TopicSpec]:
         """Return the topics for which `wanted` is true, by full name."""
         admin = await self._admin_client()
-        with typed(self._connection, "describe topics"):
+        with convert_errors(self._connection, "describe topics"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = [topic for topic in await admin.describe_topics() if wanted(topic)]
                 known = await _configs(admin, [topic["topic"] for topic in found] if configs else ())
@@ -174,7 +176,7 @@ class KafkaLog:
             )
             for spec in specs
         ]
-        with typed(self._connection, "create topics"):
+        with convert_errors(self._connection, "create topics"):
             async with asyncio.timeout(self._connection.answer_s):
                 answer = await admin.create_topics(wanted)
                 for name, code, *said in answer.topic_errors:
@@ -187,14 +189,14 @@ class KafkaLog:
         """See Log. Raises TopicMissing, LogUnavailable."""
         places = {place: offsets[name] for place, name in (await self._places(list(offsets))).items()}
         admin = await self._admin_client()
-        with typed(self._connection, "delete records"):
+        with convert_errors(self._connection, "delete records"):
             async with asyncio.timeout(self._connection.answer_s):
                 await admin.delete_records({place: RecordsToDelete(offset) for place, offset in places.items()})
 
     async def delete_topics(self, names: Sequence[str]) -> None:
         """See RemovableLog. Raises LogUnavailable."""
         admin, full = await self._admin_client(), {self._connection.full(name) for name in names}
-        with typed(self._connection, "delete topics"):
+        with convert_errors(self._connection, "delete topics"):
             async with asyncio.timeout(self._connection.answer_s):
                 there = {topic["topic"] for topic in await admin.describe_topics()} & full
                 answer = await admin.delete_topics(sorted(there)) if there else None
@@ -210,22 +212,22 @@ class KafkaLog:
         """See RemovableLog. Raises LogUnavailable."""
         admin = await self._admin_client()
         for group in groups:
-            with typed(self._connection, f"delete group {group}"):
+            with convert_errors(self._connection, f"delete group {group}"):
                 async with asyncio.timeout(self._connection.answer_s):
                     await admin.forget(self._connection.full(group))
 
     async def members(self, group: str) -> tuple[str, ...]:
         """See Log. Raises LogUnavailable."""
         admin = await self._admin_client()
-        with typed(self._connection, f"members of {group}"):
+        with convert_errors(self._connection, f"members of {group}"):
             async with asyncio.timeout(self._connection.answer_s):
                 return await admin.members(self._connection.full(group))
 
     async def sizes(self, topics: Sequence[str]) -> dict[str, int]:
         """See RemovableLog. Raises LogUnavailable."""
-        counts = {self._connection.full(name): await self._counted(name, None) for name in topics}
+        counts = {self._connection.full(name): await self._partition_count(name, None) for name in topics}
         admin = await self._admin_client()
-        with typed(self._connection, "ask for sizes"):
+        with convert_errors(self._connection, "ask for sizes"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = await admin.sizes(counts)
         return {self._connection.short(name): size for name, size in found.items()}
@@ -233,7 +235,7 @@ class KafkaLog:
     async def transactional_ids(self) -> frozenset[str]:
         """See RemovableLog. Raises LogUnavailable."""
         admin, prefix = await self._admin_client(), self._connection.prefix
-        with typed(self._connection, "list transactional ids"):
+        with convert_errors(self._connection, "list transactional ids"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = await admin.transactional_ids()
         return frozenset(self._connection.short(name) for name in found if name.startswith(prefix))
@@ -243,12 +245,12 @@ class KafkaLog:
         """See Log. Leaving the block flushes. Cancels the block and raises ProducerDied if the client's sender task
         ends."""
         async with producing(self._connection) as producer, while_it_sends(self._connection, producer):
-            yield KafkaAppender(self._connection, producer, self._known)
+            yield KafkaAppender(self._connection, producer, self._checked_partition_count)
 
     @asynccontextmanager
     async def transactor(self, transactional_id: str) -> AsyncIterator[Transactor]:
         async with producing(self._connection, transactional_id) as producer:
-            transactor = KafkaTransactor(self._connection, producer, self._known, transactional_id)
+            transactor = KafkaTransactor(self._connection, producer, self._checked_partition_count, transactional_id)
             try:
                 yield transactor
             finally:
@@ -268,7 +270,7 @@ class KafkaLog:
         partition tasks. Raises TopicMissing, PartitionsChanged, LogUnavailable. Raises BrokenAssignment if the topics
         differ in their number of partitions."""
         for topic in topics:
-            await self._known(topic, None)
+            await self._checked_partition_count(topic, None)
         counts = {topic: self._partitions[topic] for topic in topics}
         if len(set(counts.values())) != 1:
             raise BrokenAssignment(f"{group}: units cannot move as a whole, partition counts differ: {counts}")
@@ -286,7 +288,7 @@ class KafkaLog:
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
         """See Log. Raises TopicMissing, LogUnavailable."""
         places, consumer = await self._places(partitions), await self._offset_client(committed=True)
-        with typed(self._connection, "start offsets"):
+        with convert_errors(self._connection, "start offsets"):
             _ask_of_all(consumer, places)
             found = await consumer.beginning_offsets(list(places))
         return {places[place]: offset for place, offset in found.items()}
@@ -294,7 +296,7 @@ class KafkaLog:
     async def end_offsets(self, partitions: Sequence[Partition], *, committed: bool = True) -> dict[Partition, int]:
         """See Log. Raises TopicMissing, LogUnavailable."""
         places, consumer = await self._places(partitions), await self._offset_client(committed=committed)
-        with typed(self._connection, "end offsets"):
+        with convert_errors(self._connection, "end offsets"):
             _ask_of_all(consumer, places)
             found = await consumer.end_offsets(list(places))
         return {places[place]: offset for place, offset in found.items()}
@@ -302,7 +304,7 @@ class KafkaLog:
     async def offset_since(self, partition: Partition, since_ms: int) -> int:
         """See Log. Raises TopicMissing, LogUnavailable."""
         [place], consumer = await self._places([partition]), await self._offset_client(committed=True)
-        with typed(self._connection, "offsets by time"):
+        with convert_errors(self._connection, "offsets by time"):
             _ask_of_all(consumer, [place])
             found = (await consumer.offsets_for_times({place: max(since_ms, 0)}))[place]
         return found.offset if found else (await self.end_offsets([partition]))[partition]
@@ -310,7 +312,7 @@ class KafkaLog:
     async def groups(self) -> frozenset[str]:
         """See Log. Raises LogUnavailable."""
         admin, prefix = await self._admin_client(), self._connection.prefix
-        with typed(self._connection, "list groups"):
+        with convert_errors(self._connection, "list groups"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = [str(name) for name, _ in await admin.list_consumer_groups()]
         return frozenset(self._connection.short(name) for name in found if name.startswith(prefix))
@@ -320,7 +322,7 @@ class KafkaLog:
         ends."""
         places = {self._connection.place(name): name for name in partitions}
         admin = await self._admin_client()
-        with typed(self._connection, f"commits of {group}"):
+        with convert_errors(self._connection, f"commits of {group}"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = await stable_commits(
                     admin, self._connection.full(group), list(places),
@@ -328,10 +330,10 @@ class KafkaLog:
                 )  # fmt: skip
         return {places[place]: commit for place, commit in found.items()}
 
-    async def committed(self, group: str) -> frozenset[Partition]:
+    async def committed_partitions(self, group: str) -> frozenset[Partition]:
         """See Log. Raises LogUnavailable."""
         admin = await self._admin_client()
-        with typed(self._connection, f"commits of {group}"):
+        with convert_errors(self._connection, f"commits of {group}"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = await stable_commits(admin, self._connection.full(group), None)
         return frozenset(Partition(self._connection.short(topic), number) for topic, number in found)
@@ -342,10 +344,10 @@ class KafkaLog:
         This covers `topic`, the catalogue's topics seen so far, and Kafka's internal topics for offsets and
         transactions. Raises LacksReplicas, PartitionsChanged, TopicMissing, LogUnavailable.
         """
-        await self._known(topic, None)
+        await self._checked_partition_count(topic, None)
         admin = await self._admin_client()
         names = [self._connection.full(name) for name in self._partitions if name == topic or name in BY_NAME]
-        with typed(self._connection, "look at replicas"):
+        with convert_errors(self._connection, "look at replicas"):
             question = MetadataRequest([*names, *INTERNAL], allow_auto_topic_creation=False)
             described = (await admin._send_request(question)).to_object()["topics"]
             for found in described:
@@ -374,7 +376,7 @@ class KafkaLog:
             if self._admin is None:
                 admin = Admin(**self._connection.options())
                 try:
-                    with typed(self._connection, "connect"):
+                    with convert_errors(self._connection, "connect"):
                         await admin.start()
                 except BaseException:
                     await admin.close()
@@ -393,12 +395,12 @@ class KafkaLog:
 
     async def _places(self, partitions: Iterable[Partition]) -> dict[TopicPartition, Partition]:
         for name in partitions:
-            await self._counted(name.topic, name.number)
+            await self._partition_count(name.topic, name.number)
         return {self._connection.place(name): name for name in partitions}
 
-    async def _known(self, topic: str, partition: int | None) -> int:
-        """Like `_counted`, for callers that write or own partition tasks. Also raises PartitionsChanged."""
-        count = await self._counted(topic, partition)
+    async def _checked_partition_count(self, topic: str, partition: int | None) -> int:
+        """Like `_partition_count`, for callers that write or own partition tasks. Also raises PartitionsChanged."""
+        count = await self._partition_count(topic, partition)
         self._check_count(topic, count)
         return count
 
@@ -411,7 +413,7 @@ class KafkaLog:
                 "[kafka] prefix"
             )
 
-    async def _counted(self, topic: str, partition: int | None) -> int:
+    async def _partition_count(self, topic: str, partition: int | None) -> int:
         """Return the number of partitions of `topic`. Raises TopicMissing at once; the client itself would look for the
         topic until its request timed out."""
         if topic not in self._partitions:
@@ -426,7 +428,7 @@ class KafkaLog:
 
     async def _look_up(self, topic: str) -> None:
         admin = await self._admin_client()
-        with typed(self._connection, f"look up {topic}"):
+        with convert_errors(self._connection, f"look up {topic}"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = await admin.describe_topics()
         self._know(one for one in found if self._ours(one))

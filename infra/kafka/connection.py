@@ -126,7 +126,7 @@ CLOSE_TIMEOUT_S = 10.0
 aiokafka.producer.sender.BACKOFF_OVERRIDE = 0.002
 
 
-def _retrieved() -> asyncio.Future[Any]:
+def _silent_future() -> asyncio.Future[Any]:
     """Return a future whose exception is always retrieved.
 
     aiokafka fails batches that nobody waits for, and replaces waiters that have failed (a producer is fenced, a
@@ -138,8 +138,8 @@ def _retrieved() -> asyncio.Future[Any]:
     return future
 
 
-aiokafka.producer.message_accumulator.create_future = _retrieved
-aiokafka.producer.transaction_manager.create_future = _retrieved
+aiokafka.producer.message_accumulator.create_future = _silent_future
+aiokafka.producer.transaction_manager.create_future = _silent_future
 
 
 SECONDS = Counter("turnlog_kafka_throttled_seconds", "For how long a quota held this process back", ["request"])
@@ -159,7 +159,7 @@ _silent: dict[tuple[str, int], float] = {}
 """(host, port) -> time on the monotonic clock until which the broker counts as silent."""
 
 
-async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
+async def _open_connection(host: str, port: int, **how: Any) -> AIOKafkaConnection:
     """Open a connection within CONNECT_S; the client opens no other one meanwhile."""
     owner = getattr(how.get("on_close"), "__self__", None)
     if owner in _closed:
@@ -187,7 +187,7 @@ async def _connected(host: str, port: int, **how: Any) -> AIOKafkaConnection:
     return made
 
 
-def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Awaitable[Any]:
+def _send_with_timeout(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Awaitable[Any]:
     """Send a request. Requests that a live broker answers at once time out after QUICK_S, so that the client tries
     another broker. Throttling by quotas is counted.
 
@@ -203,10 +203,10 @@ def _requested(connection: AIOKafkaConnection, request: Any, expect_response: bo
         raise KafkaConnectionError(f"Connection at {connection.host}:{connection.port} broken: {lost}") from lost
     if isinstance(request, QUICK):
         return _quick(connection, answer)
-    return _throttled(answer, THROTTLED[type(request)]) if type(request) in THROTTLED else answer
+    return _count_throttling(answer, THROTTLED[type(request)]) if type(request) in THROTTLED else answer
 
 
-async def _throttled(answer: Awaitable[Any], seconds: Counter) -> Any:
+async def _count_throttling(answer: Awaitable[Any], seconds: Counter) -> Any:
     """Return the answer and count its throttle time, during which the broker reads nothing more from this connection
     (KIP-219)."""
     said = await answer
@@ -224,7 +224,7 @@ async def _quick(connection: AIOKafkaConnection, answer: Awaitable[Any]) -> Any:
         raise
 
 
-async def _asked(
+async def _send_to_node(
     client: AIOKafkaClient, node_id: int, request: Any, *, group: ConnectionGroup = ConnectionGroup.DEFAULT
 ) -> Any:
     """Send a request, and raise RequestTimedOutError if its connection is already gone. If two requests on one
@@ -237,7 +237,7 @@ async def _asked(
         raise RequestTimedOutError from gone
 
 
-async def _bootstrapped(client: AIOKafkaClient) -> None:
+async def _bootstrap_client(client: AIOKafkaClient) -> None:
     """Bootstrap the client, and close its connections on failure. If cancelled, aiokafka leaves the connection open
     over which it requests the first metadata, so every start that a time limit cuts off would leak one."""
     opened: list[AIOKafkaConnection] = []
@@ -284,12 +284,12 @@ async def _waited_for(client: AIOKafkaClient, topic: str) -> Any:
         raise KafkaTimeoutError(f"no broker tells the partitions of {topic}") from unknown
 
 
-aiokafka.client.create_conn = _connected
-AIOKafkaConnection.send = _requested
-AIOKafkaClient.send = _asked
+aiokafka.client.create_conn = _open_connection
+AIOKafkaConnection.send = _send_with_timeout
+AIOKafkaClient.send = _send_to_node
 AIOKafkaClient.coordinator_lookup = _looked_up
 AIOKafkaClient._wait_on_metadata = _waited_for
-AIOKafkaClient.bootstrap = _bootstrapped
+AIOKafkaClient.bootstrap = _bootstrap_client
 AIOKafkaClient.force_metadata_update = _metadata_updated
 
 
@@ -463,7 +463,7 @@ class Connection:
         """Return the keyword arguments common to all aiokafka clients. Raises TlsFailed."""
         return {"bootstrap_servers": self.bootstrap, "request_timeout_ms": self.request_ms, **self.login.options()}
 
-    def unanswered(self, doing: str, said: str = "no answer") -> LogUnreachable:
+    def unanswered_error(self, doing: str, said: str = "no answer") -> LogUnreachable:
         """Return the error for an operation that no broker answered. If the login was refused, it states the reason."""
         if self.login.refused is not None:
             kind, why = self.login.refused
@@ -499,7 +499,7 @@ class Connection:
 
 
 @contextmanager
-def typed(connection: Connection, doing: str) -> Iterator[None]:
+def convert_errors(connection: Connection, doing: str) -> Iterator[None]:
     """Convert every exception of an aiokafka call to the error tree of `infra.log`. `doing` states the action and its
     object. Exceptions of asyncio, uvloop or ssl mean that the connection was lost."""
     try:
@@ -507,11 +507,11 @@ def typed(connection: Connection, doing: str) -> Iterator[None]:
     except LogError:
         raise
     except TimeoutError as error:
-        raise connection.unanswered(doing) from error
+        raise connection.unanswered_error(doing) from error
     except KafkaError as error:
         raise typed_error(connection, doing, error) from error
     except (OSError, EOFError, RuntimeError) as error:
-        raise connection.unanswered(doing, repr(error)) from error
+        raise connection.unanswered_error(doing, repr(error)) from error
     except Exception as error:
         raise LogUnavailable(f"{doing}: aiokafka failed by {error!r}") from error
 
@@ -573,5 +573,5 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
             # The client raises the bare base class if no broker gave it the metadata.
             bare = type(reason) is KafkaError and reason.__cause__ is None
             if reason.retriable or bare or isinstance(reason, KafkaTimeoutError):
-                return connection.unanswered(doing, f"{type(reason).__name__} {reason}".rstrip())
+                return connection.unanswered_error(doing, f"{type(reason).__name__} {reason}".rstrip())
             return LogUnavailable(f"{said}: the broker at {connection.bootstrap} refuses it")

@@ -20,8 +20,8 @@ from aiokafka.errors import IllegalOperation, KafkaError, KafkaTimeoutError
 from turnlog.infra.kafka.connection import (
     QUICK_S,
     Connection,
+    convert_errors,
     parting,
-    typed,
     typed_error,
 )
 from turnlog.infra.log import (
@@ -80,7 +80,7 @@ async def producing(connection: Connection, transactional_id: str | None = None)
         transaction_timeout_ms=TRANSACTION_TIMEOUT_MS,
     )
     try:
-        with typed(connection, f"start producer {transactional_id or ''}".rstrip()):
+        with convert_errors(connection, f"start producer {transactional_id or ''}".rstrip()):
             async with asyncio.timeout(connection.answer_s):
                 await producer.start()
         yield producer
@@ -125,33 +125,33 @@ Held = Callable[[], Awaitable[bool]]
 """Returns True if an append that was not acknowledged in time is worth waiting for."""
 
 
-class Patience:
+class AppendTimer:
     """Timer that calls `fail` after `answer_s`, and starts anew each time that `held` returns True."""
 
     def __init__(self, where: str, answer_s: float, fail: Callable[[], None], held: Held | None) -> None:
         self._where, self._answer_s, self._fail, self._held = where, answer_s, fail, held
         self._loop = asyncio.get_running_loop()
-        self._wait: asyncio.TimerHandle | asyncio.Task[None] = self._loop.call_later(self._answer_s, self._ended)
+        self._wait: asyncio.TimerHandle | asyncio.Task[None] = self._loop.call_later(self._answer_s, self._on_timeout)
 
     def over(self) -> None:
         """Stop the timer: the append was answered."""
         self._wait.cancel()
 
-    def _ended(self) -> None:
+    def _on_timeout(self) -> None:
         if self._held is None:
             self._fail()
         else:
-            self._wait = self._loop.create_task(self._asked(self._held))
+            self._wait = self._loop.create_task(self._extend_wait(self._held))
 
-    async def _asked(self, held: Held) -> None:
+    async def _extend_wait(self, held: Held) -> None:
         if not await held():
             self._fail()
             return
         log.warning("append to %s: no acknowledgement, but the log answers: waiting on", self._where)
-        self._wait = self._loop.call_later(self._answer_s, self._ended)
+        self._wait = self._loop.call_later(self._answer_s, self._on_timeout)
 
 
-def answered(
+def track_ack(
     connection: Connection, sent: asyncio.Future[Any], where: str, *, quiet: bool = False, held: Held | None = None
 ) -> asyncio.Future[tuple[int, int]]:
     """Return a future of (partition, offset) that follows aiokafka's future `sent`.
@@ -179,8 +179,8 @@ def answered(
             placed = done.result()
             answer.set_result((placed.partition, placed.offset))
 
-    unanswered = connection.unanswered
-    patience = Patience(where, connection.answer_s, lambda: fail(unanswered(f"append to {where}")), held)
+    unanswered = connection.unanswered_error
+    patience = AppendTimer(where, connection.answer_s, lambda: fail(unanswered(f"append to {where}")), held)
     sent.add_done_callback(settle)
     return answer
 
@@ -218,12 +218,12 @@ class KafkaAppender:
         if partition is None:
             partition = partition_of(key, count)
         async with self._order:
-            with typed(self._connection, f"append to {topic}"):
-                future = await self._sent(self._connection.full(topic), key, value, headers, partition)
+            with convert_errors(self._connection, f"append to {topic}"):
+                future = await self._enqueue(self._connection.full(topic), key, value, headers, partition)
         self._written.inc(len(key) + len(value))
-        return answered(self._connection, future, topic, held=self._log_answers)
+        return track_ack(self._connection, future, topic, held=self._log_answers)
 
-    async def _sent(
+    async def _enqueue(
         self, topic: str, key: bytes, value: bytes, headers: Headers, partition: int | None
     ) -> asyncio.Future[Any]:
         """Return aiokafka's future of the acknowledgement once there is room in the batch. Raises KafkaTimeoutError if
@@ -261,7 +261,7 @@ class KafkaTransactor:
         self._failed: LogError | None = None
 
     async def begin(self) -> None:
-        with self._latched("begin"):
+        with self._latch_errors("begin"):
             if self._open:
                 raise TransactionFailed(f"{self._id}: a transaction is open already")
             await self._producer.begin_transaction()
@@ -273,7 +273,7 @@ class KafkaTransactor:
     ) -> Awaitable[tuple[int, int]]:
         """See Transactor. Raises Fenced, TransactionFailed, TopicMissing, Oversized. The awaitable also raises
         Fenced."""
-        with self._latched(f"send to {topic}[{partition}]"):
+        with self._latch_errors(f"send to {topic}[{partition}]"):
             self._require_open()
             await self._known(topic, partition)
             async with self._order:
@@ -288,11 +288,11 @@ class KafkaTransactor:
                     raise
             self._sent.append(future)
             self._written.inc(len(key) + len(value))
-            return answered(self._connection, future, f"{topic} in a transaction of {self._id}", quiet=True)
+            return track_ack(self._connection, future, f"{topic} in a transaction of {self._id}", quiet=True)
 
     async def offsets(self, group: str, commits: Mapping[Partition, Commit]) -> None:
         """See Transactor. Raises Fenced, TransactionFailed. Raises Oversized before anything is sent."""
-        with self._latched(f"offsets of {group}"):
+        with self._latch_errors(f"offsets of {group}"):
             self._require_open()
             places = self._connection.commits(commits)
             if places:
@@ -302,7 +302,7 @@ class KafkaTransactor:
     async def commit(self) -> None:
         """See Transactor. All sends are acknowledged before the commit is requested. Raises LogUnavailable if the
         broker does not answer; the outcome is then unknown until the next owner of the id has started."""
-        with self._latched("commit"):
+        with self._latch_errors("commit"):
             self._require_open()
             async with asyncio.timeout(self._connection.answer_s):
                 await asyncio.gather(*self._sent)
@@ -310,7 +310,7 @@ class KafkaTransactor:
             self._open = False
 
     async def abort(self) -> None:
-        with self._latched("abort"):
+        with self._latch_errors("abort"):
             if self._open:
                 async with asyncio.timeout(self._connection.answer_s):
                     await self._producer.abort_transaction()
@@ -328,12 +328,12 @@ class KafkaTransactor:
             raise TransactionFailed(f"{self._id}: begin() comes first")
 
     @contextlib.contextmanager
-    def _latched(self, doing: str) -> Generator[None]:
+    def _latch_errors(self, doing: str) -> Generator[None]:
         """Raise the first error of this producer at every later call: a failed producer is never repaired."""
         if self._failed is not None:
             raise self._failed
         try:
-            with typed(self._connection, f"{self._id}: {doing}"):
+            with convert_errors(self._connection, f"{self._id}: {doing}"):
                 yield
         except (Fenced, NotAuthorized, Oversized, TopicMissing, TransactionFailed) as error:
             self._failed = error

@@ -36,7 +36,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, parting, typed
+from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, convert_errors, parting
 from turnlog.infra.log import HANGING_S, Assigned, BrokenAssignment, Commit, Fenced, Partition, Record, hanging
 from turnlog.infra.roles.measures import BYTES, UNREAD
 from turnlog.schemas.binary import constructor
@@ -210,7 +210,7 @@ async def consuming(
         metadata_max_age_ms=connection.membership.metadata_ms,
     )
     try:
-        with typed(connection, "start consumer"):
+        with convert_errors(connection, "start consumer"):
             async with asyncio.timeout(connection.answer_s):
                 await consumer.start()
         yield consumer
@@ -276,7 +276,7 @@ class KafkaReader:
         if not self._places:
             await asyncio.sleep(timeout_s)
             return []
-        with typed(self._connection, "poll"):
+        with convert_errors(self._connection, "poll"):
             batches = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000), max_records=max_records)
             for place, name in self._places.items():  # also moves past markers and aborted records
                 self._positions[name] = await self._consumer.position(place)
@@ -391,7 +391,7 @@ class KafkaGroupReader(KafkaReader):
         """See GroupReader. Raises Fenced if the group continued without this member. Raises Oversized,
         LogUnavailable."""
         places = self._connection.commits(commits)
-        with typed(self._connection, "commit offsets"):
+        with convert_errors(self._connection, "commit offsets"):
             try:
                 async with asyncio.timeout(self._connection.answer_s):
                     await self._member.commit(places)
@@ -436,7 +436,7 @@ class KafkaGroupReader(KafkaReader):
                 if (new := self._rebalances.new) is not None:
                     self._rebalances.new = None
                     await self._take_up(new)
-            with typed(self._connection, "group"):
+            with convert_errors(self._connection, "group"):
                 self._member._coordinator.check_errors()  # a member that may not join would wait for ever
                 if not self._rebalances.rebalancing:  # during a rebalance this call would wait for its end
                     await self._member.getmany(timeout_ms=0)

@@ -2,8 +2,8 @@
 
 Certificates, passwords and tokens are read again for each connection and each re-authentication (KIP-368). A broker
 that limits sessions closes a connection that is used after its session has ended, and aiokafka does not
-re-authenticate. So its connection class is replaced by `Channel`, which does. No other part of aiokafka stores a
-secret.
+re-authenticate. So its connection class is replaced by `ReauthenticatingConnection`, which does. No other part of
+aiokafka stores a secret.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
     def context(self) -> ssl.SSLContext:
         """Create a TLS context from the current files. Raises TlsFailed."""
         kafka = self.kafka
-        context = self._vouched(
+        context = self._add_authorities(
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if kafka.ca_file else ssl.create_default_context()
         )
         if kafka.certificate_file:
@@ -96,7 +96,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
                 raise TlsFailed(_unusable("certificate_file", "key_file", kafka=kafka, error=error)) from error
         return context
 
-    def _vouched(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def _add_authorities(self, context: ssl.SSLContext) -> ssl.SSLContext:
         """Add the authorities of ca_file to those that the context trusts, and return it. Raises TlsFailed."""
         if self.kafka.ca_file:
             try:
@@ -105,7 +105,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
                 raise TlsFailed(_unusable("ca_file", kafka=self.kafka, error=error)) from error
         return context
 
-    def said(self, error: BaseException) -> None:
+    def record_refusal(self, error: BaseException) -> None:
         """Record why a connection failed, in `refused`."""
         self.refused = next(filter(None, map(self._refusal, _chain(error))), None)
 
@@ -145,7 +145,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         now = time.monotonic()
         if now >= self._fresh_until:
             try:
-                self._token, lifetime_s = await self._granted()
+                self._token, lifetime_s = await self._request_token()
                 self._fresh_until, self._valid_until = now + SPENT * lifetime_s, now + lifetime_s
             except TokenUnavailable as error:
                 if now >= self._valid_until:
@@ -163,7 +163,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
             raise TokenUnavailable(f"[kafka] oauth_token_file {path} is empty: whoever rotates it must write a token")
         return token
 
-    async def _granted(self) -> tuple[str, float]:
+    async def _request_token(self) -> tuple[str, float]:
         """Request a token by the client credentials grant. Return it and its lifetime in seconds. Raises
         TokenUnavailable."""
         import httpx  # takes 80 ms, which no other login needs
@@ -171,7 +171,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         kafka, where = self.kafka, f"token endpoint {self.kafka.oauth_token_url}"
         form = {"grant_type": "client_credentials"} | ({"scope": kafka.oauth_scope} if kafka.oauth_scope else {})
         client = present(kafka.oauth_client_id), present(kafka.oauth_client_secret)
-        trusted = self._vouched(ssl.create_default_context())
+        trusted = self._add_authorities(ssl.create_default_context())
         try:
             async with outside(verify=trusted, timeout=TOKEN_TIMEOUT_S) as http:
                 answer = await http.post(kafka.oauth_token_url, data=form, auth=client)
@@ -188,7 +188,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         )
 
 
-class Channel(AIOKafkaConnection):  # type: ignore[misc]
+class ReauthenticatingConnection(AIOKafkaConnection):  # type: ignore[misc]
     """Connection that logs in with the current credentials of its Login, and again before its session ends. Requests
     wait during a login, because the broker accepts no other request then."""
 
@@ -213,10 +213,10 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
                 self._ssl_context = login.context()
             streams = await super().connect()
         except (OSError, KafkaError, TimeoutError) as error:
-            login.said(error)
+            login.record_refusal(error)
             raise
         except (TlsFailed, TokenUnavailable) as error:  # aiokafka counts only errors of its own as a failed connection
-            login.said(error)
+            login.record_refusal(error)
             raise AuthenticationFailedError(str(error)) from error
         login.refused = None
         return streams
@@ -236,7 +236,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
         """See AIOKafkaConnection."""
         if isinstance(request, SaslAuthenticateRequest):
-            return self._noted(super().send(Discreet(request._payload)))
+            return self._read_auth_response(super().send(Discreet(request._payload)))
         if isinstance(request, SaslHandShakeRequest):
             return super().send(request)  # type: ignore[no-any-return]
         if self._renewing is None and self._loop.time() >= self.renew_at:
@@ -249,7 +249,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
         await asyncio.shield(renewing)
         return await super().send(request, expect_response)
 
-    async def _noted(self, answer: Awaitable[Any]) -> Any:
+    async def _read_auth_response(self, answer: Awaitable[Any]) -> Any:
         response = await answer
         if self._sasl_mechanism == "OAUTHBEARER" and response.sasl_auth_bytes:
             # A refusal (RFC 7628, 3.2.2), which aiokafka treats as success.
@@ -272,7 +272,7 @@ class Channel(AIOKafkaConnection):  # type: ignore[misc]
             if self._left:
                 return
             if self._login is not None:
-                self._login.said(error)
+                self._login.record_refusal(error)
             log.warning("%s:%s: the session could not be renewed: %s", self.host, self.port, error)
             self.close(reason=CloseReason.AUTH_FAILURE, exc=error)  # waiting requests fail, and the client reconnects
         finally:
@@ -308,5 +308,5 @@ def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
-aiokafka.conn.AIOKafkaConnection = Channel
+aiokafka.conn.AIOKafkaConnection = ReauthenticatingConnection
 logging.getLogger("aiokafka.conn").addFilter(lambda record: record.msg != CLEAR)

@@ -19,8 +19,8 @@ def host_engine(settings: Settings) -> int:
 
     Raises NotInstalled, NoCluster, NodeUnfit, ActorLost, and any error that ends the engine or its loader for good."""
     try:
-        from turnlog.infra.on_ray.hosting import held
+        from turnlog.infra.on_ray.hosting import watch_engine
         from turnlog.infra.roles.ending import run_verb
     except ModuleNotFoundError as error:
         raise NotInstalled(f'engine.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
-    return run_verb(held(settings))
+    return run_verb(watch_engine(settings))

@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied
-from turnlog.infra.embedded.members import Slot, engine_member, loaders_own, role_member
+from turnlog.infra.embedded.members import RoleProcess, engine_member, loaders_own, role_member
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.embedded.process import swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, Member, Supervisor, Watched
-from turnlog.infra.on_ray.cluster import Place, place
+from turnlog.infra.on_ray.cluster import ActorPlacement, place
 from turnlog.infra.roles import log_lines
-from turnlog.infra.roles.probe import health_host, reached
+from turnlog.infra.roles.probe import client_url, health_host
 from turnlog.settings import Settings, load
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def members_of(settings: Settings, name: str, address: str) -> tuple[str, list[M
     here = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, host=address))
     engine, url = engine_member(here, name)
     host = health_host(os.environ)
-    health = reached(host, free_ports(1, host)[0])
-    loader = role_member(settings, Slot.loader(name), health, loaders_own(name, url))
+    health = client_url(host, free_ports(1, host)[0])
+    loader = role_member(settings, RoleProcess.loader(name), health, loaders_own(name, url))
     return url, [dataclasses.replace(member, essential=True) for member in (engine, loader)]
 
 
@@ -46,7 +46,7 @@ class EngineHost:
         self._supervisor: Supervisor
         self._running: asyncio.Task[None] | None = None
 
-    async def place(self, *folders: Path) -> Place:
+    async def place(self, *folders: Path) -> ActorPlacement:
         """Return the node and address of the actor, and whether it sees these folders."""
         return place(*folders)
 

@@ -39,7 +39,7 @@ class ActorSilent(ActorLost):
     """Ray cannot reach the actor, and does not know that it died."""
 
 
-class Place(NamedTuple):
+class ActorPlacement(NamedTuple):
     """Node and address of an actor."""
 
     node: str
@@ -48,14 +48,14 @@ class Place(NamedTuple):
     """True if the requested folders exist there."""
 
 
-def place(*folders: Path) -> Place:
+def place(*folders: Path) -> ActorPlacement:
     """Return the place of the calling actor."""
     sees = all(folder.is_dir() for folder in folders)
-    return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), sees)
+    return ActorPlacement(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), sees)
 
 
 @contextmanager
-def joined(address: str, section: str) -> Iterator[None]:
+def join_cluster(address: str, section: str) -> Iterator[None]:
     """Join the cluster while the block runs; `section` is the settings section named in the error. Raises NoCluster."""
     try:
         _check_listens(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
@@ -95,7 +95,7 @@ def no_room(bundle: Bundle, count: int, strategy: str) -> str:
     return f"Ray did not place {what}; free in its cluster: {free or 'neither CPU nor GPU'}"
 
 
-def started(actor: Any, group: PlacementGroup, index: int, bundle: Bundle, *arguments: Any) -> Any:
+def start_actor(actor: Any, group: PlacementGroup, index: int, bundle: Bundle, *arguments: Any) -> Any:
     """Start an actor that takes a whole bundle."""
     where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     taken = actor.options(num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), scheduling_strategy=where)

@@ -21,14 +21,14 @@ from ray.util.placement_group import PlacementGroup
 from turnlog.infra.on_ray.actor import EngineHost
 from turnlog.infra.on_ray.cluster import (
     ActorLost,
+    ActorPlacement,
     ActorSilent,
     Bundle,
-    Place,
     bundles,
     in_a_line,
-    joined,
+    join_cluster,
     no_room,
-    started,
+    start_actor,
 )
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.log_lines import instance_of
@@ -52,31 +52,31 @@ def bundle_of(engine: EngineSettings) -> dict[str, int]:
     return {"CPU": engine.ray_cpus} | ({"GPU": engine.ray_gpus} if engine.device == "cuda" else {})
 
 
-async def held(settings: Settings) -> int:
+async def watch_engine(settings: Settings) -> int:
     """Place the engine named by TURNLOG_INSTANCE with its loader, and watch both until this asyncio task is cancelled.
     Raises as `turnlog.infra.on_ray.host_engine`."""
     name, health = instance_of("engine"), Health("engine")
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(serve_health(health, health_address(os.environ)))
-        await stack.enter_async_context(_joined(settings.engine.ray_address))
+        await stack.enter_async_context(_join_in_thread(settings.engine.ray_address))
         bundle = bundle_of(settings.engine)
         group = stack.enter_context(bundles(bundle, 1, STRATEGY))
         await _roomy(group, bundle, health)
         health.unmet("actor", "its actor starts on a node of Ray")
-        actor = started(ray.remote(EngineHost), group, 0, bundle)
-        stack.push_async_callback(_ended, actor)
-        where, url = await _begun(actor, settings, name)
-        health.met("actor")
+        actor = start_actor(ray.remote(EngineHost), group, 0, bundle)
+        stack.push_async_callback(_stop_actor, actor)
+        where, url = await _start_engine(actor, settings, name)
+        health.mark_ready("actor")
         log.info("%s is on node %s of Ray, at %s", name, where.node, url)
         await _watch(actor, settings, health, f"on node {where.node} ({where.address}) of Ray")
     raise AssertionError("unreachable")
 
 
 @asynccontextmanager
-async def _joined(address: str) -> AsyncIterator[None]:
+async def _join_in_thread(address: str) -> AsyncIterator[None]:
     """Join the cluster in a thread: in the main thread, Ray installs its own handler for SIGTERM."""
     with ExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, joined(address, "engine"))
+        await asyncio.to_thread(stack.enter_context, join_cluster(address, "engine"))
         yield
 
 
@@ -87,12 +87,12 @@ async def _roomy(group: PlacementGroup, bundle: Bundle, health: Health) -> None:
         said = await asyncio.to_thread(no_room, bundle, 1, STRATEGY)
         log.warning("%s", said)
         health.unmet("room", f"{said}; add nodes, or set engine.ray_cpus or engine.ray_gpus")
-    health.met("room")
+    health.mark_ready("room")
 
 
-async def _begun(actor: Any, settings: Settings, name: str) -> tuple[Place, str]:
+async def _start_engine(actor: Any, settings: Settings, name: str) -> tuple[ActorPlacement, str]:
     here, kept = Path.cwd(), (Path(settings.run.directory) / SETTINGS).resolve()
-    where: Place = await _answer(actor.place.remote(here, kept.parent))
+    where: ActorPlacement = await _answer(actor.place.remote(here, kept.parent))
     if not where.sees:
         raise NodeUnfit(
             f"node {where.node} ({where.address}) of Ray does not see {here} and {kept.parent}: [run] directory and "
@@ -123,8 +123,8 @@ def _tell(health: Health, starting: list[str], where: str) -> None:
     if starting:
         health.unmet("members", f"{', '.join(starting)} {where} not ready yet")
     else:
-        health.met("members")
-        health.started()
+        health.mark_ready("members")
+        health.mark_started()
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
@@ -140,7 +140,7 @@ async def _answer(asked: Awaitable[Any]) -> Any:
         raise ActorLost(f"its actor is gone: {in_a_line(error)}") from error
 
 
-async def _ended(actor: Any) -> None:
+async def _stop_actor(actor: Any) -> None:
     """Stop the engine and its loader, then kill the actor."""
     try:
         async with asyncio.timeout(STOP_S):

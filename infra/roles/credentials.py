@@ -35,13 +35,13 @@ class CredentialKeys:
         run's directory, which is created if it is missing."""
         self._keys = configured or kept_secret(directory / CREDENTIAL_KEY)
 
-    def sealed(self, token: str, call_id: str) -> str:
+    def encrypt_token(self, token: str, call_id: str) -> str:
         """Encrypt the token so that only the worker of this call can decrypt it."""
         nonce = os.urandom(NONCE_BYTES)
         [first, *_] = self._ciphers()
         return base64.b64encode(nonce + first.encrypt(nonce, token.encode(), call_id.encode())).decode()
 
-    def opened(self, sealed: str, call_id: str) -> str:
+    def decrypt_token(self, sealed: str, call_id: str) -> str:
         """Decrypt a token that `sealed` has encrypted. Raises CredentialUnusable if no key decrypts it for this
         call."""
         from cryptography.exceptions import InvalidTag

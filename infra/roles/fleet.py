@@ -8,7 +8,7 @@ FleetError
 ├── NotHosted       no supervisor starts engines of this run: they are the user's own
 ├── TakesTurns      the engines share the trainer's devices, so their number is fixed for the run
 ├── BadAddress      not http(s)://host:port
-├── BadName         not a valid engine name
+├── BadEngineName         not a valid engine name
 └── NameTaken       an engine of this name serves at another address
 """
 
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.fleet import GONE, OPERATOR, SERVING, SILENT, Engine, Fleet
+from turnlog.processors.core.fleet import GONE, OPERATOR, SERVING, SILENT, Fleet, FleetEngine
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
 
 ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?/?", re.ASCII)
@@ -48,7 +48,7 @@ class BadAddress(FleetError):
     """Remedy: give the address at which gateways reach the engine."""
 
 
-class BadName(FleetError):
+class BadEngineName(FleetError):
     """Remedy: choose a name of up to 200 letters, digits, periods, hyphens, colons and underscores."""
 
 
@@ -65,7 +65,7 @@ async def read(role: Role) -> Fleet:
     return found
 
 
-async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "") -> list[Engine]:
+async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "") -> list[FleetEngine]:
     """Request `count` hosted engines; return those that are requested to start or to stop.
 
     Raises TakesTurns if engines share the trainer's devices, NotHosted if the run hosts no engines, LogUnavailable."""
@@ -80,21 +80,23 @@ async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "")
             f"run {role.settings.run.id!r} hosts no engines: `turnlog up` starts them where [engine] urls is empty; "
             "engines of your own are registered and drained by address"
         )
-    return await ask(role, found, [(name, "", wanted) for name, wanted in found.scaled(count)], by=by, reason=reason)
+    return await ask(
+        role, found, [(name, "", wanted) for name, wanted in found.plan_scaling(count)], by=by, reason=reason
+    )
 
 
-async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> Engine:
+async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> FleetEngine:
     """Register an engine that runs at `url`. Its name is that of the engine known at this address, else `name`, else
-    HOST:PORT. Raises BadAddress, BadName, NameTaken, LogUnavailable."""
+    HOST:PORT. Raises BadAddress, BadEngineName, NameTaken, LogUnavailable."""
     if not _is_address(url):
         raise BadAddress(f"an engine's address is http://host:port as gateways reach it, got {url[:200]!r}")
     if name and not NAME.fullmatch(name):
-        raise BadName(
+        raise BadEngineName(
             "a name of an engine has 1 to 200 letters, digits and . _ : - and begins with a letter or a digit, got "
             f"{name[:200]!r}"
         )
     found, url = await read(role), url.rstrip("/")
-    known = found.named(url)
+    known = found.find_engine(url)
     engine_id = known.id if known is not None else name or urlsplit(url).netloc
     other = found.engines.get(engine_id)
     if known is None and other is not None and not (other.leaving or other.state in (SILENT, GONE)):
@@ -114,10 +116,10 @@ def _is_address(url: str) -> bool:
         return False
 
 
-async def drain(role: Role, name: str, *, reason: str = "") -> Engine:
+async def drain(role: Role, name: str, *, reason: str = "") -> FleetEngine:
     """Request that the engine with this name or address leaves. Raises UnknownEngine, LogUnavailable."""
     found = await read(role)
-    known = found.named(name)
+    known = found.find_engine(name)
     if known is None:
         names = ", ".join(found.engines) or "none"
         raise UnknownEngine(f"run {role.settings.run.id!r} has no engine {name!r}; it has {names}")
@@ -129,7 +131,7 @@ async def drain(role: Role, name: str, *, reason: str = "") -> Engine:
 
 async def ask(
     role: Role, fleet: Fleet, wanted: Sequence[tuple[str, str, str]], *, by: str, reason: str = ""
-) -> list[Engine]:
+) -> list[FleetEngine]:
     """Append a request for each (engine, address, serving | gone) and apply it to `fleet`; return those engines as they
     are afterwards."""
     run_id = role.settings.run.id

@@ -61,7 +61,7 @@ class Health:
         partition and offset."""
         self._waiting[condition] = why
 
-    def met(self, condition: str) -> None:
+    def mark_ready(self, condition: str) -> None:
         """Mark `condition` as holding: it no longer keeps the role from being ready."""
         self._waiting.pop(condition, None)
 
@@ -75,9 +75,9 @@ class Health:
         """All current warnings of the role."""
         return [line for lines in self._warnings.values() for line in lines]
 
-    def started(self) -> None:
+    def mark_started(self) -> None:
         """Mark the role as started: it does its work."""
-        self.met("start")
+        self.mark_ready("start")
 
     def beat(self, loop: str = WORK, *, within_s: float | None = None) -> None:
         """Record a heartbeat of the loop: an iteration has ended, or has made progress. Thread-safe.
@@ -188,7 +188,9 @@ class HeadInTime(H11Protocol):
             self._late = None
 
 
-def configured(app: ASGIApp, *, tls: ssl.SSLContext | None = None, head_s: float = 60.0, **more: Any) -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp, *, tls: ssl.SSLContext | None = None, head_s: float = 60.0, **more: Any
+) -> uvicorn.Config:
     """Return the configuration common to all of our HTTP servers. It logs to the process's handlers, from WARNING on.
     With `tls` it serves HTTPS only; `head_s` limits the time for the head of a request."""
     http = type("HeadInTime", (HeadInTime,), {"head_s": head_s})
@@ -251,7 +253,7 @@ async def serve_health(health: Health, address: tuple[str, int] | None) -> Async
         yield
         return
     with closing(listening(*address, "TURNLOG_HEALTH_HOST or TURNLOG_HEALTH_PORT")) as listener:
-        async with QuietServer(configured(application(health))).running(listener):
+        async with QuietServer(uvicorn_config(application(health))).running(listener):
             yield
 
 

@@ -37,7 +37,7 @@ def got(url: str, *, timeout_s: float) -> HTTPResponse:
     return cast("HTTPResponse", _opener().open(url, timeout=timeout_s))
 
 
-def answered(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
+def fetch_json(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
     """GET JSON; return whether the status was 2xx, and the body. Raises OSError, ValueError."""
     import urllib.error
 
@@ -49,10 +49,10 @@ def answered(url: str, *, timeout_s: float) -> tuple[bool, dict[str, Any]]:
             return False, json.load(refusal)
 
 
-def warned(address: str, *, timeout_s: float) -> list[str]:
+def fetch_warnings(address: str, *, timeout_s: float) -> list[str]:
     """Return the warnings of the role at a health address (/readyz), or nothing if it does not answer."""
     try:
-        _, said = answered(f"{address.rstrip('/')}/readyz", timeout_s=timeout_s)
+        _, said = fetch_json(f"{address.rstrip('/')}/readyz", timeout_s=timeout_s)
     except (OSError, ValueError):
         return []
     return [str(line) for line in said.get("warnings", ())]

@@ -36,7 +36,7 @@ TEXTS = 256
 """Maximum number of texts remembered at once."""
 
 
-def escaped(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Replace line breaks, control characters, terminal sequences and direction marks by Python escapes, so that quoted
     text cannot begin a line."""
     if text.isprintable():
@@ -52,16 +52,16 @@ class OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Format the first line."""
-        record.message = escaped(record.message)
+        record.message = escape_controls(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
         """Indent each line of the traceback, and escape it except for its line breaks."""
-        return _indented(super().formatException(ei))  # type: ignore[arg-type]
+        return _indent_lines(super().formatException(ei))  # type: ignore[arg-type]
 
     def formatStack(self, stack_info: str) -> str:
         """Format the stack as `formatException` does a traceback."""
-        return _indented(super().formatStack(stack_info))
+        return _indent_lines(super().formatStack(stack_info))
 
 
 SUBJECTS = ("session_id", "group_id")
@@ -119,7 +119,7 @@ def is_json(env: Mapping[str, str]) -> bool:
 
 
 @dataclass(slots=True)
-class _Told:
+class _RepeatState:
     """When a text was last logged and when it may be logged again, in seconds of the clock."""
 
     last: float
@@ -129,7 +129,7 @@ class _Told:
     """Occurrences since the text was last logged."""
 
 
-class Repeats(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Rate-limits warnings and errors of one logger with the same text: the first is logged at once, later ones at
     growing intervals with the number of occurrences meanwhile.
 
@@ -138,7 +138,7 @@ class Repeats(logging.Filter):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
         self._clock = clock
-        self._told: OrderedDict[tuple[str, str], _Told] = OrderedDict()
+        self._told: OrderedDict[tuple[str, str], _RepeatState] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log the record; adds the count to one that stands for several."""
@@ -147,7 +147,7 @@ class Repeats(logging.Filter):
         now, text = self._clock(), record.getMessage()
         told = self._told.get((record.name, text))
         if told is None or now - told.last > OVER_S:
-            self._told[record.name, text] = _Told(now, now + FIRST_S, FIRST_S)
+            self._told[record.name, text] = _RepeatState(now, now + FIRST_S, FIRST_S)
             self._told.move_to_end((record.name, text))
             if len(self._told) > TEXTS:
                 self._told.popitem(last=False)
@@ -166,7 +166,7 @@ def handler(stream: TextIO, clock: Callable[[], float] = time.monotonic, *, as_j
     """Return a log handler with the format and the rate limit of all our processes."""
     lines = logging.StreamHandler(stream)
     lines.setFormatter(OneObject() if as_json else OneLine())
-    lines.addFilter(Repeats(clock))
+    lines.addFilter(RepeatFilter(clock))
     return lines
 
 
@@ -180,8 +180,8 @@ def begin(env: Mapping[str, str], stream: TextIO) -> None:
         logging.getLogger(name).setLevel(wanted)
     if as_json:
         logging.captureWarnings(True)
-        sys.excepthook = _ended
-        threading.excepthook = lambda ended: _ended(ended.exc_type, ended.exc_value, ended.exc_traceback)
+        sys.excepthook = _log_uncaught
+        threading.excepthook = lambda ended: _log_uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
 
 def level(env: Mapping[str, str], default: str = "INFO") -> str:
@@ -192,10 +192,10 @@ def level(env: Mapping[str, str], default: str = "INFO") -> str:
     return wanted
 
 
-def _ended(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Log an uncaught exception, in place of the traceback that Python would print."""
     logging.getLogger("turnlog").critical("ended by %s", kind.__name__, exc_info=(kind, error or kind(), trace))
 
 
-def _indented(text: str) -> str:
-    return "\n".join(f"  {escaped(line)}" for line in text.split("\n"))
+def _indent_lines(text: str) -> str:
+    return "\n".join(f"  {escape_controls(line)}" for line in text.split("\n"))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from turnlog.infra.roles.log_lines import escaped
+from turnlog.infra.roles.log_lines import escape_controls
 from turnlog.names import ExitStatus
 from turnlog.setting_types import SettingsError, is_service_link
 from turnlog.settings import Settings
@@ -65,9 +65,9 @@ def at_home(host: str) -> str:
     return LOOPBACK if host in ("", EVERY, EVERY_IPV4) else host
 
 
-def reached(host: str, port: int, scheme: str = "http") -> str:
+def client_url(host: str, port: int, scheme: str = "http") -> str:
     """Return the URL at which this machine's own clients reach a server that listens on `host`."""
-    return bracketed(f"{scheme}://{at_home(host)}:{port}")
+    return bracket_ipv6(f"{scheme}://{at_home(host)}:{port}")
 
 
 LOOPBACK_NAMES = frozenset({"localhost", "localhost."})
@@ -76,7 +76,7 @@ HOST = re.compile(r"(\[[^\s/?#\\@\[\]]+\]|[^\s/?#\\@\[\]:]+)(:[0-9]*)?")
 address."""
 
 
-def called(host: str) -> str:
+def parse_host(host: str) -> str:
     """Return the name or address of a Host header in lower case without brackets; empty if the header is malformed."""
     found = HOST.fullmatch(host)
     return found[1].strip("[]").lower() if found else ""
@@ -101,7 +101,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def bracketed(url: str) -> str:
+def bracket_ipv6(url: str) -> str:
     """Put brackets around the IPv6 address in a URL: Kubernetes expands http://$(POD_IP):port without them."""
     scheme, mark, place = url.partition("://")
     host, colon, rest = place.rpartition(":")
@@ -139,13 +139,15 @@ def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, li
         status, said = _get(host, port, path, timeout_s)
     except (OSError, ValueError) as error:
         why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-        return _told(ExitStatus.DIFFERS, f"{role} at {host}:{port}{path}: {why}")
+        return _print_status(ExitStatus.DIFFERS, f"{role} at {host}:{port}{path}: {why}")
     other = said.get("role", role)
     if other != role:
-        return _told(ExitStatus.DIFFERS, f"{host}:{port} is {other}, not {role}")
+        return _print_status(ExitStatus.DIFFERS, f"{host}:{port} is {other}, not {role}")
     if status == 200:
-        return _told(ExitStatus.DONE, f"{role} is {'alive' if live else 'ready'}")
-    return _told(ExitStatus.DIFFERS, f"{role} is not {'alive' if live else 'ready'}: {_reasons(said) or status}")
+        return _print_status(ExitStatus.DONE, f"{role} is {'alive' if live else 'ready'}")
+    return _print_status(
+        ExitStatus.DIFFERS, f"{role} is not {'alive' if live else 'ready'}: {_reasons(said) or status}"
+    )
 
 
 def states(addresses: Mapping[str, str], role: str, timeout_s: float) -> dict[str, dict[str, Any]]:
@@ -200,6 +202,6 @@ def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, dict[s
     return status, said if isinstance(said, dict) else {}
 
 
-def _told(status: ExitStatus, line: str) -> int:
-    sys.stdout.write(escaped(line) + "\n")  # terminal.say would import rich
+def _print_status(status: ExitStatus, line: str) -> int:
+    sys.stdout.write(escape_controls(line) + "\n")  # terminal.say would import rich
     return status

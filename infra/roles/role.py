@@ -17,7 +17,7 @@ from turnlog.infra.event_log import EventLog, dead_letter, where
 from turnlog.infra.log import Log, Record
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.log_lines import instance_of
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.schemas import LaterKind
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
@@ -65,7 +65,7 @@ class Role:
 
 
 @asynccontextmanager
-async def opened(
+async def open_role(
     name: str,
     settings: Settings,
     *,
@@ -81,12 +81,12 @@ async def opened(
     from turnlog.infra.s3 import S3Blobs  # clients of real servers are imported where they are opened
 
     if not (archive and settings.store.endpoint):
-        settings = resolved(settings)
+        settings = resolve_endpoints(settings)
     instance = instance_of(name)
     async with AsyncExitStack() as stack:
         blobs = S3Blobs(settings.store)
         stack.push_async_callback(blobs.close)
-        log, events = await (_archived if archive else _live)(stack, settings, blobs, name, instance)
+        log, events = await (_open_archive if archive else _live)(stack, settings, blobs, name, instance)
         health = health or Health(name, work_s=settings.liveness.work_s)
         yield Role(name, instance, settings, log, events, blobs, health, stopping or asyncio.Event())
 
@@ -104,7 +104,7 @@ async def _live(
     return kafka, await stack.enter_async_context(EventLog.open(kafka, registry, writer=instance, blobs=blobs))
 
 
-async def _archived(
+async def _open_archive(
     _: AsyncExitStack, settings: Settings, blobs: Blobs, name: str, instance: str
 ) -> tuple[Log, EventLog]:
     from turnlog.infra.archive import ArchiveLog, archive_name

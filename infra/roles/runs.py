@@ -2,7 +2,7 @@
 
 There is one run per (cluster, prefix); two would score each other's groups and execute each other's calls. Whoever
 configures a run therefore reads back which record came first, and every role reads the topic as long as it lives
-(`claimed`). The role ends if another run has configured the log, and follows when its own run is paused, resumed or
+(`claim_log`). The role ends if another run has configured the log, and follows when its own run is paused, resumed or
 closed.
 
 RunError
@@ -32,13 +32,13 @@ from turnlog.infra.blobs import BlobMissing, Owner
 from turnlog.infra.event_log import is_configuration, where
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
-from turnlog.infra.offers import installed
+from turnlog.infra.offers import load_methods
 from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.probe import health_address
-from turnlog.infra.roles.role import Role, RunPhase, opened
-from turnlog.infra.roles.starting import asked, lived, servers_of, watched
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.roles.role import Role, RunPhase, open_role
+from turnlog.infra.roles.starting import run_until_stopped, servers_of, stop_on_signals, watch_servers
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
@@ -125,12 +125,12 @@ class Configured:
         it."""
         return fold_rules(
             self.fold, run_id=self.run_id, settings_sha256=self.settings_sha256, version=self.fold_version,
-            methods=installed(self.fold), horizon_records=self.assembler.horizon_records,
+            methods=load_methods(self.fold), horizon_records=self.assembler.horizon_records,
         )  # fmt: skip
 
     def draw_rules(self) -> DrawRules:
         """Return the rules of the recorded rollout batches. Raises SettingsError."""
-        return draw_rules(self.fold, self.batcher, installed(self.fold))
+        return draw_rules(self.fold, self.batcher, load_methods(self.fold))
 
     def check(self, settings: Settings) -> None:
         """Raise OtherSettings, naming every key whose value differs from the recorded one."""
@@ -177,9 +177,9 @@ def serve(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings
     NoEndpoints, CannotListen."""
 
     async def run() -> None:
-        stopping, health = asked(), Health(name, work_s=settings.liveness.work_s)
+        stopping, health = stop_on_signals(), Health(name, work_s=settings.liveness.work_s)
         async with serve_health(health, health_address(os.environ)):
-            await lived(_life(name, main, resolved(settings), health, stopping), stopping, health)
+            await run_until_stopped(_life(name, main, resolve_endpoints(settings), health, stopping), stopping, health)
 
     event_loop.run(name, run())
     return 0
@@ -191,9 +191,9 @@ async def _life(
     async with servers_of(name, settings, health) as servers:
         await servers.there()
         async with (
-            opened(name, settings, health=health, stopping=stopping) as role,
-            claimed(role),  # raises OtherRun
-            watched(servers),
+            open_role(name, settings, health=health, stopping=stopping) as role,
+            claim_log(role),  # raises OtherRun
+            watch_servers(servers),
         ):
             await servers.there(later=True)
             log.info("%s started", role.instance)
@@ -259,7 +259,7 @@ async def life(role: Role) -> Life:
 async def set_phase(role: Role, wanted: RunPhase) -> RunPhase:
     """Record the run's phase unless it is current already; return the previous phase.
 
-    Every role of the run follows within a second or two: see `claimed`. Raises NotConfigured, OtherRun, RunClosed."""
+    Every role of the run follows within a second or two: see `claim_log`. Raises NotConfigured, OtherRun, RunClosed."""
     found = await life(role)
     if found.configured is None:
         raise _not_configured(role)
@@ -268,7 +268,7 @@ async def set_phase(role: Role, wanted: RunPhase) -> RunPhase:
         return wanted
     found.check_open()
     plan = found.plan
-    values = _planned(role.settings) if plan is None else {name: getattr(plan, name) for name in PLANNED}
+    values = _planned_settings(role.settings) if plan is None else {name: getattr(plan, name) for name in PLANNED}
     await _append_plan(role, found.plans, values, wanted)
     return found.phase
 
@@ -314,7 +314,7 @@ async def _owned_folder(role: Role) -> str:
     read."""
     owner = await _owner(role)
     try:
-        Owner.parsed(owner.name, await role.blobs.get_named(owner.name))
+        Owner.parse(owner.name, await role.blobs.get_named(owner.name))
     except BlobMissing:
         await role.blobs.put_named(owner.name, owner.json(), media_type="application/json")
     return owner.folder
@@ -325,7 +325,7 @@ async def configure(role: Role) -> Configured:
     return (await begin(role)).run
 
 
-async def configured(role: Role, *, wait: bool = True) -> Configured | None:
+async def load_configuration(role: Role, *, wait: bool = True) -> Configured | None:
     """Return the recorded configuration of this log's run as soon as there is one, or None if the role is stopped
     before.
 
@@ -335,7 +335,7 @@ async def configured(role: Role, *, wait: bool = True) -> Configured | None:
         raise _not_configured(role)
     if found is None:
         log.info("run %s is not configured: waiting for `turnlog run configure`", role.settings.run.id)
-        role.health.started()
+        role.health.mark_started()
         found = await _first(role, wait=True)
     if found is None:
         return None
@@ -345,7 +345,7 @@ async def configured(role: Role, *, wait: bool = True) -> Configured | None:
 
 
 @asynccontextmanager
-async def claimed(role: Role) -> AsyncIterator[None]:
+async def claim_log(role: Role) -> AsyncIterator[None]:
     """Ensure while the block runs that the log is this run's or nobody's, and keep the role's phase current; stop the
     role when the run is closed.
 
@@ -354,7 +354,7 @@ async def claimed(role: Role) -> AsyncIterator[None]:
     read = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(_obeyed(role, read))
+            watch = group.create_task(_follow_run(role, read))
             await read.wait()
             yield
             watch.cancel()
@@ -362,7 +362,7 @@ async def claimed(role: Role) -> AsyncIterator[None]:
         raise errors.exceptions[0] from errors.exceptions[0].__cause__
 
 
-async def _obeyed(role: Role, read: asyncio.Event) -> None:
+async def _follow_run(role: Role, read: asyncio.Event) -> None:
     """Follow topic `runs` until the role is stopped; `read` is set once all records that are there now are applied."""
     found = Life(role.settings.run.id)
     async for event in _events(role, wait=True, read=read):
@@ -379,7 +379,7 @@ async def _obeyed(role: Role, read: asyncio.Event) -> None:
             role.stopping.set()
 
 
-async def recorded(role: Role) -> Configured | None:
+async def recorded_configuration(role: Role) -> Configured | None:
     """Return the recorded configuration of the role's run, for readers of the past, whose log may hold other runs as
     well: the run's first record counts. Raises RecordedSettingsError."""
     own = await all_events(role, topics.RUNS)
@@ -402,7 +402,7 @@ async def nothing_recorded(role: Role) -> str:
 PLANNED = ("draws", "publish_every", "groups", "rollouts")
 
 
-def _planned(settings: Settings) -> dict[str, int]:
+def _planned_settings(settings: Settings) -> dict[str, int]:
     """Return the settings that lag and admission are computed from."""
     kafka = settings.kafka
     values = (settings.feeder.draws, settings.trainer.publish_every, kafka.groups, kafka.rollouts)
@@ -411,7 +411,7 @@ def _planned(settings: Settings) -> dict[str, int]:
 
 async def _plan(role: Role, found: Life) -> dict[str, tuple[int | None, int]]:
     """Append the plan unless the latest record has the same values; return what changed."""
-    values = _planned(role.settings)
+    values = _planned_settings(role.settings)
     said = {name: getattr(found.plan, name, None) for name in PLANNED}
     if said != values:
         await _append_plan(role, found.plans, values)

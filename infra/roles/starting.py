@@ -46,7 +46,7 @@ WITHOUT_STORE = frozenset({"gateway", "runner", "feeder"})
 """Roles that store only the largest payloads: they can work while the store is away."""
 
 
-def asked() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
     """Return an event of the running loop that SIGTERM and SIGINT set from now on. Call it in the main thread."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -54,7 +54,7 @@ def asked() -> asyncio.Event:
     return stopping
 
 
-async def lived(life: Coroutine[Any, Any, T], stopping: asyncio.Event, health: Health) -> T | None:
+async def run_until_stopped(life: Coroutine[Any, Any, T], stopping: asyncio.Event, health: Health) -> T | None:
     """Await a role's life and return its result, or None if it was cancelled. Raises what it raises.
 
     If the role is stopped before it has started its work, it is cancelled: there is nothing that a drain could save.
@@ -74,7 +74,7 @@ async def lived(life: Coroutine[Any, Any, T], stopping: asyncio.Event, health: H
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class RequiredServer:
     """A server that a role cannot work without."""
 
     name: str
@@ -98,7 +98,7 @@ class Servers:
 
     def __init__(
         self,
-        servers: list[Server],
+        servers: list[RequiredServer],
         health: Health,
         *,
         watch_s: float = WATCH_S,
@@ -121,7 +121,7 @@ class Servers:
         loops counts as hung."""
         await _all(self._watch(server) for server in self._servers if server.lasting)
 
-    async def _watch(self, server: Server) -> None:
+    async def _watch(self, server: RequiredServer) -> None:
         while True:
             await self._sleep(self._watch_s)
             try:
@@ -129,7 +129,7 @@ class Servers:
             except Exception as error:
                 log.warning("%s at %s: %s; see %s", server.name, server.address, error, server.setting)
 
-    async def _until(self, server: Server, pause_s: float) -> None:
+    async def _until(self, server: RequiredServer, pause_s: float) -> None:
         """Check the server until it answers."""
         since, looks = "", 0
         while (trouble := await _look(server)) is not None:
@@ -143,7 +143,7 @@ class Servers:
         if looks:
             log.info("%s at %s answers again", server.name, server.address)
             self._health.excuse()
-        self._health.met(server.name)
+        self._health.mark_ready(server.name)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -156,7 +156,7 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
             task.cancel()
 
 
-async def _look(server: Server) -> str | None:
+async def _look(server: RequiredServer) -> str | None:
     """Check the server once; return what is wrong with it, or None. Raises errors that waiting does not fix."""
     try:
         async with asyncio.timeout(server.look_s):
@@ -172,13 +172,13 @@ async def _look(server: Server) -> str | None:
     return None
 
 
-def _remedy(server: Server) -> str:
+def _remedy(server: RequiredServer) -> str:
     variable = server.setting.replace("[", "TURNLOG_").replace("] ", "_").upper()
     return f"start it, or set {server.setting} ({variable}) to where it is"
 
 
 @asynccontextmanager
-async def watched(servers: Servers) -> AsyncIterator[None]:
+async def watch_servers(servers: Servers) -> AsyncIterator[None]:
     """Watch the servers while the block runs."""
     watching = asyncio.create_task(servers.watch())
     try:
@@ -203,7 +203,7 @@ async def servers_of(role: str, settings: Settings, health: Health) -> AsyncIter
         yield Servers(servers, health)
 
 
-def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partition) -> Server:
+def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partition) -> RequiredServer:
     """Return the check of Kafka: the topic of `place` must exist and take appends. A role that found out by a
     transaction of its own would lose a minute each time.
 
@@ -232,7 +232,7 @@ def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partitio
             raise
 
     stack.push_async_callback(close)
-    return Server(
+    return RequiredServer(
         name="Kafka",
         address=settings.kafka.bootstrap,
         setting="[kafka] bootstrap",
@@ -241,7 +241,7 @@ def _kafka(stack: contextlib.AsyncExitStack, settings: Settings, place: Partitio
     )
 
 
-def _registry(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+def _registry(stack: contextlib.AsyncExitStack, settings: Settings) -> RequiredServer:
     from turnlog.infra.event_log import schema_ids
     from turnlog.infra.registry import HttpRegistry
 
@@ -255,15 +255,15 @@ def _registry(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
             await registry.schema(1)
 
     where = settings.registry.url
-    return Server(name="registry", address=where, setting="[registry] url", answers=answers, lasting=False)
+    return RequiredServer(name="registry", address=where, setting="[registry] url", answers=answers, lasting=False)
 
 
-def _store(stack: contextlib.AsyncExitStack, settings: Settings, *, lasting: bool) -> Server:
+def _store(stack: contextlib.AsyncExitStack, settings: Settings, *, lasting: bool) -> RequiredServer:
     from turnlog.infra.s3 import S3Blobs
 
     blobs = S3Blobs(settings.store, threads=1, patient=False)
     stack.push_async_callback(blobs.close)
-    return Server(
+    return RequiredServer(
         name="store",
         address=settings.store.endpoint,
         setting="[store] endpoint",
@@ -276,7 +276,7 @@ class ClocksApart(Explained):
     """The clocks of this machine and the store differ too much; either may be wrong. Remedy: NTP on both."""
 
 
-def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> RequiredServer:
     """Return the check of the clock, which is no server, but roles on several machines depend on a common time just as
     they depend on a server."""
     from turnlog.infra.s3 import S3Blobs
@@ -295,14 +295,14 @@ def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
                 f"set both by NTP, {APART_S:g} s are borne"
             )
 
-    return Server(name="clock", address=settings.store.endpoint, setting="[store] endpoint", answers=answers)
+    return RequiredServer(name="clock", address=settings.store.endpoint, setting="[store] endpoint", answers=answers)
 
 
 class GatewayAway(Unreachable):
     """The gateway did not answer, or answered with a 5xx."""
 
 
-def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
+def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> RequiredServer:
     import httpx
 
     url = settings.gateway.url.rstrip("/")
@@ -317,4 +317,4 @@ def _gateway(stack: contextlib.AsyncExitStack, settings: Settings) -> Server:
         if answer.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise GatewayAway(f"/healthz answered {answer.status_code}")
 
-    return Server(name="gateway", address=url, setting="[gateway] url", answers=answers, later=True)
+    return RequiredServer(name="gateway", address=url, setting="[gateway] url", answers=answers, later=True)

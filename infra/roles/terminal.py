@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from turnlog.infra.roles.log_lines import escaped
+from turnlog.infra.roles.log_lines import escape_controls
 
 WIDEST = 100_000
 """Width in columns of a table that is not printed to a terminal."""
@@ -43,7 +43,7 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape the text before it is measured, so that the escapes have room."""
-        return super().render_str(escaped(text), **options)
+        return super().render_str(escape_controls(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render; escape the contents of a Text, except for its line breaks."""
@@ -51,17 +51,17 @@ class Terminal(Console):
             if segment.control or segment.text.isprintable():
                 yield segment
             else:
-                yield Segment("\n".join(map(escaped, segment.text.split("\n"))), segment.style)
+                yield Segment("\n".join(map(escape_controls, segment.text.split("\n"))), segment.style)
 
 
 def say(*lines: str) -> None:
     """Print lines, each escaped."""
-    print(*map(escaped, lines), sep="\n", flush=True)
+    print(*map(escape_controls, lines), sep="\n", flush=True)
 
 
 def aside(*lines: str) -> None:
     """Print lines, each escaped, to standard error, apart from the output that a pipe reads."""
-    print(*map(escaped, lines), sep="\n", file=sys.stderr, flush=True)
+    print(*map(escape_controls, lines), sep="\n", file=sys.stderr, flush=True)
 
 
 def say_json(body: Any, *, indent: int | None = 2) -> None:

@@ -40,7 +40,9 @@ def config_json(rank: int, alpha: float, names: Iterable[str]) -> bytes:
     return json.dumps(found, indent=2, sort_keys=True).encode()
 
 
-def expected(model: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def expected_tensors(
+    model: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Return the tensors, name -> shape, that an adapter with the tensors `found` must have for the model's tensors
     `model`: both factors of each matrix, with the same rank."""
     wanted = dict[str, tuple[int, ...]]()

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from turnlog.infra.tensors.files import WIDTHS, Place, ShardFile, TensorSpec, pieces, placed, places
+from turnlog.infra.tensors.files import WIDTHS, ShardFile, TensorPosition, TensorSpec, pieces, places, tensor_places
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 
 SUFFIX = ".delta"
@@ -53,7 +53,7 @@ class Unchanged:
         self.same += int(np.count_nonzero(old == new))
         if code == "F32":
             self.float32 += len(new)
-            self.as_bfloat16 += int(np.count_nonzero(_rounded(old) == _rounded(new)))
+            self.as_bfloat16 += int(np.count_nonzero(_round_bfloat16(old) == _round_bfloat16(new)))
 
     def shares(self) -> dict[str, float]:
         """Return the shares of identical values. "published": among all, in their own types; "bfloat16": among the
@@ -62,7 +62,7 @@ class Unchanged:
         return found | ({"bfloat16": self.as_bfloat16 / self.float32} if self.float32 else {})
 
 
-def _rounded(bits: NDArray[Any]) -> NDArray[Any]:
+def _round_bfloat16(bits: NDArray[Any]) -> NDArray[Any]:
     """Round float32 bits to bfloat16: to the nearest value, ties to even."""
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
@@ -108,7 +108,7 @@ def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, st
             file.seek(0)
             with ShardFile(out, specs) as made:
                 for spec in specs:
-                    made.add(spec, _applied(old, before[spec.name], file, frames[spec.name]))
+                    made.add(spec, _apply_frames(old, before[spec.name], file, frames[spec.name]))
             return [(spec, made.checksums[spec.name]) for spec in specs]
     except BrokenDelta:
         raise
@@ -117,13 +117,13 @@ def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, st
         raise BrokenDelta(f"{delta.name} on {base}: {type(error).__name__}: {error}") from error
 
 
-def _applied(old: BinaryIO, place: Place, file: BinaryIO, frames: list[int]) -> Iterator[memoryview]:
+def _apply_frames(old: BinaryIO, place: TensorPosition, file: BinaryIO, frames: list[int]) -> Iterator[memoryview]:
     for before, size in zip(_arrays(old, place), frames, strict=True):
-        change = _unframed(file.read(size), len(before), WIDTHS[place.spec.code]) if size else np.uint8(0)
+        change = _unpack_frame(file.read(size), len(before), WIDTHS[place.spec.code]) if size else np.uint8(0)
         yield (before ^ change).data
 
 
-def _index(file: BinaryIO) -> tuple[tuple[Place, ...], dict[str, list[int]]]:
+def _index(file: BinaryIO) -> tuple[tuple[TensorPosition, ...], dict[str, list[int]]]:
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 16))
     length, magic = struct.unpack("<Q8s", file.read(16))
@@ -139,10 +139,10 @@ def _index(file: BinaryIO) -> tuple[tuple[Place, ...], dict[str, list[int]]]:
         raise ValueError(f"its index says that its frames take {held} bytes, and they take {end - 16 - length}")
     if deeper_than(index.header):
         raise ValueError(f"its header is nested deeper than {MAX_DEPTH} levels")
-    return placed(index.header.encode()), index.frames
+    return tensor_places(index.header.encode()), index.frames
 
 
-def _arrays(file: BinaryIO, place: Place) -> Iterator[NDArray[np.uint8]]:
+def _arrays(file: BinaryIO, place: TensorPosition) -> Iterator[NDArray[np.uint8]]:
     for content in pieces(file, place.begin, place.end):
         yield np.frombuffer(content, np.uint8)
 
@@ -154,6 +154,6 @@ def _frame(changed: NDArray[np.uint8], width: int) -> bytes:
     return bytes(ZSTD.compress(planes.tobytes(), asbytes=True))
 
 
-def _unframed(frame: bytes, size: int, width: int) -> NDArray[np.uint8]:
+def _unpack_frame(frame: bytes, size: int, width: int) -> NDArray[np.uint8]:
     planes = np.frombuffer(ZSTD.decompress(frame, decompressed_size=size, asbytes=True), np.uint8)
     return np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1)

@@ -58,7 +58,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPosition:
     """Position of a tensor in its file."""
 
     spec: TensorSpec
@@ -92,7 +92,7 @@ def checksum(digest: str, shape: Sequence[int]) -> str:
     return f"{digest}:{'x'.join(map(str, shape))}"
 
 
-def places(path: Path) -> tuple[Place, ...]:
+def places(path: Path) -> tuple[TensorPosition, ...]:
     """Return every tensor of the file, in the order of their bytes. Raises NotSafetensors, also if the header does not
     cover all bytes."""
     size = path.stat().st_size
@@ -103,14 +103,14 @@ def places(path: Path) -> tuple[Place, ...]:
         raise NotSafetensors(f"{path.name} of {size} bytes: {error}") from error
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        return placed(file.read(length))
+        return tensor_places(file.read(length))
 
 
-def placed(header: bytes) -> tuple[Place, ...]:
+def tensor_places(header: bytes) -> tuple[TensorPosition, ...]:
     """Return every tensor of a valid header, in the order of their bytes."""
     behind = 8 + len(header)
     found = [
-        Place(
+        TensorPosition(
             TensorSpec(name, entry["dtype"], tuple(entry["shape"])),
             *(behind + offset for offset in entry["data_offsets"]),
         )

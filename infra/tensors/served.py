@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from turnlog.infra.tensors.versions import Held, hold, sealed
+from turnlog.infra.tensors.versions import Held, hold, is_finalized
 from turnlog.schemas.events import WeightVersionPublished
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ServedNote:
         held = hold(folder) if ours else None
         if held is None:
             return None
-        if sealed(folder, event_id):
+        if is_finalized(folder, event_id):
             return version, held
         log.warning("%s starts from its model's own weights: %s was altered", self.engine_id, folder)
         held.release()

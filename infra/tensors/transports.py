@@ -48,7 +48,7 @@ import torch.multiprocessing
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from turnlog.infra.engine import LOADING, EngineDead, EngineError, EngineRefused, SGLangControl
-from turnlog.infra.tensors.files import DTYPES, SUFFIX, Place, places
+from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorPosition, places
 
 log = logging.getLogger(__name__)
 BUCKET_BYTES = 512 << 20
@@ -67,7 +67,7 @@ class Bucket:
     """Consecutive tensors of one type in a file."""
 
     path: Path
-    places: Sequence[Place]
+    places: Sequence[TensorPosition]
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class Bucket:
         begin = self.places[0].begin
         return torch.from_numpy(np.memmap(self.path, np.uint8, "c", offset=begin, shape=(self.nbytes,)))
 
-    def shared(self) -> torch.Tensor:
+    def share_memory(self) -> torch.Tensor:
         """Return the bytes in shared memory."""
         return cast(torch.Tensor, self.values().share_memory_())  # type: ignore[no-untyped-call]
 
@@ -95,7 +95,7 @@ class Bucket:
 def buckets(folder: Path, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """Divide all tensors of the folder's files into buckets. Raises NotSafetensors."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        run: list[Place] = []
+        run: list[TensorPosition] = []
         for place in places(path):
             if run and (place.spec.code != run[0].spec.code or place.end - run[0].begin > limit):
                 yield Bucket(path, run)
@@ -104,7 +104,7 @@ def buckets(folder: Path, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
         yield Bucket(path, run)
 
 
-def _dtype(place: Place) -> torch.dtype:
+def _dtype(place: TensorPosition) -> torch.dtype:
     found: torch.dtype = getattr(torch, DTYPES[place.spec.code])
     return found
 
@@ -195,14 +195,14 @@ class SharedMemory(InBuckets):
             )
 
         async def send(bucket: Bucket) -> None:
-            shared = await asyncio.to_thread(bucket.shared)
-            handles = [_pickled(bucket.tensors(shared)) for _ in range(ranks)]
+            shared = await asyncio.to_thread(bucket.share_memory)
+            handles = [_pickle_tensors(bucket.tensors(shared)) for _ in range(ranks)]
             await calls.post("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": flush})
 
         yield send
 
 
-def _pickled(tensors: list[tuple[str, torch.Tensor]]) -> str:
+def _pickle_tensors(tensors: list[tuple[str, torch.Tensor]]) -> str:
     """Serialize as SGLang's MultiprocessingSerializer does: names of shared memory instead of values."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(tensors)
@@ -219,7 +219,7 @@ class Broadcast(InBuckets):
     @asynccontextmanager
     async def _sender(self, calls: Calls, found: Sequence[Bucket], flush: bool) -> AsyncIterator[Send]:
         name = f"turnlog-{secrets.token_hex(8)}"
-        group = await self._formed(calls, name)
+        group = await self._form_group(calls, name)
 
         async def send(bucket: Bucket) -> None:
             told = {
@@ -244,7 +244,7 @@ class Broadcast(InBuckets):
             except EngineError as error:  # not raised: an earlier error matters more, and the name is not used again
                 log.warning("%s did not leave the group %s: %s", calls.url, name, error)
 
-    async def _formed(self, calls: Calls, name: str) -> Any:
+    async def _form_group(self, calls: Calls, name: str) -> Any:
         size = 1 + await calls.ranks()
         host = await asyncio.to_thread(_own_address, calls.url)
         listener = socket.create_server((host, 0))  # TCPStore's own listener would accept on every interface
@@ -263,11 +263,11 @@ class Broadcast(InBuckets):
         log.debug("group %s of %d ranks at %s:%d", name, size, host, port)
         _, group = await _both(
             calls.post("/init_weights_update_group", told),
-            asyncio.to_thread(self._joined, store, name, size, limit, host, calls.url),
+            asyncio.to_thread(self._join_group, store, name, size, limit, host, calls.url),
         )
         return group
 
-    def _joined(self, store: Store, name: str, size: int, limit: timedelta, host: str, url: str) -> Any:
+    def _join_group(self, store: Store, name: str, size: int, limit: timedelta, host: str, url: str) -> Any:
         """Join as rank 0, under the keys that torch's own helper uses for a group of that name. Raises EngineDead."""
         device = "cpu" if self._backend == "gloo" else "cuda"
         for prefix in (name, f"{name}/", f"{device}/"):

@@ -97,7 +97,7 @@ def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
     ShapeMismatch."""
     found = published_shapes(event)
     if event.kind == "adapter":
-        expected = adapters.expected(expected, found)
+        expected = adapters.expected_tensors(expected, found)
     _check_names(event, found.keys(), expected.keys())
     for name, shape in found.items():
         if shape != expected[name]:
@@ -163,13 +163,13 @@ async def obtain(
     began = there = time.monotonic()
     verification = Verification(event, base)
 
-    async def landed(path: Path) -> None:
+    async def on_file(path: Path) -> None:
         nonlocal there
         there = time.monotonic()
-        await verification.landed(path)
+        await verification.hash_file(path)
 
     try:
-        await fetch(event, blobs, folder, landed)
+        await fetch(event, blobs, folder, on_file)
         return verification.check()
     finally:
         timer.add("fetch", there - began)
@@ -208,7 +208,7 @@ class Verification:
         self._limit = asyncio.Semaphore(AT_ONCE)
         self._found: list[tuple[TensorSpec, str]] = []
 
-    async def landed(self, path: Path) -> None:
+    async def hash_file(self, path: Path) -> None:
         """Hash the tensors of a file; a delta is first applied to its base. Raises TruncatedSafetensors, WrongBase."""
         async with self._limit:
             try:
@@ -281,23 +281,23 @@ class WeightFolders:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._blobs, self._patience_s, self._beat = directory, blobs, patience_s, beat
 
-    async def held(self, chain: Chain, timer: Timer) -> Held:
+    async def obtain_folder(self, chain: Chain, timer: Timer) -> Held:
         """Return the locked folder of the chain's last version, fetching what is missing. Raises BadWeights,
         BlobError."""
         began = time.monotonic()
         async with self._turn():
             timer.seconds |= {"fetch": time.monotonic() - began, "verify": 0.0}
-            return self.found(chain[-1]) or await self._made(chain, timer)
+            return self.find_folder(chain[-1]) or await self._make_folder(chain, timer)
 
-    async def _made(self, chain: Chain, timer: Timer) -> Held:
+    async def _make_folder(self, chain: Chain, timer: Timer) -> Held:
         at, base = self._nearest(chain)
         if base is None:
-            return await self._built(chain, None, timer)
+            return await self._build_chain(chain, None, timer)
         try:
-            found = await self._built(chain[at + 1 :], base, timer)
+            found = await self._build_chain(chain[at + 1 :], base, timer)
         except (ChecksumMismatch, WrongBase, TruncatedSafetensors) as error:
             self._disown(base, error)
-            return await self._built(chain, None, timer)
+            return await self._build_chain(chain, None, timer)
         except BaseException:
             base.release()
             raise
@@ -307,17 +307,17 @@ class WeightFolders:
     def _nearest(self, chain: Chain) -> tuple[int, Held | None]:
         """Return the index and folder of the newest base that is on disk, or (-1, None)."""
         for at in reversed(range(len(chain) - 1)):
-            if (found := self.found(chain[at])) is not None:
+            if (found := self.find_folder(chain[at])) is not None:
                 return at, found
         return -1, None
 
-    async def _built(self, chain: Chain, base: Held | None, timer: Timer) -> Held:
+    async def _build_chain(self, chain: Chain, base: Held | None, timer: Timer) -> Held:
         """Build the chain's versions one by one on `base`, and return the last one's folder. `base` itself
         stays locked."""
         given = base
         for event in chain:
             self._beat()
-            made = self._begun(event.version)
+            made = self._begin_folder(event.version)
             try:
                 await obtain(event, self._blobs, made.path, None if base is None else base.path, timer)
                 seal(made.path, event.event_id)
@@ -334,20 +334,20 @@ class WeightFolders:
         await asyncio.to_thread(self._prune)
         return base
 
-    def _begun(self, version: int) -> Held:
+    def _begin_folder(self, version: int) -> Held:
         part = Path(tempfile.mkdtemp(prefix=f"{version}-", suffix=PART, dir=self._directory))
         part.chmod(0o755)
-        descriptor = _locked(part, fcntl.LOCK_SH)
+        descriptor = _open_locked(part, fcntl.LOCK_SH)
         assert descriptor is not None, "its name is nobody else's"
         return Held(part, descriptor)
 
-    def found(self, event: WeightVersionPublished) -> Held | None:
+    def find_folder(self, event: WeightVersionPublished) -> Held | None:
         """Return the locked folder of this version, or None. A folder of another run with the same version number is
         not used."""
         for path in self._directory.glob(f"{event.version}-*"):
             if path.suffix in (PART, ALTERED) or (held := hold(path)) is None:
                 continue
-            if sealed(path, event.event_id):
+            if is_finalized(path, event.event_id):
                 return held
             self._disown(held, "its files were touched, or are those of another run")
         return None
@@ -364,7 +364,7 @@ class WeightFolders:
         newest = sorted({version for path, version in found.items() if not path.suffix})[-KEPT:]
         for path, version in found.items():
             if path.suffix or version not in newest:
-                descriptor = _locked(path, fcntl.LOCK_EX)
+                descriptor = _open_locked(path, fcntl.LOCK_EX)
                 if descriptor is not None:
                     shutil.rmtree(path)
                     os.close(descriptor)
@@ -402,7 +402,7 @@ async def _alive(descriptor: int) -> None:
 
 def hold(folder: Path) -> Held | None:
     """Lock a folder against removal. Returns None if it is gone or being removed."""
-    descriptor = _locked(folder, fcntl.LOCK_SH)
+    descriptor = _open_locked(folder, fcntl.LOCK_SH)
     return None if descriptor is None else Held(folder, descriptor)
 
 
@@ -411,7 +411,7 @@ def seal(folder: Path, event_id: str) -> None:
     (folder / SEAL).write_text(json.dumps({"event_id": event_id, "files": _state(folder)}))
 
 
-def sealed(folder: Path, event_id: str) -> bool:
+def is_finalized(folder: Path, event_id: str) -> bool:
     """Return True if the files are those of that event, and none has changed since they were verified."""
     try:
         found: object = json.loads((folder / SEAL).read_bytes())
@@ -426,7 +426,7 @@ def _state(folder: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in sorted(stats.items())}
 
 
-def _locked(path: Path, kind: int) -> int | None:
+def _open_locked(path: Path, kind: int) -> int | None:
     """Open a folder and lock it. Returns None if it is gone, or has a conflicting lock."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -449,7 +449,7 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-async def assembled(chain: Chain, blobs: Blobs, folder: Path) -> tuple[TensorSpec, ...]:
+async def assemble_version(chain: Chain, blobs: Blobs, folder: Path) -> tuple[TensorSpec, ...]:
     """Build the chain's last version in an empty folder and return its tensors; for an adapter, only the adapter's own
     files. Raises BadWeights, BlobError."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:

@@ -85,7 +85,7 @@ def capture(source: str, asked: dict[str, Any]) -> dict[str, Any]:
     for name in (BEFORE, AFTER):
         forced = ["-f"] if name == BEFORE else []
         os.makedirs(name, exist_ok=True)
-        _opened(name)
+        _restore_access(name)
         if name == BEFORE:
             git("init", "-q", "--template=", cwd=name, **place)
             os.makedirs(os.path.join(place["GIT_DIR"], "info"), exist_ok=True)
@@ -113,12 +113,12 @@ def capture(source: str, asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "bytes": len(diff),
         "files": len(lines),
-        "binary": [_shown(path) for path in binary[:PATHS]],
+        "binary": [_printable_path(path) for path in binary[:PATHS]],
         "diff": _fitting(diff[:SHOWN].decode(errors="replace")),
     }
 
 
-def _opened(root: str) -> None:
+def _restore_access(root: str) -> None:
     """Restore the access rights that the agent may have removed, so that git can read the whole tree."""
     os.chmod(root, 0o700)
     for folder, folders, files in os.walk(root):
@@ -141,7 +141,7 @@ def grade(source: str, asked: dict[str, Any]) -> dict[str, Any]:
     guarded = set(_paths(tests))
     try:
         changed = _paths(DIFF)
-        restored = {path for path in changed if path in guarded or protected(path, asked["protected"])}
+        restored = {path for path in changed if path in guarded or is_protected(path, asked["protected"])}
         restored |= {path for path in changed if _shadows(path)}
         linked = {path for path in changed if _shadows(path, is_link=True)} - restored
         originals = {path: _state(os.path.join(REPOSITORY, path)) for path in restored | linked | guarded}
@@ -157,7 +157,7 @@ def grade(source: str, asked: dict[str, Any]) -> dict[str, Any]:
         found = _run(source, asked, folder)
     except (GitFailed, OSError, ValueError) as error:
         return {"crashed": f"{type(error).__name__}: {error}"}
-    return {**found, "restored": [_shown(path) for path in sorted((restored | linked) - plain)[:PATHS]]}
+    return {**found, "restored": [_printable_path(path) for path in sorted((restored | linked) - plain)[:PATHS]]}
 
 
 def _paths(diff: str) -> list[str]:
@@ -167,7 +167,7 @@ def _paths(diff: str) -> list[str]:
     return [os.fsdecode(line.split(b"\t", 2)[2]) for line in lines if line]
 
 
-def _shown(path: str) -> str:
+def _printable_path(path: str) -> str:
     return _fitting(path.encode(errors="replace").decode(), 300)
 
 
@@ -196,7 +196,7 @@ def _unable(asked: dict[str, Any], folder: str, tests: str) -> str:
     return "" if done.returncode == 0 else f"python3 of the sandbox cannot import {module}: {done.stderr[-500:]}"
 
 
-def protected(path: str, patterns: list[str]) -> bool:
+def is_protected(path: str, patterns: list[str]) -> bool:
     """Whether the path matches a pattern: one that ends with / is a folder at any depth, one with a / elsewhere a path,
     any other a name."""
     parts = path.split("/")
@@ -282,7 +282,7 @@ def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
         running = subprocess.Popen(
             argv, cwd=REPOSITORY, env=env, stdin=nothing, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             pass_fds=(write,) if asked["tests"] else (), start_new_session=True,
-            preexec_fn=lambda: _bound(asked["cpu_s"]),
+            preexec_fn=lambda: _limit_cpu(asked["cpu_s"]),
         )  # fmt: skip
     os.close(write)
     assert running.stdout is not None
@@ -304,7 +304,7 @@ def _run(source: str, asked: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-def _bound(cpu_s: float) -> None:
+def _limit_cpu(cpu_s: float) -> None:
     """Limit the CPU time to less than the sandbox's own limit, which would kill this process, too, and lose the log:
     the worker may allow less than the verifier requests."""
     allowed, last = resource.getrlimit(resource.RLIMIT_CPU)
@@ -371,7 +371,7 @@ def run_tests(descriptor: int, root: str, tests: list[str]) -> None:
     run(root, tests, report)
 
 
-def _rooted(root: str) -> None:
+def _add_module_path(root: str) -> None:
     """Append the repository to the module search path after the standard library, so that it replaces none of its
     modules."""
     sites = [index for index, path in enumerate(sys.path) if path.endswith(("site-packages", "dist-packages"))]
@@ -381,7 +381,7 @@ def _rooted(root: str) -> None:
 def _with_unittest(root: str, tests: list[str], report: Callable[[str, str], None]) -> None:
     """Run each test by itself, with the fixtures of its class and module. Django writes names as `test_x
     (module.Class)`."""
-    _rooted(root)
+    _add_module_path(root)
     for test in tests:
         written = re.match(r"^(\w+) \(([\w.]+)\)$", test)
         name = test
@@ -402,7 +402,7 @@ def _with_pytest(root: str, tests: list[str], report: Callable[[str, str], None]
     """Run the tests in their files, and no other tests there. An expected failure counts as passed, as in SWE-bench."""
     import pytest
 
-    _rooted(root)
+    _add_module_path(root)
     wanted = set(tests)
 
     class _Reports:

@@ -45,7 +45,7 @@ def _comparing(verifier: Judged) -> JudgeVerifier | None:
     return next((found for part, _ in parts if (found := _comparing(part)) is not None), None)
 
 
-class Group:
+class JudgedGroup:
     """All sessions of a group that can be judged, by session id."""
 
     def __init__(self, episodes: Mapping[str, Episode]) -> None:
@@ -64,7 +64,7 @@ class Group:
         places = ((at + step) % len(circle) for away in range(1, reach + 1) for step in (away, -away))
         return tuple(dict.fromkeys(circle[place] for place in places))
 
-    async def compared(self, by: str, first: str, second: str, ask: Callable[[], Awaitable[float]]) -> float:
+    async def comparison_share(self, by: str, first: str, second: str, ask: Callable[[], Awaitable[float]]) -> float:
         """Return the share that verifier `by` gives `first` when it comes before `second`. It is requested once, and
         again for the other session of the pair if that failed. Raises what `ask` raises."""
         key = (by, first, second)

@@ -38,7 +38,7 @@ from turnlog.infra.verifiers import (
     SandboxVerifier,
     WeightedSum,
 )
-from turnlog.infra.verifiers.groups import Group, why_not_live
+from turnlog.infra.verifiers.groups import JudgedGroup, why_not_live
 from turnlog.schemas.types import TurnId
 from turnlog.secret_files import FileSecret, SecretUnusable
 
@@ -109,7 +109,7 @@ class Means:
     """Judges by sandbox calls; None if there is no sandbox here. Raises NoVerdict."""
     steps: Callable[[], Awaitable[Sequence[EnvStep]]] | None = None
     """Returns the environment's answers; None if they are not known here. Raises NoVerdict."""
-    group: Group | None = None
+    group: JudgedGroup | None = None
     """The session's whole group; None if it is not available."""
 
 
@@ -130,7 +130,7 @@ async def judge(verifier: Judged, episode: Episode, means: Means) -> Verdict:
         if kind is None:
             known = ", ".join(each.__name__ for each in JUDGES)
             raise NoVerdict(Cause.kind, f"{type(verifier).__name__} is no kind of verifier: there are {known}")
-        return checked(await kind(verifier, episode, means))
+        return validate_reward(await kind(verifier, episode, means))
     except NoVerdict as failed:
         FAILURES.labels(name, failed.cause.value).inc()
         raise
@@ -143,7 +143,7 @@ async def judge(verifier: Judged, episode: Episode, means: Means) -> Verdict:
         SECONDS.labels(name).observe(time.monotonic() - began)
 
 
-def checked(found: Any) -> Verdict:
+def validate_reward(found: Any) -> Verdict:
     """Return the verdict in the form in which it may be recorded. Raises NoVerdict if `found` is not a valid
     verdict."""
     if not isinstance(found, Verdict):
@@ -171,13 +171,13 @@ async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args
     done: concurrent.futures.Future[T | BaseException] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # so that the waiter can give up while the thread still sets the result
 
-    def contained() -> None:
+    def run_contained() -> None:
         try:
             done.set_result(function(*arguments, **named))
         except BaseException as error:  # SystemExit would end the thread silently; futures cannot raise StopIteration
             done.set_result(error)
 
-    threading.Thread(target=contained, name="verifier", daemon=True).start()
+    threading.Thread(target=run_contained, name="verifier", daemon=True).start()
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             found = await asyncio.wrap_future(done)
@@ -254,10 +254,10 @@ async def _by_sum(verifier: WeightedSum, episode: Episode, means: Means) -> Verd
 async def _by_environment(verifier: EnvironmentVerifier, episode: Episode, means: Means) -> Verdict:
     if means.steps is None:
         raise NoVerdict(Cause.sandbox, f"verifier {verifier.name} needs what the environment answered: not known here")
-    answers = [answer for _, answer in rewarded(await means.steps())]
+    answers = [answer for _, answer in rewarded_steps(await means.steps())]
     last: Mapping[str, Any] = answers[-1] if answers else {}
     rewards = [float(answer["reward"]) for answer in answers]
-    solved = bool(await foreign(verifier.timeout_s, verifier.success or _solved, last)) if answers else False
+    solved = bool(await foreign(verifier.timeout_s, verifier.success or _is_solved, last)) if answers else False
     return Verdict(
         sum(rewards),
         {"success": float(solved), "steps": float(len(answers))},
@@ -265,7 +265,7 @@ async def _by_environment(verifier: EnvironmentVerifier, episode: Episode, means
     )
 
 
-def rewarded(steps: Sequence[EnvStep]) -> list[tuple[EnvStep, dict[str, Any]]]:
+def rewarded_steps(steps: Sequence[EnvStep]) -> list[tuple[EnvStep, dict[str, Any]]]:
     """Return the steps since the last reset with their answers; earlier ones belong to another episode.
 
     Raises NoVerdict for an answer without a reward: it was cut, or the environment's reward is not a finite number."""
@@ -290,7 +290,7 @@ def rewarded(steps: Sequence[EnvStep]) -> list[tuple[EnvStep, dict[str, Any]]]:
     return found
 
 
-def _solved(last: Mapping[str, Any]) -> bool:
+def _is_solved(last: Mapping[str, Any]) -> bool:
     said = last["info"].get("success") if isinstance(last.get("info"), dict) else None
     return bool(said) if said is not None else bool(last.get("terminated")) and last["reward"] > 0
 
@@ -311,9 +311,9 @@ async def _by_service(verifier: HttpVerifier, episode: Episode, means: Means) ->
     numbers: list[Any] = [value, *components.values()] if isinstance(components, dict) else [None]
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         raise NoVerdict(
-            Cause.garbage, f"{exchange.named} says no value and components: {tail(json.dumps(answer), 500)}"
+            Cause.garbage, f"{exchange.public_url} says no value and components: {tail(json.dumps(answer), 500)}"
         )
-    return Verdict(numbers[0], components, {"asked": exchange.named, "evidence": answer.get("evidence")})
+    return Verdict(numbers[0], components, {"asked": exchange.public_url, "evidence": answer.get("evidence")})
 
 
 def _json(**about: Any) -> str:
@@ -334,15 +334,15 @@ class Exchange:
     secrets: tuple[str, ...] = field(repr=False)
 
     @property
-    def named(self) -> str:
+    def public_url(self) -> str:
         """The address without user, password and query, which may be secrets."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     async def post(self, body: str) -> dict[str, Any]:
         """POST and return the JSON object of the answer. Raises NoVerdict."""
-        status, retry_after, said = await self._said(body)
-        where = f"{self.named} answered {status}"
+        status, retry_after, said = await self._post_once(body)
+        where = f"{self.public_url} answered {status}"
         if status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS) or status >= 500:
             after_s = float(retry_after) if retry_after.isdecimal() else 0.0
             raise NoVerdict(Cause.unreachable, f"{where}: {tail(said, 500)}", again=True, after_s=after_s)
@@ -356,7 +356,7 @@ class Exchange:
             raise NoVerdict(Cause.garbage, f"{where} with no JSON object: {tail(said, 500)}")
         return answer
 
-    async def _said(self, body: str) -> tuple[int, str, str]:
+    async def _post_once(self, body: str) -> tuple[int, str, str]:
         """POST and return status, Retry-After and text of the answer."""
         headers = {"content-type": "application/json", **self.headers}
         said = bytearray()
@@ -365,12 +365,12 @@ class Exchange:
                 async for chunk in response.aiter_bytes():
                     said += chunk
                     if len(said) > ANSWER_BYTES:
-                        raise NoVerdict(Cause.garbage, f"{self.named} answers more than {ANSWER_BYTES} bytes")
+                        raise NoVerdict(Cause.garbage, f"{self.public_url} answers more than {ANSWER_BYTES} bytes")
         except httpx.TransportError as error:
-            why = f"{self.named}: {type(error).__name__} {error}"
+            why = f"{self.public_url}: {type(error).__name__} {error}"
             raise NoVerdict(Cause.unreachable, self._clean(why), again=True) from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError) as error:  # an invalid address
-            raise NoVerdict(Cause.refused, self._clean(f"{self.named}: {type(error).__name__} {error}")) from None
+            raise NoVerdict(Cause.refused, self._clean(f"{self.public_url}: {type(error).__name__} {error}")) from None
         return response.status_code, response.headers.get("retry-after", ""), self._clean(said.decode(errors="replace"))
 
     def _clean(self, text: str) -> str:
@@ -424,7 +424,7 @@ async def _by_model(verifier: JudgeVerifier, episode: Episode, means: Means) -> 
             raise NoVerdict(Cause.garbage, f"the judge's score {score:g} is not from {low:g} to {high:g}", again=True)
         return (score - low) / (high - low), {"score": score}
 
-    (value, components), evidence = await _asked(verifier, means, how, asked, read)
+    (value, components), evidence = await _query_judge(verifier, means, how, asked, read)
     return Verdict(value, components, evidence)
 
 
@@ -454,24 +454,24 @@ async def _by_opponents(verifier: JudgeVerifier, means: Means) -> Verdict:
     if not opponents:
         raise NoVerdict(Cause.garbage, f"group of session {ours} has no other session that could be compared with it")
 
-    async def won(first: str, second: str) -> float:
+    async def win_share(first: str, second: str) -> float:
         async def ask() -> float:
-            (prompt, one), (_, other) = _parted(group.episodes[first]), _parted(group.episodes[second])
+            (prompt, one), (_, other) = _split_prompt(group.episodes[first]), _split_prompt(group.episodes[second])
             return (await _won_by_first(verifier, means, prompt, one, other))[0]
 
-        return await group.compared(verifier.name, first, second, ask)
+        return await group.comparison_share(verifier.name, first, second, ask)
 
     as_first, as_second = [], []
     for other in opponents:  # sequentially: one request at a time for each judged session
-        as_first.append(await won(ours, other))
-        as_second.append(1 - await won(other, ours))
+        as_first.append(await win_share(ours, other))
+        as_second.append(1 - await win_share(other, ours))
     shares = {other: (first + second) / 2 for other, first, second in zip(opponents, as_first, as_second, strict=True)}
     components = {"as_first": math.fsum(as_first) / len(shares), "as_second": math.fsum(as_second) / len(shares)}
     value = math.fsum(shares.values()) / len(shares)
     return Verdict(value, {**components, "opponents": float(len(shares))}, {"won_against": shares})
 
 
-def _parted(episode: Episode) -> tuple[Sequence[Any], Sequence[Any]]:
+def _split_prompt(episode: Episode) -> tuple[Sequence[Any], Sequence[Any]]:
     """Split the messages into the prompt and everything from the policy's first message on."""
     said = episode.messages
     at = next((at for at, message in enumerate(said) if message["role"] == "assistant"), len(said))
@@ -487,10 +487,10 @@ async def _won_by_first(
         return {"A": 1.0, "TIE": 0.5, "B": 0.0}[_last(WINNER, said, "WINNER: A, B or tie").upper()]
 
     asked = _json(prompt=prompt, A=first, B=second)
-    return await _asked(verifier, means, HOW_TO_CHOOSE.format(material=MATERIAL), asked, read)
+    return await _query_judge(verifier, means, HOW_TO_CHOOSE.format(material=MATERIAL), asked, read)
 
 
-async def _asked(
+async def _query_judge(
     verifier: JudgeVerifier, means: Means, how: str, asked: str, read: Callable[[str], Awaitable[T]]
 ) -> tuple[T, dict[str, Any]]:
     """Return what `read` makes of the judge's answer, and the evidence. Raises NoVerdict."""
@@ -510,10 +510,10 @@ async def _asked(
             tokens = {kind: int(used.get(f"{kind}_tokens", 0)) for kind in ("prompt", "completion")}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             text = tail(json.dumps(answer), 500)
-            raise NoVerdict(Cause.garbage, f"{exchange.named} answers no chat completion: {text}") from error
+            raise NoVerdict(Cause.garbage, f"{exchange.public_url} answers no chat completion: {text}") from error
         for kind, count in tokens.items():
             TOKENS.labels(verifier.name, kind).inc(max(count, 0))
-        asked_for = {"url": exchange.named, "model": verifier.model, "end": tail(asked, SAID_CHARS)}
+        asked_for = {"url": exchange.public_url, "model": verifier.model, "end": tail(asked, SAID_CHARS)}
         return await read(str(said)), {"asked": asked_for, "said": tail(str(said), SAID_CHARS), "tokens": tokens}
 
     return await patiently(attempt, timeout_s=verifier.timeout_s, attempts=verifier.attempts)

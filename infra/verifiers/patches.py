@@ -19,7 +19,16 @@ from turnlog.infra.recipes import Episode, SandboxCall, Verdict
 from turnlog.infra.verifiers import Grading, PatchVerifier
 from turnlog.infra.verifiers.grading import AFTER, ASKED, BEFORE, DIFF, PASSED, PROGRAM, REPOSITORY
 from turnlog.infra.verifiers.judges import Cause, NoVerdict, foreign, tail
-from turnlog.infra.workspaces import FileKind, Manifest, NotAWorkspace, Stored, joined, kept, opened, put
+from turnlog.infra.workspaces import (
+    FileKind,
+    NotAWorkspace,
+    StoredEntry,
+    WorkspaceManifest,
+    fetch_manifest,
+    join_trees,
+    put,
+    store_files,
+)
 from turnlog.schemas.events import ToolCallCompleted, ToolStatus
 from turnlog.schemas.types import BlobRef
 
@@ -83,23 +92,23 @@ class Ended(Exception):
         self.verdict = _verdict(graded, {}, {**({"why": tail(why, 2000)} if why else {}), **evidence})
 
 
-async def judged(verifier: PatchVerifier, episode: Episode, trees: Trees, blobs: Blobs, run: Run) -> Verdict:
+async def grade_patch(verifier: PatchVerifier, episode: Episode, trees: Trees, blobs: Blobs, run: Run) -> Verdict:
     """Return the verdict, with the diff, the end of the log, the exit status and each test's outcome as evidence.
     Raises NoVerdict, StoreUnavailable."""
-    grading = _checked(await foreign(verifier.timeout_s, verifier.grading, episode.task))
+    grading = _check_grading(await foreign(verifier.timeout_s, verifier.grading, episode.task))
     if trees.first is None:
         raise NoVerdict(Cause.garbage, f"verifier {verifier.name}: the session began with no files to grade a diff on")
     try:
-        before = await opened(trees.first, blobs)
-        taken, about = await _taken(verifier, episode, before, trees, blobs, run)
-        return await _graded(verifier, grading, before, (taken, about), blobs, run)
+        before = await fetch_manifest(trees.first, blobs)
+        taken, about = await _take_diff(verifier, episode, before, trees, blobs, run)
+        return await _grade_diff(verifier, grading, before, (taken, about), blobs, run)
     except Ended as ended:
         return ended.verdict
     except NotAWorkspace as error:
         raise NoVerdict(Cause.sandbox, str(error), again=True) from error
 
 
-def _checked(grading: Any) -> Grading:
+def _check_grading(grading: Any) -> Grading:
     if not isinstance(grading, Grading):
         raise NoVerdict(Cause.garbage, f"grading of the verifier says {type(grading).__name__}, not a Grading")
     if not grading.command and not grading.fail_to_pass:
@@ -107,33 +116,37 @@ def _checked(grading: Any) -> Grading:
     return grading
 
 
-async def _taken(
-    verifier: PatchVerifier, episode: Episode, before: Manifest, trees: Trees, blobs: Blobs, run: Run
-) -> tuple[Stored, dict[str, Any]]:
+async def _take_diff(
+    verifier: PatchVerifier, episode: Episode, before: WorkspaceManifest, trees: Trees, blobs: Blobs, run: Run
+) -> tuple[StoredEntry, dict[str, Any]]:
     """Return the diff as a file, and its evidence. Raises Ended if there is no diff that can be graded, NoVerdict."""
     if verifier.diff is not None:
         text = await foreign(verifier.timeout_s, verifier.diff, episode)
         if not isinstance(text, str):
             raise NoVerdict(Cause.garbage, f"diff of the verifier says {type(text).__name__}, not text")
         said: dict[str, Any] = {"bytes": len(text.encode(errors="replace")), "diff": text, "binary": _binary_in(text)}
-        place = await kept({DIFF: text.encode(errors="replace").decode()}, blobs)
+        place = await store_files({DIFF: text.encode(errors="replace").decode()}, blobs)
     else:
-        changed = _changed(before, await opened(trees.last, blobs) if trees.last else before, trees.brought)
+        changed = _changed_files(
+            before, await fetch_manifest(trees.last, blobs) if trees.last else before, trees.brought
+        )
         size = sum(stored.entry.size for files in changed.values() for stored in files)
         if size > verifier.sandbox.limits.disk_bytes // SHARE:
             raise Ended(Graded.huge, f"the files that changed have {size} bytes", changed_bytes=size)
-        place, said = await _captured(verifier, changed, blobs, run)
-    about = {"diff": _bounded(said["diff"], first=True), "diff_bytes": said["bytes"], "files": said.get("files")}
+        place, said = await _capture_diff(verifier, changed, blobs, run)
+    about = {"diff": _truncate_text(said["diff"], first=True), "diff_bytes": said["bytes"], "files": said.get("files")}
     if not said["bytes"] or not said["diff"].strip():
         raise Ended(Graded.empty)
     if said["bytes"] > verifier.diff_bytes:
         raise Ended(Graded.huge, f"the diff has {said['bytes']} bytes, {verifier.diff_bytes} at most", **about)
     if said["binary"] and not verifier.binary:
         raise Ended(Graded.binary, f"binary files: {', '.join(said['binary'][:20])}", **about)
-    return _file(await opened(place, blobs), DIFF), about
+    return _file(await fetch_manifest(place, blobs), DIFF), about
 
 
-def _changed(before: Manifest, after: Manifest, brought: Mapping[str, str]) -> dict[str, list[Stored]]:
+def _changed_files(
+    before: WorkspaceManifest, after: WorkspaceManifest, brought: Mapping[str, str]
+) -> dict[str, list[StoredEntry]]:
     """Return the files of both trees that differ, and the .gitignore files that both have. Raises Ended if there is no
     difference."""
     trees = [{stored.entry.path: stored for stored in tree.files if _counts(stored)} for tree in (before, after)]
@@ -147,20 +160,20 @@ def _changed(before: Manifest, after: Manifest, brought: Mapping[str, str]) -> d
     return {name: [tree[path] for path in sorted(wanted & tree.keys())] for name, tree in both}
 
 
-def _counts(stored: Stored) -> bool:
+def _counts(stored: StoredEntry) -> bool:
     parts = stored.entry.path.split("/")
     return stored.entry.kind is not FileKind.folder and not DROSS & {*parts} and not parts[-1].endswith(".pyc")
 
 
-def _same(one: Stored | None, other: Stored | None) -> bool:
+def _same(one: StoredEntry | None, other: StoredEntry | None) -> bool:
     if one is None or other is None:
         return one is other
     about = [(each.sha256, each.entry.kind, each.entry.mode, each.entry.target) for each in (one, other)]
     return about[0] == about[1]
 
 
-async def _captured(
-    verifier: PatchVerifier, changed: Mapping[str, Iterable[Stored]], blobs: Blobs, run: Run
+async def _capture_diff(
+    verifier: PatchVerifier, changed: Mapping[str, Iterable[StoredEntry]], blobs: Blobs, run: Run
 ) -> tuple[BlobRef, dict[str, Any]]:
     """Return the workspace that holds the diff, and git's report. None of the agent's code has run there."""
     done = await run("capture", *await _call("capture", {}, changed, blobs))
@@ -175,8 +188,8 @@ async def _captured(
     return done.workspace, said
 
 
-async def _graded(
-    verifier: PatchVerifier, grading: Grading, before: Manifest, taken: tuple[Stored, dict[str, Any]],
+async def _grade_diff(
+    verifier: PatchVerifier, grading: Grading, before: WorkspaceManifest, taken: tuple[StoredEntry, dict[str, Any]],
     blobs: Blobs, run: Run,
 ) -> Verdict:  # fmt: skip
     tests, limits = [*grading.fail_to_pass, *grading.pass_to_pass], verifier.sandbox.limits
@@ -194,15 +207,15 @@ async def _graded(
     if done.status is ToolStatus.resource_limit and not done.attempt:
         raise NoVerdict(Cause.refused, f"the repository of {before.size} bytes meets {done.reason} before it is graded")
     if done.status in (ToolStatus.timeout, ToolStatus.resource_limit):
-        raise Ended(Graded.limit, f"grading met {done.reason}", **about, log=_bounded(_printed(done)))
+        raise Ended(Graded.limit, f"grading met {done.reason}", **about, log=_truncate_text(_output_text(done)))
     if said is None or "crashed" in said:
         why = said["crashed"] if said else f"the grading ended as {done.status.value}, exit {done.exit_code}"
-        raise Ended(Graded.crashed, why, **about, log=_bounded(_printed(done)))
+        raise Ended(Graded.crashed, why, **about, log=_truncate_text(_output_text(done)))
     if "fault" in said:
         raise NoVerdict(Cause.sandbox, f"verifier {verifier.name} cannot grade: {said['fault']}")
     if "unapplicable" in said:
         raise Ended(Graded.unapplicable, said["unapplicable"], **about)
-    about |= {"exit": said["exit"], "log": _bounded(said["log"]), "restored": said["restored"]}
+    about |= {"exit": said["exit"], "log": _truncate_text(said["log"]), "restored": said["restored"]}
     if said["late"]:
         raise Ended(Graded.limit, f"not done in {asked['seconds']:g} s, or {asked['cpu_s']:g} s of cpu", **about)
     if grading.command:
@@ -237,14 +250,14 @@ def _verdict(graded: Graded, components: Mapping[str, float], about: Mapping[str
 
 
 async def _call(
-    part: str, asked: Mapping[str, Any], files: Mapping[str, Iterable[Stored]], blobs: Blobs
+    part: str, asked: Mapping[str, Any], files: Mapping[str, Iterable[StoredEntry]], blobs: Blobs
 ) -> tuple[BlobRef, SandboxCall]:
     """Return the workspace that a part begins with, and its call."""
-    ours = await opened(await kept({PROGRAM: SOURCE, ASKED: json.dumps(asked)}, blobs), blobs)
+    ours = await fetch_manifest(await store_files({PROGRAM: SOURCE, ASKED: json.dumps(asked)}, blobs), blobs)
     trees = {name: list(stored) for name, stored in files.items()}
     trees[""] = [*trees.get("", []), *ours.files]
     code = CALL.format(program=PROGRAM, part=part)
-    return await put(joined(trees), blobs), SandboxCall("python", {"code": code})
+    return await put(join_trees(trees), blobs), SandboxCall("python", {"code": code})
 
 
 def _answer(done: ToolCallCompleted) -> dict[str, Any] | None:
@@ -258,7 +271,7 @@ def _answer(done: ToolCallCompleted) -> dict[str, Any] | None:
     return said if isinstance(said, dict) else None
 
 
-def _printed(done: ToolCallCompleted) -> str:
+def _output_text(done: ToolCallCompleted) -> str:
     return done.output.decode(errors="replace")
 
 
@@ -272,7 +285,7 @@ def _files_of(tests: Iterable[str]) -> list[str]:
     return sorted(f"/{path}" for path in found)
 
 
-def _file(manifest: Manifest, path: str) -> Stored:
+def _file(manifest: WorkspaceManifest, path: str) -> StoredEntry:
     found = next((stored for stored in manifest.files if stored.entry.path == path), None)
     if found is None or found.entry.kind is not FileKind.file:
         raise NotAWorkspace(f"{path} is not in the workspace that was to hold it")
@@ -284,7 +297,7 @@ def _binary_in(diff: str) -> list[str]:
     return [line for line in lines if line == "GIT binary patch" or line.startswith("Binary files ")]
 
 
-def _bounded(text: str, *, first: bool = False) -> str:
+def _truncate_text(text: str, *, first: bool = False) -> str:
     """Return as much of the text as evidence holds, escapes included: its end, or its beginning with `first`."""
     most = len(text) * TEXT // max(len(json.dumps(text)), TEXT)
     return text[:most] if first else tail(text, most)

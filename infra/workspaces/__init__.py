@@ -87,7 +87,7 @@ class FilesUnusable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedRange:
     """A range of bytes of a file, and its location in a pack."""
 
     sha256: str
@@ -97,20 +97,20 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEntry:
     """An entry of the tree, with empty `stamp`. Files also have the hash of their contents and their pieces, in
     order."""
 
     entry: FileEntry
     sha256: str = ""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PackedRange, ...] = ()
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WorkspaceManifest:
     """A complete workspace."""
 
-    files: tuple[Stored, ...]
+    files: tuple[StoredEntry, ...]
     """Entries, sorted by path."""
     interpreter: bool = False
     """True if a persistent interpreter ran with these files; its state is not part of the manifest."""
@@ -138,14 +138,14 @@ class Manifest:
         return tuple(dict.fromkeys(piece.pack for stored in self.files for piece in stored.pieces))
 
     @property
-    def bloated(self) -> bool:
+    def is_bloated(self) -> bool:
         """True if the packs are much larger than the files."""
         return sum(pack.size for pack in self.packs) > WASTE_FACTOR * self.size + WASTE_BYTES
 
     @property
     def wasteful(self) -> bool:
         """True if the files should be packed again: the packs are bloated, or too many are small."""
-        return self.bloated or len(self.packs) > MANY_PACKS + 2 * self.size // PACK_BYTES
+        return self.is_bloated or len(self.packs) > MANY_PACKS + 2 * self.size // PACK_BYTES
 
     @property
     def says(self) -> tuple[str, bool]:
@@ -167,7 +167,7 @@ class Manifest:
         return text.encode()
 
 
-def decode(content: bytes, ref: BlobRef) -> Manifest:
+def decode(content: bytes, ref: BlobRef) -> WorkspaceManifest:
     """Parse a manifest and check everything that can be checked without its packs: shape, paths, sizes, ranges, tree
     hash. Raises NotAWorkspace, whose message states the fault."""
     try:
@@ -175,22 +175,22 @@ def decode(content: bytes, ref: BlobRef) -> Manifest:
         if not isinstance(datum, dict) or datum.get("version") != VERSION:
             raise ValueError(f"no manifest of version {VERSION}")
         packs = [BlobRef(_hash(sha256), _count(size, PACK_BYTES), PACK_TYPE) for sha256, size in datum["packs"]]
-        files = tuple(_stored(line, packs) for line in datum["entries"])
-        manifest = Manifest(files, _flag(datum["interpreter"]), ref)
+        files = tuple(_parse_entry(line, packs) for line in datum["entries"])
+        manifest = WorkspaceManifest(files, _flag(datum["interpreter"]), ref)
         if said := flaw([stored.entry for stored in files]) or _overlap(manifest):
             raise ValueError(said)
         if manifest.tree_sha256 != datum["tree_sha256"]:
             raise ValueError("its entries do not hash to its tree_sha256")
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise NotAWorkspace(f"{ref.sha256} is no workspace: {_said(error)}") from error
+        raise NotAWorkspace(f"{ref.sha256} is no workspace: {_error_text(error)}") from error
     return manifest
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
-def _line(stored: Stored, number: dict[BlobRef, int]) -> dict[str, Any]:
+def _line(stored: StoredEntry, number: dict[BlobRef, int]) -> dict[str, Any]:
     entry = stored.entry
     line: dict[str, Any] = {"path": entry.path, "kind": entry.kind.value, "mode": entry.mode}
     if entry.kind is FileKind.link:
@@ -202,7 +202,7 @@ def _line(stored: Stored, number: dict[BlobRef, int]) -> dict[str, Any]:
     return line
 
 
-def _stored(line: dict[str, Any], packs: list[BlobRef]) -> Stored:
+def _parse_entry(line: dict[str, Any], packs: list[BlobRef]) -> StoredEntry:
     kind = FileKind(line["kind"])
     entry = FileEntry(
         path=_text(line["path"]),
@@ -212,23 +212,23 @@ def _stored(line: dict[str, Any], packs: list[BlobRef]) -> Stored:
         target=_text(line["target"]) if kind is FileKind.link else "",
     )
     if kind is not FileKind.file:
-        return Stored(entry)
+        return StoredEntry(entry)
     pieces = tuple(_piece(place, packs) for place in line["pieces"])
     if sum(piece.length for piece in pieces) != entry.size:
         raise ValueError(f"the pieces of {entry.path[:200]!r} do not make up its {entry.size} bytes")
-    return Stored(entry, _hash(line["sha256"]), pieces)
+    return StoredEntry(entry, _hash(line["sha256"]), pieces)
 
 
-def _piece(place: list[Any], packs: list[BlobRef]) -> Piece:
+def _piece(place: list[Any], packs: list[BlobRef]) -> PackedRange:
     number, offset, length, sha256 = place
     pack = packs[_count(number)]
-    piece = Piece(_hash(sha256), pack, _count(offset), _count(length, PIECE_BYTES))
+    piece = PackedRange(_hash(sha256), pack, _count(offset), _count(length, PIECE_BYTES))
     if piece.length == 0 or piece.offset + piece.length > pack.size:
         raise ValueError(f"a piece from {offset} over {length} bytes does not lie in its pack of {pack.size}")
     return piece
 
 
-def _overlap(manifest: Manifest) -> str:
+def _overlap(manifest: WorkspaceManifest) -> str:
     """Return an error text if pieces of one pack overlap, else "". Several files may use the same piece."""
     ranges = {(piece.pack.sha256, piece.offset): piece for stored in manifest.files for piece in stored.pieces}
     ends: dict[str, int] = {}
@@ -317,14 +317,14 @@ def _entry_flaw(entry: FileEntry) -> str:
     return f"a target has at most {MOST_PATH_BYTES} bytes" if len(target) >= MOST_PATH_BYTES else ""
 
 
-async def opened(ref: BlobRef, blobs: Blobs) -> Manifest:
+async def fetch_manifest(ref: BlobRef, blobs: Blobs) -> WorkspaceManifest:
     """Fetch and parse the manifest `ref`. Raises NotAWorkspace, StoreUnavailable."""
     if not SHA256.match(ref.sha256) or not 0 < ref.size <= MOST_MANIFEST_BYTES:
         raise NotAWorkspace(f"{ref.sha256[:80]} of {ref.size} bytes cannot be a workspace")
     return await asyncio.to_thread(decode, await _got(ref, blobs), ref)
 
 
-async def read(manifest: Manifest, blobs: Blobs) -> dict[str, bytes]:
+async def read(manifest: WorkspaceManifest, blobs: Blobs) -> dict[str, bytes]:
     """Return path -> contents of the files, with every hash checked. Raises NotAWorkspace, StoreUnavailable."""
     packs = {pack: await _got(pack, blobs) for pack in manifest.packs}
     contents = {}
@@ -337,7 +337,7 @@ async def read(manifest: Manifest, blobs: Blobs) -> dict[str, bytes]:
     return contents
 
 
-async def kept(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
+async def store_files(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
     """Store these files as a workspace and return its reference. Equal files give equal references.
 
     `files` maps a path to text, to {"base64": ..., "mode": 493}, to {"text": ..., "mode": 493}, or to {"link": target}.
@@ -351,48 +351,48 @@ async def kept(files: Mapping[str, Any], blobs: Blobs) -> BlobRef:
             entry, content = _entry(path, said)
         except (ValueError, TypeError, KeyError) as error:
             raise FilesUnusable(f"file {str(path)[:200]!r}: {error}") from error
-        entries.append(Stored(entry))
+        entries.append(StoredEntry(entry))
         if entry.kind is FileKind.file:
             contents[path] = content
-    manifest = joined({"": entries})
+    manifest = join_trees({"": entries})
     if said := flaw([stored.entry for stored in manifest.files]):
         raise FilesUnusable(said)
-    return await _put(await _packed(manifest, contents, blobs), blobs)
+    return await _put(await _pack_contents(manifest, contents, blobs), blobs)
 
 
-def joined(parts: Mapping[str, Iterable[Stored]]) -> Manifest:
+def join_trees(parts: Mapping[str, Iterable[StoredEntry]]) -> WorkspaceManifest:
     """Join trees into one: each is placed below the folder that is its key. Missing parent folders are added."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredEntry] = {}
     for folder, files in parts.items():
         for stored in files:
             path = f"{folder}/{stored.entry.path}" if folder else stored.entry.path
             found[path] = dataclasses.replace(stored, entry=dataclasses.replace(stored.entry, path=path))
     for path in list(found):
         while (path := path.rpartition("/")[0]) and path not in found:
-            found[path] = Stored(FileEntry(path=path, kind=FileKind.folder, mode=0o755))
-    return Manifest(tuple(found[path] for path in sorted(found)))
+            found[path] = StoredEntry(FileEntry(path=path, kind=FileKind.folder, mode=0o755))
+    return WorkspaceManifest(tuple(found[path] for path in sorted(found)))
 
 
-async def put(manifest: Manifest, blobs: Blobs) -> BlobRef:
+async def put(manifest: WorkspaceManifest, blobs: Blobs) -> BlobRef:
     """Store the manifest. If its packs are much larger than its files, the files are packed again first. Raises
     NotAWorkspace, StoreUnavailable."""
-    if manifest.bloated:
-        manifest = await _packed(manifest, await read(manifest, blobs), blobs)
+    if manifest.is_bloated:
+        manifest = await _pack_contents(manifest, await read(manifest, blobs), blobs)
     return await _put(manifest, blobs)
 
 
-async def _put(manifest: Manifest, blobs: Blobs) -> BlobRef:
+async def _put(manifest: WorkspaceManifest, blobs: Blobs) -> BlobRef:
     return await blobs.put(await asyncio.to_thread(manifest.encode), media_type=MEDIA_TYPE)
 
 
-async def _packed(manifest: Manifest, contents: Mapping[str, bytes], blobs: Blobs) -> Manifest:
+async def _pack_contents(manifest: WorkspaceManifest, contents: Mapping[str, bytes], blobs: Blobs) -> WorkspaceManifest:
     """Store `contents` in new packs, and return the manifest that refers to them."""
     cut = [
         (path, content[start : start + PIECE_BYTES])
         for path, content in contents.items()
         for start in range(0, len(content), PIECE_BYTES)
     ]
-    pieces: dict[str, list[Piece]] = {path: [] for path in contents}
+    pieces: dict[str, list[PackedRange]] = {path: [] for path in contents}
     packs: list[list[tuple[str, bytes]]] = []
     size = PACK_BYTES
     for path, part in cut:
@@ -405,17 +405,19 @@ async def _packed(manifest: Manifest, contents: Mapping[str, bytes], blobs: Blob
         ref = await blobs.put(b"".join(part for _, part in pack), media_type=PACK_TYPE)
         offset = 0
         for path, part in pack:
-            pieces[path].append(Piece(hashlib.sha256(part).hexdigest(), ref, offset, len(part)))
+            pieces[path].append(PackedRange(hashlib.sha256(part).hexdigest(), ref, offset, len(part)))
             offset += len(part)
-    return Manifest(tuple(_filled(stored, contents, pieces) for stored in manifest.files))
+    return WorkspaceManifest(tuple(_fill_entry(stored, contents, pieces) for stored in manifest.files))
 
 
-def _filled(stored: Stored, contents: Mapping[str, bytes], pieces: Mapping[str, list[Piece]]) -> Stored:
+def _fill_entry(
+    stored: StoredEntry, contents: Mapping[str, bytes], pieces: Mapping[str, list[PackedRange]]
+) -> StoredEntry:
     path = stored.entry.path
     if path not in contents:
         return stored
     entry = dataclasses.replace(stored.entry, size=len(contents[path]))
-    return Stored(entry, hashlib.sha256(contents[path]).hexdigest(), tuple(pieces[path]))
+    return StoredEntry(entry, hashlib.sha256(contents[path]).hexdigest(), tuple(pieces[path]))
 
 
 def _entry(path: str, said: Any) -> tuple[FileEntry, bytes]:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnlog.processors.core import FoldError
-from turnlog.processors.core.books import LEVELS, Account, Imbalance, counting_step, run_books, total
+from turnlog.processors.core.books import LEVELS, Imbalance, TokenAccount, counting_step, run_books, total
 from turnlog.processors.core.fold.session import named_turns
-from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import FoldVersion
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import (
@@ -49,7 +49,7 @@ BEHIND = sys.maxsize
 class Books:
     """Accounts by level and id, and all disagreements."""
 
-    levels: dict[str, dict[str, Account]]
+    levels: dict[str, dict[str, TokenAccount]]
     """Level -> id -> account. Batches are named by index, the run by its own id."""
     imbalances: tuple[Imbalance, ...]
 
@@ -91,7 +91,7 @@ class Ledgers:
             place = BEHIND if cause in NOT_FOLDED else offset
             turns.setdefault(key_of(event.turn), Sampled(place, tokens, cause is not None))
         elif isinstance(event, TurnTreeAssembled):
-            self._group(event.group_id).trees[event.session_id] = Tree.of(event)
+            self._group(event.group_id).trees[event.session_id] = TreeSummary.of(event)
         else:
             self._add_output(event)
 
@@ -109,9 +109,9 @@ class Ledgers:
                 self._steps[event.batch_index] = counting_step(self._steps.get(event.batch_index), event)
 
     def _group(self, group_id: str) -> GroupRecords:
-        return self._groups.setdefault(group_id, GroupRecords(Spine(self.version)))
+        return self._groups.setdefault(group_id, GroupRecords(ControlStreamFold(self.version)))
 
-    def run_books(self) -> Account:
+    def run_books(self) -> TokenAccount:
         """Return the run's total as `turnlog report` counts it, from fewer records."""
         sampled = {name: sum(turn.tokens for turns in group.turns.values() for turn in turns.values())
                    for name, group in self._groups.items() if group.turns}  # fmt: skip
@@ -120,12 +120,12 @@ class Ledgers:
 
     def close(self) -> Books:
         """Return every account and every disagreement between records."""
-        draws = drawn(self._samples, list(self._manifests.values()), self._steps)
+        draws = follow_manifests(self._samples, list(self._manifests.values()), self._steps)
         by_session: dict[str, list[str]] = {}
         for name, sample in self._samples.items():
             by_session.setdefault(sample.session_id, []).append(name)
-        sessions: dict[str, Account] = {}
-        groups: dict[str, Account] = {}
+        sessions: dict[str, TokenAccount] = {}
+        groups: dict[str, TokenAccount] = {}
         found: list[Imbalance] = []
         for group_id, group in self._groups.items():
             own = group.sessions()
@@ -138,10 +138,10 @@ class Ledgers:
         batches = {str(index): draws.batches[index] for index in sorted(draws.batches)}
         run = total(groups.values())
         levels = {"session": sessions, "group": groups, "batch": batches, "run": {self.run_id: run}}
-        found += [*draws.imbalances, *_unbalanced(levels), *self._check_run(run)]
+        found += [*draws.imbalances, *_find_imbalances(levels), *self._check_run(run)]
         return Books(levels, tuple(sorted(found, key=lambda entry: LEVELS.index(entry.level))))
 
-    def _settle(self, account: Account, samples: list[str], draws: Draws) -> None:
+    def _settle(self, account: TokenAccount, samples: list[str], draws: Draws) -> None:
         """Replace the tokens that samples offer for training by what became of them."""
         account.trained = 0
         for name in samples:
@@ -152,7 +152,7 @@ class Ledgers:
             elif self._samples[name].group_id not in draws.groups:
                 account.mask({MaskReason.unused.value: self._samples[name].trained})
 
-    def _check_run(self, run: Account) -> list[Imbalance]:
+    def _check_run(self, run: TokenAccount) -> list[Imbalance]:
         whole = self.run_books()
         said = (whole.sampled, whole.trained, Counter(whole.masked))
         if said == (run.sampled, run.trained, run.masked):
@@ -162,7 +162,7 @@ class Ledgers:
         return [Imbalance("run", self.run_id, says)]
 
 
-def _unbalanced(levels: dict[str, dict[str, Account]]) -> list[Imbalance]:
+def _find_imbalances(levels: dict[str, dict[str, TokenAccount]]) -> list[Imbalance]:
     return [
         Imbalance(level, name, f"{account.missing} of {account.sampled} sampled tokens are neither trained nor masked")
         for level, accounts in levels.items()
@@ -181,7 +181,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class TreeSummary:
     """The part of a TurnTreeAssembled that is retained: a run has many trees, and their nodes are large."""
 
     books: TreeBooks
@@ -189,7 +189,7 @@ class Tree:
     """True if the tree has no nodes: its session names no turn, or was rejected."""
 
     @classmethod
-    def of(cls, event: TurnTreeAssembled) -> Tree:
+    def of(cls, event: TurnTreeAssembled) -> TreeSummary:
         """Return the retained part of a record."""
         return cls(event.books, not event.nodes)
 
@@ -198,20 +198,20 @@ class Tree:
 class GroupRecords:
     """The records of one group."""
 
-    spine: Spine
+    spine: ControlStreamFold
     turns: dict[str, dict[TurnKey, Sampled]] = field(default_factory=dict)
     """Session -> its turns; the first snapshot of a turn is the effective one."""
-    trees: dict[str, Tree] = field(default_factory=dict)
+    trees: dict[str, TreeSummary] = field(default_factory=dict)
     score: GroupScored | None = None
     samples: dict[str, int] = field(default_factory=dict)
     """Session -> number of tokens that its samples mark as trained."""
 
-    def sessions(self) -> dict[str, Account]:
+    def sessions(self) -> dict[str, TokenAccount]:
         """Return an account per session: what its samples offer for training, and what the group masks."""
-        end = max((self._end(session) for session in self._scored()), default=-1)
+        end = max((self._end(session) for session in self._scored_sessions()), default=-1)
         return {session: self._account(session, end) for session in self.turns}
 
-    def imbalances(self, group_id: str, accounts: dict[str, Account]) -> list[Imbalance]:
+    def imbalances(self, group_id: str, accounts: dict[str, TokenAccount]) -> list[Imbalance]:
         """Return the disagreements of trees, samples and score with `accounts`."""
         found: list[Imbalance] = []
         for session, tree in self.trees.items():
@@ -235,7 +235,7 @@ class GroupRecords:
             found.append(Imbalance("group", group_id, says))
         return found
 
-    def _scored(self) -> list[str]:
+    def _scored_sessions(self) -> list[str]:
         """Return the sessions that were assembled when the group was scored."""
         named = self.spine.named_by_reaper
         return [session for session in self.spine.settled if named is None or session in named]
@@ -253,9 +253,9 @@ class GroupRecords:
         named = [key_of(turn) for turn in named_turns(known)]
         return max((turns[turn].offset for turn in named if turn in turns), default=-1)
 
-    def _account(self, session: str, end: int) -> Account:
+    def _account(self, session: str, end: int) -> TokenAccount:
         turns = self.turns[session].values()
-        account = Account(sampled=sum(turn.tokens for turn in turns))
+        account = TokenAccount(sampled=sum(turn.tokens for turn in turns))
         if self.score is None:
             account.mask({MaskReason.unused.value: account.sampled})
             return account
@@ -268,7 +268,7 @@ class GroupRecords:
         account.trained = self.samples.get(session, 0)
         if session in self.trees:
             account.mask(self.trees[session].books.masked)
-        account.mask(self._unnamed(session, end))
+        account.mask(self._unnamed_tokens(session, end))
         return account
 
     def _fate(self, session: str) -> MaskReason | None:
@@ -276,13 +276,13 @@ class GroupRecords:
         assert self.score is not None
         if self.score.status is not GroupStatus.trained:
             return MaskReason.discarded_group
-        if session not in self._scored():
+        if session not in self._scored_sessions():
             return MaskReason.late
         if session in self._worth():
             return None
-        return MaskReason.refused if self._refused(session) else MaskReason.excluded_outcome
+        return MaskReason.refused if self._is_rejected(session) else MaskReason.excluded_outcome
 
-    def _refused(self, session: str) -> bool:
+    def _is_rejected(self, session: str) -> bool:
         """Whether the session was rejected, by the session fold or because a record of a turn that it names was
         rejected.
         """
@@ -290,7 +290,7 @@ class GroupRecords:
         bare = session in self.trees and self.trees[session].bare
         return known.refused or (bare and known.finish is not None and bool(known.finish.turns))
 
-    def _unnamed(self, session: str, end: int) -> Counter[str]:
+    def _unnamed_tokens(self, session: str, end: int) -> Counter[str]:
         """Count the tokens of turns after the last one that the session needs and before the end of its group, by
         reason.
         """
@@ -327,7 +327,7 @@ class SampleTokens:
                 cut += span.length - max(min(span.start + span.length, max_tokens) - span.start, 0)
         return cls(sample.group_id, sample.session_id, trained, cut)
 
-    def lost(self, left: int) -> Counter[str]:
+    def removed_tokens(self, left: int) -> Counter[str]:
         """Return the reasons of the tokens that the rollout batch removed from the sample when `left` remained. Tokens
         beyond the length limit are counted first.
         """
@@ -339,15 +339,15 @@ class SampleTokens:
 class Draws:
     """Dispositions of all samples that a rollout batch took."""
 
-    fates: dict[str, Account] = field(default_factory=dict)
+    fates: dict[str, TokenAccount] = field(default_factory=dict)
     """Sample -> its account; `sampled` is the number of tokens that the sample marks as trained."""
-    batches: dict[int, Account] = field(default_factory=dict)
+    batches: dict[int, TokenAccount] = field(default_factory=dict)
     groups: set[str] = field(default_factory=set)
     """Groups that a rollout batch took."""
     imbalances: list[Imbalance] = field(default_factory=list)
 
 
-def drawn(
+def follow_manifests(
     samples: Mapping[str, SampleTokens], manifests: Sequence[Manifest], steps: Mapping[int, StepCompleted]
 ) -> Draws:
     """Follow `manifests` (each batch once). `steps` maps a batch to its effective step."""
@@ -371,8 +371,8 @@ def drawn(
     return draws
 
 
-def _batch(manifest: Manifest, step: StepCompleted | None) -> Account:
-    account = Account()
+def _batch(manifest: Manifest, step: StepCompleted | None) -> TokenAccount:
+    account = TokenAccount()
     account.mask(manifest.masked)
     for row in manifest.dropped:
         account.mask({row.reason: row.sampled_tokens})
@@ -397,8 +397,8 @@ def _rows(draws: Draws, samples: Mapping[str, SampleTokens], manifest: Manifest,
         elif sample_id in draws.fates:
             draws.imbalances.append(Imbalance("batch", where, f"sample {sample_id} was in an earlier batch already"))
         else:
-            account = draws.fates[sample_id] = Account(samples[sample_id].trained)
-            account.mask(samples[sample_id].lost(left))
+            account = draws.fates[sample_id] = TokenAccount(samples[sample_id].trained)
+            account.mask(samples[sample_id].removed_tokens(left))
             if why is None:
                 account.trained = left
             else:

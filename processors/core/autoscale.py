@@ -49,7 +49,7 @@ class Autoscale:
         if not rules.least <= hosted <= rules.most:
             self._direction = 0
             return min(max(hosted, rules.least), rules.most)
-        direction = self._wanted(hosted, under_way) if serving == hosted else 0
+        direction = self._wanted_change(hosted, under_way) if serving == hosted else 0
         if direction != self._direction:
             self._direction, self._since = direction, now
         lasts_s = rules.after_s * (PATIENCE if direction < 0 else 1.0)
@@ -58,7 +58,7 @@ class Autoscale:
         self._direction = 0
         return hosted - 1 if direction < 0 else min(math.ceil(under_way / rules.requests), rules.most)
 
-    def _wanted(self, hosted: int, under_way: int) -> int:
+    def _wanted_change(self, hosted: int, under_way: int) -> int:
         if under_way > self.rules.requests * hosted and hosted < self.rules.most:
             return 1
         return -int(hosted > self.rules.least and under_way <= LOW * self.rules.requests * (hosted - 1))

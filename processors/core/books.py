@@ -47,7 +47,7 @@ LEVELS = ("session", "group", "batch", "run")
 
 
 @dataclass(slots=True)
-class Account:
+class TokenAccount:
     """Output tokens of a session, a group or a run; for a batch, those of the samples that its rollout batch took."""
 
     sampled: int = 0
@@ -86,9 +86,9 @@ class Imbalance:
         return f"{self.level} {self.id}: {self.says}"
 
 
-def total(accounts: Iterable[Account]) -> Account:
+def total(accounts: Iterable[TokenAccount]) -> TokenAccount:
     """Return the sum of `accounts`."""
-    found = Account()
+    found = TokenAccount()
     for account in accounts:
         found.sampled += account.sampled
         found.trained += account.trained
@@ -101,7 +101,7 @@ def run_books(
     scored: Iterable[GroupScored],
     manifests: Iterable[SampleBatchFormed | BatchSkipped],
     steps: Iterable[StepCompleted],
-) -> Account:
+) -> TokenAccount:
     """Add up groups, manifests and steps against the tokens that snapshots sampled.
 
     `steps` may hold several trainer generations of a batch; the highest is effective. Groups that were never scored, or
@@ -121,8 +121,10 @@ def run_books(
         if score.status is not GroupStatus.trained or score.group_id not in taken:
             masked[MaskReason.unused.value] += score.books.trained
     masked[MaskReason.unused.value] += sum(unscored.values())
-    trained = _trained(manifests, counting_steps(steps), masked)
-    return Account(sum(sampled_by_group.values()), trained, Counter({k: n for k, n in sorted(masked.items()) if n}))
+    trained = _count_trained(manifests, counting_steps(steps), masked)
+    return TokenAccount(
+        sum(sampled_by_group.values()), trained, Counter({k: n for k, n in sorted(masked.items()) if n})
+    )
 
 
 class OfBatch(Protocol):
@@ -155,7 +157,7 @@ def counting_steps(steps: Iterable[Step]) -> dict[int, Step]:
     return dict(sorted(found.items()))
 
 
-def _trained(
+def _count_trained(
     manifests: list[SampleBatchFormed | BatchSkipped], steps: dict[int, StepCompleted], masked: Counter[str]
 ) -> int:
     """Return the number of tokens that steps trained; add what batches and steps masked to `masked`."""

@@ -66,7 +66,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 @dataclass(slots=True)
-class Version:
+class VersionRewards:
     """The rewards of one weight version."""
 
     number: int
@@ -124,7 +124,7 @@ def _body(told: Estimate) -> dict[str, float]:
 class Evaluations:
     """Results of the eval groups."""
 
-    versions: dict[int, Version] = field(default_factory=dict)
+    versions: dict[int, VersionRewards] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
     """mixed | excluded -> number of sessions."""
     asked: int = 0
@@ -133,11 +133,11 @@ class Evaluations:
     """Number of groups scored."""
 
     @property
-    def best(self) -> Version | None:
-        """The version with the highest `Version.rank`; None if there are none."""
+    def best(self) -> VersionRewards | None:
+        """The version with the highest `VersionRewards.rank`; None if there are none."""
         return max(self.versions.values(), key=lambda version: version.rank, default=None)
 
-    def in_order(self) -> list[Version]:
+    def in_order(self) -> list[VersionRewards]:
         """Return the versions, oldest first."""
         return [self.versions[number] for number in sorted(self.versions)]
 
@@ -160,7 +160,7 @@ class Evaluations:
             elif oldest != newest:
                 self.left_out["mixed"] += 1
             else:
-                version = self.versions.setdefault(newest, Version(newest))
+                version = self.versions.setdefault(newest, VersionRewards(newest))
                 version.rewards[scored.task_id].append(rollout.reward)
 
 
@@ -197,7 +197,7 @@ class EvalGroups:
         elif isinstance(event, TurnTreeAssembled) and event.group_id not in self._training:
             self._trees[event.group_id][event.session_id] = versions_of(event)
 
-    def settled(self, round_: int) -> bool:
+    def is_settled(self, round_: int) -> bool:
         """Whether no group of a round is still open; a round that was skipped is settled with the next."""
         waiting = {asked for group, asked in self._asked.items() if group not in self._scored}
         return round_ not in waiting and round_ <= max(self._asked.values(), default=-1)

@@ -94,7 +94,7 @@ def check_layout(event: TokenSnapshot, length: int) -> None:
         )  # fmt: skip
 
 
-def packed(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
+def pack_experts(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
     """Pack a turn's rows, int32 [rows, layers, top_k], as a blob in the narrowest dtype, and return it with its layout.
 
     Raises BrokenExperts for an id below 0 or another number of dimensions.
@@ -109,7 +109,7 @@ def packed(rows: NDArray[np.int32]) -> tuple[bytes, ExpertsLayout]:
     return file.getvalue(), ExpertsLayout(count, layers, top_k, name)
 
 
-def unpacked(content: bytes) -> NDArray[Any]:
+def unpack_experts(content: bytes) -> NDArray[Any]:
     """Unpack the rows of a blob, [rows, layers, top_k] in its own dtype. Raises BrokenExperts if it is not such an
     array.
     """
@@ -122,7 +122,7 @@ def unpacked(content: bytes) -> NDArray[Any]:
     return rows
 
 
-def assembled(sample: SegmentSample, blobs: dict[BlobRef, NDArray[Any]]) -> NDArray[np.int32]:
+def assemble_experts(sample: SegmentSample, blobs: dict[BlobRef, NDArray[Any]]) -> NDArray[np.int32]:
     """Return the expert ids of a sample, int32 [tokens - 1, layers, top_k]. `blobs` holds every blob that it names,
     unpacked.
 

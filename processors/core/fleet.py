@@ -29,7 +29,7 @@ HOSTED = re.compile(r"engine-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class FleetEngine:
     """The state of one engine according to the log."""
 
     id: str
@@ -58,7 +58,7 @@ class Engine:
         return self.wanted == GONE
 
     @property
-    def left(self) -> bool:
+    def has_left(self) -> bool:
         """Whether it was requested to go and has gone."""
         return self.leaving and self.state in (GONE, "")
 
@@ -67,32 +67,32 @@ class Engine:
 class Fleet:
     """Fold of engine-requests and engine-status."""
 
-    engines: dict[str, Engine] = field(default_factory=dict)
+    engines: dict[str, FleetEngine] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
         """Fold one record of either topic; ignore any other record."""
         if isinstance(event, EngineRequested):
-            known = self.engines.get(event.engine_id, Engine(event.engine_id))
+            known = self.engines.get(event.engine_id, FleetEngine(event.engine_id))
             self.engines[known.id] = dataclasses.replace(
                 known, url=event.url or known.url, wanted=event.wanted, by=event.by, hosted=not event.url,
                 requests=known.requests + 1,
             )  # fmt: skip
         elif TOPIC_OF.get(type(event).__name__) is ENGINES:
-            known = self.engines.get(event.engine_id, Engine(event.engine_id))
+            known = self.engines.get(event.engine_id, FleetEngine(event.engine_id))
             cause = event.cause if isinstance(event, EngineGone) else ""
             self.engines[known.id] = dataclasses.replace(
                 known, url=event.url, state=event.state, version=event.version, cause=cause
             )
 
-    def present(self) -> list[Engine]:
+    def present(self) -> list[FleetEngine]:
         """Return the engines that were not requested to go."""
         return [engine for engine in self.engines.values() if not engine.leaving]
 
-    def hosted(self) -> list[Engine]:
+    def hosted_engines(self) -> list[FleetEngine]:
         """Return the present engines that the supervisor starts, ordered by number."""
         return sorted((engine for engine in self.present() if engine.hosted), key=number)
 
-    def named(self, name: str) -> Engine | None:
+    def find_engine(self, name: str) -> FleetEngine | None:
         """Return the engine with this id or address; one that is not leaving is preferred. None if there is none."""
         address = name.rstrip("/")
         found = [engine for engine in self.engines.values() if address in (engine.id, engine.url.rstrip("/"))]
@@ -102,27 +102,27 @@ class Fleet:
         """Return the request record. Repeating the request before the first one has been read returns the same
         record.
         """
-        known = self.engines.get(engine_id, Engine(engine_id))
+        known = self.engines.get(engine_id, FleetEngine(engine_id))
         return EngineRequested(
             event_id=digest("EngineRequested", run_id, engine_id, wanted, known.requests),
             run_id=run_id, engine_id=engine_id, url=url, wanted=wanted, by=by, reason=reason,
         )  # fmt: skip
 
-    def scaled(self, count: int) -> list[tuple[str, str]]:
+    def plan_scaling(self, count: int) -> list[tuple[str, str]]:
         """Return (engine, requested state) pairs that bring the number of hosted engines to `count`.
 
         The highest numbers are removed and the lowest free numbers are added. A number is free once its previous engine
         has gone.
         """
-        hosted = [engine.id for engine in self.hosted()]
+        hosted = [engine.id for engine in self.hosted_engines()]
         if count <= len(hosted):
             return [(engine_id, GONE) for engine_id in reversed(hosted[count:])]
-        taken = {engine.id for engine in self.engines.values() if not engine.left}
+        taken = {engine.id for engine in self.engines.values() if not engine.has_left}
         names = (f"engine-{each}" for each in range(len(taken) + count))
         free = [name for name in names if name not in taken]
         return [(engine_id, SERVING) for engine_id in free[: count - len(hosted)]]
 
-    def declared(self, engines: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    def compare_settings(self, engines: Iterable[tuple[str, str]]) -> list[tuple[str, str, str]]:
         """Return (engine, address, requested state) where the settings differ from the log.
 
         `engines` holds the (id, address or empty) pairs that the settings name. A request by anybody else takes
@@ -143,7 +143,7 @@ class Fleet:
         return known.hosted != (not url) or (not known.hosted and known.url != url)
 
 
-def number(engine: Engine) -> int:
+def number(engine: FleetEngine) -> int:
     """Return N of engine-N; -1 for any other name."""
     found = HOSTED.fullmatch(engine.id)
     return int(found[1]) if found else -1

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from turnlog.processors.core.messages import Dialogue
-from turnlog.processors.core.turns import Kinship, Tokens, key_of
+from turnlog.processors.core.turns import Kinship, TurnTokenDelta, key_of
 from turnlog.schemas.types import TurnId
 
 MAIN = "main"
@@ -19,7 +19,7 @@ class Turn:
     """A turn that the effective SessionFinished names, with both of its records."""
 
     id: TurnId
-    tokens: Tokens
+    tokens: TurnTokenDelta
     kinship: Kinship
     dialogue: Dialogue | None = None
     """The turn's messages; only for trajectory rules that route by messages."""
@@ -41,7 +41,7 @@ class Lineages:
         return self.kinds.index(MAIN) if MAIN in self.kinds else None
 
     @property
-    def continued(self) -> frozenset[int]:
+    def continued_turns(self) -> frozenset[int]:
         """Turns that another turn continues by its messages."""
         return frozenset(base for base in self.bases if base is not None)
 

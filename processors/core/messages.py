@@ -38,7 +38,7 @@ class NotMessages(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ComparableMessage:
     """The comparable parts of one message."""
 
     role: str
@@ -46,26 +46,26 @@ class Message:
     """16-byte digest of everything that is compared except reasoning."""
     reasoning: str
 
-    def echoes(self, own: Message) -> bool:
+    def echoes(self, own: ComparableMessage) -> bool:
         """Whether this message, as a client sent it, equals `own`, as it was recorded."""
         return self.digest == own.digest and (not self.reasoning or self.reasoning == own.reasoning)
 
 
-def messages(payload: bytes) -> tuple[Message, ...]:
+def messages(payload: bytes) -> tuple[ComparableMessage, ...]:
     """Parse the messages of a request. Raises NotMessages."""
-    raw = _parsed(payload)
+    raw = _parse_json(payload)
     if not isinstance(raw, list):
         raise NotMessages(f"messages are a {type(raw).__name__}, not a list")
     return tuple(message(one) for one in raw)
 
 
-def response(payload: bytes) -> Message:
+def response(payload: bytes) -> ComparableMessage:
     """Parse the assistant's message. Raises NotMessages."""
-    raw = _parsed(payload)
+    raw = _parse_json(payload)
     return message({"role": "assistant", **raw} if isinstance(raw, dict) else raw)
 
 
-def message(raw: Any) -> Message:
+def message(raw: Any) -> ComparableMessage:
     """Parse one message in the shape of any served API. Raises NotMessages."""
     if not isinstance(raw, dict):
         raise NotMessages(f"a message is a {type(raw).__name__}, not an object")
@@ -79,10 +79,10 @@ def message(raw: Any) -> Message:
     name = "" if item else str(raw.get("name") or "")
     about = [role, "\n".join(said.texts), name, said.found, said.others]
     digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).digest()
-    return Message(role, digest, "\n".join(said.thoughts).strip())
+    return ComparableMessage(role, digest, "\n".join(said.thoughts).strip())
 
 
-def _parsed(payload: bytes) -> Any:
+def _parse_json(payload: bytes) -> Any:
     try:
         text = payload.decode(json.detect_encoding(payload), "surrogatepass")
         deep = deeper_than(text)
@@ -157,8 +157,8 @@ class Dialogue:
     """A turn's request, as what it adds to its base's dialogue, and the response to it."""
 
     base: Dialogue | None
-    new: tuple[Message, ...]
-    response: Message
+    new: tuple[ComparableMessage, ...]
+    response: ComparableMessage
 
     @property
     def silent(self) -> bool:

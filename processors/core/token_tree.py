@@ -10,24 +10,24 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from turnlog.processors.core.turns import Ids, Tokens
+from turnlog.processors.core.turns import Ids, TurnTokenDelta
 
 NOBODY = 1 << 62
 """Greater than every order."""
 
 
-class Node:
+class RadixNode:
     """A radix-tree node: a prompt or a turn ends here, or two turns diverge."""
 
     __slots__ = ("above", "below", "depth", "earliest", "ending", "label")
 
-    def __init__(self, above: Node | None, depth: int, label: Ids) -> None:
+    def __init__(self, above: RadixNode | None, depth: int, label: Ids) -> None:
         self.above = above
         self.depth = depth
         """Number of tokens from the root to this node."""
         self.label = label
         """The tokens on the edge from `above` to this node."""
-        self.below: dict[int, Node] = {}
+        self.below: dict[int, RadixNode] = {}
         """Children by first token."""
         self.ending: list[int] = []
         """Orders of the marked turns whose S ends here, ascending."""
@@ -41,10 +41,10 @@ class TokenTree:
     """
 
     def __init__(self) -> None:
-        self._root = Node(None, 0, np.empty(0, dtype=np.int32))
-        self._ends: dict[Tokens, tuple[Node, Node]] = {}
+        self._root = RadixNode(None, 0, np.empty(0, dtype=np.int32))
+        self._ends: dict[TurnTokenDelta, tuple[RadixNode, RadixNode]] = {}
 
-    def insert(self, turn: Tokens) -> None:
+    def insert(self, turn: TurnTokenDelta) -> None:
         """Add a turn whose storage parent is in the tree."""
         place = self._root
         if turn.parent is not None:
@@ -54,20 +54,20 @@ class TokenTree:
         prompt = _grow(place, turn.base_len, turn.delta)
         self._ends[turn] = prompt, _grow(prompt, prompt.depth, turn.output)
 
-    def mark(self, turn: Tokens, order: int) -> None:
+    def mark(self, turn: TurnTokenDelta, order: int) -> None:
         """Make a turn visible to queries. Turns are marked in ascending order."""
-        node: Node | None = self._ends[turn][1]
+        node: RadixNode | None = self._ends[turn][1]
         assert node is not None
         node.ending.append(order)
         while node is not None and node.earliest > order:
             node.earliest = order
             node = node.above
 
-    def extended(self, turn: Tokens, order: int) -> Iterator[int]:
+    def prefix_turns(self, turn: TurnTokenDelta, order: int) -> Iterator[int]:
         """Yield the orders of marked earlier turns whose S is a prefix of this prompt: longest first, then latest
         first.
         """
-        node: Node | None = self._ends[turn][0]
+        node: RadixNode | None = self._ends[turn][0]
         while node is not None:
             yield from (other for other in reversed(node.ending) if other < order)
             node = node.above
@@ -84,15 +84,15 @@ class TokenTree:
             node.above = None
             node.below = {}
 
-    def shared(self, turn: Tokens, order: int) -> int:
+    def shared_length(self, turn: TurnTokenDelta, order: int) -> int:
         """Return the length of the longest prefix that this prompt shares with any marked earlier turn."""
-        node: Node | None = self._ends[turn][0]
+        node: RadixNode | None = self._ends[turn][0]
         while node is not None and node.earliest >= order:
             node = node.above
         return node.depth if node is not None else 0
 
 
-def _grow(node: Node, depth: int, ids: Ids) -> Node:
+def _grow(node: RadixNode, depth: int, ids: Ids) -> RadixNode:
     """Return the node at the end of `ids`, starting at `depth` on the edge to `node`; create it, with forks, if it is
     new.
     """
@@ -101,7 +101,7 @@ def _grow(node: Node, depth: int, ids: Ids) -> Node:
         if depth == node.depth:
             first = int(ids[done])
             if first not in node.below:
-                leaf = Node(node, depth + len(ids) - done, ids[done:])
+                leaf = RadixNode(node, depth + len(ids) - done, ids[done:])
                 node.below[first] = leaf
                 return leaf
             node = node.below[first]
@@ -121,12 +121,12 @@ def common(a: Ids, b: Ids) -> int:
     return first if size and differ[first] else size
 
 
-def _split(node: Node, depth: int) -> Node:
+def _split(node: RadixNode, depth: int) -> RadixNode:
     """Insert a new node at `depth` on the edge to `node` and return it."""
     above = node.above
     assert above is not None
     cut = depth - above.depth
-    middle = Node(above, depth, node.label[:cut])
+    middle = RadixNode(above, depth, node.label[:cut])
     above.below[int(node.label[0])] = middle
     node.above, node.label = middle, node.label[cut:]
     middle.below[int(node.label[0])] = node
@@ -134,13 +134,13 @@ def _split(node: Node, depth: int) -> Node:
     return middle
 
 
-def shared_prefix(one: Tokens, one_len: int, other: Tokens, other_len: int) -> int:
+def shared_prefix(one: TurnTokenDelta, one_len: int, other: TurnTokenDelta, other_len: int) -> int:
     """Return the length of the longest common prefix of one's S[:one_len] and other's S[:other_len].
 
     Tokens that both take from one record share memory and are not compared.
     """
     shortest = min(one_len, other_len)
-    if _taken(one, other) >= shortest:
+    if _inherited_length(one, other) >= shortest:
         return shortest
     ours, theirs = one.prefix(one_len), other.prefix(other_len)
     at = i = j = from_i = from_j = 0
@@ -158,11 +158,11 @@ def shared_prefix(one: Tokens, one_len: int, other: Tokens, other_len: int) -> i
     return at
 
 
-def _taken(one: Tokens, other: Tokens) -> int:
+def _inherited_length(one: TurnTokenDelta, other: TurnTokenDelta) -> int:
     """Return how many leading tokens of `other` are those of `one` because it is stored against `one`. The result is 0
     if the chain ends elsewhere, with a turn that is stored against nothing.
     """
-    owner: Tokens | None = other
+    owner: TurnTokenDelta | None = other
     length = other.length
     while owner is not None and owner is not one:
         length, owner = min(length, owner.base_len), owner.parent

@@ -89,7 +89,7 @@ def kinship(event: TurnCompleted) -> Kinship:
 
 
 @dataclass(slots=True, eq=False)
-class Tokens:
+class TurnTokenDelta:
     """The tokens of one turn as a delta to its storage parent: views of the record's bytes, never whole prompts.
 
     S = prompt + output; prompt = parent's S[:base_len] + delta. Memory is O(new tokens). `delta` and `output` are
@@ -98,7 +98,7 @@ class Tokens:
 
     offset: int
     """Offset of the snapshot in agent.token-snapshots."""
-    parent: Tokens | None
+    parent: TurnTokenDelta | None
     """Storage parent; None if the whole prompt is in `delta`."""
     base_len: int
     """Number of leading tokens taken from the parent's S."""
@@ -128,10 +128,10 @@ class Tokens:
     length: int
     """Number of tokens in S."""
 
-    def chain(self, length: int) -> list[tuple[Tokens, int]]:
+    def chain(self, length: int) -> list[tuple[TurnTokenDelta, int]]:
         """Return the owners of S[:length], first token first: (turn, end), each turn owning [its base_len, end)."""
-        owners: list[tuple[Tokens, int]] = []
-        owner: Tokens | None = self
+        owners: list[tuple[TurnTokenDelta, int]] = []
+        owner: TurnTokenDelta | None = self
         while owner is not None and length > 0:
             if length > owner.base_len:
                 owners.append((owner, length))
@@ -153,7 +153,7 @@ class Tokens:
         """Return sha256 over S[:length], which must not be updated in place. Costs O(1) where a turn ends, else
         O(tokens of one turn).
         """
-        owner: Tokens = self
+        owner: TurnTokenDelta = self
         while length < owner.base_len:
             assert owner.parent is not None
             owner = owner.parent
@@ -181,7 +181,7 @@ def refused_tokens(event: TokenSnapshot, offset: int) -> RefusedTokens:
     return RefusedTokens(offset, sampled_tokens(event))
 
 
-def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
+def tokens(event: TokenSnapshot, offset: int, parent: TurnTokenDelta | None) -> TurnTokenDelta:
     """Check a snapshot against itself and its storage parent, and return its tokens.
 
     `parent` holds the tokens of event.parent_turn, as found among the snapshots before this one. Raises a SnapshotError
@@ -213,7 +213,7 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
             "the gateway stored other tokens than the engine saw: compare parent_turn, base_len and delta_ids",
         )  # fmt: skip
     hashed.update(output.data)
-    return Tokens(
+    return TurnTokenDelta(
         offset, parent, base_len, delta, output, logprobs, event.version_spans, event.temperature,
         event.logprob_kind, event.prompt_sha256, event.experts, event.experts_layout, images,
         event.constrained,
@@ -221,7 +221,7 @@ def tokens(event: TokenSnapshot, offset: int, parent: Tokens | None) -> Tokens:
     )  # fmt: skip
 
 
-def _visible(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> tuple[ImageRef, ...]:
+def _visible(event: TokenSnapshot, parent: TurnTokenDelta | None, prompt_len: int) -> tuple[ImageRef, ...]:
     """Return every image in the turn's prompt, ordered by position.
 
     Raises ImageOutOfPlace for an image that lies outside the prompt, that the parent already supplies, or that overlaps
@@ -244,7 +244,7 @@ def _visible(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> tu
     return images
 
 
-def agree(earlier: Tokens, later: Tokens) -> bool:
+def agree(earlier: TurnTokenDelta, later: TurnTokenDelta) -> bool:
     """Whether the images within `earlier` are the same at those positions in `later`."""
     if not earlier.images and not later.images:
         return True
@@ -312,7 +312,7 @@ def _check_spans(event: TokenSnapshot, output_len: int) -> None:
         )  # fmt: skip
 
 
-def _check_parent(event: TokenSnapshot, parent: Tokens | None, prompt_len: int) -> None:
+def _check_parent(event: TokenSnapshot, parent: TurnTokenDelta | None, prompt_len: int) -> None:
     if parent is None and (event.parent_turn is not None or event.base_len != 0):
         raise UnknownParent(
             event.session_id, event.turn, f"takes {event.base_len} tokens of {event.parent_turn}, not before it",

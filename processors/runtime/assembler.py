@@ -22,12 +22,19 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import GroupReader, Log, Partition, Record
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import Configured, configured
+from turnlog.infra.roles.runs import Configured, load_configuration
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.reaper import EnginesServe, Reaper, RunnersServe
-from turnlog.processors.runtime.unit import AssemblerPlan, Clock, Unit, UnitFailed, by_unit, requested_skips
-from turnlog.processors.runtime.watch import Limits
+from turnlog.processors.runtime.unit import (
+    AssemblerPlan,
+    Clock,
+    FoldPartitionTask,
+    UnitFailed,
+    by_unit,
+    requested_skips,
+)
+from turnlog.processors.runtime.watch import ReaperLimits
 from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)
@@ -39,12 +46,12 @@ async def main(role: Role) -> None:
 
     Raises OtherRun, OtherSettings, UnknownFoldVersion, LowWaterError, LogError, BlobError, RegistryError.
     """
-    run = await configured(role)
+    run = await load_configuration(role)
     if run is None:
         return
     settings = role.settings.assembler
     plan = assembler_plan(run, settings)
-    runner = Runner(plan, role.log, role.events, role.blobs, role.health, clock=time.monotonic)
+    runner = AssemblerRunner(plan, role.log, role.events, role.blobs, role.health, clock=time.monotonic)
     engines = EnginesServe(role.log, role.events, clock=time.monotonic)
     runners = RunnersServe(role.log, run.run_id, clock=time.monotonic)
     reaper = Reaper(
@@ -52,7 +59,7 @@ async def main(role: Role) -> None:
         role.log,
         role.events,
         clock=time.monotonic,
-        limits=Limits(
+        limits=ReaperLimits(
             silence_s=settings.reaper_silence_s,
             deadline_s=settings.group_deadline_s,
             stragglers=settings.stragglers,
@@ -105,13 +112,13 @@ def assembler_plan(run: Configured, settings: AssemblerSettings) -> AssemblerPla
     )
 
 
-class Runner:
+class AssemblerRunner:
     """Folds the partition tasks that the consumer group assigns to this process."""
 
     def __init__(
         self, plan: AssemblerPlan, client: Log, events: EventLog, blobs: Blobs, health: Health, *, clock: Clock
     ) -> None:
-        self.units: dict[int, Unit] = {}
+        self.units: dict[int, FoldPartitionTask] = {}
         """Partition -> task, for tasks that are assigned and not stopped."""
         self.stopped: dict[int, str] = {}
         """Partition -> the record at which its task stopped, and the reason."""
@@ -127,16 +134,16 @@ class Runner:
         self, stopping: asyncio.Event, *, instance: str | None = None, max_records: int = 500, poll_s: float = 0.02
     ) -> None:
         """Fold until `stopping` is set, then commit and leave the group. Raises errors that must end the process."""
-        async with self.joined(instance) as reader:
+        async with self.join_group(instance) as reader:
             while not stopping.is_set():
                 self._health.beat()
                 await self.turn(reader, max_records=max_records, poll_s=poll_s)
             await _all(unit.commit() for unit in self.units.values())
 
-    def joined(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
+    def join_group(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
         """Join the consumer group as a member."""
         return self._log.group_reader(
-            self._plan.group, INPUTS, assigned=self._assigned, revoked=self._revoked, instance=instance
+            self._plan.group, INPUTS, assigned=self._on_assigned, revoked=self._on_revoked, instance=instance
         )
 
     async def turn(self, reader: GroupReader, *, max_records: int = 500, poll_s: float = 0.02) -> int:
@@ -155,7 +162,7 @@ class Runner:
         self._unsought = set()
         return len(records)
 
-    async def _step(self, unit: Unit, records: list[Record]) -> None:
+    async def _step(self, unit: FoldPartitionTask, records: list[Record]) -> None:
         if unit.number in self._unsought:
             return
         try:
@@ -166,7 +173,7 @@ class Runner:
         except UnitFailed as failure:
             await self._stop_or_skip(unit, failure)
 
-    async def _stop_or_skip(self, unit: Unit, failure: UnitFailed) -> None:
+    async def _stop_or_skip(self, unit: FoldPartitionTask, failure: UnitFailed) -> None:
         """Stop the partition task; if an operator requested to skip the record, fold again from its marks without
         it.
         """
@@ -183,7 +190,7 @@ class Runner:
     def _say_stopped(self, number: int, why: str | None) -> None:
         if why is None:
             self.stopped.pop(number, None)
-            self._health.met(f"unit {number}")
+            self._health.mark_ready(f"unit {number}")
         else:
             self.stopped[number] = why
             self._health.unmet(
@@ -192,17 +199,19 @@ class Runner:
         STOPPED.set(len(self.stopped))
 
     async def _open(self, number: int, skips: Mapping[tuple[str, int], str]) -> None:
-        unit = Unit(number, self._plan, self._log, self._events, self._blobs, clock=self._clock, skips=skips)
+        unit = FoldPartitionTask(
+            number, self._plan, self._log, self._events, self._blobs, clock=self._clock, skips=skips
+        )
         self.units[number] = unit
         await unit.open()
         self._unsought.add(number)
         log.info("unit %d opened: folds from %s", number, unit.start)
 
-    async def _assigned(self, numbers: frozenset[int]) -> None:
+    async def _on_assigned(self, numbers: frozenset[int]) -> None:
         await _all(self._open(number, {}) for number in sorted(numbers))
-        self._health.started()
+        self._health.mark_started()
 
-    async def _revoked(self, numbers: frozenset[int]) -> None:
+    async def _on_revoked(self, numbers: frozenset[int]) -> None:
         units = [self.units.pop(number) for number in numbers if number in self.units]
         self._unsought -= numbers
         for number in numbers:

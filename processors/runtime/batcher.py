@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.batch_files import MEDIA_TYPE, sealed
+from turnlog.infra.batch_files import MEDIA_TYPE, build_batch_file
 from turnlog.infra.blobs import inlined
 from turnlog.infra.event_log import where
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import Configured, configured
+from turnlog.infra.roles.runs import Configured, load_configuration
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.draws import (
     DrawRules,
@@ -33,9 +33,9 @@ from turnlog.processors.core.batches.draws import (
     form_draw,
     overtaken,
 )
-from turnlog.processors.core.batches.progress import HeldVersion, Progress
+from turnlog.processors.core.batches.progress import BatchProgress, HeldVersion
 from turnlog.processors.core.fold.unit import WrongTopic
-from turnlog.processors.runtime.by_recipe import drawn
+from turnlog.processors.runtime.by_recipe import count_row
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -63,7 +63,7 @@ async def main(role: Role) -> None:
     versions to their ends; 4. read samples from the last manifest's positions; 5. per rollout batch, upload the files,
     then write its manifests in one transaction. Raises OtherRun, OtherSettings.
     """
-    run = await configured(role)
+    run = await load_configuration(role)
     if run is None:
         return
     async with role.log.transactor(TransactionalId.BATCHER.format(run=role.settings.run.id)) as transactor:
@@ -79,10 +79,16 @@ class Batcher:
     """The waiting groups, and the progress of rollout batches, steps and versions according to the log."""
 
     def __init__(
-        self, role: Role, run: Configured, transactor: Transactor, *, form: Form = form_draw, seal: Seal = sealed
+        self,
+        role: Role,
+        run: Configured,
+        transactor: Transactor,
+        *,
+        form: Form = form_draw,
+        seal: Seal = build_batch_file,
     ) -> None:
         """`form` forms a rollout batch from groups; `seal` returns a batch's file and the hash of its rows."""
-        self.progress = Progress(publish_every=role.settings.trainer.publish_every)
+        self.progress = BatchProgress(publish_every=role.settings.trainer.publish_every)
         self._form_draw, self._seal = form, seal
         self._role = role
         self._transactor = transactor
@@ -111,9 +117,9 @@ class Batcher:
             self._next = {partition.number: offset for partition, offset in starts.items()}
             again = await role.log.end_offsets(list(starts))  # records of groups taken before lie below these ends
             group = ConsumerGroup.BATCHER.format(run=role.settings.run.id)
-            reached = await Reached.recalled(role.log, self._transactor, group, list(starts))
+            reached = await Reached.from_log(role.log, self._transactor, group, list(starts))
             reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
-            role.health.started()
+            role.health.mark_started()
             while not role.stopping.is_set():
                 role.health.beat()
                 await self._take(await reader.poll(timeout_s=0.05))
@@ -136,7 +142,7 @@ class Batcher:
             if record.topic == topics.SAMPLES.name:
                 await self._own(record)
             else:
-                event = await self._role.events.known(record)
+                event = await self._role.events.decode_known(record)
                 if event is not None and event.run_id == self._role.settings.run.id:
                     self.progress.apply(event)
 
@@ -157,7 +163,7 @@ class Batcher:
             )
 
     async def _sample(self, record: Record, event: SegmentSample | GroupScored) -> None:
-        taken = self.progress.taken(event.group_id)
+        taken = self.progress.is_taken(event.group_id)
         if taken and not isinstance(event, GroupScored):
             return  # no position may lie among its records: a successor would form the group again from the rest
         self._next[record.partition] = record.offset + 1
@@ -189,7 +195,7 @@ class Batcher:
 
     async def _form(self) -> None:
         held = self.progress.held_at_next_draw({version for group in self._ready for version in group.versions})
-        groups = self._composed(held)
+        groups = self._take_groups(held)
         for group in groups:
             self._starts.pop(group.score.group_id, None)
         # Rows of a large rollout batch take seconds of arithmetic: keep the heartbeats of the clients alive.
@@ -205,10 +211,10 @@ class Batcher:
             self.progress.forget(group.score.group_id)
         self._report(draw, held.number)
         for placed in (placed for group in groups for placed in group.samples):
-            drawn(placed.sample, held)
+            count_row(placed.sample, held)
         _count(draw, groups)
 
-    def _composed(self, held: HeldVersion) -> list[ReadableGroup]:
+    def _take_groups(self, held: HeldVersion) -> list[ReadableGroup]:
         """Take the groups of the next rollout batch from those that wait.
 
         Under `freshest`, overtaken groups are added and dropped as stale. Otherwise a group that is never taken would
@@ -229,7 +235,7 @@ class Batcher:
         """
         first, index = self.progress.next_batch, self.progress.next_draw
         groups = tuple(sorted(group.score.group_id for group in taken))
-        lags = held.recorded({version for group in taken for version in group.versions})
+        lags = held.recorded_lags({version for group in taken for version in group.versions})
         positions = self._positions()
         run_id = self._role.settings.run.id
         if not draw.batches:

@@ -24,12 +24,12 @@ class SettledSessions:
     def __init__(self) -> None:
         self._recipes: dict[str, str] = {}
 
-    def assembled(self, tree: TurnTreeAssembled, started: SessionStarted | None) -> None:
+    def remember_tree(self, tree: TurnTreeAssembled, started: SessionStarted | None) -> None:
         """Remember the recipe of a tree that will be committed."""
         if started is not None:
             self._recipes[tree.session_id] = started.recipe
 
-    def committed(self, event: Event) -> None:
+    def count_committed(self, event: Event) -> None:
         """Count a committed event, if it is a tree."""
         recipe = self._recipes.pop(event.session_id, None) if isinstance(event, TurnTreeAssembled) else None
         if recipe is None or not isinstance(event, TurnTreeAssembled):
@@ -41,6 +41,6 @@ class SettledSessions:
             PASSED.labels(recipe).inc(event.reward >= PASS)
 
 
-def drawn(sample: SegmentSample, held: HeldVersion) -> None:
+def count_row(sample: SegmentSample, held: HeldVersion) -> None:
     """Count a row of a rollout batch that is formed while the trainer holds version `held`."""
     LAG.labels(sample.recipe).observe(held.lag(sample.weight_version_min))

@@ -20,8 +20,8 @@ from turnlog.infra.log import GroupNotAuthorized, Log, LogUnavailable, Partition
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fleet import SERVING, Fleet
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
-from turnlog.processors.runtime.unit import Clock, Unit
-from turnlog.processors.runtime.watch import Limits, Watch
+from turnlog.processors.runtime.unit import Clock, FoldPartitionTask
+from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import GroupClosed, SessionFinished
 from turnlog.schemas.topics import ENGINES
@@ -44,7 +44,7 @@ class _Look:
     `at`.
     """
 
-    unit: Unit
+    unit: FoldPartitionTask
     at: float
     ends: dict[str, int]
     caught_up_at: float | None = None
@@ -125,14 +125,15 @@ class RunnersServe:
         if await self._log.members(self._group):
             self._since = self._clock() if self._since is None else self._since
         else:
-            self._since = None if await self._log.committed(self._group) else -math.inf
+            self._since = None if await self._log.committed_partitions(self._group) else -math.inf
 
 
 class Reaper:
     """Watches the partition tasks of one process and closes what is overdue."""
 
     def __init__(
-        self, units: Mapping[int, Unit], client: Log, events: EventLog, *, clock: Clock, limits: Limits,
+        self, units: Mapping[int, FoldPartitionTask], client: Log, events: EventLog, *, clock: Clock,
+        limits: ReaperLimits,
         beat: Callable[[], None] = lambda: None, served_since: Callable[[], float] = lambda: -math.inf,
     ) -> None:  # fmt: skip
         """`beat` is called at every check; `served_since` returns since when sessions could proceed, and now while they
@@ -173,7 +174,7 @@ class Reaper:
                 appended += await self._decide(number, unit)
         return appended
 
-    async def _decide(self, number: int, unit: Unit) -> list[SessionFinished | GroupClosed]:
+    async def _decide(self, number: int, unit: FoldPartitionTask) -> list[SessionFinished | GroupClosed]:
         look = self._looks.get(number)
         if look is None or look.unit is not unit:  # a new owner catches up from the start
             look = self._looks[number] = _Look(unit, self._clock(), await self._ends(number))
@@ -216,7 +217,7 @@ class Reaper:
             CLOSED.labels(event.reason).inc()
 
 
-def _subject(event: SessionFinished | GroupClosed, watch: Watch) -> str:
+def _subject(event: SessionFinished | GroupClosed, watch: GroupWatch) -> str:
     """Return the key under which an event is written once: a close that came back void may be written again."""
     if isinstance(event, SessionFinished):
         return event.event_id

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalized, inlined
+from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalize_payloads, inlined
 from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor, check_commits, own_ends
 from turnlog.infra.registry import RegistryUnavailable
@@ -28,14 +28,14 @@ from turnlog.processors.core.fold.low_water import (
     FoldFactory,
     FoldName,
     LogTruncated,
-    Marks,
+    LowWaterMarks,
     decode_marks,
     encode_marks,
 )
 from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
 from turnlog.processors.runtime.by_recipe import SettledSessions
-from turnlog.processors.runtime.watch import Watch
+from turnlog.processors.runtime.watch import GroupWatch
 from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
 from turnlog.schemas.topics import TOPIC_OF, TREES
@@ -51,7 +51,7 @@ LostPayload = BlobMissing | BlobCorrupt
 Decoded = Event | UndecodableRecord | LostPayload
 
 
-async def decoded(
+async def decode_records(
     records: Sequence[Record],
     events: EventLog,
     blobs: Blobs,
@@ -71,7 +71,7 @@ async def decoded(
         try:
             found.append(events.codec.decode(record.value))
         except UnknownSchemaId:  # needs a request to the registry; records of cached ids never wait
-            found.append(await _decoded(record, events, pauses_s))
+            found.append(await _decode_record(record, events, pauses_s))
         except LaterKind as later:
             passed_over(record, later)
             found.append(later)
@@ -79,13 +79,13 @@ async def decoded(
             found.append(refusal)
     away = [at for at, event in enumerate(found) if _refers(event, run_id, messages)]
     for at, event in zip(
-        away, await asyncio.gather(*(_inlined(found[at], blobs, pauses_s) for at in away)), strict=True
+        away, await asyncio.gather(*(_inline_payloads(found[at], blobs, pauses_s) for at in away)), strict=True
     ):
         found[at] = event
     return found
 
 
-async def _decoded(record: Record, events: EventLog, pauses_s: Sequence[float]) -> Decoded:
+async def _decode_record(record: Record, events: EventLog, pauses_s: Sequence[float]) -> Decoded:
     try:
         for pause_s in pauses_s:
             try:
@@ -101,7 +101,7 @@ def _refers(event: Decoded, run_id: str, messages: bool) -> bool:
     return BlobRef in map(type, payloads_read(event, run_id, messages=messages))
 
 
-async def _inlined(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event | LostPayload:
+async def _inline_payloads(event: Event, blobs: Blobs, pauses_s: Sequence[float]) -> Event | LostPayload:
     for pause_s in pauses_s:
         try:
             return await inlined(event, blobs)
@@ -170,7 +170,7 @@ async def restore(log: Log, events: EventLog, plan: AssemblerPlan, unit: int) ->
     commits = await log.commits(plan.group, inputs)
     await check_commits(log, plan.group, inputs, () if commits else inputs, outputs)
     found = decode_marks({name.topic: (at.offset, at.metadata) for name, at in commits.items()}, INPUTS, plan.fold)
-    marks = found or Marks.start(INPUTS)
+    marks = found or LowWaterMarks.start(INPUTS)
     starts = await log.start_offsets([*inputs, *outputs])
     ends = await log.end_offsets(inputs) | await own_ends(log, outputs)
     wanted = {**marks.low, TREES.name: marks.tree_low, plan.scores: marks.score_low}
@@ -184,13 +184,13 @@ async def restore(log: Log, events: EventLog, plan: AssemblerPlan, unit: int) ->
             raise LogTruncated(
                 f"{name.topic}[{unit}] ends at {ends[name]}, but {marks.high[name.topic]} records of it were folded"
             )
-    done = await _done(log, events, plan, marks, {name: ends[name] for name in outputs}, unit)
+    done = await _read_done(log, events, plan, marks, {name: ends[name] for name in outputs}, unit)
     fold = UnitFold(marks, done, plan.factory, run_id=plan.run_id, horizon_records=plan.horizon_records)
     return Restored(fold, {name.topic: ends[name] for name in outputs}, commits)
 
 
-async def _done(
-    log: Log, events: EventLog, plan: AssemblerPlan, marks: Marks, ends: dict[Partition, int], unit: int
+async def _read_done(
+    log: Log, events: EventLog, plan: AssemblerPlan, marks: LowWaterMarks, ends: dict[Partition, int], unit: int
 ) -> Done:
     done = Done()
     trees, scores = Partition(TREES.name, unit), Partition(plan.scores, unit)
@@ -253,7 +253,7 @@ class UnitFailed(Exception):
         self.offset = record.offset
 
 
-class Unit:
+class FoldPartitionTask:
     """Folds partition `number`. Call `open`, seek the inputs to `position`, call `step` for each poll, then `close`."""
 
     def __init__(
@@ -262,7 +262,7 @@ class Unit:
     ) -> None:  # fmt: skip
         """`skips` maps (topic, offset) of records to skip to the reason."""
         self.number = number
-        self.watch = Watch()
+        self.watch = GroupWatch()
         self.skips = skips
         self._plan = plan
         self._log = log
@@ -324,7 +324,7 @@ class Unit:
         fresh = [record for record, wants in zip(records, wanted, strict=True) if wants]
         plan = self._plan
         with READ_S.time():
-            found = await decoded(
+            found = await decode_records(
                 fresh, self._events, self._blobs, plan.pauses_s, run_id=plan.run_id, messages=plan.messages
             )
         events = iter(found)
@@ -334,7 +334,7 @@ class Unit:
                 if wants:
                     self._take(record, next(events), now)
                 self._fold.pass_over(record)
-        self._span.passed(records)
+        self._span.add_records(records)
         RECORDS.inc(len(records))
         if refolding and not self.refolding:
             REFOLD_SECONDS.set(now - self._opened_at)
@@ -363,18 +363,18 @@ class Unit:
         OPEN_GROUPS.labels(str(self.number)).set(len(self._fold.low_water.open))
 
     async def _commit(self) -> None:
-        outputs = [await externalized(event, self._blobs) for event in self._pending]
+        outputs = [await externalize_payloads(event, self._blobs) for event in self._pending]
         sends = await self._events.begin(self._transactor, outputs, lambda _: self.number)
         for event in outputs:
             self._note(event, self._output_ends.get(TOPIC_OF[type(event).__name__].name, 0))
-        self._commits = self._marked()
+        self._commits = self._build_commits()
         await self._transactor.offsets(self._plan.group, self._commits)
         placed = await asyncio.gather(*sends)
         await self._transactor.commit()
         for event, (_, offset) in zip(outputs, placed, strict=True):
             self._note(event, offset)
             _count(event)
-            self._settled.committed(event)
+            self._settled.count_committed(event)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
 
@@ -384,8 +384,8 @@ class Unit:
         """
         if not self._fold.wants(record):
             return
-        taken = self._taken(record, event)
-        repeated = self._fold.low_water.repeated(record.topic, record.offset)
+        taken = self._take_record(record, event)
+        repeated = self._fold.low_water.is_repeated(record.topic, record.offset)
         if taken.refusal is not None and not repeated:
             self._pending.append(dead_letter(record, taken.refusal, run_id=self._plan.run_id, role="assembler"))
         if taken.late and not repeated:
@@ -395,11 +395,11 @@ class Unit:
         for output in taken.outputs:
             self._pending.append(output)
             if isinstance(output, TurnTreeAssembled):
-                self._settled.assembled(output, self.watch.started(output.group_id, output.session_id))
+                self._settled.remember_tree(output, self.watch.find_start(output.group_id, output.session_id))
             if isinstance(output, GroupScored):
                 self.watch.forget(output.group_id)
 
-    def _taken(self, record: Record, event: Decoded) -> Taken:
+    def _take_record(self, record: Record, event: Decoded) -> Taken:
         if (record.topic, record.offset) in self.skips:
             return Taken(refusal=RecordSkipped(f"{where(record)}: {self.skips[record.topic, record.offset]}"))
         if isinstance(event, LaterKind):
@@ -419,7 +419,7 @@ class Unit:
         elif type(event).__name__ == self._plan.score:
             self._fold.low_water.note_score(event.group_id, offset)
 
-    def _marked(self) -> dict[Partition, Commit]:
+    def _build_commits(self) -> dict[Partition, Commit]:
         marks = self._fold.low_water.advance((self._output_ends[TREES.name], self._output_ends[self._plan.scores]))
         OPEN_SPAN.labels(str(self.number)).set(self._span.above(marks.low))
         metadata = {topic: encode_marks(marks, self._plan.fold, topic) for topic in INPUTS}
@@ -455,7 +455,7 @@ class OpenSpan:
         self._ends: dict[str, deque[tuple[int, int]]] = {}
         """Topic -> (next offset, total) after each batch."""
 
-    def passed(self, records: Sequence[Record]) -> None:
+    def add_records(self, records: Sequence[Record]) -> None:
         """Add one batch of records."""
         last: dict[str, int] = {}
         for record in records:

@@ -37,7 +37,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.kafka.connection import Connection, typed
+from turnlog.infra.kafka.connection import Connection, convert_errors
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
@@ -45,11 +45,11 @@ from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.ending import obey
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.measures import BYTES, STAGE_S
-from turnlog.infra.roles.probe import EVERY, bindable, reached, served_at
+from turnlog.infra.roles.probe import EVERY, bindable, client_url, served_at
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import claimed
-from turnlog.infra.roles.starting import asked, lived, servers_of
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.roles.runs import claim_log
+from turnlog.infra.roles.starting import run_until_stopped, servers_of, stop_on_signals
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.names import ConsumerGroup
 from turnlog.schemas import SchemaError, UnknownSchemaId, topics
 from turnlog.schemas.codec import Codec
@@ -222,8 +222,8 @@ def serve_views(settings: Settings) -> int:
 
     Raises OtherRun, LogUnreachable, RegistryUnreachable, and any other error that ended the worker.
     """
-    settings = resolved(settings)
-    codec = asyncio.run(_started(settings))
+    settings = resolve_endpoints(settings)
+    codec = asyncio.run(_wait_for_codec(settings))
     obey()  # the loop's handlers are gone with it, and Faust installs its own later
     if codec is None:
         return 0
@@ -242,19 +242,19 @@ def _work(settings: Settings, app: faust.App, connection: Connection) -> int:
         # Faust has printed the error; typing it lets the exit status tell a missing broker from a bug of ours.
         cause = worker.crash_reason or app.crash_reason or done.__context__
         if done.code and isinstance(cause, Exception):
-            with typed(connection, "views"):
+            with convert_errors(connection, "views"):
                 raise cause from None
         return int(done.code or 0)
     return 0
 
 
-async def _started(settings: Settings) -> Codec | None:
+async def _wait_for_codec(settings: Settings) -> Codec | None:
     """Serve health until Faust takes over, and wait for the servers; None if a stop was requested. Raises the errors of
     `_codec`.
     """
-    stopping, health = asked(), Health("views")
+    stopping, health = stop_on_signals(), Health("views")
     async with serve_health(health, served_at("views", settings, os.environ)):
-        return await lived(_codec(settings, health), stopping, health)
+        return await run_until_stopped(_codec(settings, health), stopping, health)
 
 
 async def _codec(settings: Settings, health: Health) -> Codec:
@@ -269,7 +269,7 @@ async def _codec(settings: Settings, health: Health) -> Codec:
         stack.push_async_callback(registry.close)
         events = await stack.enter_async_context(EventLog.open(log, registry, writer="views"))
         role = Role("views", "views", settings, log, events, MemoryBlobs(), health)  # views read no payloads
-        async with claimed(role):
+        async with claim_log(role):
             return events.codec
 
 
@@ -313,7 +313,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
         broker_heartbeat_interval=SESSION_TIMEOUT_S / 3,
         consumer_group_instance_id=instance,
         web_enabled=address is not None,
-        web_host=urlsplit(reached(host, port)).netloc.rpartition(":")[0],
+        web_host=urlsplit(client_url(host, port)).netloc.rpartition(":")[0],
         web_port=port,
         web_bind="" if bindable(host) == EVERY else bindable(host),  # on ::, asyncio's servers accept IPv6 only
         loghandlers=[log_lines.handler(sys.stderr, as_json=log_lines.is_json(os.environ))],
@@ -321,7 +321,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
     tables = _tables(app, settings)
     _agents(app, settings, codec, tables)
     health = Health("views", work_s=settings.liveness.work_s)
-    health.started()  # Faust reports the rest
+    health.mark_started()  # Faust reports the rest
     _beats(app, health, connection)
 
     async def watch() -> None:
@@ -351,13 +351,13 @@ async def event_of(
         try:
             return codec.decode(raw)
         except UnknownSchemaId as unknown:
-            codec.hold(unknown.schema_id, await _asked(unknown.schema_id, ask, retry_s))
+            codec.hold(unknown.schema_id, await _fetch_schema(unknown.schema_id, ask, retry_s))
             return codec.decode(raw)
     except (SchemaError, KeyError):
         return None
 
 
-async def _asked(
+async def _fetch_schema(
     schema_id: int, ask: Callable[[int], Awaitable[Mapping[str, Any]]], retry_s: float
 ) -> Mapping[str, Any]:
     """Fetch a schema and retry until the registry answers: for an exception, Faust would skip the record."""
@@ -461,7 +461,7 @@ def _beats(app: faust.App, health: Health, connection: Connection) -> None:
 
     async def patiently() -> None:
         # During a rebalance, or without a broker, there is nothing to check and no heartbeat to report.
-        with contextlib.suppress(ConsumerNotStarted, LogError), typed(connection, "views"):
+        with contextlib.suppress(ConsumerNotStarted, LogError), convert_errors(connection, "views"):
             await look()
 
     app.timer(LOOK_EVERY_S)(patiently)

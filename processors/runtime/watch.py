@@ -61,7 +61,7 @@ class WatchedSession(Tenure):
             case RewardFailed() | StepRewardAssigned():
                 pass  # only a sign of life
 
-    def supplied(self) -> tuple[TurnId, ...]:
+    def recorded_turns(self) -> tuple[TurnId, ...]:
         """Return the turns with both records, in order of (epoch, index)."""
         both = [turn for turn in self.completed & self.snapshots if turn[0] in self.epochs]
         ordered = sorted(both, key=lambda turn: (self.epochs.index(turn[0]), turn[1]))
@@ -82,7 +82,7 @@ class WatchedSession(Tenure):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ReaperLimits:
     """Time limits and the treatment of stragglers."""
 
     silence_s: float
@@ -108,7 +108,7 @@ class WatchedGroup:
     closes: int = 0
     """Number of closes that came back from the log; all were void, since the group is open."""
 
-    def has_quorum(self, limits: Limits) -> bool:
+    def has_quorum(self, limits: ReaperLimits) -> bool:
         """Whether, under `cut`, a group that was requested with more rollouts than needed has enough usable ones.
 
         False while a finished session lacks turns: the fold waits for them, and only the deadline decides that they are
@@ -128,7 +128,7 @@ class WatchedGroup:
         return any(s.finish is not None and s.last_at > now and not s.whole() for s in self.sessions.values())
 
 
-class Watch:
+class GroupWatch:
     """The open groups of one partition task."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Watch:
         session.last_at = at
         session.saw(event, refused=refused)
 
-    def started(self, group: str, session: str) -> SessionStarted | None:
+    def find_start(self, group: str, session: str) -> SessionStarted | None:
         """Return the SessionStarted of a session of an open group, or None."""
         return self.groups[group].sessions[session].started if group in self.groups else None
 
@@ -165,7 +165,7 @@ class Watch:
         self.groups.pop(group, None)
 
     def overdue(
-        self, now: float, *, caught_up_at: float, limits: Limits, seen: int
+        self, now: float, *, caught_up_at: float, limits: ReaperLimits, seen: int
     ) -> Iterator[SessionFinished | GroupClosed]:
         """Yield the events to append for what is overdue at `now`; `seen` is the task's position in agent.sessions.
 
@@ -179,20 +179,20 @@ class Watch:
                 started = started or bool(session.epochs)
                 silent_s = now - max(session.last_at, caught_up_at)
                 if session.epochs and session.finish is None and silent_s > limits.silence_s:
-                    yield _expired(group_id, group, session_id, session)
+                    yield _expired_event(group_id, group, session_id, session)
             since = group.last_at if limits.stragglers == "wait" else group.opened_at
             if not started:
                 if now - max(group.last_at, caught_up_at) > limits.silence_s:
-                    yield _closed(group_id, group, "orphan", seen)
+                    yield _closed_event(group_id, group, "orphan", seen)
             elif group.in_flight(now):
                 continue
             elif group.has_quorum(limits):
-                yield _closed(group_id, group, "quorum", seen)
+                yield _closed_event(group_id, group, "quorum", seen)
             elif now - max(since, caught_up_at) > limits.deadline_s:
-                yield _closed(group_id, group, "deadline", seen)
+                yield _closed_event(group_id, group, "deadline", seen)
 
 
-def _expired(group_id: str, group: WatchedGroup, session_id: str, session: WatchedSession) -> SessionFinished:
+def _expired_event(group_id: str, group: WatchedGroup, session_id: str, session: WatchedSession) -> SessionFinished:
     epoch = session.epochs[-1]
     return SessionFinished(
         event_id=digest("SessionFinished", session_id, epoch, "expired"),
@@ -201,7 +201,7 @@ def _expired(group_id: str, group: WatchedGroup, session_id: str, session: Watch
         session_id=session_id,
         floor=group.floor,
         epoch=epoch,
-        turns=session.supplied(),
+        turns=session.recorded_turns(),
         undelivered=(),
         outcome=Outcome.expired,
         reason="silent",
@@ -210,7 +210,7 @@ def _expired(group_id: str, group: WatchedGroup, session_id: str, session: Watch
     )
 
 
-def _closed(group_id: str, group: WatchedGroup, reason: str, seen: int) -> GroupClosed:
+def _closed_event(group_id: str, group: WatchedGroup, reason: str, seen: int) -> GroupClosed:
     """Return a GroupClosed whose members are all sessions that could be assembled; the fold retains those of them that
     are settled.
     """

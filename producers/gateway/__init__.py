@@ -19,7 +19,7 @@ GatewayError
 ├── TooLarge              413 the body is longer than [gateway] max_body_bytes, or holds too many JSON values
 ├── TooMany               429 the session requests more turns than [gateway] allows
 ├── EnginesRefused        400 the requested change of engines is impossible: no such engine, no address, none hosted
-├── UnknownSession        404 the log holds no such session
+├── SessionNotFound        404 the log holds no such session
 ├── ThreadNotHeld         404 a request continues an earlier answer without the messages before it
 ├── UnknownResponse       404 the id names no turn of the session
 ├── SessionEnded          400 the session is finished
@@ -171,7 +171,7 @@ class EnginesRefused(GatewayError):
     status, type, code = 400, "invalid_request_error", "engines_refused"
 
 
-class UnknownSession(GatewayError):
+class SessionNotFound(GatewayError):
     """The session was never started, or the token names a wrong start offset (`floor`)."""
 
     status, type, code = 404, "invalid_request_error", "session_not_found"

@@ -29,17 +29,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
-from turnlog.infra.offers import installed
+from turnlog.infra.offers import load_methods
 from turnlog.infra.roles.ending import drain_s
 from turnlog.infra.roles.health import (
     BodyTooLarge,
     QuietServer,
     application,
     body_of,
-    configured,
     listening,
+    uvicorn_config,
 )
-from turnlog.infra.roles.probe import bracketed, reached
+from turnlog.infra.roles.probe import bracket_ipv6, client_url
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import serving as tls_context
 from turnlog.processors.core.methods.rules import fold_rules
@@ -55,28 +55,28 @@ from turnlog.producers.gateway import (
     Unauthorized,
     fleet,
 )
-from turnlog.producers.gateway.conversation import Turn
+from turnlog.producers.gateway.conversation import RecordedTurn
 from turnlog.producers.gateway.dialects.anthropic_messages import AnthropicMessages
 from turnlog.producers.gateway.dialects.dialect import (
-    Asked,
     Dialect,
     Endpoint,
+    NonTurnRequest,
     TurnRequest,
     TurnResponse,
     retry_headers,
 )
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.dialects.openai_responses import OpenAIResponses
-from turnlog.producers.gateway.engines import Engines, Sampler, follow, routing_of, side_engines
+from turnlog.producers.gateway.engines import EnginePool, Sampler, follow, routing_of, side_engines
 from turnlog.producers.gateway.images import ImageTokens, image_tokens
 from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.formats import formats_of
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
-from turnlog.producers.gateway.recovery import Recovery, SessionTail
+from turnlog.producers.gateway.recovery import ConversationRecovery, SessionTail
 from turnlog.producers.gateway.rendering.shown import Findings, findings
-from turnlog.producers.gateway.rendering.shown import shown as shown_by
+from turnlog.producers.gateway.rendering.shown import probe_template as shown_by
 from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateUnusable, check_ends
 from turnlog.producers.gateway.requests import (
     Claims,
@@ -93,7 +93,7 @@ from turnlog.producers.gateway.requests import (
     traceparent,
     verify,
 )
-from turnlog.producers.gateway.sessions import Identity, Limits, Running, Session, Sessions
+from turnlog.producers.gateway.sessions import GatewaySession, Identity, Running, SessionLimits, Sessions
 from turnlog.producers.gateway.turns import Planner, Turns
 from turnlog.schemas.events.sessions import SessionFinished
 from turnlog.schemas.events.tasks import Purpose, Sampling
@@ -139,7 +139,7 @@ class Gateway:
     url: str
     keys: SigningKeys
     tail: SessionTail
-    engines: Engines
+    engines: EnginePool
     sessions: Sessions
     turns: Turns
     harness: Harness
@@ -150,7 +150,7 @@ class Gateway:
     """Smallest group size that the run's estimator accepts."""
 
     @classmethod
-    async def assembled(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
+    async def create(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
         """Build a gateway from settings and clients. `url` is its address as records name it. Raises ModelMissing,
         TemplateMissing, TemplateUnusable, TopicMissing, NoRouting, ProfileError."""
         settings = role.settings
@@ -169,11 +169,11 @@ class Gateway:
         )
         prompts = Prompts(tokens, template)
         connect = connect or functools.partial(SGLang, ca_file=settings.engine.ca_file)
-        engines = Engines(connect)
+        engines = EnginePool(connect)
         own, answer_s = settings.gateway.own_url, settings.engine.request_timeout_s + 30.0
         owners = Owners(url, answer_s=answer_s, ca_file=settings.gateway.ca_file) if own else None
         shown = settings.gateway
-        limits = Limits(
+        limits = SessionLimits(
             life_s=shown.session_s, turns=shown.session_turns, turns_per_minute=shown.session_turns_per_minute
         )
         images = image_tokens(folder, settings.gateway.max_image_pixels)
@@ -186,7 +186,7 @@ class Gateway:
         calls, thinking = formats_of(
             f"{template.source}\n{written.sample}", settings.gateway.tool_calls, settings.gateway.reasoning
         )
-        _told(role, prompts, findings(prompts, written, calls, thinking))
+        _report_template(role, prompts, findings(prompts, written, calls, thinking))
         keys = SigningKeys(settings.gateway, Path(settings.run.directory))
         sampler = Sampler(
             engines=engines,
@@ -205,7 +205,9 @@ class Gateway:
             keys=keys,
             tail=tail,
             engines=engines,
-            sessions=Sessions(role.events, tail, Recovery(role.log, role.events, role.blobs), identity, owners, limits),
+            sessions=Sessions(
+                role.events, tail, ConversationRecovery(role.log, role.events, role.blobs), identity, owners, limits
+            ),
             turns=Turns(
                 planner=Planner(
                     prompts=prompts,
@@ -232,7 +234,7 @@ class Gateway:
             owners=owners,
             dialects=dialects(keys),
             least_group=fold_rules(
-                settings.fold, run_id="", settings_sha256="", methods=installed(settings.fold)
+                settings.fold, run_id="", settings_sha256="", methods=load_methods(settings.fold)
             ).least_valid,
         )
 
@@ -272,7 +274,7 @@ class Gateway:
         claims = self._claims(request)
         body = await self.body(request)
         try:
-            session, asked, turn = await self._begun(dialect, request, body, claims)
+            session, asked, turn = await self._begin_turn(dialect, request, body, claims)
         except OwnedElsewhere as other:
             return self._passed_on(other, request, body, dialect.refusal)
         return TurnResponse(
@@ -299,7 +301,7 @@ class Gateway:
         except BodyTooLarge as error:
             raise TooLarge(str(error)) from None
 
-    async def _with_images(self, asked: TurnRequest, session: Session) -> TurnRequest:
+    async def _with_images(self, asked: TurnRequest, session: GatewaySession) -> TurnRequest:
         """Store the request's images and return the request with references to them. Raises ImagesNotServed,
         NotRecorded."""
         if self.images is None:
@@ -309,7 +311,7 @@ class Gateway:
                 param="messages",
             )
         try:
-            admitted = await self.images.admitted(asked.pictures, session.conversation.shown, self.role.blobs)
+            admitted = await self.images.admit_all(asked.pictures, session.conversation.shown, self.role.blobs)
         except BlobError as error:
             raise NotRecorded(f"the images could not be stored or read: {error}") from error
         return dataclasses.replace(asked, images=admitted)
@@ -328,13 +330,13 @@ class Gateway:
                 asked = await self._read(dialect, body, session)
                 return await self.turns.planner.prompt_tokens(session, asked, claims)
 
-            return await endpoint.answer(Asked(request, session, prompt_tokens))
+            return await endpoint.answer(NonTurnRequest(request, session, prompt_tokens))
         except (GatewayError, LogError) as error:
-            return _refused(error, dialect.refusal)
+            return _error_response(error, dialect.refusal)
 
-    async def _begun(
+    async def _begin_turn(
         self, dialect: Dialect, request: Request, body: bytes, claims: Claims
-    ) -> tuple[Session, TurnRequest, Running | Turn]:
+    ) -> tuple[GatewaySession, TurnRequest, Running | RecordedTurn]:
         """Return the session, the parsed request, and its turn, which is started here or was started or recorded
         before. Planning may wait for the blob store or a thread. If the session was dropped meanwhile, find it and read
         the request again. Raises GatewayError, OwnedElsewhere."""
@@ -344,14 +346,14 @@ class Gateway:
         while True:
             session = await self.sessions.find(claims)
             asked = dataclasses.replace(await self._read(dialect, body, session), traceparent=parent)
-            turn: Running | Turn | None = session.repeated(asked.sha256, key)
+            turn: Running | RecordedTurn | None = session.find_repeat(asked.sha256, key)
             if turn is None:
                 agent = session.started.agent.name
                 path = self.harness.agent_path(agent, headers, asked.raw, asked.tools, asked.messages)
                 plan = await self.turns.plan(session, asked, claims, path)
-                if self.sessions.owned(session.id) is not session:
+                if self.sessions.find_owned(session.id) is not session:
                     continue
-                turn = session.repeated(asked.sha256, key)  # its duplicate may have begun meanwhile
+                turn = session.find_repeat(asked.sha256, key)  # its duplicate may have begun meanwhile
                 if turn is None:
                     running = self.turns.start(session, asked, claims, plan)
                     if key is not None:
@@ -360,7 +362,7 @@ class Gateway:
             REPEATS.inc()
             return session, asked, turn
 
-    async def _read(self, dialect: Dialect, body: bytes, session: Session) -> TurnRequest:
+    async def _read(self, dialect: Dialect, body: bytes, session: GatewaySession) -> TurnRequest:
         """Parse a request for a turn and store its images. Raises BadRequest, TooLarge, TooMany, ImagesNotServed,
         NotRecorded."""
         most = VALUES + VALUES_PER_TOKEN * self.turns.planner.window
@@ -377,7 +379,7 @@ class Gateway:
 
     async def open(self, request: Request) -> Response:
         """Serve POST /sessions; idempotent per (rollout_id, attempt)."""
-        require_key(request.headers.get("authorization"), *self.keys.accepted)
+        require_key(request.headers.get("authorization"), *self.keys.accepted_keys)
         wanted = open_request(
             await self.body(request, RECORD_BYTES),
             run_id=self.role.settings.run.id,
@@ -395,7 +397,7 @@ class Gateway:
             max_context_tokens=wanted.max_context_tokens,
             max_turns=wanted.max_turns,
         )
-        return answered(
+        return json_response(
             {
                 "session_id": opened.session_id,
                 "epoch": opened.epoch,
@@ -420,34 +422,34 @@ class Gateway:
     async def reward(self, request: Request) -> Response:
         """Serve POST /sessions/{id}/reward; the first reward counts."""
 
-        async def rewarded(session: Session, wanted: RewardRequest) -> Response:
-            return answered({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
+        async def record_reward(session: GatewaySession, wanted: RewardRequest) -> Response:
+            return json_response({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
 
-        return await self._about(request, reward_request, rewarded, judges=True)
+        return await self._about(request, reward_request, record_reward, judges=True)
 
     async def finish(self, request: Request) -> Response:
         """Serve POST /sessions/{id}/finish; idempotent."""
 
-        async def finished(session: Session, wanted: FinishRequest) -> Response:
+        async def finish_session(session: GatewaySession, wanted: FinishRequest) -> Response:
             if wanted.reward is not None:
                 await self.sessions.reward(session, wanted.reward)
-            return answered(_finished(await self.sessions.finish(session, wanted)))
+            return json_response(_finish_body(await self.sessions.finish(session, wanted)))
 
-        return await self._about(request, finish_request, finished, judges=True)
+        return await self._about(request, finish_request, finish_session, judges=True)
 
     async def describe(self, request: Request) -> Response:
         """Serve GET /sessions/{id}."""
 
-        async def told(session: Session, _: bytes) -> Response:
-            return answered(session.description() | {"base_url": f"{self.url}/v1"})
+        async def describe_session(session: GatewaySession, _: bytes) -> Response:
+            return json_response(session.description() | {"base_url": f"{self.url}/v1"})
 
-        return await self._about(request, bytes, told)
+        return await self._about(request, bytes, describe_session)
 
     async def _about(
         self,
         request: Request,
         read: Callable[[bytes], T],
-        answer: Callable[[Session, T], Awaitable[Response]],
+        answer: Callable[[GatewaySession, T], Awaitable[Response]],
         *,
         judges: bool = False,
     ) -> Response:
@@ -478,11 +480,11 @@ class Gateway:
         if ANTHROPIC in request.headers:
             one = {"id": name, "type": "model", "display_name": policy, "created_at": "1970-01-01T00:00:00Z"}
             page = {"has_more": False, "first_id": name, "last_id": name}
-        return answered(one if "name" in request.path_params else {"data": [one], **page})
+        return json_response(one if "name" in request.path_params else {"data": [one], **page})
 
     def _claims(self, request: Request) -> Claims:
         credential = bearer(request.headers.get("authorization")) or request.headers.get("x-api-key", "")
-        return verify(credential, *self.keys.accepted)
+        return verify(credential, *self.keys.accepted_keys)
 
     def _claims_of_path(self, request: Request) -> Claims:
         claims = self._claims(request)
@@ -497,19 +499,23 @@ class Gateway:
         return self.owners.passed_on(other, request, body, refusal)
 
 
-async def described(_: Request) -> Response:
+async def serve_openapi(_: Request) -> Response:
     """Serve GET /openapi.json."""
-    return answered(document())
+    return json_response(document())
 
 
-def _finished(event: SessionFinished) -> dict[str, object]:
-    def named(turns: tuple[TurnId, ...]) -> list[dict[str, object]]:
+def _finish_body(event: SessionFinished) -> dict[str, object]:
+    def turn_names(turns: tuple[TurnId, ...]) -> list[dict[str, object]]:
         return [{"epoch": turn.epoch, "index": turn.index} for turn in turns]
 
-    return {"turns": named(event.turns), "undelivered": named(event.undelivered), "outcome": event.outcome.value}
+    return {
+        "turns": turn_names(event.turns),
+        "undelivered": turn_names(event.undelivered),
+        "outcome": event.outcome.value,
+    }
 
 
-def answered(content: object, status: int = 200) -> Response:
+def json_response(content: object, status: int = 200) -> Response:
     """Return a JSON response."""
     return Response(orjson.dumps(content), status, media_type="application/json")
 
@@ -526,7 +532,7 @@ def front(gateway: Gateway) -> ASGIApp:
     app = build(gateway)
     dialects = {dialect.path: dialect for dialect in gateway.dialects}
 
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         dialect = dialects.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if dialect is None:
             await app(scope, receive, send)
@@ -534,22 +540,22 @@ def front(gateway: Gateway) -> ASGIApp:
         try:
             response = await gateway.turn(dialect, Request(scope, receive))
         except (GatewayError, LogError) as error:
-            response = _refused(error, dialect.refusal)
+            response = _error_response(error, dialect.refusal)
         except ClientDisconnect:
             return
         await response(scope, receive, send)
 
-    return served
+    return serve
 
 
 def build(gateway: Gateway) -> Starlette:
     """Return the Starlette application with all endpoints."""
 
-    async def refused(request: Request, error: Exception) -> Response:
+    async def handle_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, GatewayError | LogError)
-        return _refused(error, AnthropicMessages.refusal if ANTHROPIC in request.headers else REFUSAL)
+        return _error_response(error, AnthropicMessages.refusal if ANTHROPIC in request.headers else REFUSAL)
 
-    async def left(_: Request, __: Exception) -> Response:
+    async def handle_disconnect(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
 
     async def unknown(request: Request, error: Exception) -> Response:
@@ -575,7 +581,7 @@ def build(gateway: Gateway) -> Starlette:
             Route("/sessions/{session_id}", gateway.describe, methods=["GET"]),
             Route("/sessions/{session_id}/finish", gateway.finish, methods=["POST"]),
             Route("/sessions/{session_id}/reward", gateway.reward, methods=["POST"]),
-            Route("/openapi.json", described, methods=["GET"]),
+            Route("/openapi.json", serve_openapi, methods=["GET"]),
             *fleet.routes(gateway.role, gateway.keys, gateway.body),
             *turns,
             *beside,
@@ -583,25 +589,30 @@ def build(gateway: Gateway) -> Starlette:
             Route("/v1/models/{name:path}", gateway.models, methods=["GET"]),
             *application(gateway.role.health).routes,
         ],
-        exception_handlers={GatewayError: refused, LogError: refused, ClientDisconnect: left, HTTPException: unknown},
+        exception_handlers={
+            GatewayError: handle_error,
+            LogError: handle_error,
+            ClientDisconnect: handle_disconnect,
+            HTTPException: unknown,
+        },
     )
 
 
-def _told(role: Role, prompts: Prompts, found: Findings) -> None:
+def _report_template(role: Role, prompts: Prompts, found: Findings) -> None:
     """Report what the gateway derived from the chat template, as metrics, health data and log lines, so that a wrong
     guess and whatever costs tokens become visible."""
     facts = found.facts()
-    for what, written in found.shown.written().items():
+    for what, written in found.shown.written_parts().items():
         WRITES.labels(what).set(bool(written))
     role.health.expose("chat_template", lambda: {"sha256": prompts.template.sha256, **facts})
     role.health.warn("chat_template", found.doubts)
-    said = (f"{name.replace('_', ' ')}: {_joined(value)}" for name, value in facts.items())
+    said = (f"{name.replace('_', ' ')}: {_join_values(value)}" for name, value in facts.items())
     log.info("chat template %s: %s", prompts.template.sha256[:12], "; ".join(said))
     for doubt in found.doubts:
         log.warning("%s", doubt)
 
 
-def _joined(value: object) -> str:
+def _join_values(value: object) -> str:
     return (", ".join(value) if isinstance(value, list) else str(value)) or "none"
 
 
@@ -611,11 +622,11 @@ async def main(role: Role) -> None:
     with contextlib.closing(listening(settings.host, settings.port, "[gateway] host or port")) as listener:
         port = listener.getsockname()[1]
         scheme = "https" if settings.certificate_file else "http"
-        own = bracketed(settings.own_url.rstrip("/")) or settings.url or reached(settings.host, port, scheme)
+        own = bracket_ipv6(settings.own_url.rstrip("/")) or settings.url or client_url(settings.host, port, scheme)
         await asyncio.to_thread(check_ends, Path(role.settings.model.path))
-        gateway = await Gateway.assembled(role, own)
+        gateway = await Gateway.create(role, own)
         async with gateway.current() as following, serving(gateway, listener):
-            role.health.started()
+            role.health.mark_started()
             log.info("serving %s", gateway.url)
             stopping = asyncio.create_task(role.stopping.wait())
             await asyncio.wait([stopping, following], return_when=asyncio.FIRST_COMPLETED)
@@ -630,7 +641,7 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
     longest = math.ceil(drain_s("gateway", gateway.role.settings))
     shown = gateway.role.settings.gateway
     tls = tls_context(shown.certificate_file, shown.key_file, "gateway")
-    served = configured(front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=shown.request_s)
+    served = uvicorn_config(front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=shown.request_s)
     server = QuietServer(served)
     try:
         async with server.running(listener):
@@ -639,7 +650,7 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
         await gateway.sessions.drain()
 
 
-def _refused(error: GatewayError | LogError, body: Callable[[GatewayError], bytes] = REFUSAL) -> Response:
+def _error_response(error: GatewayError | LogError, body: Callable[[GatewayError], bytes] = REFUSAL) -> Response:
     if isinstance(error, LogError):
         error = NotRecorded(f"the log could not be read or written: {error}")
     ERRORS.labels(error.code).inc()

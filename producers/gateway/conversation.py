@@ -24,7 +24,15 @@ from turnlog.processors.core.lineages import MAIN
 from turnlog.processors.core.token_tree import common
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.images import within
-from turnlog.producers.gateway.messages import Message, as_said, call_ids, joined, listed, message, without_name
+from turnlog.producers.gateway.messages import (
+    Message,
+    as_said,
+    call_ids,
+    join_prefill,
+    message,
+    message_list,
+    without_name,
+)
 from turnlog.schemas.events.turns import CUT_OFF, FinishReason, ImageRef, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import BlobRef, TurnId, pack_int32s
 
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 
-class Place(NamedTuple):
+class TokenCursor(NamedTuple):
     """Cursor in the token tree: the point after the first `depth` ids of a path, with the node that holds the last of
     them."""
 
@@ -47,7 +55,7 @@ class Strand:
     above: Strand | None
     start: int
     ids: array[int] = field(default_factory=lambda: array("i"))
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[RecordedTurn] = field(default_factory=list)
     """Turns that end in this node, ordered by length."""
     below: dict[tuple[int, int], Strand] = field(default_factory=dict)
     """Child nodes by branch depth and first id."""
@@ -67,13 +75,13 @@ class Strands:
     """Radix tree of token ids. Paths are looked up and added; nothing is removed."""
 
     def __init__(self) -> None:
-        self.start = Place(Strand(None, 0), 0)
+        self.start = TokenCursor(Strand(None, 0), 0)
         self.held = 0
         """Number of ids in memory."""
         self._images: dict[tuple[str, int], int] = {}
         """(sha256, placeholder id) -> the number that replaces the placeholders of this image in the tree."""
 
-    def keyed(self, ids: Ids | Sequence[int], images: Sequence[ImageRef], start: int) -> Ids:
+    def to_tree_ids(self, ids: Ids | Sequence[int], images: Sequence[ImageRef], start: int) -> Ids:
         """Return a copy of a prompt's ids from `start` on, in the form in which the tree stores them. The placeholders
         of each image are replaced by a negative number of its own, so that prompts that differ only in an image branch
         there."""
@@ -92,7 +100,7 @@ class Strands:
         placeholders = np.array([token for _, token in self._images], dtype=np.int32)
         return np.where(ids < 0, placeholders[np.minimum(ids, -1) * -1 - 1], ids)
 
-    def follow(self, ids: Ids, start: Place) -> Place:
+    def follow(self, ids: Ids, start: TokenCursor) -> TokenCursor:
         """Return the cursor at which a path that passes `start` and continues with `ids` leaves everything stored."""
         strand, depth = start
         done = 0
@@ -101,10 +109,10 @@ class Strands:
             depth, done = depth + same, done + same
             below = strand.below.get((depth, int(ids[done]))) if done < len(ids) else None
             if below is None:
-                return Place(strand, depth)
+                return TokenCursor(strand, depth)
             strand = below
 
-    def add(self, turn: Turn, ids: Ids, start: Place) -> None:
+    def add(self, turn: RecordedTurn, ids: Ids, start: TokenCursor) -> None:
         """Store the path of a turn, which passes `start` and continues with `ids`; set the turn's node."""
         strand, depth = self.follow(ids, start)
         new = array("i", ids[depth - start.depth :].tobytes())
@@ -116,25 +124,25 @@ class Strands:
         insort(strand.turns, turn, key=_length)
 
 
-def above(place: Place, depth: int | None = None) -> Iterator[Place]:
+def above(place: TokenCursor, depth: int | None = None) -> Iterator[TokenCursor]:
     """Yield the cursors at which the path to `place` leaves each node, from the lowest node up. The first one is at
     `depth`; nodes that begin there or later are skipped."""
     strand: Strand | None = place.strand
     at = place.depth if depth is None else depth
     while strand is not None:
         if at > strand.start or strand.above is None:
-            yield Place(strand, at)
+            yield TokenCursor(strand, at)
             at = strand.start
         strand = strand.above
 
 
-def line(place: Place) -> Ids:
+def line(place: TokenCursor) -> Ids:
     """Return all ids of the path up to `place`."""
     pieces = [strand.slice(strand.start, depth) for strand, depth in above(place)]
     return np.concatenate(pieces[::-1])
 
 
-def holders(place: Place) -> Iterator[Turn]:
+def holders(place: TokenCursor) -> Iterator[RecordedTurn]:
     """Yield the turns whose paths pass `place`: first those in its node, shortest first, then those in descendants."""
     waiting = [place.strand]
     while waiting:
@@ -143,14 +151,14 @@ def holders(place: Place) -> Iterator[Turn]:
         waiting += (below for (depth, _), below in strand.below.items() if depth >= place.depth)
 
 
-def longest(place: Place) -> Turn | None:
+def longest(place: TokenCursor) -> RecordedTurn | None:
     """Return the longest turn that ends in the node of `place`, at or before it."""
     turns = place.strand.turns
     at = bisect_right(turns, place.depth, key=_length)
     return turns[at - 1] if at else None
 
 
-def points(place: Place) -> Iterator[int]:
+def points(place: TokenCursor) -> Iterator[int]:
     """Yield the depths in a node at which other turns may share its path: `place` itself, then the ends of turns and
     the branch points before it, deepest first."""
     yield place.depth
@@ -159,22 +167,22 @@ def points(place: Place) -> Iterator[int]:
     yield from sorted((depth for depth in depths if strand.start < depth < place.depth), reverse=True)
 
 
-def _length(turn: Turn) -> int:
+def _length(turn: RecordedTurn) -> int:
     return turn.total
 
 
 @dataclass(slots=True, eq=False)
-class Said:
+class MessageNode:
     """Node of the message tree: one message after those above it."""
 
-    above: Said | None
+    above: MessageNode | None
     chain: bytes
     seen: tuple[Any, Message | None]
     """The message as last received, and its normalised form; None in the root node. Both are replaced together as one
     tuple, because threads read requests."""
-    next: Said | None = None
+    next: MessageNode | None = None
     """The message that was seen last after this one."""
-    answers: list[Turn] = field(default_factory=list)
+    answers: list[RecordedTurn] = field(default_factory=list)
     """Turns whose messages and response end here."""
     root_reason: str = ""
     """`boundary_reason` of the first turn without a base whose request ended exactly here."""
@@ -189,9 +197,9 @@ class MessageTree:
     """Messages of recorded turns, against which requests are parsed."""
 
     def __init__(self) -> None:
-        self.start = Said(None, b"", (None, None))
-        self._said: dict[bytes, Said] = {}
-        self._calls: dict[str, Turn] = {}
+        self.start = MessageNode(None, b"", (None, None))
+        self._said: dict[bytes, MessageNode] = {}
+        self._calls: dict[str, RecordedTurn] = {}
         """Turns by the id of their first tool call. Ids are derived from session, turn and position, so no two turns
         share one."""
 
@@ -206,8 +214,8 @@ class MessageTree:
         """Return the messages of a request. May run in any thread. `places` holds the client's name for each message;
         the default is messages[N]. Raises BadRequest, which names the message."""
         read: list[Message] = []
-        said: Said | None = self.start
-        for index, one in enumerate(listed(raw)):
+        said: MessageNode | None = self.start
+        for index, one in enumerate(message_list(raw)):
             after = said.next if said is not None else None
             # Only tool calls hold values that are equal in Python but not in JSON, such as 1 and true.
             last, known = after.seen if after is not None else (None, None)
@@ -224,7 +232,7 @@ class MessageTree:
             read.append(this)
         return tuple(read)
 
-    def _after(self, said: Said, one: Message) -> tuple[Said | None, Message]:
+    def _after(self, said: MessageNode, one: Message) -> tuple[MessageNode | None, Message]:
         """Return the node to which a message leads, or None, and the message. Where a client changed what a turn
         answered here, the returned message is the recorded answer."""
         after = self._said.get(_link(said, one))
@@ -240,7 +248,7 @@ class MessageTree:
                 return after, replace(bare, changed={"name": one.template["name"]})
         return None, one
 
-    def passed(self, messages: Sequence[Message]) -> Iterator[Said]:
+    def walk(self, messages: Sequence[Message]) -> Iterator[MessageNode]:
         """Yield the known nodes of a conversation, message by message, up to the first unknown message."""
         said = self.start
         for one in messages:
@@ -252,36 +260,36 @@ class MessageTree:
             yield after
             said = after
 
-    def add(self, above: Said, raw: Any, one: Message) -> Said:
+    def add(self, above: MessageNode, raw: Any, one: Message) -> MessageNode:
         """Return the node of a message after `above`; add it if it is new."""
         link = _link(above, one)
         if link not in self._said:
-            self._said[link] = Said(above, link, (raw, one))
+            self._said[link] = MessageNode(above, link, (raw, one))
         above.next = self._said[link]
         return above.next
 
-    def answer(self, said: Said, turn: Turn) -> None:
+    def answer(self, said: MessageNode, turn: RecordedTurn) -> None:
         """Register a turn whose answer ends at node `said`."""
         turn.answered = said
         said.answers.append(turn)
         if calls := turn.response_raw.get("tool_calls"):
             self._calls[calls[0]["id"]] = turn
 
-    def alias(self, above: Said, one: Message, known: Said) -> None:
+    def alias(self, above: MessageNode, one: Message, known: MessageNode) -> None:
         """Let message `one` after `above` lead to node `known`."""
         self._said.setdefault(_link(above, one), known)
 
 
-def _link(above: Said, one: Message) -> bytes:
+def _link(above: MessageNode, one: Message) -> bytes:
     return hashlib.blake2b(above.chain + one.digest, digest_size=16).digest()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Turn:
+class RecordedTurn:
     """A recorded turn. Its tokens, prompt then output, are the first `total` ids of the path to its node."""
 
     id: TurnId
-    base: Turn | None
+    base: RecordedTurn | None
     request_sha256: str
     tools_sha256: str
     system_sha256: str
@@ -320,25 +328,25 @@ class Turn:
     strand: Strand = field(init=False)
     hashed: _Hash
     """sha256 over prompt + output as little-endian int32."""
-    asked: Said = field(init=False)
+    asked: MessageNode = field(init=False)
     """Node of the last message of its request."""
-    answered: Said = field(init=False)
+    answered: MessageNode = field(init=False)
     """Node of the assistant's message as a client echoes it: the response, appended to the prefill if the request ended
     in one."""
 
     @classmethod
-    def recorded(
+    def from_records(
         cls,
         completed: TurnCompleted,
         snapshot: TokenSnapshot,
         *,
-        base: Turn | None,
-        parent: Turn | None,
+        base: RecordedTurn | None,
+        parent: RecordedTurn | None,
         hashed: _Hash,
         new_raw: list[Any],
         new: tuple[Message, ...],
         response_raw: dict[str, Any],
-    ) -> Turn:
+    ) -> RecordedTurn:
         """Build the turn from its two records, just written or read back, with inline payloads. `parent` is the turn
         that its tokens are stored against; `hashed` is the hash over prompt + output."""
         logprobs = snapshot.output_logprobs
@@ -382,9 +390,9 @@ class Turn:
         return self.total - self.output_tokens
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TokenCursor:
         """Cursor at which its tokens end."""
-        return Place(self.strand, self.total)
+        return TokenCursor(self.strand, self.total)
 
     @property
     def output(self) -> Ids:
@@ -396,22 +404,22 @@ class Turn:
         """The assistant's message as a client echoes it."""
         asked = self.asked.message
         assert asked is not None
-        return joined(asked, self.response_raw)[1] if asked.role == "assistant" else self.response
+        return join_prefill(asked, self.response_raw)[1] if asked.role == "assistant" else self.response
 
     @property
     def last(self) -> int:
         """The last id of prompt + output."""
         return self.strand.ids[self.total - 1 - self.strand.start]
 
-    def lineage(self) -> Iterator[Turn]:
+    def lineage(self) -> Iterator[RecordedTurn]:
         """Yield this turn, its base, and so on to the root."""
-        turn: Turn | None = self
+        turn: RecordedTurn | None = self
         while turn is not None:
             yield turn
             turn = turn.base
 
     @property
-    def root(self) -> Turn:
+    def root(self) -> RecordedTurn:
         """The first turn of its lineage."""
         *_, root = self.lineage()
         return root
@@ -422,7 +430,7 @@ class Turn:
         for turn in reversed(list(self.lineage())):
             said += zip(turn.new_raw, turn.new, strict=True)
             if said[-1][1].role == "assistant":
-                said[-1] = joined(said[-1][1], turn.response_raw)
+                said[-1] = join_prefill(said[-1][1], turn.response_raw)
             else:
                 said.append((turn.response_raw, turn.response))
         return said
@@ -432,14 +440,14 @@ class Conversation:
     """The recorded turns of one session, in order of recording."""
 
     def __init__(self) -> None:
-        self.turns: dict[TurnId, Turn] = {}
+        self.turns: dict[TurnId, RecordedTurn] = {}
         self.messages = MessageTree()
         self.strands = Strands()
         self.shown: dict[str, BlobRef] = {}
         """All images of recorded turns, by sha256."""
         self.deleted: set[TurnId] = set()
         """Turns that a client deleted; this gateway no longer serves them."""
-        self._requested: dict[str, list[Turn]] = {}
+        self._requested: dict[str, list[RecordedTurn]] = {}
         """Turns by the sha256 of the request's body."""
         self._covered = False
 
@@ -452,10 +460,10 @@ class Conversation:
             strand.below.clear()
             strand.turns.clear()
 
-    def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[Turn | None, int]:
+    def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[RecordedTurn | None, int]:
         """Return the turn whose messages and response are a prefix of `messages`, and the length of that prefix. The
         turn `named` wins; then the longest prefix, then the turn whose calls have these ids, then the latest turn."""
-        passed = [(said, length) for length, said in enumerate(self.messages.passed(messages), 1) if said.answers]
+        passed = [(said, length) for length, said in enumerate(self.messages.walk(messages), 1) if said.answers]
         for said, length in reversed(passed):
             ids, latest = call_ids(messages[length - 1]), said.answers[::-1]
             for turn in sorted(latest, key=lambda turn: call_ids(turn.response) != ids):
@@ -463,7 +471,7 @@ class Conversation:
                     return turn, length
         return self.base_of(messages) if named is not None else (None, 0)
 
-    def tokens(self, turn: Turn) -> Ids:
+    def tokens(self, turn: RecordedTurn) -> Ids:
         """Return the ids of prompt + output."""
         return self.strands.plain(line(turn.place))
 
@@ -471,37 +479,37 @@ class Conversation:
         """Return the reason why a prompt has no base. A retry has the same reason as the request that it repeats."""
         if not self.turns:
             return "first"
-        passed = list(self.messages.passed(messages))
+        passed = list(self.messages.walk(messages))
         if len(passed) == len(messages) and passed[-1].root_reason:
             return passed[-1].root_reason
         return "history_rewritten" if passed else "new_conversation"
 
-    def extends(self, base: Turn, prompt: Ids, images: Sequence[ImageRef], known: Place) -> bool:
+    def extends(self, base: RecordedTurn, prompt: Ids, images: Sequence[ImageRef], known: TokenCursor) -> bool:
         """Return whether a prompt that passes `known` begins with all of the base, including the same images."""
         if known == base.place:
             return True
-        return np.array_equal(self.strands.keyed(prompt, images, 0)[: base.total], line(base.place))
+        return np.array_equal(self.strands.to_tree_ids(prompt, images, 0)[: base.total], line(base.place))
 
     def stored_against(
-        self, ids: Ids | Sequence[int], known: Place, images: Sequence[ImageRef] = (), *, covered: bool = False
-    ) -> tuple[Turn | None, int]:
+        self, ids: Ids | Sequence[int], known: TokenCursor, images: Sequence[ImageRef] = (), *, covered: bool = False
+    ) -> tuple[RecordedTurn | None, int]:
         """Return the turn that a prompt should be stored against, and the length of their common prefix. The prompt
         passes `known` and continues with `ids`; the turn shares the longest prefix of tokens and images. With
         `covered`, only turns whose routed experts are stored qualify, if the session has any, so that no gap is
         inherited."""
         covered = covered and self._covered
-        for place in above(self.strands.follow(self.strands.keyed(ids, images, known.depth), known)):
+        for place in above(self.strands.follow(self.strands.to_tree_ids(ids, images, known.depth), known)):
             for depth in points(place):
-                turns = holders(Place(place.strand, depth))
+                turns = holders(TokenCursor(place.strand, depth))
                 turn = next((turn for turn in turns if turn.covered or not covered), None)
                 if turn is not None and depth:
                     return turn, depth
         return None, 0
 
-    def record(self, turn: Turn, ids: Ids | Sequence[int], output: Sequence[int], known: Place) -> None:
+    def record(self, turn: RecordedTurn, ids: Ids | Sequence[int], output: Sequence[int], known: TokenCursor) -> None:
         """Add a turn whose prompt passes `known` and continues with `ids`; set its node and those of its messages."""
         line = np.concatenate((np.array(ids, dtype=np.int32), np.array(output, dtype=np.int32)))
-        self.strands.add(turn, self.strands.keyed(line, turn.images, known.depth), known)
+        self.strands.add(turn, self.strands.to_tree_ids(line, turn.images, known.depth), known)
         said = turn.base.answered if turn.base is not None else self.messages.start
         for raw, one in zip(turn.new_raw, turn.new, strict=True):
             said = self.messages.add(said, raw, one)
@@ -510,29 +518,29 @@ class Conversation:
             turn.base.continued = True
         elif not said.root_reason:
             said.root_reason = turn.boundary_reason
-        self.messages.answer(self._answered(said, turn), turn)
+        self.messages.answer(self._add_answer(said, turn), turn)
         self.turns[turn.id] = turn
         self.shown |= {one.image.sha256: one.image for one in turn.images}
         self._covered = self._covered or turn.covered
         self._requested.setdefault(turn.request_sha256, []).append(turn)
 
-    def _answered(self, asked: Said, turn: Turn) -> Said:
+    def _add_answer(self, asked: MessageNode, turn: RecordedTurn) -> MessageNode:
         """Return the node of the assistant's message. A prefill and its response are one message, but two for a client
         that echoes both."""
         assert asked.message is not None
         if asked.message.role != "assistant":
             return self.messages.add(asked, turn.response_raw, turn.response)
         assert asked.above is not None
-        one = self.messages.add(asked.above, *joined(asked.message, turn.response_raw))
+        one = self.messages.add(asked.above, *join_prefill(asked.message, turn.response_raw))
         self.messages.alias(asked, turn.response, one)
         return one
 
-    def hashed(self, place: Place) -> _Hash:
+    def hash_path(self, place: TokenCursor) -> _Hash:
         """Return the sha256 over the path to `place`, starting from the end of the nearest turn. Copy it before
         updating it."""
         pieces, hashed = [], sha256()
         for strand, depth in above(place):
-            turn = longest(Place(strand, depth))
+            turn = longest(TokenCursor(strand, depth))
             pieces.append(strand.slice(turn.total if turn else strand.start, depth))
             if turn is not None:
                 hashed = turn.hashed.copy()
@@ -541,13 +549,13 @@ class Conversation:
             hashed.update(self.strands.plain(piece).data)
         return hashed
 
-    def repeated(self, request_sha256: str) -> Turn | None:
+    def find_repeat(self, request_sha256: str) -> RecordedTurn | None:
         """Return the completed turn that an identical body requests again: no turn continues it, and this gateway has
         not delivered it."""
         turns = reversed(self._requested.get(request_sha256, ()))
         return next((turn for turn in turns if turn.whole and not turn.continued and not turn.handed_over), None)
 
-    def main_line(self) -> Turn | None:
+    def main_line(self) -> RecordedTurn | None:
         """Return the newest completed turn of the main agent. If a harness names the main agent, this also works after
         a compaction; otherwise it is the lineage of the first root, or of a root whose request is the same."""
         named = [turn for turn in self.turns.values() if turn.whole and turn.agent_path in ("", MAIN)]
@@ -560,14 +568,14 @@ class Conversation:
         return None
 
 
-def continued(hashed: _Hash, ids: Ids | Sequence[int]) -> _Hash:
+def extend_hash(hashed: _Hash, ids: Ids | Sequence[int]) -> _Hash:
     """Return a copy of `hashed` that is extended by `ids` as little-endian int32."""
     hashed = hashed.copy()
     hashed.update(pack_int32s(ids))
     return hashed
 
 
-def _reasoning_agrees(turn: Turn, messages: Sequence[Message]) -> bool:
+def _reasoning_agrees(turn: RecordedTurn, messages: Sequence[Message]) -> bool:
     """Return whether the reasoning in the echo matches the turn's. Reasoning that the echo omits matches any."""
     if not any(one.reasoning for one in messages):
         return True

@@ -35,7 +35,7 @@ from turnlog.infra.engine import (
     EngineSlow,
     Generate,
     Grammar,
-    Piece,
+    OutputChunk,
     SGLang,
 )
 from turnlog.infra.event_log import EventLog
@@ -190,7 +190,7 @@ class LiveEngine:
         away = _apart([*self.pauses, *((start, until) for start in open_since if start is not None)])
         return max(0.0, until - since - sum(max(0.0, min(until, end) - max(since, start)) for start, end in away))
 
-    def stood(self, event: Event, now: float) -> None:
+    def update_pauses(self, event: Event, now: float) -> None:
         """Update the intervals without sampling from a record of engine-status."""
         if event.state not in (SERVING, DRAINING):
             self.away_since = now if self.away_since is None else self.away_since
@@ -252,7 +252,7 @@ def _apart(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WeightRequirement:
     """Weights from which a turn may be sampled."""
 
     least: int = -1
@@ -264,12 +264,12 @@ class Wanted:
         fits = not chain.is_older(engine.version, self.least) if self.pinned is None else engine.version == self.pinned
         return engine.state == SERVING and fits
 
-    def gone(self, engines: Collection[LiveEngine]) -> bool:
+    def is_gone(self, engines: Collection[LiveEngine]) -> bool:
         """Return whether the pinned weights are gone for good, because all engines have later ones."""
         there = [engine.version for engine in engines if engine.state != "gone"]
         return self.pinned is not None and bool(there) and min(there) > self.pinned
 
-    def check(self, piece: Piece) -> None:
+    def check(self, piece: OutputChunk) -> None:
         """Raise VersionGone if tokens come from other weights than the pinned ones, which were changed during the
         request."""
         other = [label for label, _ in piece.versions if self.pinned is not None and label != str(self.pinned)]
@@ -281,7 +281,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Engines:
+class EnginePool:
     """All engines of the run. `connect` makes a client of a URL; `clock` returns seconds."""
 
     connect: Callable[[str], Engine] = SGLang
@@ -309,11 +309,11 @@ class Engines:
         engine.state, engine.version = event.state, event.version
         if isinstance(event, EngineRegistered | EngineWeightsLoaded):
             engine.base_version = event.base_version
-        engine.stood(event, self.clock())
+        engine.update_pauses(event, self.clock())
         engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()
 
-    async def choose(self, session_id: str, wanted: Wanted, *, timeout_s: float) -> LiveEngine:
+    async def choose(self, session_id: str, wanted: WeightRequirement, *, timeout_s: float) -> LiveEngine:
         """Return the engine for a turn; wait for one that may serve it. The wait has no limit while an engine's GPU is
         lent to the trainer for a step. Raises NoEngine."""
         deadline = self.clock() + timeout_s
@@ -324,15 +324,15 @@ class Engines:
             able = [engine for engine in self.live.values() if wanted.accepts(engine, self.chain)]
             awake = [engine for engine in able if engine.rests_until <= now]
             if awake:
-                return self._preferred(session_id, awake)
-            if wanted.gone(self.live.values()):
+                return self._choose_engine(session_id, awake)
+            if wanted.is_gone(self.live.values()):
                 raise VersionGone(f"{self._why(wanted, 0)}, and weights do not go back")
             if now >= deadline:
                 raise NoEngine(self._why(wanted, timeout_s))
             rest = min((engine.rests_until for engine in able), default=deadline)
             await self._change(min(rest, deadline) - now)
 
-    def failed(self, engine: LiveEngine, began: float, error: EngineDead) -> None:
+    def record_failure(self, engine: LiveEngine, began: float, error: EngineDead) -> None:
         """Open the breaker after a failed request that began at `began`. The engine rests, longer each time that it is
         found dead after a rest. All requests that were in flight when it died are one outage."""
         if began <= engine.failed_at:
@@ -343,7 +343,7 @@ class Engines:
         engine.rests_until = engine.failed_at + rest
         log.warning("engine %s rests for %.1f s: %s", engine.id, rest, error)
 
-    def served(self, engine: LiveEngine) -> None:
+    def record_success(self, engine: LiveEngine) -> None:
         """Close the breaker: the engine is alive."""
         engine.failures, engine.rests_until = 0, float("-inf")
 
@@ -354,12 +354,12 @@ class Engines:
                 engine.listening.cancel()
             await engine.client.close()
 
-    def _preferred(self, session_id: str, engines: list[LiveEngine]) -> LiveEngine:
+    def _choose_engine(self, session_id: str, engines: list[LiveEngine]) -> LiveEngine:
         own = max(engines, key=lambda engine: ids.digest(session_id, engine.id)) if len(engines) > 1 else engines[0]
         idlest = min(engines, key=lambda engine: engine.in_flight)
         return idlest if own.in_flight > idlest.in_flight + OVERLOAD else own
 
-    def _why(self, wanted: Wanted, timeout_s: float) -> str:
+    def _why(self, wanted: WeightRequirement, timeout_s: float) -> str:
         known = ", ".join(f"{each.id} is {each.state} with {each.version}" for each in self.live.values())
         return f"no engine with {wanted} within {timeout_s:g} s ({known or 'none is registered'}); see `turnlog status`"
 
@@ -375,18 +375,18 @@ class Engines:
             return
 
 
-def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict[str, Engines]:
+def side_engines(specs: Sequence[str], connect: Callable[[str], Engine]) -> dict[str, EnginePool]:
     """Return the engines of [gateway] side_engines (auxiliary models) by pattern. Nothing reports their status: they
     serve until they are found dead."""
-    found: dict[str, Engines] = {}
+    found: dict[str, EnginePool] = {}
     for pattern, _, url in (one.partition("=") for one in specs):
         named = f"side/{url}"
-        engines = found.setdefault(pattern, Engines(connect))
+        engines = found.setdefault(pattern, EnginePool(connect))
         engines.live[named] = LiveEngine(named, url, "serving", -1, connect(url))
     return found
 
 
-async def follow(engines: Engines, log_: Log, events: EventLog, *, current: asyncio.Event) -> None:
+async def follow(engines: EnginePool, log_: Log, events: EventLog, *, current: asyncio.Event) -> None:
     """Fold engine-status and weight-versions forever. Sets `current` once the records that were there at the start are
     folded."""
     partitions = [Partition(ENGINES.name, 0), Partition(WEIGHTS.name, 0)]
@@ -464,7 +464,7 @@ class Draft:
 class Sampler:
     """Samples drafts on live engines."""
 
-    engines: Engines
+    engines: EnginePool
     timeout_s: float
     ends: Sequence[int]
     eos: frozenset[int] = frozenset()
@@ -485,7 +485,7 @@ class Sampler:
         sampling: Sampling,
         *,
         max_new_tokens: int,
-        wanted: Wanted,
+        wanted: WeightRequirement,
         stream: bool,
         gone: asyncio.Event,
         progress: Callable[[list[int]], None],
@@ -521,7 +521,7 @@ class Sampler:
                 )
                 with draft.served_by(engine, self.engines.clock):
                     await self._call(engine, request, draft, wanted, stream, gone, progress, experts, max(1.0, left))
-                draft.finish = _ended(draft, self.eos.union(stops), max_new_tokens, stopped)
+                draft.finish = _resolve_finish(draft, self.eos.union(stops), max_new_tokens, stopped)
                 if draft.finish in ("stop", "length") and experts is not None:
                     experts.demand(len(prompt) + len(draft.ids))
                 if draft.finish in ("stop", "length") or (draft.finish == "abort" and gone.is_set()):
@@ -537,7 +537,9 @@ class Sampler:
             draft.finish, draft.failure = "error", failure
             return draft
 
-    async def _engine(self, draft: Draft, session_id: str, wanted: Wanted, left: float, *, first: bool) -> LiveEngine:
+    async def _engine(
+        self, draft: Draft, session_id: str, wanted: WeightRequirement, left: float, *, first: bool
+    ) -> LiveEngine:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         engine = await self.engines.choose(session_id, wanted, timeout_s=max(0.0, left))
@@ -551,7 +553,7 @@ class Sampler:
         engine: LiveEngine,
         request: Generate,
         draft: Draft,
-        wanted: Wanted,
+        wanted: WeightRequirement,
         stream: bool,
         gone: asyncio.Event,
         progress: Callable[[list[int]], None],
@@ -575,11 +577,11 @@ class Sampler:
                     rows = piece.experts
                     progress(piece.ids)
                     draft.finish = piece.finish or ""
-            self.engines.served(engine)
+            self.engines.record_success(engine)
         except EngineDead as error:
             draft.finish = "dead"
             self._check_time(error, engine, began)
-            self.engines.failed(engine, began, error)
+            self.engines.record_failure(engine, began, error)
         finally:
             watch.cancel()
             ENGINE_S.labels(engine.id).observe(loop.time() - begun)
@@ -599,7 +601,7 @@ class Sampler:
                 f"({self.timeout_s:g} s), or ask for fewer tokens (max_new_tokens)"
             )
 
-    def _check(self, piece: Piece, engine: LiveEngine, request: Generate, sampled: int) -> None:
+    def _check(self, piece: OutputChunk, engine: LiveEngine, request: Generate, sampled: int) -> None:
         """Check a piece of output; `sampled` is the number of the request's tokens before it. Raises EngineRefused,
         EngineDead."""
         if sampled + len(piece.ids) > request.max_new_tokens:
@@ -615,7 +617,7 @@ class Sampler:
         if self.policy:
             _check_labels(piece, engine)
 
-    def _add(self, draft: Draft, piece: Piece, now: float) -> None:
+    def _add(self, draft: Draft, piece: OutputChunk, now: float) -> None:
         if piece.ids and not draft.ids:
             draft.first_token_s = now - draft.started
         draft.ids += piece.ids
@@ -624,7 +626,7 @@ class Sampler:
         draft.cached_tokens = max(draft.cached_tokens, piece.cached_tokens)
 
 
-def _ended(draft: Draft, ends: Set[int], max_new_tokens: int, stopped: Callable[[list[int]], bool]) -> str:
+def _resolve_finish(draft: Draft, ends: Set[int], max_new_tokens: int, stopped: Callable[[list[int]], bool]) -> str:
     """Return how the draft ended. An output that was complete when it was aborted or its engine died is complete."""
     if draft.finish in ("abort", "dead"):
         if draft.ids and (draft.ids[-1] in ends or stopped(draft.ids)):
@@ -642,7 +644,7 @@ async def _abort_when_gone(gone: asyncio.Event, engine: LiveEngine, rid: str) ->
         return  # the request itself sees it
 
 
-def _check_labels(piece: Piece, engine: LiveEngine) -> None:
+def _check_labels(piece: OutputChunk, engine: LiveEngine) -> None:
     """Raise EngineDead or EngineRefused for a label that names no version. An engine that restarted serves the weights
     of its model folder under such a label until its loader arrives, whatever version it is registered with."""
     label = next((label for label, _ in piece.versions if not label.isdecimal()), None)

@@ -36,7 +36,7 @@ LONGEST = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class MessageImage:
     """An image as a message carries it; `content` is None for a reference."""
 
     ref: BlobRef
@@ -70,8 +70,8 @@ class ImageTokens:
     most_pixels: int
     """Maximum number of pixels of one image."""
 
-    async def admitted(
-        self, pictures: Sequence[Picture], shown: Mapping[str, BlobRef], blobs: Blobs
+    async def admit_all(
+        self, pictures: Sequence[MessageImage], shown: Mapping[str, BlobRef], blobs: Blobs
     ) -> dict[str, Admitted]:
         """Store all images, and return them by sha256. `shown` holds the images of the session's own turns; only those
         may be named by reference. Raises BadRequest, StoreUnavailable, BlobCorrupt."""
@@ -81,7 +81,7 @@ class ImageTokens:
                 found[picture.ref.sha256] = await self._admit(picture, shown, blobs)
         return found
 
-    async def _admit(self, picture: Picture, shown: Mapping[str, BlobRef], blobs: Blobs) -> Admitted:
+    async def _admit(self, picture: MessageImage, shown: Mapping[str, BlobRef], blobs: Blobs) -> Admitted:
         content, ref = picture.content, picture.ref
         if content is not None:
             tokens = self.rule(*_size(content, self.most_pixels))
@@ -134,12 +134,12 @@ def patches(factor: int, least: int, most: int) -> TokenRule:
     return rule
 
 
-def picture(block: Mapping[str, Any], where: str) -> Picture:
+def picture(block: Mapping[str, Any], where: str) -> MessageImage:
     """Return the image of an `image_url` block. Raises BadRequest."""
     given = block.get("image_url")
     url = given.get("url") if isinstance(given, dict) else given
     if isinstance(url, str) and (match := BLOB.fullmatch(url)):
-        return Picture(BlobRef(match[1], int(match[2]), match[3]))
+        return MessageImage(BlobRef(match[1], int(match[2]), match[3]))
     if not isinstance(url, str) or not (match := DATA.match(url)):
         raise BadRequest(
             f"{where} has an image_url that is no data:image/...;base64 URL and no blob: reference; the gateway "
@@ -150,17 +150,17 @@ def picture(block: Mapping[str, Any], where: str) -> Picture:
         content = base64.b64decode(url[match.end() :], validate=True)
     except ValueError as error:  # binascii.Error, or characters outside ASCII
         raise BadRequest(f"{where} has an image_url that is no base64: {error}", param=where) from None
-    return Picture(BlobRef(hashlib.sha256(content).hexdigest(), len(content), match[1]), content)
+    return MessageImage(BlobRef(hashlib.sha256(content).hexdigest(), len(content), match[1]), content)
 
 
 def by_reference(raw: Any) -> Any:
     """Return a message as the log stores it: with references in place of data: URLs."""
     if not isinstance(raw, dict) or not isinstance(raw.get("content"), list):
         return raw
-    return {**raw, "content": [_referred(block) for block in raw["content"]]}
+    return {**raw, "content": [_to_reference(block) for block in raw["content"]]}
 
 
-def placed(
+def place_images(
     ids: list[int], start: int, token: int | None, images: Sequence[Admitted]
 ) -> tuple[list[int], tuple[ImageRef, ...]]:
     """Return rendered ids with each placeholder repeated as often as its image requires, and the resulting positions of
@@ -203,7 +203,7 @@ def within(length: int, images: Sequence[ImageRef]) -> Iterator[ImageRef]:
     return (image for image in images if image.position + image.tokens <= length)
 
 
-def _referred(block: Any) -> Any:
+def _to_reference(block: Any) -> Any:
     if not isinstance(block, dict) or block.get("type") != "image_url":
         return block
     ref = picture(block, "messages").ref

@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from turnlog.producers.gateway import BadRequest
-from turnlog.producers.gateway.images import Picture, picture
-from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
+from turnlog.producers.gateway.images import MessageImage, picture
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.parsers.values import compact, exact
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId
@@ -36,7 +36,7 @@ class Message:
     digest: bytes
     """Hash of everything that counts, except reasoning."""
     reasoning: str
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[MessageImage, ...] = ()
     """Images in order; the template has a part {"type": "image"} for each."""
     changed: Mapping[str, Any] | None = None
     """Members of an answer that its client sent back changed, as received. The other members are as the turn produced
@@ -49,7 +49,7 @@ class Message:
         return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
-def listed(raw: Any) -> list[Any]:
+def message_list(raw: Any) -> list[Any]:
     """Return the messages of a request as received. Raises BadRequest."""
     if not isinstance(raw, list) or not raw:
         raise BadRequest("messages must be a list of at least one message", param="messages")
@@ -79,9 +79,9 @@ def _is_result(raw: Any) -> bool:
     return isinstance(raw, dict) and raw.get("role") == "tool"
 
 
-def normalised(raw: Any) -> tuple[Message, ...]:
+def normalise_messages(raw: Any) -> tuple[Message, ...]:
     """Return the normalised messages. Raises BadRequest, which names the message."""
-    return tuple([message(one, f"messages[{index}]") for index, one in enumerate(listed(raw))])
+    return tuple([message(one, f"messages[{index}]") for index, one in enumerate(message_list(raw))])
 
 
 def message(raw: Any, where: str) -> Message:
@@ -107,7 +107,7 @@ def message(raw: Any, where: str) -> Message:
     return Message(role, template, digest, reasoning, pictures)
 
 
-def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
+def join_prefill(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any], Message]:
     """Return a prefill and its response as the single message of an echo, both raw and normalised."""
     raw = {**response, "content": prefill.template["content"] + (response["content"] or "")}
     if prefill.reasoning:
@@ -117,7 +117,7 @@ def joined(prefill: Message, response: Mapping[str, Any]) -> tuple[dict[str, Any
 
 def without_name(message: Message) -> Message:
     """Return the message without the name of its speaker; a policy never names itself."""
-    return normalised([{name: value for name, value in message.template.items() if name != "name"}])[0]
+    return normalise_messages([{name: value for name, value in message.template.items() if name != "name"}])[0]
 
 
 def call_ids(message: Message) -> list[str]:
@@ -202,7 +202,7 @@ def tools_digest(tools: Any) -> str:
     return hashlib.sha256(orjson.dumps(tools or [], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _content(content: Any, where: str) -> tuple[Any, tuple[Picture, ...]]:
+def _content(content: Any, where: str) -> tuple[Any, tuple[MessageImage, ...]]:
     """Return (text, no images), or the parts of a message with images, and those images."""
     if not content:
         return "", ()
@@ -212,7 +212,7 @@ def _content(content: Any, where: str) -> tuple[Any, tuple[Picture, ...]]:
         raise BadRequest(f"{where}.content must be text or a list of text blocks", param=where)
     texts: list[str] = []
     parts: list[dict[str, str]] = []
-    pictures: list[Picture] = []
+    pictures: list[MessageImage] = []
     for block in content:
         if isinstance(block, dict) and block.get("type") == "image_url":
             pictures.append(picture(block, where))
@@ -266,7 +266,7 @@ def _arguments(function: dict[str, Any]) -> Any:
 
 def response_of(parts: Sequence[Part], named: Callable[[int], str]) -> dict[str, Any]:
     """Build the assistant's message from an output's parts; `named` returns the id of the n-th call."""
-    calls = [one for one in parts if isinstance(one, Call)]
+    calls = [one for one in parts if isinstance(one, ParsedCall)]
     content = "".join(one.text for one in parts if isinstance(one, Text))
     response: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
     if reasoning := "".join(one.text for one in parts if isinstance(one, Reasoning)):
@@ -284,7 +284,7 @@ def parts_of(response: Mapping[str, Any]) -> list[Part]:
     if content := response.get("content"):
         parts.append(Text(content))
     calls = (call["function"] for call in response.get("tool_calls") or ())
-    return [*parts, *(Call(call["name"], call["arguments"]) for call in calls)]
+    return [*parts, *(ParsedCall(call["name"], call["arguments"]) for call in calls)]
 
 
 def id_of_call(session_id: str, turn: TurnId, at: int) -> str:
@@ -292,6 +292,6 @@ def id_of_call(session_id: str, turn: TurnId, at: int) -> str:
     return call_id(session_id, turn.epoch, turn.index, at, "agent")
 
 
-def call_in(named: str, call: Call) -> dict[str, Any]:
+def call_in(named: str, call: ParsedCall) -> dict[str, Any]:
     """Return a call as a message contains it."""
     return {"id": named, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

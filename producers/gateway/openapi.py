@@ -19,7 +19,7 @@ def _object(properties: dict[str, Schema], *required: str, about: str = "") -> S
     return {"type": "object", "properties": properties, "required": list(required), "description": about}
 
 
-def _said(schema: Schema, about: str) -> Schema:
+def _field(schema: Schema, about: str) -> Schema:
     return {**schema, "description": about}
 
 
@@ -27,65 +27,67 @@ TURN = _object({"epoch": TEXT, "index": WHOLE}, "epoch", "index", about="`turnlo
 VERIFIER = _object({"name": TEXT, "version": TEXT}, about="Who judged; two verdicts by one are one.")
 REWARD = _object(
     {
-        "value": _said({"type": "number"}, "Finite."),
-        "components": _said({"type": "object", "additionalProperties": {"type": "number"}}, "Parts of it, for people."),
-        "evidence": _said({}, "What the verifier saw: any JSON."),
+        "value": _field({"type": "number"}, "Finite."),
+        "components": _field(
+            {"type": "object", "additionalProperties": {"type": "number"}}, "Parts of it, for people."
+        ),
+        "evidence": _field({}, "What the verifier saw: any JSON."),
         "verifier": VERIFIER,
     },
     "value",
 )
 OPEN = _object(
     {
-        "group_id": _said(TEXT, "Rollouts of one task: compared with each other. Without it the session is its own."),
-        "group_size": _said({"type": "integer", "minimum": 1}, "Rollouts of the group; one that lacks some is closed "
+        "group_id": _field(TEXT, "Rollouts of one task: compared with each other. Without it the session is its own."),
+        "group_size": _field({"type": "integer", "minimum": 1}, "Rollouts of the group; one that lacks some is closed "
                                                                "[assembler] group_deadline_s after its first record."),
-        "rollout_id": _said(TEXT, "The same one, with the same attempt, is the same session. Needs group_id."),
-        "rollout_index": _said(WHOLE, "In the group, from 0."),
-        "attempt": _said(WHOLE, "Of the rollout, from 0."),
-        "purpose": _said({"enum": list(Purpose)}, "`train`: the group must be as large as the run's estimator needs."),
+        "rollout_id": _field(TEXT, "The same one, with the same attempt, is the same session. Needs group_id."),
+        "rollout_index": _field(WHOLE, "In the group, from 0."),
+        "attempt": _field(WHOLE, "Of the rollout, from 0."),
+        "purpose": _field({"enum": list(Purpose)}, "`train`: the group must be as large as the run's estimator needs."),
         "task_id": TEXT,
         "recipe": TEXT,
-        "run_id": _said(TEXT, "If it is given, it must be the run's."),
-        "floor": _said(WHOLE, "Offset of agent.sessions before the session; found if it is left out."),
+        "run_id": _field(TEXT, "If it is given, it must be the run's."),
+        "floor": _field(WHOLE, "Offset of agent.sessions before the session; found if it is left out."),
         "agent": _object({"name": TEXT, "version": TEXT}),
         "environment": _object({"name": TEXT, "version": TEXT}),
         "sampling": _object({"temperature": {"type": "number"}, "max_new_tokens": WHOLE, "seed": {"type": "integer"},
                              "stop_token_ids": {"type": "array", "items": WHOLE}}),
         "limits": _object({"max_context_tokens": WHOLE, "max_turns": WHOLE}),
-        "min_weight_version": _said({"type": "integer", "minimum": -1}, "Of engines that may sample its turns."),
-        "pin_weight_version": _said(WHOLE, "The only one that may."),
+        "min_weight_version": _field({"type": "integer", "minimum": -1}, "Of engines that may sample its turns."),
+        "pin_weight_version": _field(WHOLE, "The only one that may."),
     }
 )  # fmt: skip
 OPENED = _object(
     {
         "session_id": TEXT,
         "epoch": TEXT,
-        "token": _said(TEXT, "The key of whoever judges the session: for the verdict, the end, and turns."),
-        "agent_token": _said(TEXT, "The API key of the session's agent: for turns alone."),
-        "base_url": _said(TEXT, "The base URL of the session's agent: of the gateway that has it."),
+        "token": _field(TEXT, "The key of whoever judges the session: for the verdict, the end, and turns."),
+        "agent_token": _field(TEXT, "The API key of the session's agent: for turns alone."),
+        "base_url": _field(TEXT, "The base URL of the session's agent: of the gateway that has it."),
         "finished": {"type": "boolean"},
     }
 )
 OUTCOMES = {"enum": [outcome for outcome in Outcome if outcome is not Outcome.unknown]}
 FINISH = _object(
     {
-        "outcome": _said(OUTCOMES, "`infra_failure` and `cancelled` never train."),
+        "outcome": _field(OUTCOMES, "`infra_failure` and `cancelled` never train."),
         "reason": TEXT,
-        "final": _said({"type": "boolean"}, "No other attempt of the rollout follows."),
+        "final": _field({"type": "boolean"}, "No other attempt of the rollout follows."),
         "expects": _object({"reward": {"type": "boolean"}, "step_rewards": WHOLE}, about="What else will come."),
-        "judged": _said(TURN, "The last turn of what the verdict is about."),
-        "reward": _said(REWARD, "The verdict, if there is one already."),
+        "judged": _field(TURN, "The last turn of what the verdict is about."),
+        "reward": _field(REWARD, "The verdict, if there is one already."),
     },
     "outcome",
 )
 TURNS = {"type": "array", "items": TURN}
-FINISHED = _object({"turns": _said(TURNS, "Acted on."), "undelivered": TURNS, "outcome": OUTCOMES})
+FINISHED = _object({"turns": _field(TURNS, "Acted on."), "undelivered": TURNS, "outcome": OUTCOMES})
 SESSION = _object({"session_id": TEXT, "epoch": TEXT, "finished": {"type": "boolean"}, "outcome": TEXT,
                    "turns": {"type": "array", "items": {"type": "object"}}, "messages": {"type": "array"},
                    "last_turn": TURN, "call_seq": WHOLE, "base_url": TEXT})  # fmt: skip
 REASON: Schema = {"type": "string", "description": "Kept on the log."}
 COUNT: Schema = {"type": "integer", "minimum": 1, "description": "Engines that the run's supervisor is to host."}
-URL = _said(TEXT, "http://host:port, as gateways and its loader reach it.")
+URL = _field(TEXT, "http://host:port, as gateways and its loader reach it.")
 ENGINES = _object(
     {
         "engines": {
@@ -102,7 +104,7 @@ FLEET: dict[str, tuple[str, Schema]] = {
         "Let an engine of one's own serve, too.", _object({"url": URL, "name": TEXT, "reason": REASON}, "url")
     ),
     "/engines/drain": (
-        "Let an engine go.", _object({"engine": _said(TEXT, "Its address or id."), "reason": REASON}, "engine")
+        "Let an engine go.", _object({"engine": _field(TEXT, "Its address or id."), "reason": REASON}, "engine")
     ),
 }  # fmt: skip
 REFUSED = {"description": "`error.code` and `error.message` say what and which setting; `x-should-retry` whether to "

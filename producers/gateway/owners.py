@@ -69,7 +69,7 @@ class Owners:
         if time.monotonic() - self._seen.get(url, float("-inf")) < TRUSTED_S or await self._lives(url):
             raise OwnedElsewhere(url, epoch)
 
-    def lost(self, url: str) -> None:
+    def forget(self, url: str) -> None:
         """Forget that a gateway is alive, because it did not answer."""
         self._seen.pop(url, None)
 
@@ -115,7 +115,7 @@ class _PassedOn(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         passing = asyncio.create_task(self._pass(scope, receive, send))
-        watch = asyncio.create_task(_left(receive))
+        watch = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait({passing, watch}, return_when=asyncio.FIRST_COMPLETED)
             if passing.done():
@@ -129,14 +129,14 @@ class _PassedOn(Response):
         begun = False
         try:
             async with self._owners.stream(self._url, self._request, self._asked) as answer:
-                headers = [(name, value) for name, value in answer.headers if _kept(name)]
+                headers = [(name, value) for name, value in answer.headers if _is_forwarded(name)]
                 await send({"type": "http.response.start", "status": answer.status, "headers": headers})
                 begun = True
                 async for part in answer.aiter_stream():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except UNREACHED as error:
-            self._owners.lost(self._url)
+            self._owners.forget(self._url)
             if begun:  # the client sees a broken answer, as if it had asked the owner
                 raise
             gone = EpochLost(f"{self._url}, which had the session, gave no answer ({type(error).__name__}): ask again")
@@ -145,10 +145,10 @@ class _PassedOn(Response):
             await refused(scope, receive, send)
 
 
-def _kept(name: bytes) -> bool:
+def _is_forwarded(name: bytes) -> bool:
     return name.decode("latin-1").lower() not in OF_ONE_HOP - {"content-length"}
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

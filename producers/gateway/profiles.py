@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
-from turnlog.infra.offers import offered
+from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
 from turnlog.producers.gateway.messages import Message
 
@@ -127,7 +127,7 @@ class Harness:
     ) -> str | None:
         """Return the path of one request; None if no profile decides. `agent` is the session's agent name, `raw` the
         messages as received."""
-        name = recognised(agent, headers, self.profiles) if self.name == AUTO else self.name
+        name = recognise_profile(agent, headers, self.profiles) if self.name == AUTO else self.name
         if name not in self.profiles:
             return None
         return self.profiles[name](headers, system_text(raw), tools, messages)
@@ -136,14 +136,14 @@ class Harness:
 def harness(name: str) -> Harness:
     """Return the harness of [gateway] harness: auto, none, a built-in profile, or one of an entry point, which
     overrides a built-in of the same name. Raises UnknownHarness, AmbiguousProfile, BrokenProfile."""
-    offers = offered(GROUP, "harness profile", AmbiguousProfile)
-    profiles = PROFILES | {name: _loaded(entry) for name, entry in offers.items()}
+    offers = find_plugins(GROUP, "harness profile", AmbiguousProfile)
+    profiles = PROFILES | {name: _load_profile(entry) for name, entry in offers.items()}
     if name not in (AUTO, NONE, *profiles):
         raise UnknownHarness(f"[gateway] harness is {name!r}; it must be auto, none, {', '.join(sorted(profiles))}")
     return Harness(name, {} if name == NONE else profiles)
 
 
-def recognised(agent: str, headers: Mapping[str, str], profiles: Mapping[str, Profile]) -> str:
+def recognise_profile(agent: str, headers: Mapping[str, str], profiles: Mapping[str, Profile]) -> str:
     """Return the profile's name, by User-Agent or else by the agent name that the session was opened with; "none" for
     neither."""
     sent = headers.get("user-agent", "")
@@ -171,7 +171,7 @@ def _beside(system: str) -> str:
     return TITLE if "title" in system.partition("\n")[0].lower() else NO_TOOLS
 
 
-def _loaded(entry: EntryPoint) -> Profile:
+def _load_profile(entry: EntryPoint) -> Profile:
     try:
         profile: Profile = entry.load()
     except Exception as error:  # a module may raise anything while it is imported

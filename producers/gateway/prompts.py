@@ -32,7 +32,7 @@ PLAIN = MARKS | {"<tool_response>", "</tool_response>"}
 """Special tokens that are ordinary text; the others are control marks."""
 
 
-class ModelMissing(Exception):
+class TokenizerMissing(Exception):
     """[model] path has no tokenizer.json or config.json."""
 
 
@@ -40,12 +40,14 @@ class TextTokens:
     """The tokenizer, and the model configuration's facts about token ids."""
 
     def __init__(self, folder: Path) -> None:
-        """Load both from a model's folder. Raises ModelMissing."""
+        """Load both from a model's folder. Raises TokenizerMissing."""
         try:
             data = (folder / "tokenizer.json").read_bytes()
             config = json.loads((folder / "config.json").read_text())
         except FileNotFoundError as error:
-            raise ModelMissing(f"{error.filename} is missing: [model] path must be a Hugging Face folder") from error
+            raise TokenizerMissing(
+                f"{error.filename} is missing: [model] path must be a Hugging Face folder"
+            ) from error
         self.sha256 = hashlib.sha256(data).hexdigest()
         self._tokenizer: Any = Tokenizer.from_str(data.decode())
         self._tokenizer.no_truncation()
@@ -183,7 +185,7 @@ CHECKED = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
 """Roles of the messages that usually follow an answer."""
 
 
-class Kind(NamedTuple):
+class MessageTraits(NamedTuple):
     """Properties of new messages that decide whether a template can append them."""
 
     roles: tuple[str, ...]
@@ -192,7 +194,7 @@ class Kind(NamedTuple):
     images: bool = False
 
 
-class Ending(NamedTuple):
+class AssistantTurnEnding(NamedTuple):
     """End of an assistant's turn as the template writes it: the text after its content, and that text's first id if it
     is an end-of-turn mark."""
 
@@ -207,7 +209,7 @@ class Prompts:
     def __init__(self, tokens: TextTokens, template: ChatTemplate) -> None:
         self.tokens = tokens
         self.template = template
-        self._kinds: dict[Kind, bool] = {}
+        self._kinds: dict[MessageTraits, bool] = {}
         self._openings: dict[tuple[bytes, tuple[str, ...]], str] = {}
         """Renders of the dummy history, by the tools as sent and by the dates that the template prints."""
         self._system_anywhere = self._probe_system()
@@ -234,18 +236,18 @@ class Prompts:
     def text(self, messages: Sequence[Message], tools: Any, now: datetime | None = None) -> str:
         """Return the whole conversation as the template writes it, up to the point where the model continues. Dates are
         printed as of `now`. Raises BadRequest."""
-        return self._rendered([one.template for one in messages], tools, now)
+        return self._render_open([one.template for one in messages], tools, now)
 
-    def ended(self, messages: Sequence[Message], tools: Any) -> str:
+    def render_closed(self, messages: Sequence[Message], tools: Any) -> str:
         """Return the same text, but with the last message closed, as if it had been answered. Raises BadRequest."""
-        return self.template.render(self._fitted([one.template for one in messages]), tools, generate=False)
+        return self.template.render(self._fit_messages([one.template for one in messages]), tools, generate=False)
 
     @property
     def end_mark(self) -> str:
         """Text of `end_of_turn`; empty without one."""
         return self._ending.mark_text if self._ending else ""
 
-    def _fitted(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def _fit_messages(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
         """Return the messages in the form that the template accepts."""
         if self._arguments_as_text:
             messages = [_with_text(one) for one in messages]
@@ -256,10 +258,10 @@ class Prompts:
                         for at, one in enumerate(messages)]  # fmt: skip
         return messages
 
-    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, now: datetime | None = None) -> str:
+    def _render_open(self, messages: Sequence[dict[str, Any]], tools: Any, now: datetime | None = None) -> str:
         """Render up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left
         open, as with `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
-        messages = self._fitted(messages)
+        messages = self._fit_messages(messages)
         *before, last = messages
         if last["role"] != "assistant":
             return self.template.render(messages, tools, generate=True, now=now)
@@ -278,7 +280,7 @@ class Prompts:
     ) -> list[int] | None:
         """Return close + delta: the ids to append to a base whose last id is `last`. None if the template cannot append
         this kind, or if the base ends in another role's mark. `now`: see `text`. Raises BadRequest."""
-        kind = Kind(
+        kind = MessageTraits(
             tuple(one.role for one in new),
             any(one.reasoning for one in new),
             bool(tools),
@@ -287,12 +289,12 @@ class Prompts:
         if not self._incremental(kind):
             return None
         delta = self._delta([one.template for one in new], tools, now)
-        return None if delta is None else self._closed(last, delta)
+        return None if delta is None else self._encode_after_end(last, delta)
 
-    def appended(self) -> dict[str, bool]:
+    def check_appends(self) -> dict[str, bool]:
         """Return whether the template appends what agents most often send after an answer, or writes the whole
         conversation anew. Keys name the roles of the messages, and whether tools are offered."""
-        kinds = [Kind(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
+        kinds = [MessageTraits(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
         return {"+".join(one.roles) + " with tools" * one.tools: self._incremental(one) for one in kinds}
 
     def without_end(self, answer: str) -> str:
@@ -308,19 +310,21 @@ class Prompts:
                 return answer
             answer = shorter
 
-    def attempted(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
+    def try_render(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
         """Return a conversation as the template writes it, or None if it refuses. An answer at the end is closed."""
         try:
-            return self.template.render(self._fitted(messages), tools, generate=messages[-1]["role"] != "assistant")
+            return self.template.render(
+                self._fit_messages(messages), tools, generate=messages[-1]["role"] != "assistant"
+            )
         except BadRequest:
             return None
 
-    def _incremental(self, kind: Kind) -> bool:
+    def _incremental(self, kind: MessageTraits) -> bool:
         if kind not in self._kinds:
             self._kinds[kind] = self._probe(kind)
         return self._kinds[kind]
 
-    def _closed(self, last: int, delta: str) -> list[int] | None:
+    def _encode_after_end(self, last: int, delta: str) -> list[int] | None:
         assert self._ending is not None
         text, mark, mark_text = self._ending
         if mark is not None:
@@ -341,7 +345,7 @@ class Prompts:
             if len(self._openings) >= KEPT_OPENINGS:
                 self._openings.clear()
             self._openings[written, self.template.dates(now)] = opening
-        whole = self._rendered([*HISTORY, *new], tools, now)
+        whole = self._render_open([*HISTORY, *new], tools, now)
         return whole[len(opening) :] if whole.startswith(opening) else None
 
     def _probe_system(self) -> bool:
@@ -365,7 +369,7 @@ class Prompts:
         except BadRequest:
             return False
 
-    def _probe_ending(self) -> Ending | None:
+    def _probe_ending(self) -> AssistantTurnEnding | None:
         ask = {"role": "user", "content": "v"}
         try:
             delta = self._delta([ask], None)
@@ -379,8 +383,8 @@ class Prompts:
         text = whole[whole.rindex(SENTINEL) + len(SENTINEL) : len(whole) - len(delta)]
         first = self.tokens.encode(text)[:1]
         if first and first[0] in self.tokens.special and text.startswith(self.tokens.special[first[0]]):
-            return Ending(text, first[0], self.tokens.special[first[0]])
-        return Ending(text, None, "")
+            return AssistantTurnEnding(text, first[0], self.tokens.special[first[0]])
+        return AssistantTurnEnding(text, None, "")
 
     def _probe_markers(self) -> frozenset[int]:
         """Return the first ids of each role's message if they are special tokens."""
@@ -393,13 +397,15 @@ class Prompts:
             markers.update(self.tokens.encode(delta or "")[:1])
         return frozenset(markers & self.tokens.special.keys())
 
-    def _probe(self, kind: Kind) -> bool:
+    def _probe(self, kind: MessageTraits) -> bool:
         """Return whether full renders of the probe conversations end in what `continuation` would append, as text and
         as ids."""
-        verdicts = [self._probed(kind, answer, new) for answer, new in _canned(kind)]
+        verdicts = [self._probe_conversation(kind, answer, new) for answer, new in _probe_answers(kind)]
         return True in verdicts and False not in verdicts
 
-    def _probed(self, kind: Kind, answer: dict[str, Any], new: list[dict[str, Any]]) -> bool | None:
+    def _probe_conversation(
+        self, kind: MessageTraits, answer: dict[str, Any], new: list[dict[str, Any]]
+    ) -> bool | None:
         """Probe one conversation. None if the template refuses it, so that it never occurs, or if its answer cannot be
         found in the render."""
         if self._ending is None:
@@ -409,7 +415,7 @@ class Prompts:
         conversation = [{"role": "user", "content": asked}, answer, *new]
         now = datetime.now(UTC)
         try:
-            whole = self._rendered(conversation, tools, now)
+            whole = self._render_open(conversation, tools, now)
         except BadRequest:
             return None
         if SENTINEL not in whole:
@@ -421,7 +427,7 @@ class Prompts:
         if delta is None or not self._appends(whole, self._ending.text + delta):
             return False
         try:
-            whole = self._rendered([{"role": "system", "content": "s"}, *conversation], tools, now)
+            whole = self._render_open([{"role": "system", "content": "s"}, *conversation], tools, now)
         except BadRequest:
             return True  # a template without system messages never meets one
         return self._appends(whole, self._ending.text + delta)
@@ -450,7 +456,7 @@ def probe_calls(count: int) -> list[dict[str, Any]]:
     return [{"type": "function", "id": f"call0000{at}", "function": function} for at in range(count)]
 
 
-def _canned(kind: Kind) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def _probe_answers(kind: MessageTraits) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Yield answers, each with messages of a kind that follow it. A template may find a result's tool by the call that
     it answers, by the name that it carries, or not at all, and agents send results with and without either. Calls come
     alone and beside a text, both a single one and as many as there are results."""

@@ -2,9 +2,9 @@
 
 `SessionTail` follows agent.sessions forever. It starts at the end of the log and reads back to the start offset
 (`floor`) of an older session when one is requested. All who wait for "everything up to now" share one end-offset read.
-`Recovery` rebuilds a conversation from agent.turns and agent.token-snapshots, with the same tokens on any gateway.
-Those topics are not indexed by session, so a scan begins at the earliest offset that can hold the session's records,
-found by timestamp, and serves all sessions that wait for one.
+`ConversationRecovery` rebuilds a conversation from agent.turns and agent.token-snapshots, with the same tokens on any
+gateway. Those topics are not indexed by session, so a scan begins at the earliest offset that can hold the session's
+records, found by timestamp, and serves all sessions that wait for one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record, partition_of
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure
-from turnlog.producers.gateway.conversation import Conversation, Turn, above, continued
-from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn, above, extend_hash
+from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.events.turns import TokenSnapshot, TurnCompleted
@@ -39,7 +39,7 @@ FINISHED_KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class OwnershipTerm:
     """Ownership term of one gateway."""
 
     offset: int
@@ -48,16 +48,16 @@ class Epoch:
 
 
 @dataclass(slots=True)
-class Spine:
+class SessionControlRecords:
     """The records of one session in agent.sessions."""
 
     started: SessionStarted | None = None
     started_ms: int = 0
-    epochs: list[Epoch] = field(default_factory=list)
+    epochs: list[OwnershipTerm] = field(default_factory=list)
     finishes: list[tuple[int, SessionFinished]] = field(default_factory=list)
 
     @property
-    def finished(self) -> SessionFinished | None:
+    def effective_finish(self) -> SessionFinished | None:
         """The SessionFinished that counts by the rule of the fold, or None."""
         tenure = Tenure()
         epochs = iter(self.epochs)
@@ -85,7 +85,7 @@ class Spine:
             self.started, self.started_ms = self.started or event, self.started_ms or record.timestamp_ms
         known = {epoch.id: epoch for epoch in self.epochs}
         if event.event_id not in known or known[event.event_id].offset > record.offset:
-            known[event.event_id] = Epoch(record.offset, event.event_id, event.writer_url)
+            known[event.event_id] = OwnershipTerm(record.offset, event.event_id, event.writer_url)
             self.epochs = sorted(known.values(), key=lambda epoch: epoch.offset)
 
 
@@ -106,7 +106,7 @@ class SessionTail:
         self._beat = beat
         self._events = events
         self._partitions = [Partition(SESSIONS.name, number) for number in range(partitions)]
-        self._spines: dict[str, Spine] = {}
+        self._spines: dict[str, SessionControlRecords] = {}
         self._finished: OrderedDict[str, Partition] = OrderedDict()
         """Finished sessions among `_spines`; the one read or requested last is at the end."""
         self._finished_kept = finished_kept
@@ -136,10 +136,10 @@ class SessionTail:
         self._asked.set()
         return (await asked)[partition]
 
-    async def session(self, session_id: str, group_id: str, floor: int) -> Spine | None:
+    async def session(self, session_id: str, group_id: str, floor: int) -> SessionControlRecords | None:
         """Return the session's records as of this moment, or None if it was never started."""
         partition = self.partition(group_id)
-        await self.reached(partition, await self.end_offset(partition))
+        await self.wait_for_offset(partition, await self.end_offset(partition))
         seen = self._spines.get(session_id)
         if seen is None or seen.started is None:  # an adoption after our start may be all that was read so far
             await self._read_back(partition, floor)
@@ -147,11 +147,11 @@ class SessionTail:
             self._finished.move_to_end(session_id)
         return self._spines.get(session_id)
 
-    def known(self, session_id: str) -> Spine | None:
+    def find_records(self, session_id: str) -> SessionControlRecords | None:
         """Return the session's records that were read so far."""
         return self._spines.get(session_id)
 
-    async def reached(self, partition: Partition, offset: int) -> None:
+    async def wait_for_offset(self, partition: Partition, offset: int) -> None:
         """Wait until everything below `offset` was read."""
         if self._positions.get(partition, -1) >= offset:
             return
@@ -215,9 +215,9 @@ class SessionTail:
         except UndecodableRecord as error:
             log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
             return
-        spine = self._spines.setdefault(event.session_id, Spine())
+        spine = self._spines.setdefault(event.session_id, SessionControlRecords())
         spine.add(record, event)
-        if event.session_id not in self._finished and spine.finished is not None:
+        if event.session_id not in self._finished and spine.effective_finish is not None:
             self._finished[event.session_id] = Partition(record.topic, record.partition)
 
     def _forget(self) -> None:
@@ -243,32 +243,32 @@ class Sought:
 
 
 @dataclass(slots=True)
-class _Found:
+class _SessionRecords:
     turns: dict[TurnId, TurnCompleted] = field(default_factory=dict)
     snapshots: dict[TurnId, TokenSnapshot] = field(default_factory=dict)
 
 
-class Recovery:
+class ConversationRecovery:
     """Reads conversations back. Sessions of one partition that are requested while a scan runs share the next one."""
 
     def __init__(self, log_: Log, events: EventLog, blobs: Blobs) -> None:
         self._log = log_
         self._events = events
         self._blobs = blobs
-        self._sought: dict[int, list[tuple[Sought, asyncio.Future[_Found]]]] = {}
+        self._sought: dict[int, list[tuple[Sought, asyncio.Future[_SessionRecords]]]] = {}
         self._busy: dict[int, asyncio.Lock] = {}
 
     async def conversation(self, sought: Sought, partition: int) -> Conversation:
         """Return every turn of the session that has both its records on the log now."""
-        waiting: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[_SessionRecords] = asyncio.get_running_loop().create_future()
         self._sought.setdefault(partition, []).append((sought, waiting))
         async with self._busy.setdefault(partition, asyncio.Lock()):
             if not waiting.done():
                 await self._scan(partition, self._sought.pop(partition))
         return _rebuilt(await waiting)
 
-    async def _scan(self, number: int, wanted: list[tuple[Sought, asyncio.Future[_Found]]]) -> None:
-        found = {sought.session_id: _Found() for sought, _ in wanted}
+    async def _scan(self, number: int, wanted: list[tuple[Sought, asyncio.Future[_SessionRecords]]]) -> None:
+        found = {sought.session_id: _SessionRecords() for sought, _ in wanted}
         keys = {sought.group_id.encode() for sought, _ in wanted}
         since = min(sought.since_ms for sought, _ in wanted) - CLOCK_SKEW_MS
         for topic in (TURNS.name, SNAPSHOTS.name):
@@ -284,7 +284,7 @@ class Recovery:
             if not waiting.done():
                 waiting.set_result(found[sought.session_id])
 
-    async def _take(self, record: Record, found: dict[str, _Found]) -> None:
+    async def _take(self, record: Record, found: dict[str, _SessionRecords]) -> None:
         try:
             event = await self._events.decode(record)
         except UndecodableRecord as error:
@@ -300,7 +300,7 @@ class Recovery:
             mine.snapshots.setdefault(event.turn, event)
 
 
-def _rebuilt(found: _Found) -> Conversation:
+def _rebuilt(found: _SessionRecords) -> Conversation:
     conversation = Conversation()
     for turn_id, snapshot in found.snapshots.items():
         completed = found.turns.get(turn_id)
@@ -315,14 +315,14 @@ def _restore(conversation: Conversation, completed: TurnCompleted, snapshot: Tok
     delta = int32s(_bytes(snapshot.delta_ids)).tolist()
     output = int32s(_bytes(snapshot.output_ids)).tolist()
     new_raw = orjson.loads(_bytes(completed.new_messages))
-    turn = Turn.recorded(
+    turn = RecordedTurn.from_records(
         completed,
         snapshot,
         base=conversation.turns[completed.base_turn] if completed.base_turn else None,
         parent=holder,
-        hashed=continued(conversation.hashed(known), (*delta, *output)),
+        hashed=extend_hash(conversation.hash_path(known), (*delta, *output)),
         new_raw=new_raw,
-        new=normalised(new_raw) if new_raw else (),
+        new=normalise_messages(new_raw) if new_raw else (),
         response_raw=orjson.loads(_bytes(completed.response)),
     )
     conversation.record(turn, delta, output, known)

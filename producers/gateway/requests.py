@@ -67,7 +67,7 @@ class SigningKeys:
         return present(self._first).encode()
 
     @property
-    def accepted(self) -> tuple[bytes, ...]:
+    def accepted_keys(self) -> tuple[bytes, ...]:
         """All accepted keys, the signing key first."""
         return self.first, *present(self._others).encode().split()
 
@@ -77,7 +77,7 @@ def sign(claims: Claims, key: bytes) -> str:
     *claimed, agent = dataclasses.astuple(claims)
     # Gateways up to release v8 add up all items after the sixth. To them, the 0 that marks an agent's token adds no
     # turns, so tokens stay valid during an upgrade.
-    payload = _encoded(orjson.dumps([*claimed, 0] if agent else claimed))
+    payload = _encode_base64(orjson.dumps([*claimed, 0] if agent else claimed))
     return f"{payload}.{_mac(payload, key)}"
 
 
@@ -87,7 +87,7 @@ def verify(token: str, *keys: bytes) -> Claims:
     payload, _, mac = token.partition(".")
     if not mac or not any(hmac.compare_digest(mac.encode(), _mac(payload, key).encode()) for key in keys):
         raise Unauthorized("the Authorization header must carry the token that POST /sessions gave: Bearer <token>")
-    session_id, group_id, floor, least, pin, window, *turns = orjson.loads(_decoded(payload))
+    session_id, group_id, floor, least, pin, window, *turns = orjson.loads(_decode_base64(payload))
     return Claims(
         session_id=session_id,
         group_id=group_id,
@@ -107,7 +107,7 @@ def refer(turn: TurnId, text: str, key: bytes) -> str:
     return f"{name}.{_mac(f'{name} {text}', _of_turns(key))}"
 
 
-def referred(reference: str, text: str, *keys: bytes) -> TurnId | None:
+def resolve_reference(reference: str, text: str, *keys: bytes) -> TurnId | None:
     """Return the turn that `refer` named with one of the keys and exactly this text; None for anything else."""
     name, _, mac = reference.rpartition(".")
     if not any(hmac.compare_digest(mac.encode(), _mac(f"{name} {text}", _of_turns(key)).encode()) for key in keys):
@@ -150,14 +150,14 @@ def require_key(header: str | None, *keys: bytes) -> None:
 
 
 def _mac(payload: str, key: bytes) -> str:
-    return _encoded(hmac.digest(key, payload.encode(), hashlib.sha256))
+    return _encode_base64(hmac.digest(key, payload.encode(), hashlib.sha256))
 
 
-def _encoded(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def _decoded(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
@@ -215,8 +215,8 @@ def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) ->
     """Parse the request for a rollout's session. Without rollout_id, the session belongs to somebody who tries the
     gateway: it is a group of its own, named by `fresh`. Raises BadRequest."""
     values = object_of(body)
-    rollout = typed(values, "rollout_id", str, fresh)
-    attempt = typed(values, "attempt", int, 0)
+    rollout = typed_field(values, "rollout_id", str, fresh)
+    attempt = typed_field(values, "attempt", int, 0)
     session = ids.session_id(rollout, attempt)
     if "rollout_id" in values and "group_id" not in values:
         raise BadRequest("a rollout's session needs group_id", param="group_id")
@@ -224,26 +224,26 @@ def open_request(body: bytes, *, run_id: str, fallback: Sampling, fresh: str) ->
         purpose = Purpose(values.get("purpose", "other"))
     except ValueError:
         raise BadRequest(f"purpose must be one of {', '.join(Purpose)}", param="purpose") from None
-    limits = typed(values, "limits", dict, {})
+    limits = typed_field(values, "limits", dict, {})
     return OpenRequest(
-        run_id=typed(values, "run_id", str, run_id),
-        group_id=typed(values, "group_id", str, session),
+        run_id=typed_field(values, "run_id", str, run_id),
+        group_id=typed_field(values, "group_id", str, session),
         session_id=session,
-        task_id=typed(values, "task_id", str, ""),
-        group_size=typed(values, "group_size", int, 1),
+        task_id=typed_field(values, "task_id", str, ""),
+        group_size=typed_field(values, "group_size", int, 1),
         rollout_id=rollout,
-        rollout_index=typed(values, "rollout_index", int, 0),
+        rollout_index=typed_field(values, "rollout_index", int, 0),
         attempt=attempt,
         purpose=purpose,
-        recipe=typed(values, "recipe", str, ""),
-        floor=typed(values, "floor", int, None),
-        agent=_agent(typed(values, "agent", dict, {})),
-        environment=_environment(typed(values, "environment", dict, {})),
-        sampling=_sampling(typed(values, "sampling", dict, {}), fallback),
-        max_context_tokens=typed(limits, "max_context_tokens", int, 0),
-        max_turns=typed(limits, "max_turns", int, 0),
-        min_weight_version=typed(values, "min_weight_version", int, -1),
-        pin_weight_version=typed(values, "pin_weight_version", int, None),
+        recipe=typed_field(values, "recipe", str, ""),
+        floor=typed_field(values, "floor", int, None),
+        agent=_agent(typed_field(values, "agent", dict, {})),
+        environment=_environment(typed_field(values, "environment", dict, {})),
+        sampling=_sampling(typed_field(values, "sampling", dict, {}), fallback),
+        max_context_tokens=typed_field(limits, "max_context_tokens", int, 0),
+        max_turns=typed_field(limits, "max_turns", int, 0),
+        min_weight_version=typed_field(values, "min_weight_version", int, -1),
+        pin_weight_version=typed_field(values, "pin_weight_version", int, None),
     )
 
 
@@ -253,17 +253,17 @@ def finish_request(body: bytes) -> FinishRequest:
     legal = [outcome.value for outcome in Outcome if outcome is not Outcome.unknown]
     if values.get("outcome") not in legal:
         raise BadRequest(f"outcome must be one of {', '.join(legal)}", param="outcome")
-    expects = typed(values, "expects", dict, {})
-    reward = typed(values, "reward", dict, None)
+    expects = typed_field(values, "expects", dict, {})
+    reward = typed_field(values, "reward", dict, None)
     return FinishRequest(
         outcome=Outcome(values["outcome"]),
-        reason=typed(values, "reason", str, ""),
-        final=typed(values, "final", bool, True),
+        reason=typed_field(values, "reason", str, ""),
+        final=typed_field(values, "final", bool, True),
         expects=Expects(
-            reward=typed(expects, "reward", bool, reward is not None),
-            step_rewards=typed(expects, "step_rewards", int, 0),
+            reward=typed_field(expects, "reward", bool, reward is not None),
+            step_rewards=typed_field(expects, "step_rewards", int, 0),
         ),
-        judged=_turn(typed(values, "judged", dict, None)),
+        judged=_turn(typed_field(values, "judged", dict, None)),
         reward=None if reward is None else _reward(reward),
     )
 
@@ -274,41 +274,41 @@ def reward_request(body: bytes) -> RewardRequest:
 
 
 def _reward(values: dict[str, Any]) -> RewardRequest:
-    components = typed(values, "components", dict, {})
+    components = typed_field(values, "components", dict, {})
     for name, number in {"value": values.get("value"), **components}.items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
             raise BadRequest(f"{name} of a reward must be a finite number", param=name)
-    by = typed(values, "verifier", dict, {})
+    by = typed_field(values, "verifier", dict, {})
     return RewardRequest(
         value=float(values["value"]),
         components={name: float(number) for name, number in components.items()},
         evidence=orjson.dumps(values.get("evidence")),
-        verifier=Verifier(typed(by, "name", str, "outside"), typed(by, "version", str, "1")),
+        verifier=Verifier(typed_field(by, "name", str, "outside"), typed_field(by, "version", str, "1")),
     )
 
 
 def _turn(values: dict[str, Any] | None) -> TurnId | None:
     if values is None:
         return None
-    epoch, index = typed(values, "epoch", str, None), typed(values, "index", int, None)
+    epoch, index = typed_field(values, "epoch", str, None), typed_field(values, "index", int, None)
     if epoch is None or index is None:
         raise BadRequest("judged must name a turn by epoch and index", param="judged")
     return TurnId(epoch, index)
 
 
 def _agent(values: dict[str, Any]) -> Agent:
-    return Agent(typed(values, "name", str, "unknown"), typed(values, "version", str, ""))
+    return Agent(typed_field(values, "name", str, "unknown"), typed_field(values, "version", str, ""))
 
 
 def _environment(values: dict[str, Any]) -> Environment:
     return Environment(
-        name=typed(values, "name", str, "none"),
-        version=typed(values, "version", str, ""),
-        image=typed(values, "image", str, None),
-        data_snapshot=typed(values, "data_snapshot", str, None),
-        root_sha256=typed(values, "root_sha256", str, None),
-        policy_sha256=typed(values, "policy_sha256", str, None),
-        tools=_versions(typed(values, "tools", dict, {})),
+        name=typed_field(values, "name", str, "none"),
+        version=typed_field(values, "version", str, ""),
+        image=typed_field(values, "image", str, None),
+        data_snapshot=typed_field(values, "data_snapshot", str, None),
+        root_sha256=typed_field(values, "root_sha256", str, None),
+        policy_sha256=typed_field(values, "policy_sha256", str, None),
+        tools=_versions(typed_field(values, "tools", dict, {})),
     )
 
 
@@ -319,14 +319,14 @@ def _versions(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _sampling(values: dict[str, Any], fallback: Sampling) -> Sampling:
-    stops = typed(values, "stop_token_ids", list, list(fallback.stop_token_ids))
+    stops = typed_field(values, "stop_token_ids", list, list(fallback.stop_token_ids))
     if not all(type(stop) is int and 0 <= stop < 2**31 for stop in stops):
         raise BadRequest("sampling.stop_token_ids must be token ids: integers from 0 on", param="sampling")
     temperature = values.get("temperature", fallback.temperature)
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 100:
         raise BadRequest("sampling.temperature must be a number from 0 on", param="sampling")
-    new_tokens = typed(values, "max_new_tokens", int, fallback.max_new_tokens)
-    seed = typed(values, "seed", int, None)
+    new_tokens = typed_field(values, "max_new_tokens", int, fallback.max_new_tokens)
+    seed = typed_field(values, "seed", int, None)
     return Sampling(
         temperature=float(temperature), max_new_tokens=new_tokens, stop_token_ids=tuple(stops), seed=seed
     )  # fmt: skip
@@ -349,7 +349,7 @@ def object_of(body: bytes) -> dict[str, Any]:
     return values
 
 
-def typed(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+def typed_field(values: dict[str, Any], name: str, kind: type, default: Any) -> Any:
     """Return a field of exactly this type; null and absent give `default`. Raises BadRequest."""
     value = values.get(name)
     if value is None:

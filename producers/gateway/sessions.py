@@ -22,14 +22,14 @@ from turnlog.producers.gateway import (
     EpochLost,
     KeyReused,
     SessionEnded,
+    SessionNotFound,
     TooMany,
     Unauthorized,
-    UnknownSession,
 )
-from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.parser import Part
-from turnlog.producers.gateway.recovery import Recovery, SessionTail, Sought, Spine
+from turnlog.producers.gateway.recovery import ConversationRecovery, SessionControlRecords, SessionTail, Sought
 from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest, RewardRequest
 from turnlog.schemas.events.sessions import RewardAssigned, SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.events.turns import CUT_OFF
@@ -77,7 +77,7 @@ class Running:
     """A turn that is not on the log yet. Several clients may wait for it (repeats under one Idempotency-Key)."""
 
     id: TurnId
-    task: asyncio.Task[Turn] = field(init=False)
+    task: asyncio.Task[RecordedTurn] = field(init=False)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no client waits for the turn."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,7 +115,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """Limits of each session, from [gateway]."""
 
     life_s: float = math.inf
@@ -124,7 +124,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Session:
+class GatewaySession:
     """A session that this gateway owns, or a finished one that it has read."""
 
     started: SessionStarted
@@ -132,7 +132,7 @@ class Session:
     began: datetime
     """Timestamp of SessionStarted on the log. Templates print dates from it, so that prompts are the same on every day
     and at every gateway."""
-    limits: Limits = Limits()
+    limits: SessionLimits = SessionLimits()
     conversation: Conversation = field(default_factory=Conversation)
     finished: SessionFinished | None = None
     next_index: int = 0
@@ -195,7 +195,7 @@ class Session:
         self.next_index += 1
         return turn
 
-    def repeated(self, request_sha256: str, key: str | None) -> Running | Turn | None:
+    def find_repeat(self, request_sha256: str, key: str | None) -> Running | RecordedTurn | None:
         """Return the turn that a request repeats, or None: the one under its Idempotency-Key, or the recorded one of an
         identical body. A turn that was cut off is no answer, so its request is sampled anew. Raises KeyReused,
         SessionEnded."""
@@ -207,7 +207,7 @@ class Session:
                 raise SessionEnded(f"session {self.id} is being finished")
             if not running.cut_off:
                 return running
-        return self.conversation.repeated(request_sha256)
+        return self.conversation.find_repeat(request_sha256)
 
     def description(self) -> dict[str, Any]:
         """Return the body of GET /sessions/{id}: enough to continue the session, or to judge it."""
@@ -245,10 +245,10 @@ class Sessions:
         self,
         events: EventLog,
         tail: SessionTail,
-        recovery: Recovery,
+        recovery: ConversationRecovery,
         identity: Identity,
         owners: Owners | None = None,
-        limits: Limits = Limits(),
+        limits: SessionLimits = SessionLimits(),
     ) -> None:
         """`owners` reaches the other gateways, if each has an address of its own."""
         self._owners = owners
@@ -257,8 +257,8 @@ class Sessions:
         self._tail = tail
         self._recovery = recovery
         self._identity = identity
-        self.held: OrderedDict[str, Session] = OrderedDict()
-        self._pending: dict[str, asyncio.Task[Session]] = {}
+        self.held: OrderedDict[str, GatewaySession] = OrderedDict()
+        self._pending: dict[str, asyncio.Task[GatewaySession]] = {}
 
     async def open(self, request: OpenRequest) -> Opened:
         """Return the session of (rollout_id, attempt); start it if the log holds none."""
@@ -274,23 +274,23 @@ class Sessions:
             finished=session.finished is not None,
         )  # fmt: skip
 
-    async def find(self, claims: Claims) -> Session:
-        """Return the session of a token; take it over if another gateway had it. Raises UnknownSession, EpochLost,
+    async def find(self, claims: Claims) -> GatewaySession:
+        """Return the session of a token; take it over if another gateway had it. Raises SessionNotFound, EpochLost,
         Unauthorized if the token has expired, OwnedElsewhere if that gateway is alive."""
-        session = self.owned(claims.session_id)
+        session = self.find_owned(claims.session_id)
         if session is None:
-            return await self._once(claims.session_id, lambda: self._found(claims))
-        self._check_age(self._tail.known(session.id))
+            return await self._once(claims.session_id, lambda: self._find_on_log(claims))
+        self._check_age(self._tail.find_records(session.id))
         return session
 
-    def _check_age(self, spine: Spine | None) -> None:
+    def _check_age(self, spine: SessionControlRecords | None) -> None:
         """Raise Unauthorized if the session is older than [gateway] session_s."""
         if spine is not None and now_s() - spine.started_ms / 1000 > self._limits.life_s:
             raise Unauthorized(
                 f"tokens expire {self._limits.life_s:g} s after their session began: [gateway] session_s"
             )
 
-    async def finish(self, session: Session, request: FinishRequest) -> SessionFinished:
+    async def finish(self, session: GatewaySession, request: FinishRequest) -> SessionFinished:
         """Return SessionFinished with the turns that were acted on. The first call decides; others get its answer."""
         if session.finished:
             return session.finished
@@ -302,7 +302,7 @@ class Sessions:
             if session.finishing and session.finishing.done() and session.finished is None:
                 session.finishing = None
 
-    async def reward(self, session: Session, request: RewardRequest) -> RewardAssigned:
+    async def reward(self, session: GatewaySession, request: RewardRequest) -> RewardAssigned:
         """Write a reward to the log. Raises BadRequest if the session was finished without expecting one."""
         if session.finished is not None and not session.finished.expects.reward:
             raise BadRequest(f"session {session.id} was finished without expecting a reward", param="value")
@@ -326,11 +326,11 @@ class Sessions:
         tasks = [running.task for session in self.held.values() for running in session.running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def owned(self, session_id: str) -> Session | None:
+    def find_owned(self, session_id: str) -> GatewaySession | None:
         """Return a session in memory if its ownership term is the latest one known from the log, or if it is finished.
         Drop it and return None if another gateway has begun a later term."""
         session = self.held.get(session_id)
-        spine = self._tail.known(session_id)
+        spine = self._tail.find_records(session_id)
         if session is None or spine is None or not spine.epochs or session.finished:
             return session
         if spine.epochs[-1].id == session.epoch:
@@ -341,20 +341,20 @@ class Sessions:
         del self.held[session_id]
         return None
 
-    async def _once(self, session_id: str, work: Callable[[], Awaitable[Session]]) -> Session:
+    async def _once(self, session_id: str, work: Callable[[], Awaitable[GatewaySession]]) -> GatewaySession:
         """Run one opening or adoption of a session at a time. Everybody who asks meanwhile gets its result."""
         task = self._pending.get(session_id)
         if task is None:
 
-            async def run() -> Session:
+            async def run() -> GatewaySession:
                 return await work()
 
             task = self._pending[session_id] = asyncio.create_task(run())
             task.add_done_callback(lambda _: self._pending.pop(session_id, None))
         return await asyncio.shield(task)
 
-    async def _open(self, request: OpenRequest, floor: int) -> Session:
-        held = self.owned(request.session_id)
+    async def _open(self, request: OpenRequest, floor: int) -> GatewaySession:
+        held = self.find_owned(request.session_id)
         if held is not None:
             return held
         spine = await self._tail.session(request.session_id, request.group_id, floor)
@@ -383,24 +383,24 @@ class Sessions:
             writer_url=identity.url,
         )
         _, offset = await self._events.append(event)
-        await self._tail.reached(self._tail.partition(request.group_id), offset + 1)
-        known = self._tail.known(request.session_id)
+        await self._tail.wait_for_offset(self._tail.partition(request.group_id), offset + 1)
+        known = self._tail.find_records(request.session_id)
         assert known is not None, "our own record was read back"
         if known.epochs[0].offset != offset or len(known.epochs) > 1:
             return await self._from_log(known)  # another gateway opened it between our read and our write
-        return self._hold(Session(event, event.event_id, _moment(known.started_ms), self._limits))
+        return self._hold(GatewaySession(event, event.event_id, _moment(known.started_ms), self._limits))
 
-    async def _found(self, claims: Claims) -> Session:
+    async def _find_on_log(self, claims: Claims) -> GatewaySession:
         spine = await self._tail.session(claims.session_id, claims.group_id, claims.floor)
         if spine is None or spine.started is None:
-            raise UnknownSession(f"the log holds no session {claims.session_id} from floor {claims.floor} on")
+            raise SessionNotFound(f"the log holds no session {claims.session_id} from floor {claims.floor} on")
         self._check_age(spine)
         return await self._from_log(spine)
 
-    async def _from_log(self, spine: Spine) -> Session:
+    async def _from_log(self, spine: SessionControlRecords) -> GatewaySession:
         """Return a finished session as it is, and adopt an open one unless its owner is alive: first write our record,
         read it back, then read the turns. Raises EpochLost, OwnedElsewhere."""
-        started, finished = spine.started, spine.finished
+        started, finished = spine.started, spine.effective_finish
         assert started is not None
         epoch = spine.epochs[-1].id
         if finished is None:
@@ -409,9 +409,9 @@ class Sessions:
             epoch = await self._adopt(started, epoch)
             if spine.epochs[-1].id != epoch:
                 raise EpochLost(f"session {started.session_id} was adopted by {spine.epochs[-1].writer_url} meanwhile")
-            finished = spine.finished
-        began, conversation = _moment(spine.started_ms), await self._recorded(started)
-        return self._hold(Session(started, epoch, began, self._limits, conversation, finished))
+            finished = spine.effective_finish
+        began, conversation = _moment(spine.started_ms), await self._read_conversation(started)
+        return self._hold(GatewaySession(started, epoch, began, self._limits, conversation, finished))
 
     async def _adopt(self, started: SessionStarted, last_epoch: str) -> str:
         event = SessionAdopted(
@@ -423,14 +423,14 @@ class Sessions:
             writer_url=self._identity.url,
         )
         _, offset = await self._events.append(event)
-        await self._tail.reached(self._tail.partition(started.group_id), offset + 1)
+        await self._tail.wait_for_offset(self._tail.partition(started.group_id), offset + 1)
         ADOPTED.inc()
         about = {"session_id": started.session_id, "group_id": started.group_id}
         log.info("adopted session %s", started.session_id, extra=about)
         return event.event_id
 
-    async def _finish(self, session: Session, request: FinishRequest) -> SessionFinished:
-        judged = await self._judged(session, request.judged)
+    async def _finish(self, session: GatewaySession, request: FinishRequest) -> SessionFinished:
+        judged = await self._judged_turns(session, request.judged)
         for running in list(session.running.values()):
             running.gone.set()
         await asyncio.gather(*(running.task for running in session.running.values()), return_exceptions=True)
@@ -452,22 +452,22 @@ class Sessions:
             expects=request.expects,
         )
         _, offset = await self._events.append(event)
-        await self._tail.reached(self._tail.partition(started.group_id), offset + 1)
-        spine = self._tail.known(session.id)
-        counting = spine.finished if spine else None
+        await self._tail.wait_for_offset(self._tail.partition(started.group_id), offset + 1)
+        spine = self._tail.find_records(session.id)
+        counting = spine.effective_finish if spine else None
         if counting is None:
             raise EpochLost(f"session {session.id} was taken over meanwhile; finish it at its new gateway")
         session.finished = counting
         return counting
 
-    async def _judged(self, session: Session, turn_id: TurnId | None) -> tuple[TurnId, ...]:
+    async def _judged_turns(self, session: GatewaySession, turn_id: TurnId | None) -> tuple[TurnId, ...]:
         """Return the turn that the runner judged, and those that it continues. A turn that is not known is looked up on
         the log, because a gateway that had lost the session may have recorded it later. Raises BadRequest."""
         if turn_id is None:
             return ()
         turn = session.conversation.turns.get(turn_id)
         if turn is None:
-            turn = (await self._recorded(session.started)).turns.get(turn_id)
+            turn = (await self._read_conversation(session.started)).turns.get(turn_id)
         if turn is None or not turn.whole:
             what = "holds no such turn of this session" if turn is None else "holds only a part of that turn"
             raise BadRequest(
@@ -475,14 +475,14 @@ class Sessions:
             )
         return tuple(each.id for each in turn.lineage())
 
-    async def _recorded(self, started: SessionStarted) -> Conversation:
+    async def _read_conversation(self, started: SessionStarted) -> Conversation:
         """Return the session's turns that the log holds now."""
-        spine = self._tail.known(started.session_id)
+        spine = self._tail.find_records(started.session_id)
         assert spine is not None, "the session was opened or found by what the tail had read"
         sought = Sought(started.session_id, started.group_id, spine.started_ms)
         return await self._recovery.conversation(sought, self._tail.partition(started.group_id).number)
 
-    def _hold(self, session: Session) -> Session:
+    def _hold(self, session: GatewaySession) -> GatewaySession:
         self.held[session.id] = session
         for session_id in list(self.held)[: max(0, len(self.held) - KEPT)]:
             if self.held[session_id].finished:
@@ -495,7 +495,7 @@ def _moment(milliseconds: float) -> datetime:
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
-def _acted_on(turn: Turn, epoch: str) -> bool:
+def _acted_on(turn: RecordedTurn, epoch: str) -> bool:
     """Return whether the agent acted on a turn, as far as the transport shows: another turn continues it, or its last
     byte was sent. For a turn of an earlier ownership term, the log only shows whether every client had disconnected
     before its end."""

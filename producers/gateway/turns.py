@@ -13,12 +13,12 @@ import numpy as np
 import orjson
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.blobs import BlobError, Blobs, externalized
+from turnlog.infra.blobs import BlobError, Blobs, externalize_payloads
 from turnlog.infra.engine import EngineImage, Grammar
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.infra.roles.event_loop import LARGE
-from turnlog.processors.core.experts import MEDIA_TYPE, packed
+from turnlog.processors.core.experts import MEDIA_TYPE, pack_experts
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway import (
     BadRequest,
@@ -30,17 +30,25 @@ from turnlog.producers.gateway import (
     ToolsNotServed,
     TurnsSpent,
 )
-from turnlog.producers.gateway.conversation import Place, Turn, above, continued
+from turnlog.producers.gateway.conversation import RecordedTurn, TokenCursor, above, extend_hash
 from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, TurnRequest
-from turnlog.producers.gateway.engines import SECONDS, Draft, Routing, Sampler, TurnRows, Wanted
-from turnlog.producers.gateway.images import Admitted, by_reference, check_images_alone, placed
+from turnlog.producers.gateway.engines import SECONDS, Draft, Routing, Sampler, TurnRows, WeightRequirement
+from turnlog.producers.gateway.images import Admitted, by_reference, check_images_alone, place_images
 from turnlog.producers.gateway.messages import Message, id_of_call, response_of, system_digest, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
-from turnlog.producers.gateway.parsers.parser import CallFormat, Marks, Parser, Part, Reasoning, certain, shortened
+from turnlog.producers.gateway.parsers.parser import (
+    CallFormat,
+    Delimiters,
+    OutputParser,
+    Part,
+    Reasoning,
+    certain,
+    cut_at_stop,
+)
 from turnlog.producers.gateway.prompts import Prompts, TextStream
-from turnlog.producers.gateway.rendering.shown import Shown
+from turnlog.producers.gateway.rendering.shown import TemplateFeatures
 from turnlog.producers.gateway.requests import Claims
-from turnlog.producers.gateway.sessions import Running, Session
+from turnlog.producers.gateway.sessions import GatewaySession, Running
 from turnlog.schemas.events.tasks import Purpose
 from turnlog.schemas.events.turns import (
     CUT_OFF,
@@ -76,7 +84,7 @@ class Prompt(NamedTuple):
 
     ids: Ids
     images: tuple[ImageRef, ...]
-    known: Place
+    known: TokenCursor
     """Cursor up to which the session already stores these ids; they are compared, checked and stored only from there
     on."""
     reason: str
@@ -86,11 +94,11 @@ class Prompt(NamedTuple):
 class TurnPlan(NamedTuple):
     """Submission of a turn to an engine, and its prefix relation to the base."""
 
-    base: Turn | None
+    base: RecordedTurn | None
     kept: int
     """Number of messages that the base covers."""
     prompt: Ids
-    known: Place
+    known: TokenCursor
     """Cursor up to which the session already stores the prompt."""
     images: tuple[ImageRef, ...]
     """All images in the prompt, ordered by position."""
@@ -105,7 +113,7 @@ class TurnPlan(NamedTuple):
     policy: bool
     """True if the policy samples this turn. False: an auxiliary model does, and its output is untrained context for
     later turns of the policy."""
-    stored: tuple[Turn | None, int] | None
+    stored: tuple[RecordedTurn | None, int] | None
     """Storage parent and base_len if they must be known before sampling, because an engine returns the routed experts
     of the turn's own positions only; else None."""
 
@@ -124,17 +132,23 @@ class Planner:
     routing: Routing | None = None
     """Routing shape of a mixture of experts whose routed experts are recorded; else None."""
     image_token: int | None = None
-    shown: Shown
+    shown: TemplateFeatures
     """Tools, calls and results, as far as the chat template writes them."""
     unread: bool = False
     """True if no known format reads the calls that the template writes."""
     calls: CallFormat | None = None
     """Format of tool calls; None: all output stays text."""
-    thinking: Marks | None = None
+    thinking: Delimiters | None = None
     """Marks of reasoning; None if the model does not mark it."""
 
     async def plan(
-        self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None, *, policy: bool = True
+        self,
+        session: GatewaySession,
+        request: TurnRequest,
+        claims: Claims,
+        agent_path: str | None,
+        *,
+        policy: bool = True,
     ) -> TurnPlan:
         """Plan a turn. Raises BadRequest, ConstraintRefused, ImagesNotServed, ToolsNotServed, StrayImageToken,
         ContextOverflow, TooMany."""
@@ -220,7 +234,7 @@ class Planner:
             return False
         return self.prompts.tokens.literal(prompt[-TAIL:].tolist()).rstrip().endswith(self.thinking.opening)
 
-    async def prompt_tokens(self, session: Session, request: TurnRequest, claims: Claims) -> int:
+    async def prompt_tokens(self, session: GatewaySession, request: TurnRequest, claims: Claims) -> int:
         """Return the length in tokens of the prompt that a turn would submit now. Raises BadRequest, TooMany, and
         ContextOverflow if a lower bound of the length already exceeds the window."""
         *_, prompt = await self._prompt(session, request, self._window(claims))
@@ -240,7 +254,7 @@ class Planner:
         if least >= window:
             raise ContextOverflow(least, window, counted=False)
 
-    def _limit(self, session: Session, request: TurnRequest, window: int, prompt: Prompt) -> int:
+    def _limit(self, session: GatewaySession, request: TurnRequest, window: int, prompt: Prompt) -> int:
         """Return how many tokens may be sampled. Raises BadRequest, ContextOverflow."""
         vocabulary, new = self.prompts.tokens.vocabulary, prompt.ids[prompt.known.depth :]
         if len(new) and not 0 <= new.min() <= new.max() < vocabulary:
@@ -255,13 +269,13 @@ class Planner:
         return min(request.max_new_tokens or room, session.started.sampling.max_new_tokens, room)
 
     async def _prompt(
-        self, session: Session, request: TurnRequest, window: int
-    ) -> tuple[Turn | None, int, str, Prompt]:
+        self, session: GatewaySession, request: TurnRequest, window: int
+    ) -> tuple[RecordedTurn | None, int, str, Prompt]:
         """Return the base, the number of messages that it covers, the digest of the tools, and the prompt. Slow work
         runs off the event loop, and reads only what the loop never changes: known messages and turns."""
         conversation = session.conversation
 
-        def related() -> tuple[Turn | None, int, str, str]:
+        def find_base() -> tuple[RecordedTurn | None, int, str, str]:
             self._check_length(request, window)
             base, kept = conversation.base_of(request.messages, request.base)
             tools_sha256 = tools_digest(request.tools)
@@ -270,13 +284,13 @@ class Planner:
                 reason = "tools_changed"
             return base, kept, tools_sha256, reason
 
-        base, kept, tools_sha256, reason = await session.work(request.size, related)
+        base, kept, tools_sha256, reason = await session.work(request.size, find_base)
         if reason or base is None:
             return base, kept, tools_sha256, await self._full(session, request, reason)
         if kept == len(request.messages):
-            prompt = self._reopened(session, base)
+            prompt = self._reopen_prompt(session, base)
         else:
-            prompt = await self._continued(session, request, base, kept)
+            prompt = await self._extend_prompt(session, request, base, kept)
         if self.history == "template":
             whole, literal = await self._full(session, request, "history_rewritten"), self.prompts.tokens.literal
             texts = [one.ids.tolist() for one in (whole, prompt)]
@@ -284,7 +298,7 @@ class Planner:
                 prompt = whole
         return base, kept, tools_sha256, prompt
 
-    def _reopened(self, session: Session, base: Turn) -> Prompt:
+    def _reopen_prompt(self, session: GatewaySession, base: RecordedTurn) -> Prompt:
         """Return the prompt for a request whose last message is the base's answer: it continues where the base ended,
         before the id that ended it."""
         held, place = session.conversation.tokens(base), base.place
@@ -293,19 +307,21 @@ class Planner:
             held, place = held[:-1], next(above(place, base.total - 1))
         return Prompt(held, base.images, place, "reopened")
 
-    async def _continued(self, session: Session, request: TurnRequest, base: Turn, kept: int) -> Prompt:
+    async def _extend_prompt(
+        self, session: GatewaySession, request: TurnRequest, base: RecordedTurn, kept: int
+    ) -> Prompt:
         """Return the base's tokens followed by the new messages. Where the template cannot append these, render the
         whole conversation instead."""
 
-        def rendered() -> tuple[Ids, tuple[ImageRef, ...]] | None:
-            new = self._shown(request)[kept:]
+        def render_new() -> tuple[Ids, tuple[ImageRef, ...]] | None:
+            new = self._messages_with_ids(request)[kept:]
             more = self.prompts.continuation(base.last, new, request.tools, session.began)
             if more is None:
                 return None
-            more, images = placed(more, base.total, self.image_token, _pictures(new, request.images))
+            more, images = place_images(more, base.total, self.image_token, _pictures(new, request.images))
             return np.array(more, dtype=np.int32), images
 
-        found = await session.work(self._size(request), rendered)
+        found = await session.work(self._size(request), render_new)
         if found is None:
             return await self._full(session, request, "template_not_incremental")
         held = np.concatenate((session.conversation.tokens(base), found[0]))
@@ -316,11 +332,11 @@ class Planner:
         be slow again, so it always counts as large."""
         return max(request.size, LARGE) if self.prompts.template.slow else request.size
 
-    def _shown(self, request: TurnRequest) -> Sequence[Message]:
+    def _messages_with_ids(self, request: TurnRequest) -> Sequence[Message]:
         ids = self.calls.ids if self.calls is not None else None
         return with_ids(request.messages, ids) if ids else request.messages
 
-    async def _full(self, session: Session, request: TurnRequest, reason: str) -> Prompt:
+    async def _full(self, session: GatewaySession, request: TurnRequest, reason: str) -> Prompt:
         if self.shown.calls is False and any("tool_calls" in one.template for one in request.messages):
             raise ToolsNotServed(
                 "the model's chat template does not write the calls of the assistant's messages, and these have to be "
@@ -328,12 +344,12 @@ class Planner:
                 param="messages",
             )
 
-        def rendered() -> tuple[Ids, tuple[ImageRef, ...]]:
-            ids = self.prompts.full(self._shown(request), request.tools, session.began)
-            ids, images = placed(ids, 0, self.image_token, _pictures(request.messages, request.images))
+        def render_all() -> tuple[Ids, tuple[ImageRef, ...]]:
+            ids = self.prompts.full(self._messages_with_ids(request), request.tools, session.began)
+            ids, images = place_images(ids, 0, self.image_token, _pictures(request.messages, request.images))
             return np.array(ids, dtype=np.int32), images
 
-        ids, images = await session.work(self._size(request), rendered)
+        ids, images = await session.work(self._size(request), render_all)
         return Prompt(ids, images, session.conversation.strands.start, reason)
 
 
@@ -351,7 +367,7 @@ def _pictures(messages: Sequence[Message], admitted: Mapping[str, Admitted]) -> 
     return [admitted[picture.ref.sha256] for one in messages for picture in one.pictures]
 
 
-class Said(NamedTuple):
+class RenderedOutput(NamedTuple):
     """An output in the form that people and agents see."""
 
     response: dict[str, Any]
@@ -364,10 +380,10 @@ class Said(NamedTuple):
     reasoning_tokens: int
 
 
-class Stored(NamedTuple):
+class TurnStorage(NamedTuple):
     """Storage parent of a turn's tokens, and the turn's routed experts."""
 
-    parent: Turn | None
+    parent: RecordedTurn | None
     base_len: int
     prompt: _Hash
     """sha256 over the prompt as little-endian int32."""
@@ -375,30 +391,30 @@ class Stored(NamedTuple):
     layout: ExpertsLayout | None = None
 
 
-def recorded(
-    session: Session,
+def build_records(
+    session: GatewaySession,
     request: TurnRequest,
     plan: TurnPlan,
     draft: Draft,
     turn: TurnId,
-    said: Said,
-    stored: Stored,
+    said: RenderedOutput,
+    stored: TurnStorage,
     *,
     gone: bool,
     now: float,
-) -> tuple[TurnCompleted, TokenSnapshot, Turn]:
+) -> tuple[TurnCompleted, TokenSnapshot, RecordedTurn]:
     """Return both records of a sampled turn, and the turn for the conversation. `gone`: every client has disconnected;
     `now`: event-loop time."""
     raw = request.raw[plan.kept :]
     new_raw = [by_reference(one) for one in raw] if plan.images else raw
-    completed = _completed(session, request, plan, draft, turn, said, new_raw, gone=gone, now=now)
+    completed = _build_completed(session, request, plan, draft, turn, said, new_raw, gone=gone, now=now)
     snapshot = _snapshot(session, plan, draft, turn, stored)
-    kept = Turn.recorded(
+    kept = RecordedTurn.from_records(
         completed,
         snapshot,
         base=plan.base,
         parent=stored.parent,
-        hashed=continued(stored.prompt, draft.ids),
+        hashed=extend_hash(stored.prompt, draft.ids),
         new_raw=new_raw,
         new=request.messages[plan.kept :],
         response_raw=said.response,
@@ -406,13 +422,13 @@ def recorded(
     return completed, snapshot, kept
 
 
-def _completed(
-    session: Session,
+def _build_completed(
+    session: GatewaySession,
     request: TurnRequest,
     plan: TurnPlan,
     draft: Draft,
     turn: TurnId,
-    said: Said,
+    said: RenderedOutput,
     new_raw: list[Any],
     *,
     gone: bool,
@@ -459,7 +475,9 @@ def _completed(
     )
 
 
-def _snapshot(session: Session, plan: TurnPlan, draft: Draft, turn: TurnId, stored: Stored) -> TokenSnapshot:
+def _snapshot(
+    session: GatewaySession, plan: TurnPlan, draft: Draft, turn: TurnId, stored: TurnStorage
+) -> TokenSnapshot:
     """Build the record that training reads: the delta to the storage parent, and what the policy sampled. The output of
     an auxiliary model is appended to the delta as context, so that it has no weight version and trains under no
     setting."""
@@ -468,7 +486,7 @@ def _snapshot(session: Session, plan: TurnPlan, draft: Draft, turn: TurnId, stor
     sampled = draft
     if not plan.policy:
         delta = np.concatenate((delta, np.array(draft.ids, dtype=np.int32)))
-        prompt, sampled = continued(prompt, draft.ids), Draft(draft.started)
+        prompt, sampled = extend_hash(prompt, draft.ids), Draft(draft.started)
     return TokenSnapshot(
         event_id=turn_event_id("TokenSnapshot", session.id, turn.epoch, turn.index),
         run_id=started.run_id,
@@ -494,7 +512,7 @@ def _snapshot(session: Session, plan: TurnPlan, draft: Draft, turn: TurnId, stor
     )
 
 
-def _finish_reason(draft: Draft, said: Said) -> FinishReason:
+def _finish_reason(draft: Draft, said: RenderedOutput) -> FinishReason:
     finish = "stop" if draft.finish == "length" and said.stopped_by is not None else draft.finish
     if finish == "stop" and said.response.get("tool_calls"):
         return FinishReason.tool_calls
@@ -522,7 +540,7 @@ class Turns:
         return self.planner.prompts
 
     async def plan(
-        self, session: Session, request: TurnRequest, claims: Claims, agent_path: str | None = None
+        self, session: GatewaySession, request: TurnRequest, claims: Claims, agent_path: str | None = None
     ) -> TurnPlan:
         """Plan a turn that may begin, and note an error's code as `session.refused`. Raises BadRequest,
         ImagesNotServed, StrayImageToken, ContextOverflow, TurnsSpent, TooMany."""
@@ -535,20 +553,28 @@ class Turns:
         session.refused = ""
         return plan
 
-    def start(self, session: Session, request: TurnRequest, claims: Claims, plan: TurnPlan) -> Running:
+    def start(self, session: GatewaySession, request: TurnRequest, claims: Claims, plan: TurnPlan) -> Running:
         """Admit a turn and start it. Raises TurnsSpent, SessionEnded, TooMany before anything is sampled."""
         _check_turns(session, claims)  # others may have begun since it was planned
         side = self.side(request)
-        wanted = Wanted() if side else Wanted(claims.min_weight_version, claims.pin_weight_version)
+        wanted = (
+            WeightRequirement() if side else WeightRequirement(claims.min_weight_version, claims.pin_weight_version)
+        )
         running = Running(session.admit())
         session.running[running.id.index] = running
         running.task = asyncio.create_task(self._run(session, request, side or self.sampler, wanted, plan, running))
-        running.task.add_done_callback(lambda task: _ended(session, running, task))
+        running.task.add_done_callback(lambda task: _on_turn_end(session, running, task))
         return running
 
     async def _run(
-        self, session: Session, request: TurnRequest, sampler: Sampler, wanted: Wanted, plan: TurnPlan, running: Running
-    ) -> Turn:
+        self,
+        session: GatewaySession,
+        request: TurnRequest,
+        sampler: Sampler,
+        wanted: WeightRequirement,
+        plan: TurnPlan,
+        running: Running,
+    ) -> RecordedTurn:
         progress = self._follower(request, plan, running) if request.stream else lambda _: None
         routing = self.planner.routing
         experts = routing.turn(plan.stored[1]) if routing is not None and plan.stored is not None else None
@@ -567,7 +593,7 @@ class Turns:
             images=plan.shown,
             stop=request.stop,
             grammar=plan.grammar,
-            stopped=lambda ids: shortened(self.prompts.tokens.decode(ids), request.stop)[1] is not None,
+            stopped=lambda ids: cut_at_stop(self.prompts.tokens.decode(ids), request.stop)[1] is not None,
             draft=draft,
         )
         running.cut_off = draft.finish in CUT_OFF
@@ -578,22 +604,24 @@ class Turns:
 
     async def _record(
         self,
-        session: Session,
+        session: GatewaySession,
         request: TurnRequest,
         plan: TurnPlan,
         draft: Draft,
         running: Running,
         experts: TurnRows | None,
-    ) -> Turn:
+    ) -> RecordedTurn:
         """Store blobs, write both records, and add the turn to the conversation once both are acknowledged. Raises
         NotRecorded."""
-        said = self._said(session, request, plan, running.id, draft)
+        said = self._parse_output(session, request, plan, running.id, draft)
         with RECORD_S.time():
             try:
-                stored = await self._stored(session, plan, draft, experts)
+                stored = await self._store_experts(session, plan, draft, experts)
                 gone, now = running.gone.is_set(), asyncio.get_running_loop().time()
-                *records, turn = recorded(session, request, plan, draft, running.id, said, stored, gone=gone, now=now)
-                kept = [await externalized(event, self.blobs) for event in records]
+                *records, turn = build_records(
+                    session, request, plan, draft, running.id, said, stored, gone=gone, now=now
+                )
+                kept = [await externalize_payloads(event, self.blobs) for event in records]
                 await asyncio.gather(*map(self.events.append, kept))
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
@@ -607,18 +635,20 @@ class Turns:
         TOKENS.labels("cached").inc(draft.cached_tokens)
         return turn
 
-    async def _stored(self, session: Session, plan: TurnPlan, draft: Draft, experts: TurnRows | None) -> Stored:
+    async def _store_experts(
+        self, session: GatewaySession, plan: TurnPlan, draft: Draft, experts: TurnRows | None
+    ) -> TurnStorage:
         """Choose the storage parent, and put the turn's routed experts into the store. Raises BlobError."""
         conversation, new = session.conversation, plan.prompt[plan.known.depth :]
-        prompt = continued(conversation.hashed(plan.known), new)
+        prompt = extend_hash(conversation.hash_path(plan.known), new)
         if plan.stored is None:
-            return Stored(*conversation.stored_against(new, plan.known, plan.images), prompt)
+            return TurnStorage(*conversation.stored_against(new, plan.known, plan.images), prompt)
         rows = None if experts is None else experts.rows(len(plan.prompt) + len(draft.ids))
         if rows is None:
             WITHOUT_EXPERTS.inc()
-            return Stored(*plan.stored, prompt)
-        content, layout = packed(rows)
-        return Stored(*plan.stored, prompt, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
+            return TurnStorage(*plan.stored, prompt)
+        content, layout = pack_experts(rows)
+        return TurnStorage(*plan.stored, prompt, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
 
     def _follower(self, request: TurnRequest, plan: TurnPlan, running: Running) -> Callable[[list[int]], None]:
         """Return a callback that parses new ids for clients that stream."""
@@ -635,17 +665,19 @@ class Turns:
 
         return progress
 
-    def _parser(self, request: TurnRequest, plan: TurnPlan) -> Parser:
+    def _parser(self, request: TurnRequest, plan: TurnPlan) -> OutputParser:
         tools = request.tools or () if request.calls else ()
         calls = self.planner.calls
         if calls is not None and calls.whole is None and not tools:
             calls = None
-        return Parser(calls, self.planner.thinking, self.planner.inside(plan.prompt), tools)
+        return OutputParser(calls, self.planner.thinking, self.planner.inside(plan.prompt), tools)
 
-    def _said(self, session: Session, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft) -> Said:
+    def _parse_output(
+        self, session: GatewaySession, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft
+    ) -> RenderedOutput:
         """Parse the output's text, without whatever ended it."""
         ids, decode = draft.ids, self.prompts.tokens.decode
-        text, stopped_by = shortened(decode(ids), request.stop) if request.stop else ("", None)
+        text, stopped_by = cut_at_stop(decode(ids), request.stop) if request.stop else ("", None)
         if stopped_by is None:
             stops = session.started.sampling.stop_token_ids
             ended = draft.finish == "stop" and ids and self.prompts.ends(ids[-1], stops)
@@ -656,9 +688,11 @@ class Turns:
         response = response_of(
             parser.parts, lambda at: id_of_call(session.id, turn, at)
         )  # fmt: skip
-        return Said(response, parser.parts, stopped_by, parser.ill_formed, self._reasoning_tokens(parser, ids))
+        return RenderedOutput(
+            response, parser.parts, stopped_by, parser.ill_formed, self._reasoning_tokens(parser, ids)
+        )
 
-    def _reasoning_tokens(self, parser: Parser, ids: list[int]) -> int:
+    def _reasoning_tokens(self, parser: OutputParser, ids: list[int]) -> int:
         """Return the number of ids up to the end of reasoning: 0 without reasoning, all of them if it does not end."""
         if parser.thinking is None or not any(isinstance(part, Reasoning) for part in parser.parts):
             return 0
@@ -666,13 +700,13 @@ class Turns:
         return bisect_left(range(len(ids)), True, key=lambda count: closing in decode(ids[:count]))
 
 
-def _check_turns(session: Session, claims: Claims) -> None:
+def _check_turns(session: GatewaySession, claims: Claims) -> None:
     """Raise TurnsSpent if the session has used the turns that its token allows."""
     if claims.max_turns and session.turns >= claims.max_turns:
         raise TurnsSpent(f"session {session.id} has had its {claims.max_turns} turns: limits.max_turns")
 
 
-def _ended(session: Session, running: Running, task: asyncio.Task[Turn]) -> None:
+def _on_turn_end(session: GatewaySession, running: Running, task: asyncio.Task[RecordedTurn]) -> None:
     session.running.pop(running.id.index, None)
     error = None if task.cancelled() else task.exception()  # retrieved here, because nobody may wait any more
     if not task.cancelled():

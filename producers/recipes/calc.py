@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from turnlog.infra.recipes import Demonstration, Episode, FunctionVerifier, PlainRecipe, SandboxCall, TaskRow, Verdict
-from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
+from turnlog.producers.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 from turnlog.schemas.events.sessions import Environment, Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.schemas.json_depth import deeper_than
@@ -63,7 +63,7 @@ def demonstration(generator: random.Random) -> Demonstration:
         sign = generator.choice([other for other in OPERATORS if other != sign])
     result = str(OPERATORS[sign](int(left), int(right)))
     answer = {"role": "assistant", "content": result}
-    return imitating([question, *called("calc", {"expr": f"{left}{sign}{right}"}, result), answer])
+    return imitating([question, *demonstrate_call("calc", {"expr": f"{left}{sign}{right}"}, result), answer])
 
 
 def _parts(expression: str) -> tuple[str, str, str]:

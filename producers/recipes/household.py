@@ -25,7 +25,7 @@ from turnlog.infra.recipes import (
     Verdict,
     played,
 )
-from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
+from turnlog.producers.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 
 PLACES: Final = ("bed", "desk", "fridge", "shelf", "sink", "sofa")
 THINGS: Final = ("apple", "book", "cup", "key", "lamp", "pen", "plate", "soap")
@@ -112,7 +112,7 @@ def demonstration(generator: random.Random) -> Demonstration:
         good = good_action(task, seen, generator)
         action = any_action(task, generator) if generator.random() < ERRS else good
         seen.append(house.call("act", json.dumps({"do": action})))
-        messages += called("act", {"do": action}, seen[-1])
+        messages += demonstrate_call("act", {"do": action}, seen[-1])
     return imitating(messages)
 
 

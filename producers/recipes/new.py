@@ -1,8 +1,8 @@
 """`turnlog recipe new NAME`: create a package with an environment (`Recipe`) to start from; it works as it is.
 
 NotCreated
-├── BadName      not a valid name of a recipe and its package; the message gives the rule
-├── NameTaken    a recipe or a module of this name is installed
+├── BadEnvironmentName      not a valid name of a recipe and its package; the message gives the rule
+├── EnvironmentNameTaken    a recipe or a module of this name is installed
 └── FolderExists something exists at the package's path
 """
 
@@ -22,7 +22,7 @@ from string import Template
 from typing import Final
 
 import turnlog
-from turnlog.infra.offers import offered
+from turnlog.infra.offers import find_plugins
 from turnlog.infra.recipes import AmbiguousRecipe
 from turnlog.infra.roles.terminal import say
 from turnlog.names import EntryPointGroup, ExitStatus
@@ -45,11 +45,11 @@ class NotCreated(Exception):
     """Base class of the tree in this module's docstring."""
 
 
-class BadName(NotCreated):
+class BadEnvironmentName(NotCreated):
     """Remedy: words of lower-case letters and digits with `-` between them."""
 
 
-class NameTaken(NotCreated):
+class EnvironmentNameTaken(NotCreated):
     """Remedy: another name."""
 
 
@@ -83,18 +83,20 @@ def create(name: str, parent: Path) -> Path:
 
 
 def _check(name: str, package: str) -> None:
-    """Raise BadName or NameTaken if the name cannot be used."""
+    """Raise BadEnvironmentName or EnvironmentNameTaken if the name cannot be used."""
     if not NAME.fullmatch(name) or len(name) > LONGEST:
-        raise BadName(
+        raise BadEnvironmentName(
             f"{name!r}: a recipe's name is words of lower-case letters and digits with - between them, at most "
             f"{LONGEST} characters, such as my-game"
         )
     if keyword.iskeyword(package) or keyword.issoftkeyword(package) or package in sys.stdlib_module_names:
-        raise BadName(f"{name!r}: Python has a module or keyword of this name; take another, such as my-{name}")
-    if name in offered(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe):
-        raise NameTaken(f"{name!r}: an installed package offers a recipe of this name; take another")
+        raise BadEnvironmentName(
+            f"{name!r}: Python has a module or keyword of this name; take another, such as my-{name}"
+        )
+    if name in find_plugins(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe):
+        raise EnvironmentNameTaken(f"{name!r}: an installed package offers a recipe of this name; take another")
     if importlib.util.find_spec(package) is not None:
-        raise NameTaken(f"{name!r}: there is a module {package} here, which it would hide; take another")
+        raise EnvironmentNameTaken(f"{name!r}: there is a module {package} here, which it would hide; take another")
 
 
 def command(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from turnlog.infra.recipes import (
     Verdict,
     object_of,
 )
-from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
+from turnlog.producers.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 from turnlog.schemas.events.sessions import Outcome
 
 PEOPLE: Final = 240
@@ -58,7 +58,7 @@ def _names(generator: random.Random, count: int, taken: set[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Library:
+class FactLibrary:
     """Facts: who was born where and taught whom, who wrote what, and on which river a town lies."""
 
     town_of: dict[str, str]
@@ -101,12 +101,12 @@ def _words(text: str) -> list[str]:
 
 
 @cache
-def library() -> Library:
+def library() -> FactLibrary:
     """Return the library that every session searches."""
     generator, taken = random.Random("question library"), set[str]()
     people, towns = _names(generator, PEOPLE, taken), _names(generator, TOWNS, taken)
     rivers, books = _names(generator, RIVERS, taken), _names(generator, PEOPLE, taken)
-    return Library(
+    return FactLibrary(
         town_of={person: generator.choice(towns) for person in people},
         author_of={f"The {book} Letters": person for book, person in zip(books, people, strict=True)},
         teacher_of={person: generator.choice([other for other in people if other != person]) for person in people},
@@ -114,32 +114,32 @@ def library() -> Library:
     )
 
 
-def _born(known: Library, book: str) -> tuple[str, list[str]]:
+def _birthplace(known: FactLibrary, book: str) -> tuple[str, list[str]]:
     author = known.author_of[book]
     return f"In which town was the author of '{book}' born?", [author, known.town_of[author]]
 
 
-def _taught(known: Library, book: str) -> tuple[str, list[str]]:
+def _teacher(known: FactLibrary, book: str) -> tuple[str, list[str]]:
     author = known.author_of[book]
     return f"Who was the teacher of the author of '{book}'?", [author, known.teacher_of[author]]
 
 
-def _river(known: Library, book: str) -> tuple[str, list[str]]:
+def _river(known: FactLibrary, book: str) -> tuple[str, list[str]]:
     author = known.author_of[book]
     town = known.town_of[author]
     asked = f"On which river lies the town where the author of '{book}' was born?"
     return asked, [author, town, known.river_of[town]]
 
 
-def _teachers_town(known: Library, book: str) -> tuple[str, list[str]]:
+def _teachers_town(known: FactLibrary, book: str) -> tuple[str, list[str]]:
     author = known.author_of[book]
     teacher = known.teacher_of[author]
     return f"In which town was the teacher of the author of '{book}' born?", [author, teacher, known.town_of[teacher]]
 
 
-KINDS: Final[dict[Callable[[Library, str], tuple[str, list[str]]], tuple[str, ...]]] = {
-    _born: ("book", "born"),
-    _taught: ("book", "pupil"),
+KINDS: Final[dict[Callable[[FactLibrary, str], tuple[str, list[str]]], tuple[str, ...]]] = {
+    _birthplace: ("book", "born"),
+    _teacher: ("book", "pupil"),
     _river: ("book", "born", "river"),
     _teachers_town: ("book", "pupil", "born"),
 }
@@ -170,7 +170,7 @@ def demonstration(generator: random.Random) -> Demonstration:
         sought = generator.choice(("born", "pupil", "river")) if hop and generator.random() < ERRS else right
         query = f"{name} {sought}"
         documents = known.search(query)
-        messages += called("search", {"query": query}, "\n".join(documents))
+        messages += demonstrate_call("search", {"query": query}, "\n".join(documents))
         name = documents[0].rstrip(".").split()[-1]
     messages.append({"role": "assistant", "content": f"Answer: {name}"})
     return imitating(messages)

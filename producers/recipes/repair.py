@@ -25,7 +25,7 @@ from typing import Any, Final
 from turnlog.infra.recipes import Demonstration, Message, PlainRecipe, TaskRow
 from turnlog.infra.tools import tool_declarations
 from turnlog.infra.verifiers import PROTECTED, Grading, PatchVerifier
-from turnlog.producers.recipes.warm_start import TinyWarmStart, called, imitating
+from turnlog.producers.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
 PROMPT: Final = """\
@@ -64,7 +64,7 @@ def demonstration(generator: random.Random) -> Demonstration:
         before, there, _ = row["files"][f"{name}.py"].partition(arguments["old"])
         line = before.count("\n") + 1
         told = f"replaced the text at line {line} in {name}.py" if there else "the old text does not occur in it"
-        messages += called("edit_file", arguments, told)
+        messages += demonstrate_call("edit_file", arguments, told)
     messages.append({"role": "assistant", "content": "Mended."})
     return imitating(messages)
 

@@ -93,10 +93,10 @@ def task_row(folder: Path, image: str | None = None) -> dict[str, Any]:
         raise BadTaskFolder(f"{folder}/tests has no test.sh")
     moved = {**ELSEWHERE, workdir: WORKSPACE}
     return {
-        "prompt": _moved(_text(folder / "instruction.md"), {workdir: WORKSPACE}),
+        "prompt": _replace_paths(_text(folder / "instruction.md"), {workdir: WORKSPACE}),
         "task": folder.name,
         "files": files,
-        "tests": {path: _moved(text, moved) for path, text in tests.items()},
+        "tests": {path: _replace_paths(text, moved) for path, text in tests.items()},
         "seconds": {whose: float(said.get(whose, {}).get("timeout_sec", SECONDS)) for whose in ("agent", "verifier")},
         "mib": {"memory": environment.get("memory_mb", 2048), "storage": environment.get("storage_mb", 1024)},
     }
@@ -111,7 +111,7 @@ def _environment(folder: Path, image: str | None) -> tuple[str, dict[str, str]]:
             case "WORKDIR":
                 workdir = rest.strip()
             case "COPY" | "ADD":
-                files |= _copied(folder, rest, workdir)
+                files |= _copy_files(folder, rest, workdir)
             case "" | "#" | "FROM" | "CMD":
                 continue
             case _ if image is None and not word.startswith("#"):
@@ -122,7 +122,7 @@ def _environment(folder: Path, image: str | None) -> tuple[str, dict[str, str]]:
     return workdir, files
 
 
-def _copied(folder: Path, said: str, workdir: str) -> dict[str, str]:
+def _copy_files(folder: Path, said: str, workdir: str) -> dict[str, str]:
     """Return path in the workspace -> text for one COPY."""
     words = [word for word in said.split() if not word.startswith("--")]
     sources, target = words[:-1], PurePosixPath(workdir, words[-1] if words else "")
@@ -153,7 +153,7 @@ def _text(path: Path) -> str:
         raise BadTaskFolder(f"{path} is no text: it has to come with the image") from None
 
 
-def _moved(text: str, places: Mapping[str, str]) -> str:
+def _replace_paths(text: str, places: Mapping[str, str]) -> str:
     """Return the text with each path in it replaced by its new place."""
     words = "|".join(re.escape(place) for place in places if place != WORKSPACE and place != "/")
     return re.sub(rf"(?<![\w./-])({words})(?![\w-])", lambda found: places[found[1]], text) if words else text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from turnlog.infra.recipes import Demonstration, Message, TinyModel, WarmStartRow
-from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 
@@ -51,7 +51,7 @@ CHAT_TEMPLATE: Final = """\
 """ChatML; tool calls are compact JSON between <tool_call> marks, and the prompt contains no tool schemas."""
 
 
-def called(name: str, arguments: Mapping[str, Any], answer: str) -> list[Message]:
+def demonstrate_call(name: str, arguments: Mapping[str, Any], answer: str) -> list[Message]:
     """Return a tool call of a demonstration, and the tool's answer."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
@@ -118,14 +118,14 @@ class TinyWarmStart:
         template = ChatTemplate.load(folder)
 
         @cache
-        def encoded(piece: str) -> tuple[int, ...]:
+        def encode_piece(piece: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(piece, add_special_tokens=False).ids)
 
         known: dict[str, WarmStartRow] = {}  # few conversations are possible, and rendering is the expensive part
         for example in self.demonstrations(seed):
             key = json.dumps(example.messages)
             if key not in known:
-                known[key] = row_of(pieces(example, template), encoded)
+                known[key] = row_of(pieces(example, template), encode_piece)
             yield known[key]
 
     def _trained_tokenizer(self) -> Tokenizer:
@@ -187,7 +187,7 @@ class Unimitable(Exception):
     model's output. Remedy: a dataset of the view rl, whose tokens were recorded."""
 
 
-def imitated(model: Path) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], list[WarmStartRow]]:
+def make_row_converter(model: Path) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], list[WarmStartRow]]:
     """Return a function that turns a recorded conversation into rows for a model's folder. Its first call raises
     ModelMissing or TemplateMissing if the folder lacks a file; recorded tokens need neither."""
 
@@ -204,12 +204,12 @@ def conversation_rows(
     """Return rows that imitate every answer of a conversation, cut and encoded as in a live one. The result is one row,
     or several if the template renders earlier answers differently from how they were sampled (it drops thinking).
     `ended` False: the last answer was cut off, so its end is not imitated. Raises BadRequest, Unimitable."""
-    messages = normalised(list(raw))
+    messages = normalise_messages(list(raw))
     answers = [at for at, one in enumerate(messages) if at and one.role == "assistant"]
     rows: list[list[tuple[str, int]]] = []
     done = None
     for at in answers:
-        prompt, whole = prompts.text(messages[:at], tools), prompts.ended(messages[: at + 1], tools)
+        prompt, whole = prompts.text(messages[:at], tools), prompts.render_closed(messages[: at + 1], tools)
         if not whole.startswith(prompt):
             raise Unimitable(f"the template's answer {at} does not begin where its generation prompt ends")
         said, mark = whole.removeprefix(prompt), prompts.end_mark

@@ -21,8 +21,8 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import roots, seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
-from turnlog.sandbox_workers.backends.connection import InitSandbox, init_command, own_account, started
-from turnlog.sandbox_workers.backends.roots import Interpreter, executable, init_program, interpreter, loader
+from turnlog.sandbox_workers.backends.connection import InitSandbox, init_command, own_account, start_sandbox
+from turnlog.sandbox_workers.backends.roots import InterpreterCopy, executable, init_program, interpreter, loader
 from turnlog.sandbox_workers.inside.zygote import CAPABILITIES, EMPTY, NOTHING
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
 
@@ -111,8 +111,8 @@ class Bubblewrap:
         image = None if shape.image is None else await self._image(shape.image)
         with contextlib.ExitStack() as held:
             filters = None if self._layers is None else len(self._layers[0]).to_bytes(4, "big") + b"".join(self._layers)
-            seccomp_fd, ca_fd = (self._lent(held, content) for content in (filters, self._ca))
-            return await started(
+            seccomp_fd, ca_fd = (self._open_descriptor(held, content) for content in (filters, self._ca))
+            return await start_sandbox(
                 lambda orders: command(self._parts, shape, orders=orders, seccomp=seccomp_fd, ca=ca_fd, image=image),
                 account=own_account(self._settings.first_uid, slot),
                 env={},
@@ -137,7 +137,7 @@ class Bubblewrap:
         """See Provider. There is nothing to release."""
 
     @staticmethod
-    def _lent(held: contextlib.ExitStack, content: bytes | None) -> int | None:
+    def _open_descriptor(held: contextlib.ExitStack, content: bytes | None) -> int | None:
         """Return a descriptor of these bytes, closed with `held`."""
         if content is None:
             return None
@@ -150,7 +150,7 @@ class Bubblewrap:
         root = roots.image_tree(self._settings.image_folder, name)
         kept = self._images.get(name)
         if kept is None or kept.root != root:
-            found = Interpreter(self._parts.python_root, self._parts.python)
+            found = InterpreterCopy(self._parts.python_root, self._parts.python)
             folder, binary = await asyncio.to_thread(loader, self._cache, found)
             etc = await asyncio.to_thread(
                 roots.etc_folder, self._cache, uid=INNER_UID, ca=self._ca is not None, image=root / "etc"
@@ -226,7 +226,7 @@ def command(
         words += ["--cap-add", name]
     for name, value in _environment(image).items():
         words += ["--setenv", name, value]
-    words += [*(_system() if image is None else roots.shown(image.root)), *_ours(parts, image)]
+    words += [*(_system() if image is None else roots.root_arguments(image.root)), *_ours(parts, image)]
     if ca is not None:
         words += ["--perms", "0444", "--ro-bind-data", str(ca), f"/etc/{roots.CA}"]
     words += ["--proc", "/proc", "--dev", "/dev"]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.leftovers import noted, owned_prefix, ownerless, sweep_folders
+from turnlog.sandbox_workers.backends.leftovers import owned_prefix, ownerless, record_removal, sweep_folders
 from turnlog.sandbox_workers.inside.processes import SOCKET_BYTES
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
 from turnlog.schemas.events import SandboxLimits
@@ -43,7 +43,7 @@ PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class CgroupFolders:
     """Folders below which control groups are made, by controller; also by KILL."""
 
     version: int
@@ -64,7 +64,7 @@ class Mount:
     options: frozenset[str]
 
 
-def find(proc: Path = Path("/proc"), top: Path = Path("/")) -> Tree | None:
+def find(proc: Path = Path("/proc"), top: Path = Path("/")) -> CgroupFolders | None:
     """Return the usable hierarchies, without changing anything; None if there are none. Tests pass other values for
     `proc` and `top` (a prefix of mount points)."""
     try:
@@ -78,11 +78,11 @@ def find(proc: Path = Path("/proc"), top: Path = Path("/")) -> Tree | None:
     second = _second(own, mounts)
     if second and set(ENDS) <= set(words(second / "cgroup.controllers")):
         usable = [name for name in WANTED if name in words(second / "cgroup.controllers")]
-        return Tree(2, dict.fromkeys((KILL, *usable), second))
+        return CgroupFolders(2, dict.fromkeys((KILL, *usable), second))
     folders = dict(_first(own, mounts, WANTED if second else (*WANTED, CPU_TIME)))
     if second and folders:
         folders = {KILL: second, **folders}
-    return Tree(1, folders) if set(ENDS) & set(folders) else None
+    return CgroupFolders(1, folders) if set(ENDS) & set(folders) else None
 
 
 def hand_down(base: Path, wanted: tuple[str, ...]) -> None:
@@ -174,7 +174,7 @@ def _writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)
 
 
-def removed(places: tuple[Path, ...], wait_s: float = 0.0) -> list[Path]:
+def remove_cgroups(places: tuple[Path, ...], wait_s: float = 0.0) -> list[Path]:
     """Kill all processes in these control groups and remove them, waiting up to `wait_s` for dying processes. Return
     those that are left."""
     for place in places:
@@ -295,12 +295,12 @@ _abandoned: set[Path] = set()
 class Cgroups:
     """Factory of control groups, one for each sandbox, each with the same number of cores."""
 
-    def __init__(self, tree: Tree, cpus: float) -> None:
+    def __init__(self, tree: CgroupFolders, cpus: float) -> None:
         self.tree = tree
         self._cpus = cpus
 
     @classmethod
-    def open(cls, settings: SandboxSettings, *, tree: Tree | None = None) -> Cgroups | None:
+    def open(cls, settings: SandboxSettings, *, tree: CgroupFolders | None = None) -> Cgroups | None:
         """Open control groups as [sandbox] cgroups asks. Return None for `off`, and for `auto` if they cannot be
         written (which is logged). Removes what dead workers left. Raises BackendUnavailable (`required`, or an unknown
         value)."""
@@ -331,12 +331,12 @@ class Cgroups:
             return None
         return found
 
-    def group(self) -> Group:
+    def group(self) -> ControlGroup:
         """Create a new, empty control group. Raises OSError."""
-        return Group(self.tree, f"{owned_prefix()}{next(_numbers)}", self._cpus)
+        return ControlGroup(self.tree, f"{owned_prefix()}{next(_numbers)}", self._cpus)
 
 
-def bounds_of(cgroups: Cgroups | None) -> Group | None:
+def bounds_of(cgroups: Cgroups | None) -> ControlGroup | None:
     """Create a new control group, or return None where there are none. Raises SandboxUnavailable."""
     try:
         return None if cgroups is None else cgroups.group()
@@ -344,10 +344,10 @@ def bounds_of(cgroups: Cgroups | None) -> Group | None:
         raise SandboxUnavailable(f"its control group cannot be made: {error}") from error
 
 
-class Group:
+class ControlGroup:
     """Limits of one sandbox: a control group; on version 1, one folder per controller."""
 
-    def __init__(self, tree: Tree, name: str, cpus: float) -> None:
+    def __init__(self, tree: CgroupFolders, name: str, cpus: float) -> None:
         self.version = tree.version
         self.folders = {controller: folder / name for controller, folder in tree.folders.items()}
         self._written: dict[Path, str] = {}
@@ -378,15 +378,15 @@ class Group:
     def begin(self, limits: SandboxLimits) -> None:
         """Set the limits of a call, writing only what changes, and note the counters."""
         self._disk_bytes = limits.disk_bytes
-        self._bound("memory", limits.memory_bytes + limits.disk_bytes + BASELINE_BYTES)
+        self._set_limit("memory", limits.memory_bytes + limits.disk_bytes + BASELINE_BYTES)
         standing = self._figures.standing()
         # One more than the limit, so that the init sees it exceeded. Further forks are refused and counted here, before
         # the rlimit, which counts nothing.
-        self._bound("pids", limits.pids + 1 + (BASELINE_PIDS if standing is None else standing))
+        self._set_limit("pids", limits.pids + 1 + (BASELINE_PIDS if standing is None else standing))
         if "memory" in self.folders:
             name, most = ("memory.swap.max", 0) if self.version == 2 else (SOCKET_FILE, SOCKET_BYTES)
             self._write(self.folders["memory"] / name, str(most))
-        self._before = {controller: self._figures.enforced(controller) for controller in CONTROLLERS}
+        self._before = {controller: self._figures.count_enforcements(controller) for controller in CONTROLLERS}
         self._cpu_before = self._figures.cpu_s()
 
     def cpu_s(self) -> float:
@@ -396,9 +396,9 @@ class Group:
         """See Bounds. Checks socket buffers on version 1."""
         return "memory_bytes" if self._figures.socket_bytes() > SOCKETS_END else None
 
-    def exceeded(self) -> str | None:
+    def exceeded_limit(self) -> str | None:
         """Return the limit that the kernel enforced since `begin`, by its name in SandboxLimits, or None."""
-        memory, pids = (self._figures.enforced(name) > self._before.get(name, 0) for name in CONTROLLERS)
+        memory, pids = (self._figures.count_enforcements(name) > self._before.get(name, 0) for name in CONTROLLERS)
         if memory:
             return "disk_bytes" if self._figures.shared_bytes() >= self._disk_bytes > 0 else "memory_bytes"
         return "pids" if pids else None
@@ -407,7 +407,7 @@ class Group:
         """Kill what is left and remove the control group. Processes that take longer than DYING_S to die are left to a
         later `sweep`."""
         self._figures.close()
-        for place in removed(self.places, DYING_S):
+        for place in remove_cgroups(self.places, DYING_S):
             _abandoned.add(place)
 
     def _cores(self, cpus: float) -> None:
@@ -421,7 +421,7 @@ class Group:
             put(folder / "cpu.cfs_period_us", str(PERIOD_US))
             put(folder / "cpu.cfs_quota_us", str(quota))
 
-    def _bound(self, controller: str, value: int) -> None:
+    def _set_limit(self, controller: str, value: int) -> None:
         folder = self.folders.get(controller)
         if folder is None:
             return
@@ -449,24 +449,24 @@ class Group:
         return True
 
 
-def sweep(tree: Tree | None = None) -> dict[str, int]:
+def sweep(tree: CgroupFolders | None = None) -> dict[str, int]:
     """Kill and remove what dead workers left on this machine, and our own control groups that were still dying. Return
     the numbers by kind. Costs about a millisecond if there is nothing. Never raises for what another worker removes at
     the same time."""
     found = {"process": 0, "group": 0, "folder": sweep_folders()}
     for place in list(_abandoned):
-        if not removed((place,)):
+        if not remove_cgroups((place,)):
             _abandoned.discard(place)
     tree = tree or find()
     for parent in tree.places() if tree else ():
         for path in _orphans(parent):
             alive = len(processes(path))
-            if removed((path,)):
+            if remove_cgroups((path,)):
                 continue  # still dying: next time
-            noted("group", str(path))
+            record_removal("group", str(path))
             found["group"] += 1
             if alive:
-                noted("process", str(path), alive)
+                record_removal("process", str(path), alive)
                 found["process"] += alive
     return found
 
@@ -491,7 +491,7 @@ class Figures:
         self._cpu_stat = folders[KILL] / "cpu.stat" if KILL in folders else None
         self._files: dict[Path, int] = {}
 
-    def enforced(self, controller: str) -> int:
+    def count_enforcements(self, controller: str) -> int:
         """Return how often the kernel has enforced the controller's limit so far."""
         return self._figure(*self._events[controller]) if controller in self._events else 0
 

@@ -16,17 +16,17 @@ from typing import Any, Protocol
 
 from turnlog.infra.run_folder import lacks_room
 from turnlog.sandbox_workers.backends import init_wire
-from turnlog.sandbox_workers.backends.init_wire import RESET_S, UNBOUNDED, Channel, Heartbeat, InitFiles, refusal
+from turnlog.sandbox_workers.backends.init_wire import RESET_S, UNBOUNDED, ControlChannel, Heartbeat, InitFiles, refusal
 from turnlog.sandbox_workers.inside.processes import tree_bytes
 from turnlog.sandbox_workers.protocol import (
     Command,
     Execution,
     FileRefused,
     OnOutput,
+    OutputStream,
     SandboxDied,
     SandboxUnavailable,
-    Stream,
-    attributed,
+    attribute_death,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -65,7 +65,7 @@ class _Process(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Patience:
+class InitTimeouts:
     """Waiting times for an init that is to answer a call."""
 
     grace_s: float = 5.0
@@ -74,11 +74,11 @@ class Patience:
     """A time-out that is this many seconds late means that this process was suspended, not that the init was silent."""
 
 
-PATIENCE = Patience()
+PATIENCE = InitTimeouts()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Account:
+class HostUser:
     """Host user that a sandbox runs as; None for the worker's own."""
 
     uid: int | None
@@ -88,9 +88,9 @@ class Account:
         return {} if self.uid is None else {"user": self.uid, "group": self.uid, "extra_groups": []}
 
 
-def own_account(first_uid: int, slot: int) -> Account:
+def own_account(first_uid: int, slot: int) -> HostUser:
     """Return the host user of a slot: one of its own if the worker is root, else the worker's user."""
-    return Account(first_uid + slot if os.geteuid() == 0 else None)
+    return HostUser(first_uid + slot if os.geteuid() == 0 else None)
 
 
 def init_command(python: list[str], control: int, *arguments: str, program: str = "init") -> list[str]:
@@ -99,19 +99,19 @@ def init_command(python: list[str], control: int, *arguments: str, program: str 
     return [*python, *options, "-m", f"turnlog.sandbox_workers.inside.{program}", str(control), *arguments]
 
 
-async def started(
+async def start_sandbox(
     argv: Callable[[int], list[str]],
     *,
-    account: Account,
+    account: HostUser,
     env: Mapping[str, str],
     inherited: Iterable[int] = (),
     ended: Callable[[], None] = lambda: None,
     exit_s: float = 0.0,
-    bounds: Bounds | None = None,
+    bounds: KernelLimits | None = None,
     disk_bytes: int = UNBOUNDED,
     shares: Path | None = None,
     zygote: bool = False,
-    patience: Patience = PATIENCE,
+    patience: InitTimeouts = PATIENCE,
 ) -> InitSandbox:
     """Start `argv(control descriptor)` and wait until its init is ready.
 
@@ -150,7 +150,7 @@ async def started(
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_S):
-            await _bounded(sandbox.ready(), process.pid, bounds)
+            await _adopt_while_starting(sandbox.ready(), process.pid, bounds)
     except (TimeoutError, SandboxDied, OSError) as error:
         said = await sandbox.last_words()
         raise SandboxUnavailable(said or str(error) or f"it was not ready within {START_S:.0f} s") from error
@@ -160,7 +160,7 @@ async def started(
     return sandbox
 
 
-async def _bounded(ready: Awaitable[None], pid: int, bounds: Bounds | None) -> None:
+async def _adopt_while_starting(ready: Awaitable[None], pid: int, bounds: KernelLimits | None) -> None:
     """Move the process into its control group while it comes up, which takes the kernel a while, and then what it has
     started since. Raises OSError, SandboxDied."""
     if bounds is None:
@@ -187,11 +187,11 @@ class InitSandbox(InitFiles):
         ended: Callable[[], None],
         exit_s: float,
         *,
-        bounds: Bounds | None = None,
+        bounds: KernelLimits | None = None,
         disk_bytes: int = UNBOUNDED,
         shares: Path | None = None,
         zygote: Zygote | None = None,
-        patience: Patience = PATIENCE,
+        patience: InitTimeouts = PATIENCE,
     ) -> None:
         super().__init__(control, disk_bytes)
         self._patience, self._shares = patience, shares
@@ -208,17 +208,17 @@ class InitSandbox(InitFiles):
 
     async def ready(self) -> None:
         """Wait until the init reports that it is ready. Raises SandboxDied."""
-        head, self.proxy = await self._channel.greeted()
+        head, self.proxy = await self._channel.receive_greeting()
         if head.get("ready") is not True:
             raise SandboxDied(f"the init began with {head}")
         if self._zygote is not None and self.observed is None:
-            await self.compared()
+            await self.matches_first_init()
 
-    async def compared(self) -> bool:
+    async def matches_first_init(self) -> bool:
         """Return whether a new init, which has run nothing yet, observes the same state as the slot's first one. Raises
         SandboxDied."""
         _, body = await self._ask({"op": "observed"}, most=init_wire.OBSERVED_BYTES)
-        seen = init_wire.observed(body)
+        seen = init_wire.parse_observables(body)
         self.observed = self.observed or seen
         if changed := ", ".join(name for name, value in seen.items() if self.observed.get(name) != value):
             log.error("a new sandbox finds other than the first of its slot did: %s", changed)
@@ -227,27 +227,27 @@ class InitSandbox(InitFiles):
     async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
         alive = self.interpreter
         request = init_wire.call(command, limits, alive=alive, prompt=on_output is not None)
-        parts: dict[Stream, list[bytes]] = {Stream.stdout: [], Stream.stderr: []}
+        parts: dict[OutputStream, list[bytes]] = {OutputStream.stdout: [], OutputStream.stderr: []}
         self._cancelled, heartbeat = False, Heartbeat()
         with self._asking("exec"):
-            await self._bound(limits)
+            await self._set_limits(limits)
             try:
                 most_s = limits.wall_s + self._patience.grace_s
-                async with asyncio.timeout(most_s), metered(limits, self.bounds, self._met):
+                async with asyncio.timeout(most_s), meter_call(limits, self.bounds, self._cancel_for_limit):
                     await self._channel.send(*request)
                     async with heartbeat.beating(self._channel):
                         answer = await self._output(parts, limits.output_bytes, on_output)
                 self.interpreter = answer.get("interpreter") is True
                 if alive and answer.get("lost"):
                     return init_wire.LOST
-                found = init_wire.execution(answer, init_wire.joined(parts), cancelled=self._cancelled)
+                found = init_wire.execution(answer, init_wire.join_output(parts), cancelled=self._cancelled)
                 if not self._cancelled:
                     await self._check_room(limits.disk_bytes)
-                return self._judged(found, limits)
+                return self._apply_kernel_limits(found, limits)
             except FileRefused:
                 raise
             except (TimeoutError, SandboxDied, OSError) as error:
-                return await self._died(error, limits, init_wire.joined(parts), heartbeat)
+                return await self._result_after_death(error, limits, init_wire.join_output(parts), heartbeat)
             except BaseException:
                 await self.close()
                 raise
@@ -261,7 +261,7 @@ class InitSandbox(InitFiles):
             self._evidence = dataclasses.replace(self._evidence, starved=True)
             raise SandboxDied(full)
 
-    async def _bound(self, limits: SandboxLimits) -> None:
+    async def _set_limits(self, limits: SandboxLimits) -> None:
         """Set the limits of a call. Raises SandboxDied if the sandbox is closed; SandboxUnavailable if the limits
         cannot be set, which is not the call's fault."""
         if self._closing is not None:  # its control group is gone, too, so setting limits would fail
@@ -283,12 +283,12 @@ class InitSandbox(InitFiles):
         try:
             async with asyncio.timeout(RESET_S):
                 with self._asking("reset"):
-                    before, self._channel = self._channel, Channel(self._zygote.fork())
+                    before, self._channel = self._channel, ControlChannel(self._zygote.fork())
                     await before.close()
                     if self.proxy is not None:
                         self.proxy.close()
                 await self.ready()
-                return not self._zygote.to_be_compared or await self.compared()
+                return not self._zygote.to_be_compared or await self.matches_first_init()
         except (TimeoutError, SandboxDied, OSError):
             await self.close()
             return False
@@ -324,7 +324,7 @@ class InitSandbox(InitFiles):
         await self.process.wait()
         await closing
         if self.bounds is not None:
-            self._evidence = dataclasses.replace(self._evidence, limit=self.bounds.exceeded() or "")
+            self._evidence = dataclasses.replace(self._evidence, limit=self.bounds.exceeded_limit() or "")
             await asyncio.to_thread(self.bounds.close)
         self._after()
 
@@ -337,7 +337,9 @@ class InitSandbox(InitFiles):
         await self.close()
         return (await words).decode(errors="replace").strip()
 
-    async def _output(self, parts: dict[Stream, list[bytes]], most: int, on_output: OnOutput | None) -> dict[str, Any]:
+    async def _output(
+        self, parts: dict[OutputStream, list[bytes]], most: int, on_output: OnOutput | None
+    ) -> dict[str, Any]:
         """Collect the output of the call until its answer comes; return the head of the answer."""
         while True:
             head, size = await self._channel.head(most)
@@ -346,17 +348,17 @@ class InitSandbox(InitFiles):
                 return head
             if not size or head["output"] not in ("stdout", "stderr"):
                 raise SandboxDied("the init answered with output that is none")
-            stream = Stream(head["output"])
+            stream = OutputStream(head["output"])
             parts[stream].append(await self._channel.body(size))
             most -= size
             if on_output is not None:
                 on_output(stream, parts[stream][-1])
 
-    async def _met(self, limit: str) -> None:
+    async def _cancel_for_limit(self, limit: str) -> None:
         with contextlib.suppress(SandboxDied):  # `exec` raises it
             await self._channel.send({"op": "cancel", "limit": limit})
 
-    def _judged(self, found: Execution, limits: SandboxLimits) -> Execution:
+    def _apply_kernel_limits(self, found: Execution, limits: SandboxLimits) -> Execution:
         """Turn a limit that the kernel enforced or counted into the result, whatever became of the command then. The
         kernel's CPU time includes processes that nobody waited for and the init itself."""
         if self.bounds is None:
@@ -364,28 +366,30 @@ class InitSandbox(InitFiles):
         found = dataclasses.replace(found, cpu_s=max(found.cpu_s, self.bounds.cpu_s()))
         if found.status not in (ToolStatus.ok, ToolStatus.tool_error):
             return found
-        limit = self.bounds.exceeded()
+        limit = self.bounds.exceeded_limit()
         if limit is None and cpu_left(limits, self.bounds, found.duration_s) <= 0:
             limit = "cpu_s"
         if limit is None:
             return found
         return dataclasses.replace(found, status=ToolStatus.resource_limit, reason=limit, exit_code=None)
 
-    async def _died(self, error: Exception, limits: SandboxLimits, output: bytes, heartbeat: Heartbeat) -> Execution:
+    async def _result_after_death(
+        self, error: Exception, limits: SandboxLimits, output: bytes, heartbeat: Heartbeat
+    ) -> Execution:
         """Return the result of a call whose sandbox gave no answer, if the call caused that. Raises SandboxDied
         otherwise."""
         late_s = heartbeat.took_s - limits.wall_s - self._patience.grace_s
         # If it is later than that, this process was suspended.
         silent = isinstance(error, TimeoutError) and late_s < self._patience.stalled_s
-        self._evidence = dataclasses.replace(self._evidence, silent=silent, stood=heartbeat.stood)
+        self._evidence = dataclasses.replace(self._evidence, silent=silent, stood=heartbeat.has_stalled)
         said = await self.last_words()
-        evidence = await self._ended(error)
-        if (verdict := attributed(evidence)) is not None:
+        evidence = await self._close_with_evidence(error)
+        if (verdict := attribute_death(evidence)) is not None:
             return Execution(*verdict, None, output, heartbeat.took_s, 0.0)
         raise SandboxDied(": ".join(text for text in (str(error), said) if text), evidence) from error
 
 
-class Bounds(Protocol):
+class KernelLimits(Protocol):
     """The kernel's limits of one sandbox (a control group), where available."""
 
     def adopt(self, pid: int) -> None:
@@ -406,7 +410,7 @@ class Bounds(Protocol):
         enforce; None if there is none."""
         ...
 
-    def exceeded(self) -> str | None:
+    def exceeded_limit(self) -> str | None:
         """Return the name of the limit that was met by the call that ended or whose sandbox died, or None."""
         ...
 
@@ -416,8 +420,8 @@ class Bounds(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def metered(
-    limits: SandboxLimits, bounds: Bounds | None, met: Callable[[str], Awaitable[None]]
+async def meter_call(
+    limits: SandboxLimits, bounds: KernelLimits | None, met: Callable[[str], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Meter a call while the block runs: call `met` with a limit that the kernel counts but does not enforce, once it
     is exceeded."""
@@ -426,7 +430,7 @@ async def metered(
         return
 
     async def watch() -> None:
-        await met(await overstepped(limits, bounds))
+        await met(await wait_until_exceeded(limits, bounds))
 
     meter = asyncio.create_task(watch())
     try:
@@ -436,7 +440,7 @@ async def metered(
         await asyncio.wait([meter])
 
 
-async def overstepped(limits: SandboxLimits, bounds: Bounds) -> str:
+async def wait_until_exceeded(limits: SandboxLimits, bounds: KernelLimits) -> str:
     """Wait until the call exceeds its limit of socket memory or CPU time, and return the limit's name. CPU time is read
     from the control group, because no init is notified of children that nobody waits for."""
     clock, cores = asyncio.get_running_loop().time, os.cpu_count() or 1
@@ -453,7 +457,7 @@ async def overstepped(limits: SandboxLimits, bounds: Bounds) -> str:
         due = now + left / cores
 
 
-def cpu_left(limits: SandboxLimits, bounds: Bounds, took_s: float) -> float:
+def cpu_left(limits: SandboxLimits, bounds: KernelLimits, took_s: float) -> float:
     """Return the CPU seconds that are left, with an allowance for the init itself."""
     return limits.cpu_s + INIT_CPU_S + INIT_CPU_SHARE * took_s - bounds.cpu_s()
 

@@ -28,9 +28,9 @@ from turnlog.sandbox_workers.protocol import (
     FileMissing,
     FileRefused,
     Kind,
+    OutputStream,
     QuotaExceeded,
     SandboxDied,
-    Stream,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -43,7 +43,7 @@ REFUSALS = {"path": FileRefused, "missing": FileMissing, "quota": QuotaExceeded}
 INDEX_BYTES = 32 << 20
 """Maximum size of an index in bytes: MOST_ENTRIES entries, and workspace.NAME_BYTES of names at six bytes each."""
 OBSERVED_BYTES = 1 << 16
-"""Maximum size of an answer to `observed`, in bytes."""
+"""Maximum size of an answer to `parse_observables`, in bytes."""
 STAMP_LENGTH = 128
 SAID = frozenset({ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit})
 """Statuses that an init may report. A sandbox may not report that the fault was ours or that somebody cancelled the
@@ -60,7 +60,7 @@ parallel."""
 BEAT_S = 1.0
 
 
-class Channel:
+class ControlChannel:
     """The worker's end of the control socket."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -68,13 +68,13 @@ class Channel:
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
 
-    async def greeted(self) -> tuple[dict[str, Any], socket.socket | None]:
+    async def receive_greeting(self) -> tuple[dict[str, Any], socket.socket | None]:
         """Return the init's first frame and the socket that came with it. Raises SandboxDied."""
         self._control.setblocking(False)
         passed: list[int] = []
         try:
             head_size, body_size = HEADER.unpack(await self._exactly(HEADER.size, passed))
-            _bounded(head_size, body_size, 0)
+            _check_sizes(head_size, body_size, 0)
             head = _head(await self._exactly(head_size, passed))
             listener = _listener(passed)
         except BaseException as error:
@@ -101,7 +101,7 @@ class Channel:
         """Return the head of the next frame and the length of its body, which is still to be received. Raises
         SandboxDied."""
         head_size, body_size = HEADER.unpack(await self.body(HEADER.size))
-        _bounded(head_size, body_size, most)
+        _check_sizes(head_size, body_size, most)
         return _head(await self.body(head_size)), body_size
 
     async def body(self, size: int) -> bytes:
@@ -151,7 +151,7 @@ def refusal(head: dict[str, Any]) -> None:
         raise REFUSALS.get(str(head["refused"]), FileRefused)(str(head.get("text", ""))[:1000])
 
 
-def _bounded(head_size: int, body_size: int, most: int) -> None:
+def _check_sizes(head_size: int, body_size: int, most: int) -> None:
     if head_size > HEAD_BYTES or body_size > most:
         raise SandboxDied(f"the init announced {head_size} + {body_size} bytes")
 
@@ -203,20 +203,20 @@ def execution(head: dict[str, Any], output: bytes, *, cancelled: bool) -> Execut
     return Execution(status, reason, code, output, duration, cpu)
 
 
-def observed(body: bytes) -> dict[str, Any]:
-    """Parse the answer to `observed`. Raises SandboxDied."""
+def parse_observables(body: bytes) -> dict[str, Any]:
+    """Parse the answer to `parse_observables`. Raises SandboxDied."""
     try:
         return dict(json.loads(body))
     except (ValueError, TypeError, RecursionError) as error:
         raise SandboxDied(f"what the init has found is no JSON object: {type(error).__name__}") from error
 
 
-def joined(parts: Mapping[Stream, list[bytes]]) -> bytes:
+def join_output(parts: Mapping[OutputStream, list[bytes]]) -> bytes:
     """Return the output of a call: all of stdout, then stderr."""
-    return b"".join(parts[Stream.stdout] + parts[Stream.stderr])
+    return b"".join(parts[OutputStream.stdout] + parts[OutputStream.stderr])
 
 
-def listed(body: bytes, disk_bytes: int) -> tuple[FileEntry, ...]:
+def parse_index(body: bytes, disk_bytes: int) -> tuple[FileEntry, ...]:
     """Parse the answer to `index`. Raises SandboxDied."""
     try:
         found = json.loads(body)
@@ -261,7 +261,7 @@ def names(paths: Sequence[str]) -> bytes:
     return json.dumps(list(paths)).encode()
 
 
-def divided(body: bytes, count: int) -> tuple[bytes, ...]:
+def split_files(body: bytes, count: int) -> tuple[bytes, ...]:
     """Split the answer to `read_files` into the files' contents. Raises SandboxDied."""
     if len(body) < 4 * count:
         raise SandboxDied(f"the init answered {len(body)} bytes for {count} files")
@@ -274,7 +274,7 @@ def divided(body: bytes, count: int) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def described(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tuple[bytes, list[bytes]]:
+def encode_restore(entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> tuple[bytes, list[bytes]]:
     """Encode the bodies of `restore`: entries as JSON, and the files' bytes in their order. Raises FileRefused."""
     if len(entries) > MOST_ENTRIES:
         raise FileRefused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
@@ -330,7 +330,7 @@ class Heartbeat:
         self._longest_s = 0.0
 
     @property
-    def stood(self) -> bool:
+    def has_stalled(self) -> bool:
         """True if there was a silence for which the init need not have waited."""
         return self._longest_s > SILENCE_S
 
@@ -340,7 +340,7 @@ class Heartbeat:
         return self._last - self._began
 
     @contextlib.asynccontextmanager
-    async def beating(self, channel: Channel) -> AsyncIterator[None]:
+    async def beating(self, channel: ControlChannel) -> AsyncIterator[None]:
         """Send heartbeats while the block runs."""
         beating = asyncio.create_task(self._beat(channel))
         try:
@@ -350,7 +350,7 @@ class Heartbeat:
             beating.cancel()
             await asyncio.wait([beating])
 
-    async def _beat(self, channel: Channel) -> None:
+    async def _beat(self, channel: ControlChannel) -> None:
         with contextlib.suppress(SandboxDied):  # the call raises it
             while True:
                 await asyncio.sleep(BEAT_S)
@@ -379,7 +379,7 @@ class InitFiles:
 
     def __init__(self, control: socket.socket, disk_bytes: int) -> None:
         self.interpreter = False
-        self._channel = Channel(control)
+        self._channel = ControlChannel(control)
         self._disk_bytes = disk_bytes
         self._asked: str | None = None
         """Operation in progress, or None."""
@@ -400,7 +400,7 @@ class InitFiles:
     async def read_files(self, paths: Sequence[str], *, most: int) -> tuple[bytes, ...]:
         head = {"op": "read_files", "most": min(most, MOST_BYTES)}
         _, body = await self._ask(head, names(paths), most=most + 4 * len(paths))
-        return await self._checked(divided, body, len(paths))
+        return await self._parse_or_close(split_files, body, len(paths))
 
     async def write(self, path: str, content: bytes, *, mode: int = 0o644, follow: bool = False) -> None:
         if len(content) > min(self._disk_bytes, MOST_BYTES):
@@ -411,10 +411,10 @@ class InitFiles:
     async def index(self) -> tuple[FileEntry, ...]:
         head = {"op": "index", "disk_bytes": self._disk_bytes}
         _, body = await self._ask(head, most=INDEX_BYTES)
-        return await self._checked(listed, body, self._disk_bytes)
+        return await self._parse_or_close(parse_index, body, self._disk_bytes)
 
     async def restore(self, entries: Sequence[FileEntry], contents: Mapping[str, bytes]) -> None:
-        about, files = await asyncio.to_thread(described, entries, contents)
+        about, files = await asyncio.to_thread(encode_restore, entries, contents)
         if sum(map(len, files)) > min(self._disk_bytes, MOST_BYTES):
             raise QuotaExceeded(f"a workspace of more than {self._disk_bytes} bytes does not fit")
         await self._ask({"op": "restore", "disk_bytes": self._disk_bytes}, about, then=files)
@@ -471,13 +471,13 @@ class InitFiles:
             try:
                 await self._check_room(self._disk_bytes)
             except SandboxDied as error:
-                raise SandboxDied(str(error), await self._ended(error)) from error
+                raise SandboxDied(str(error), await self._close_with_evidence(error)) from error
             raise
         except (FileRefused, RuntimeError):
             raise
         except (TimeoutError, SandboxDied) as error:
             said = str(error) or f"{head['op']} took more than {timeout_s:.0f} s"
-            raise SandboxDied(said, await self._ended(error)) from error
+            raise SandboxDied(said, await self._close_with_evidence(error)) from error
         except BaseException:
             await self.close()
             raise
@@ -485,14 +485,14 @@ class InitFiles:
     async def _check_room(self, disk_bytes: int) -> None:
         """Raise SandboxDied if a disk that the sandbox shares with others is full."""
 
-    async def _ended(self, error: Exception) -> Evidence:
+    async def _close_with_evidence(self, error: Exception) -> Evidence:
         """Close the sandbox and return the evidence about its end."""
         if isinstance(error, SandboxDied) and error.evidence.changed:
             self._evidence = dataclasses.replace(self._evidence, changed=error.evidence.changed)
         await self.close()
         return self._evidence
 
-    async def _checked(self, check: Callable[[bytes, int], Found], body: bytes, about: int) -> Found:
+    async def _parse_or_close(self, check: Callable[[bytes, int], Found], body: bytes, about: int) -> Found:
         try:
             return await asyncio.to_thread(check, body, about) if len(body) > LONG_BYTES else check(body, about)
         except SandboxDied:

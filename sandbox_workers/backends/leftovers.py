@@ -63,7 +63,7 @@ def ownerless(name: str) -> bool:
     return namespace == _namespace() and _start_time(pid) != start
 
 
-def noted(kind: str, name: str, count: int = 1) -> None:
+def record_removal(kind: str, name: str, count: int = 1) -> None:
     """Count and log what was removed."""
     LEAKS.labels(kind).inc(count)
     log.warning("removed what a dead worker left: %s %s", kind, name)
@@ -79,7 +79,7 @@ def sweep_folders(parent: Path | None = None) -> int:
             if not ownerless(name) or not stat.S_ISDIR(os.lstat(path).st_mode):
                 continue
             remove_tree(path)
-            noted("folder", str(path))
+            record_removal("folder", str(path))
             gone += 1
     return gone
 
@@ -90,11 +90,11 @@ def remove_tree(root: Path) -> None:
     OSError."""
     token, number, ahead = secrets.token_hex(8), 0, [""]
     _unlock(str(root))
-    here = _entered(str(root))
+    here = _open_folder(str(root))
     try:
         while ahead:
             name = ahead.pop()
-            inner = _entered(name, here) if name else here
+            inner = _open_folder(name, here) if name else here
             try:
                 for found in os.listdir(inner):
                     if not stat.S_ISDIR(os.stat(found, dir_fd=inner, follow_symlinks=False).st_mode):
@@ -122,7 +122,7 @@ def discard(root: Path) -> None:
         log.warning("%s is left: %s", root, error)
 
 
-def _entered(name: str, folder: int | None = None) -> int:
+def _open_folder(name: str, folder: int | None = None) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
 

@@ -62,14 +62,14 @@ CA = "turnlog/ca.pem"
 
 
 @dataclass(frozen=True, slots=True)
-class Interpreter:
+class InterpreterCopy:
     """A copy of the base prefix. `root` holds bin/ and lib/; `python` is the binary below it."""
 
     root: Path
     python: str
 
 
-def interpreter(cache: Path) -> Interpreter:
+def interpreter(cache: Path) -> InterpreterCopy:
     """Copy the running interpreter's base prefix: binary, shared library, standard library without tests and packages.
     Source: layout of sysconfig's posix_prefix scheme. Raises SandboxUnavailable."""
     base = Path(sys.base_prefix)
@@ -89,10 +89,10 @@ def interpreter(cache: Path) -> Interpreter:
         for path in shared:
             shutil.copy2(path, root / "lib" / path.name, follow_symlinks=False)
 
-    return Interpreter(published(cache, "python", about, fill), binary.name)
+    return InterpreterCopy(ensure_cached_folder(cache, "python", about, fill), binary.name)
 
 
-def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
+def loader(cache: Path, found: InterpreterCopy) -> tuple[Path, str]:
     """Return a folder with ld.so and the libraries of the interpreter and its modules, and ld.so's name there. With
     them the interpreter runs where the C library is older, another one or missing. Source: ld.so(8). Raises
     SandboxUnavailable."""
@@ -120,7 +120,7 @@ def loader(cache: Path, found: Interpreter) -> tuple[Path, str]:
         for path in wanted:
             shutil.copy2(path, root / path.name)
 
-    return published(cache, "loader", [_identity(path) for path in wanted], fill), names[0]
+    return ensure_cached_folder(cache, "loader", [_identity(path) for path in wanted], fill), names[0]
 
 
 def init_program(cache: Path) -> Path:
@@ -137,7 +137,7 @@ def init_program(cache: Path) -> Path:
         (root / "empty").mkdir()
         _compile(package)
 
-    return published(cache, "init", [LAYOUT, sys.version, *(path.read_text() for path in sources)], fill)
+    return ensure_cached_folder(cache, "init", [LAYOUT, sys.version, *(path.read_text() for path in sources)], fill)
 
 
 def loader_command(*words: str) -> list[str]:
@@ -172,11 +172,11 @@ def executable(cache: Path, binary: Path, libraries: Iterable[Path]) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
 
-    root = published(cache, binary.name, [_identity(path) for path in paths], fill)
+    root = ensure_cached_folder(cache, binary.name, [_identity(path) for path in paths], fill)
     return root / binary.relative_to(common)
 
 
-def published(cache: Path, name: str, about: Iterable[str], fill: Callable[[Path], None]) -> Path:
+def ensure_cached_folder(cache: Path, name: str, about: Iterable[str], fill: Callable[[Path], None]) -> Path:
     """Return `cache/name-<hash of about>`, filled once. If two processes fill it at the same time, the first rename
     wins. Raises SandboxUnavailable if the cache cannot be written, or if others may write to it."""
     target = cache / f"{name}-{hashlib.sha256(chr(0).join(about).encode()).hexdigest()[:16]}"
@@ -256,18 +256,18 @@ async def tree_hash(root: Path) -> str:
     return await asyncio.to_thread(_tree, root)
 
 
-def shown(root: Path) -> list[str]:
+def root_arguments(root: Path) -> list[str]:
     """Return the bwrap arguments that show this root as the system, read-only, without its /etc (see `etc_folder`)."""
-    words = list(_bound(root / "usr", "/usr"))
+    words = list(_bind_arguments(root / "usr", "/usr"))
     for name in SYSTEM_FOLDERS:
-        words += _bound(root / name, f"/{name}")
+        words += _bind_arguments(root / name, f"/{name}")
     if (root / "opt").is_dir() and not (root / "opt").is_symlink():
         for name in sorted(set(os.listdir(root / "opt")) - OURS_OF_OPT):
-            words += _bound(root / "opt" / name, f"/opt/{name}")
+            words += _bind_arguments(root / "opt" / name, f"/opt/{name}")
     return words
 
 
-def _bound(source: Path, target: str) -> Iterator[str]:
+def _bind_arguments(source: Path, target: str) -> Iterator[str]:
     """Return the bwrap arguments for one folder. A link stays a link, so that it is resolved inside; on the host it
     could lead anywhere."""
     if source.is_symlink():
@@ -296,7 +296,7 @@ def etc_folder(cache: Path, *, uid: int, ca: bool, image: Path | None) -> Path:
         for name in names:
             (root / name).symlink_to(f"{IMAGE}/{name}")
 
-    return published(cache, "etc", about, fill)
+    return ensure_cached_folder(cache, "etc", about, fill)
 
 
 def _identities() -> list[str]:

@@ -101,12 +101,12 @@ def program(
     for flag in NEW_NAMESPACES if ("clone" in left_out) == inverted else ():
         rules.add_rule(refuse, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, flag, flag))
     if not inverted:
-        _argued(pyseccomp, rules)
+        _add_argument_rules(pyseccomp, rules)
         _unknown(pyseccomp, rules)
-    return _exported(rules)
+    return _export_program(rules)
 
 
-def _argued(pyseccomp: Any, rules: Any) -> None:
+def _add_argument_rules(pyseccomp: Any, rules: Any) -> None:
     """Add the rules that depend on arguments."""
     refuse = pyseccomp.ERRNO(errno.EPERM)
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")  # its flags lie in memory; glibc falls back to clone
@@ -146,7 +146,7 @@ def _unknown(pyseccomp: Any, rules: Any) -> None:
                 rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
 
 
-def _exported(rules: Any) -> bytes:
+def _export_program(rules: Any) -> bytes:
     number = os.memfd_create("seccomp")
     with os.fdopen(number, "w+b") as file:
         rules.export_bpf(file)

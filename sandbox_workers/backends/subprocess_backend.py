@@ -17,7 +17,7 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import roots
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
-from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, init_command, own_account, started
+from turnlog.sandbox_workers.backends.connection import HostUser, InitSandbox, init_command, own_account, start_sandbox
 from turnlog.sandbox_workers.backends.leftovers import discard, no_workspace, workspace_folder
 from turnlog.sandbox_workers.backends.roots import init_program, interpreter
 from turnlog.sandbox_workers.inside.child import FORGETFUL
@@ -64,7 +64,7 @@ class Subprocess:
         except OSError as error:
             raise no_workspace(error) from error
         user = "shared" if account.uid is None else "own"
-        return await started(
+        return await start_sandbox(
             lambda control: init_command([str(self._python)], control, "plain", user, shape.network, workspace),
             account=account,
             env=self._environment(workspace),
@@ -103,7 +103,7 @@ class Subprocess:
         }
 
 
-def _workspace(account: Account, disk_bytes: int) -> tuple[Path, str]:
+def _workspace(account: HostUser, disk_bytes: int) -> tuple[Path, str]:
     """Create a folder of ours with the workspace in it. The workspace belongs to the slot's user, who can empty it but,
     unless that is our own user, neither move nor replace it. Raises OSError, SandboxUnavailable."""
     root = workspace_folder(disk_bytes)

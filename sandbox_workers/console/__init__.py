@@ -133,7 +133,7 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = SESSION_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
-    _named(again)
+    _add_session_arguments(again)
     again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
     again.add_argument(
         "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
@@ -146,7 +146,7 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
     )
     again.add_argument("--strict", action="store_true", help="other surroundings (environment_sha256) count as well")
     shown = actions.add_parser("show", help="list the recorded calls; --tree: its turns, of the index")
-    _named(shown)
+    _add_session_arguments(shown)
     shown.add_argument("--tree", action="store_true", help="turns, each below the one that it continues, and calls")
     shown.add_argument(
         "--tokens", action="store_true", help="the tree, and under each turn its tokens by what became of them"
@@ -156,14 +156,14 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
     into = export.add_mutually_exclusive_group(required=True)
     into.add_argument("--html", metavar="FILE", help="a page for browsers, with its tokens")
     into.add_argument("--json", dest="json_file", metavar="FILE", help="what docs/dashboard.md describes")
-    _sourced(export)
+    _add_source_argument(export)
 
 
-def _named(action: argparse.ArgumentParser) -> None:
+def _add_session_arguments(action: argparse.ArgumentParser) -> None:
     action.add_argument("id", metavar="ID", help="the session")
     action.add_argument("--json", action="store_true")
-    _sourced(action)
+    _add_source_argument(action)
 
 
-def _sourced(action: argparse.ArgumentParser) -> None:
+def _add_source_argument(action: argparse.ArgumentParser) -> None:
     action.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")

@@ -29,18 +29,18 @@ from turnlog.infra.roles.probe import states
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling import backend, known
+from turnlog.sandbox_workers.pooling import backend, find_backends
 from turnlog.sandbox_workers.pooling.slots import SlotState
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
     Execution,
     Kind,
+    OutputStream,
     Sandbox,
     SandboxError,
     SandboxUnavailable,
     Shape,
-    Stream,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 from turnlog.settings import Settings
@@ -52,7 +52,7 @@ BWRAP, USERS, SECCOMP, GROUPS = "bwrap", "a user per slot", "seccomp filter", "c
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BackendFinding:
     """A line of the report."""
 
     name: str
@@ -65,7 +65,7 @@ class Finding:
 
 async def check(settings: Settings, *, as_json: bool) -> int:
     """Print a line per finding. Return 0 if nothing needed is missing."""
-    found = await findings(settings.sandbox, known())
+    found = await findings(settings.sandbox, find_backends())
     if as_json:
         say_json([dataclasses.asdict(finding) for finding in found])
     else:
@@ -80,63 +80,63 @@ async def check(settings: Settings, *, as_json: bool) -> int:
     return ExitStatus.DIFFERS if missing else ExitStatus.DONE
 
 
-async def findings(settings: SandboxSettings, backends: Iterable[str]) -> list[Finding]:
+async def findings(settings: SandboxSettings, backends: Iterable[str]) -> list[BackendFinding]:
     """Return the findings: layers first, then these backends."""
     layers = [await asyncio.to_thread(_bwrap), _users(settings), await asyncio.to_thread(_seccomp), _groups(settings)]
     return [*layers, *[await _backend(name, settings) for name in backends]]
 
 
-async def _backend(name: str, settings: SandboxSettings) -> Finding:
+async def _backend(name: str, settings: SandboxSettings) -> BackendFinding:
     needed = name == settings.backend or name in settings.backends
     try:
         provider = await backend(name, settings)
     except BackendUnavailable as error:
-        return Finding(f"backend {name}", False, _line(error), needed)
+        return BackendFinding(f"backend {name}", False, _line(error), needed)
     await provider.close()
     if name == "subprocess":
-        return Finding(f"backend {name}", not needed, f"works; {TRUSTED}", needed)
-    return Finding(f"backend {name}", True, "works", needed)
+        return BackendFinding(f"backend {name}", not needed, f"works; {TRUSTED}", needed)
+    return BackendFinding(f"backend {name}", True, "works", needed)
 
 
-def _bwrap() -> Finding:
+def _bwrap() -> BackendFinding:
     from turnlog.infra.sandbox_root import cache_directory
     from turnlog.sandbox_workers.backends.bubblewrap import find, version
 
     try:
         binary = find(cache_directory())
     except SandboxUnavailable as error:
-        return Finding(BWRAP, False, _line(error), True)
-    return Finding(BWRAP, True, f"{'.'.join(map(str, version(binary)))} {binary}", True)
+        return BackendFinding(BWRAP, False, _line(error), True)
+    return BackendFinding(BWRAP, True, f"{'.'.join(map(str, version(binary)))} {binary}", True)
 
 
-def _users(settings: SandboxSettings) -> Finding:
+def _users(settings: SandboxSettings) -> BackendFinding:
     if os.geteuid() == 0:
         last = settings.first_uid + settings.slots - 1
-        return Finding(USERS, True, f"host users {settings.first_uid} to {last}", True)
+        return BackendFinding(USERS, True, f"host users {settings.first_uid} to {last}", True)
     said = f"sandboxes are host user {os.geteuid()}, as we are: start the worker as root, it drops to a user per slot"
-    return Finding(USERS, False, said, True)
+    return BackendFinding(USERS, False, said, True)
 
 
-def _seccomp() -> Finding:
+def _seccomp() -> BackendFinding:
     from turnlog.sandbox_workers.backends import seccomp
 
     content = seccomp.program()
     if content is None:
-        return Finding(SECCOMP, False, "install libseccomp and turnlog[sandbox]", True)
-    return Finding(SECCOMP, True, f"{len(content)} bytes of BPF", True)
+        return BackendFinding(SECCOMP, False, "install libseccomp and turnlog[sandbox]", True)
+    return BackendFinding(SECCOMP, True, f"{len(content)} bytes of BPF", True)
 
 
-def _groups(settings: SandboxSettings) -> Finding:
+def _groups(settings: SandboxSettings) -> BackendFinding:
     from turnlog.sandbox_workers.backends.cgroups import Cgroups
 
     if settings.cgroups == "off":
-        return Finding(GROUPS, False, 'off by [sandbox] cgroups = "off"', True)
+        return BackendFinding(GROUPS, False, 'off by [sandbox] cgroups = "off"', True)
     try:
         found = Cgroups.open(dataclasses.replace(settings, cgroups="required"))
     except BackendUnavailable as error:
-        return Finding(GROUPS, False, _line(error), True)
+        return BackendFinding(GROUPS, False, _line(error), True)
     assert found is not None
-    return Finding(GROUPS, True, f"version {found.tree.version}: {', '.join(sorted(found.tree.folders))}", True)
+    return BackendFinding(GROUPS, True, f"version {found.tree.version}: {', '.join(sorted(found.tree.folders))}", True)
 
 
 def _line(error: Exception) -> str:
@@ -172,7 +172,7 @@ def execute(settings: Settings, arguments: argparse.Namespace) -> int:
         return ExitStatus.READER_GONE
     if execution.status in (ToolStatus.ok, ToolStatus.tool_error) and execution.exit_code is not None:
         return execution.exit_code
-    limits = granted(settings, arguments)
+    limits = limits_from_arguments(settings, arguments)
     most = f" ({getattr(limits, execution.reason):g})" if hasattr(limits, execution.reason) else ""
     line = f"{execution.status}: {execution.reason}{most}, after {execution.duration_s:.2f} s"
     aside(f"turnlog sandbox exec: {line}")
@@ -195,7 +195,7 @@ def command_of(arguments: argparse.Namespace) -> Command:
     return Command(kind=Kind.program, argv=tuple(words), stdin=stdin)
 
 
-def granted(settings: Settings, arguments: argparse.Namespace) -> SandboxLimits:
+def limits_from_arguments(settings: Settings, arguments: argparse.Namespace) -> SandboxLimits:
     """Return the limits from the arguments, and those of [sandbox] for the others."""
     names = [field.name for field in dataclasses.fields(SandboxLimits)]
     given = {name: getattr(arguments, name) for name in names}
@@ -207,9 +207,9 @@ async def _run(settings: Settings, arguments: argparse.Namespace, command: Comma
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # SIGINT does so by itself
-    limits = granted(settings, arguments)
+    limits = limits_from_arguments(settings, arguments)
     async with _sandbox(settings, arguments, command, limits) as (sandbox, ready):
-        return await sandbox.exec(ready, limits, on_output=_written)
+        return await sandbox.exec(ready, limits, on_output=_write_output)
 
 
 @asynccontextmanager
@@ -226,7 +226,7 @@ async def _sandbox(
 
             rules = (*settings.egress.allow, *arguments.allow)
             live = dataclasses.replace(settings.egress, mode="live", allow=rules)
-            egress = await stack.enter_async_context(Egress.opened(live, MemoryBlobs()))
+            egress = await stack.enter_async_context(Egress.open_temporary(live, MemoryBlobs()))
         provider = await backend(name, settings.sandbox, ca=egress.ca if egress else None)
         stack.push_async_callback(provider.close)
         if arguments.network not in provider.networks:
@@ -240,8 +240,8 @@ async def _sandbox(
         yield sandbox, command
 
 
-def _written(stream: Stream, chunk: bytes) -> None:
-    out = sys.stdout.buffer if stream is Stream.stdout else sys.stderr.buffer
+def _write_output(stream: OutputStream, chunk: bytes) -> None:
+    out = sys.stdout.buffer if stream is OutputStream.stdout else sys.stderr.buffer
     out.write(chunk)
     out.flush()
 
@@ -265,7 +265,7 @@ def show_pools(settings: Settings, arguments: argparse.Namespace) -> int:
     elif arguments.watch:
         _watch(settings, arguments.urls)
     else:
-        Terminal().print(drawn(settings, found))
+        Terminal().print(build_pools_table(settings, found))
     return 0 if any("pools" in answer for answer in found.values()) else NOBODY
 
 
@@ -281,7 +281,7 @@ def answers_of(workers: dict[str, str]) -> Answers:
     return {name: said.get("pools") or said for name, said in states(workers, "sandbox", TIMEOUT_S).items()}
 
 
-def drawn(settings: Settings, found: Answers) -> Group:
+def build_pools_table(settings: Settings, found: Answers) -> Group:
     """Build a table of the pools that fits a terminal of 80 characters, and lines for what does not fit in."""
     if not found:
         where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one by --url"
@@ -319,5 +319,5 @@ def _figures(pool: dict[str, Any], states: list[SlotState]) -> list[str]:
 def _watch(settings: Settings, urls: list[str]) -> None:
     with Live(console=Terminal(), auto_refresh=False) as live:
         while True:
-            live.update(drawn(settings, answers_of(addresses(settings, urls))), refresh=True)
+            live.update(build_pools_table(settings, answers_of(addresses(settings, urls))), refresh=True)
             time.sleep(EVERY_S)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnlog.infra.history import EVERY_RUN, events_of, partitions
-from turnlog.infra.roles.log_lines import escaped
+from turnlog.infra.roles.log_lines import escape_controls
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
@@ -63,7 +63,7 @@ class RecordedCall:
     """The first on the log, which is the effective one."""
 
     @property
-    def begun(self) -> ToolCallStarted | None:
+    def answered_start(self) -> ToolCallStarted | None:
         """ToolCallStarted of the attempt that was answered, or None."""
         if self.completed is None:
             return None
@@ -73,7 +73,7 @@ class RecordedCall:
     @property
     def ran(self) -> bool:
         """True if it ran to an end that can be compared: it was started, and neither cancelled nor lost by us."""
-        return self.begun is not None and self.completed is not None and self.completed.status in RUN
+        return self.answered_start is not None and self.completed is not None and self.completed.status in RUN
 
     @property
     def why_not(self) -> str:
@@ -99,7 +99,7 @@ class RecordedSession:
         return tuple(call for call in self.calls if call.request.call_seq <= call_seq)
 
 
-async def recorded(role: Role, beginning: str) -> RecordedSession:
+async def load_session(role: Role, beginning: str) -> RecordedSession:
     """Return the session whose id begins so, among the sessions of every run. Raises NoSuchSession, AmbiguousSession,
     LogError."""
     calls: dict[str, RecordedCall] = {}
@@ -152,7 +152,7 @@ def print_session(session: RecordedSession) -> None:
             str(body["call_seq"]), body["call_id"][:8], body["tool"], status, f"{body['duration_s']:.3f}",
             str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN],
         )  # fmt: skip
-        table.add_row(*row, Text("\n".join(map(escaped, asked)) or "-"))
+        table.add_row(*row, Text("\n".join(map(escape_controls, asked)) or "-"))
     Terminal().print(table)
 
 
@@ -172,7 +172,7 @@ def _call_body(call: RecordedCall) -> dict[str, Any]:
         "queue_s": done.queue_s if done else 0.0,
         "attempts": max((event.attempt for event in call.started), default=0),
         "worker": done.worker if done else "",
-        "environment_sha256": call.begun.environment_sha256 if call.begun else "",
+        "environment_sha256": call.answered_start.environment_sha256 if call.answered_start else "",
         "workspace": done.workspace.sha256 if done and done.workspace else None,
         "requests": [
             {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, Listing, MemoryBlobs
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, aside, say_json
 from turnlog.infra.tools import AGENT
 from turnlog.names import ExitStatus
@@ -25,17 +25,17 @@ from turnlog.sandbox_workers.console.recorded import (
     BadPattern,
     RecordedCall,
     RecordedSession,
+    load_session,
     print_session,
-    recorded,
     session_body,
 )
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
 from turnlog.sandbox_workers.tools import Refusal, tools
-from turnlog.sandbox_workers.workspaces import Manifest, Workspaces
+from turnlog.sandbox_workers.workspaces import WorkspaceManifest, Workspaces
 from turnlog.schemas.events import EgressRequest, ToolStatus
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
@@ -65,13 +65,13 @@ class RerunOptions:
 
 
 @dataclass(slots=True)
-class Report:
+class RerunReport:
     """Outcome of one call's rerun."""
 
     call: RecordedCall
     verdict: str
     """same | differs | not_run | cannot"""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[RerunDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def body(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class Report:
 async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run one action on the run's topics, or its archive; return the exit status. Raises RerunError, and the errors
     that keep sandboxes from starting."""
-    async with opened("session", settings, archive=arguments.source == "archive") as role:
-        session = await recorded(role, arguments.id)
+    async with open_role("session", settings, archive=arguments.source == "archive") as role:
+        session = await load_session(role, arguments.id)
         if arguments.action == "show":
             say_json(session_body(session)) if arguments.json else print_session(session)
             return 0
@@ -111,11 +111,11 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     return status
 
 
-async def rerun(role: Role, session: RecordedSession, options: RerunOptions) -> list[Report]:
+async def rerun(role: Role, session: RecordedSession, options: RerunOptions) -> list[RerunReport]:
     """Run the calls again and compare, in order. Raises NoSuchCall, BackendUnavailable, EgressUnavailable, LogError,
     StoreUnavailable."""
     chosen = session.calls if options.call is None else _only(session, options.call)
-    reports: list[Report] = []
+    reports: list[RerunReport] = []
     async with Rerunner.open(role, chosen) as rerunner:
         for number, call in enumerate(chosen, 1):
             report = await _one(rerunner, call, options)
@@ -127,7 +127,7 @@ async def rerun(role: Role, session: RecordedSession, options: RerunOptions) -> 
     return reports
 
 
-def exit_status(reports: Sequence[Report]) -> int:
+def exit_status(reports: Sequence[RerunReport]) -> int:
     """Return 0 if all calls that ran are the same; 1 if one differs; 2 if one could not be run, or none was."""
     verdicts = {report.verdict for report in reports}
     if "differs" in verdicts:
@@ -160,26 +160,26 @@ def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
     console.print(f"session {session_id}: {said or 'no call'}")
 
 
-async def _one(rerunner: Rerunner, call: RecordedCall, options: RerunOptions) -> Report:
+async def _one(rerunner: Rerunner, call: RecordedCall, options: RerunOptions) -> RerunReport:
     if not call.ran:
-        return Report(call, "not_run", notes=[call.why_not])
+        return RerunReport(call, "not_run", notes=[call.why_not])
     again = await rerunner.run(call)
     if again.result is None:
-        return Report(call, "cannot", notes=list(again.notes))
+        return RerunReport(call, "cannot", notes=list(again.notes))
     try:
         then = await rerunner.then(call)
     except (BlobMissing, BlobCorrupt) as error:
-        return Report(call, "cannot", notes=[f"what was recorded is not whole: {error}"])
+        return RerunReport(call, "cannot", notes=[f"what was recorded is not whole: {error}"])
     found = differences(then, again.result, options.ignored)
     counted = [one for one in found if options.strict or one.what != "environment"]
-    return Report(call, "differs" if counted else "same", found, list(again.notes))
+    return RerunReport(call, "differs" if counted else "same", found, list(again.notes))
 
 
 def _only(session: RecordedSession, call_seq: int) -> tuple[RecordedCall, ...]:
     """Return one call, preceded by the earlier ones if it uses the interpreter that they have built up. Raises
     NoSuchCall."""
     before = session.upto(call_seq)
-    return before if interpreted(before[-1]) else before[-1:]
+    return before if uses_interpreter(before[-1]) else before[-1:]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class Rerunner:
     """Runs the calls of one session, in order. `open` creates one."""
 
     def __init__(
-        self, settings: Settings, blobs: Blobs, pools: Pools, egress: Egress | None, *, interpreted: int
+        self, settings: Settings, blobs: Blobs, pools: SandboxPools, egress: Egress | None, *, interpreted: int
     ) -> None:
         """Create it. `interpreted` is the last call_seq that uses a persistent interpreter; -1 if none does."""
         self._interpreted = interpreted
@@ -223,10 +223,10 @@ class Rerunner:
             egress = None
             if any(spec.network == "allowlist" for spec in specs):
                 replay = dataclasses.replace(settings.egress, mode="replay", tls=REPLAYED_TLS[settings.egress.tls])
-                egress = await stack.enter_async_context(Egress.opened(replay, blobs))
+                egress = await stack.enter_async_context(Egress.open_temporary(replay, blobs))
             ca = egress.ca if egress is not None else None
-            pools = await stack.enter_async_context(Pools.opened(own, ca=ca))
-            sequence = [call.request.call_seq for call in calls if interpreted(call)]
+            pools = await stack.enter_async_context(SandboxPools.open(own, ca=ca))
+            sequence = [call.request.call_seq for call in calls if uses_interpreter(call)]
             yield cls(settings, blobs, pools, egress, interpreted=max(sequence, default=-1))
 
     async def run(self, call: RecordedCall) -> Again:
@@ -244,9 +244,11 @@ class Rerunner:
             async with placement.pool.lease(
                 placement.shape, session=request.session_id if durable else None, fresh=request.sandbox.fresh
             ) as lease:
-                notes = await self._placed(lease, call, placement)
+                notes = await self._place_files(lease, call, placement)
                 execution, requests = await self._ran(lease, call, placement)
-                execution, tree = await self._kept(lease, call, placement, execution) if durable else (execution, None)
+                execution, tree = (
+                    await self._store_files(lease, call, placement, execution) if durable else (execution, None)
+                )
         except (SandboxError, BlobMissing, BlobCorrupt) as error:
             return Again(result=None, notes=(f"could not run: {type(error).__name__}: {error}",))
         result = Result(
@@ -262,7 +264,7 @@ class Rerunner:
 
     async def then(self, call: RecordedCall) -> Result:
         """Return the recorded result. Raises BlobError if its whole output is gone."""
-        done, begun = call.completed, call.begun
+        done, begun = call.completed, call.answered_start
         assert done is not None
         assert begun is not None
         return Result(
@@ -275,7 +277,7 @@ class Rerunner:
             environment_sha256=begun.environment_sha256,
         )
 
-    async def _placed(self, lease: Lease, call: RecordedCall, placement: Placement) -> tuple[str, ...]:
+    async def _place_files(self, lease: Lease, call: RecordedCall, placement: Placement) -> tuple[str, ...]:
         """Put the call's files into the sandbox. Return notes about deviations. Raises SandboxError."""
         wanted, there = call.request.workspace, await self._tree(lease.workspace) if lease.held else None
         asked = await self._tree(wanted)
@@ -304,11 +306,11 @@ class Rerunner:
             sandbox.proxy, allow=spec.allow, call_seq=call.request.call_seq, answers=call.completed.requests
         ) as asked:
             execution = await placement.tool.run(sandbox, placement.limits, env)
-        return execution, asked.made()
+        return execution, asked.recorded_requests()
 
-    async def _kept(
+    async def _store_files(
         self, lease: Lease, call: RecordedCall, placement: Placement, execution: Execution
-    ) -> tuple[Execution, Manifest | None]:
+    ) -> tuple[Execution, WorkspaceManifest | None]:
         """Return the tree that the call left, with which the session goes on. Raises SandboxError."""
         try:
             ref = await self._workspaces.snapshot(
@@ -319,7 +321,7 @@ class Rerunner:
         lease.keep(ref)
         return execution, await self._tree(ref)
 
-    async def _tree(self, ref: BlobRef | None) -> Manifest | None:
+    async def _tree(self, ref: BlobRef | None) -> WorkspaceManifest | None:
         """Open a workspace. Return None if `ref` is None or its workspace is gone."""
         if ref is None:
             return None
@@ -329,7 +331,7 @@ class Rerunner:
             return None
 
 
-def interpreted(call: RecordedCall) -> bool:
+def uses_interpreter(call: RecordedCall) -> bool:
     """Return whether the call uses what earlier calls have built up in the sandbox's persistent interpreter."""
     tool = tools().get(call.request.tool)
     return tool is not None and Kind.session in tool.kinds
@@ -382,8 +384,8 @@ class ScratchBlobs:
     async def names(self, prefix: str) -> list[str]:
         return sorted({*await self._own.names(prefix), *await self._below.names(prefix)})
 
-    async def listed(self, prefix: str) -> Listing:
-        return await self._below.listed(prefix)
+    async def list_objects(self, prefix: str) -> Listing:
+        return await self._below.list_objects(prefix)
 
     async def copy(self, name: str, to: str) -> None:
         await self._own.put_named(to, await self.get_named(name))
@@ -403,14 +405,14 @@ class Result:
     reason: str
     exit_code: int | None
     output: bytes
-    tree: Manifest | None
+    tree: WorkspaceManifest | None
     """Durable workspace after the call; None if there is none, or if it is unknown."""
     requests: tuple[EgressRequest, ...]
     environment_sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RerunDifference:
     """A difference between record and rerun."""
 
     what: str
@@ -425,23 +427,23 @@ class Difference:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-def differences(then: Result, now: Result, ignored: Sequence[re.Pattern[bytes]] = ()) -> list[Difference]:
+def differences(then: Result, now: Result, ignored: Sequence[re.Pattern[bytes]] = ()) -> list[RerunDifference]:
     """Return all differences, the most telling first. Raw bytes are compared, except for what `ignored` matches."""
     found = []
     if (then.status, then.reason) != (now.status, now.reason):
-        found.append(Difference(what="status", recorded=_status(then), now=_status(now)))
+        found.append(RerunDifference(what="status", recorded=_status(then), now=_status(now)))
     if then.exit_code != now.exit_code:
-        found.append(Difference(what="exit_code", recorded=str(then.exit_code), now=str(now.exit_code)))
-    found += _of_outputs(masked(then.output, ignored), masked(now.output, ignored))
+        found.append(RerunDifference(what="exit_code", recorded=str(then.exit_code), now=str(now.exit_code)))
+    found += _of_outputs(mask_output(then.output, ignored), mask_output(now.output, ignored))
     if then.tree is not None and now.tree is not None and then.tree.tree_sha256 != now.tree.tree_sha256:
         found.append(_of_trees(then.tree, now.tree))
     found += _of_requests(then.requests, now.requests)
     if then.environment_sha256 and now.environment_sha256 and then.environment_sha256 != now.environment_sha256:
-        found.append(Difference(what="environment", recorded=then.environment_sha256, now=now.environment_sha256))
+        found.append(RerunDifference(what="environment", recorded=then.environment_sha256, now=now.environment_sha256))
     return found
 
 
-def masked(output: bytes, ignored: Iterable[re.Pattern[bytes]]) -> bytes:
+def mask_output(output: bytes, ignored: Iterable[re.Pattern[bytes]]) -> bytes:
     """Replace what may differ."""
     for pattern in ignored:
         output = pattern.sub(lambda _: MASK, output)
@@ -452,11 +454,11 @@ def _status(result: Result) -> str:
     return result.status.value + (f" ({result.reason})" if result.reason else "")
 
 
-def _of_outputs(then: bytes, now: bytes) -> list[Difference]:
+def _of_outputs(then: bytes, now: bytes) -> list[RerunDifference]:
     if then == now:
         return []
     at = next((place for place, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
-    return [Difference(what="output", recorded=_excerpt(then, at), now=_excerpt(now, at), at=at)]
+    return [RerunDifference(what="output", recorded=_excerpt(then, at), now=_excerpt(now, at), at=at)]
 
 
 def _excerpt(output: bytes, at: int) -> str:
@@ -466,27 +468,27 @@ def _excerpt(output: bytes, at: int) -> str:
     return ("..." if first else "") + text + ("..." if last < len(output) else "")
 
 
-def _of_trees(then: Manifest, now: Manifest) -> Difference:
+def _of_trees(then: WorkspaceManifest, now: WorkspaceManifest) -> RerunDifference:
     before, after = _entries(then), _entries(now)
     missing = [path for path in before if path not in after]
     more = [path for path in after if path not in before]
     changed = [path for path in before if path in after and before[path] != after[path]]
-    both = _listed("another content or mode", changed)
-    return Difference(
+    both = _list_paths("another content or mode", changed)
+    return RerunDifference(
         what="workspace",
-        recorded="; ".join(filter(None, (_listed("only then", missing), both))) or "no file more",
-        now="; ".join(filter(None, (_listed("only now", more), both))) or "no file more",
+        recorded="; ".join(filter(None, (_list_paths("only then", missing), both))) or "no file more",
+        now="; ".join(filter(None, (_list_paths("only now", more), both))) or "no file more",
     )
 
 
-def _entries(tree: Manifest) -> Mapping[str, object]:
+def _entries(tree: WorkspaceManifest) -> Mapping[str, object]:
     return {
         stored.entry.path: (stored.entry.kind, stored.entry.mode, stored.entry.target, stored.sha256)
         for stored in tree.files
     }
 
 
-def _listed(what: str, paths: Sequence[str]) -> str:
+def _list_paths(what: str, paths: Sequence[str]) -> str:
     if not paths:
         return ""
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
@@ -494,14 +496,16 @@ def _listed(what: str, paths: Sequence[str]) -> str:
     return f"{what}: {shown}{more}"
 
 
-def _of_requests(then: Iterable[EgressRequest], now: Iterable[EgressRequest]) -> list[Difference]:
+def _of_requests(then: Iterable[EgressRequest], now: Iterable[EgressRequest]) -> list[RerunDifference]:
     """Compare requests and their outcomes, but not their order, duration or source."""
-    before, after = Counter(map(_asked, then)), Counter(map(_asked, now))
+    before, after = Counter(map(_describe_request, then)), Counter(map(_describe_request, now))
     if before == after:
         return []
     missing, more = list((before - after).elements()), list((after - before).elements())
-    return [Difference(what="requests", recorded=_listed("only then", missing), now=_listed("only now", more))]
+    return [
+        RerunDifference(what="requests", recorded=_list_paths("only then", missing), now=_list_paths("only now", more))
+    ]
 
 
-def _asked(one: EgressRequest) -> str:
+def _describe_request(one: EgressRequest) -> str:
     return f"{one.method} {one.url} -> {one.status} {one.response.sha256[:16] if one.response else one.reason}"

@@ -20,22 +20,22 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.roles.tls import trusting
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
-from turnlog.sandbox_workers.egress.apart import Tokens
-from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, written
+from turnlog.sandbox_workers.egress.apart import EgressTokens
+from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, write_certificate
 from turnlog.sandbox_workers.egress.client import forget_waiting
-from turnlog.sandbox_workers.egress.gateway import Gateway
+from turnlog.sandbox_workers.egress.gateway import GatewayRelay
 from turnlog.sandbox_workers.egress.policy import (
     EgressError,
     EgressUnavailable,
-    Policy,
+    NetworkRule,
+    NetworkRuleSet,
     ProxyUnusable,
     Reason,
-    Rule,
     RuleInvalid,
     rules,
 )
 from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
-from turnlog.sandbox_workers.egress.recordings import Recordings, Repeats, Requests
+from turnlog.sandbox_workers.egress.recordings import RecordedRequests, Recordings, Requests
 from turnlog.sandbox_workers.egress.sources import (
     Addresses,
     Live,
@@ -44,7 +44,7 @@ from turnlog.sandbox_workers.egress.sources import (
     Repeating,
     Replaying,
     Resolve,
-    Source,
+    ResponseSource,
     Upstream,
     trust,
 )
@@ -56,7 +56,7 @@ __all__ = [
     "Egress",
     "EgressError",
     "EgressUnavailable",
-    "Gateway",
+    "GatewayRelay",
     "ProxyUnusable",
     "Reason",
     "Requests",
@@ -80,8 +80,8 @@ class Egress:
     """The egress proxies of one worker."""
 
     def __init__(
-        self, settings: EgressSettings, blobs: Blobs, *, operator: tuple[Rule, ...], addresses: Addresses,
-        trust: ssl.SSLContext, ca: Path | None, tls: Tls, tokens: Tokens | None,
+        self, settings: EgressSettings, blobs: Blobs, *, operator: tuple[NetworkRule, ...], addresses: Addresses,
+        trust: ssl.SSLContext, ca: Path | None, tls: Tls, tokens: EgressTokens | None,
     ) -> None:  # fmt: skip
         self.ca = ca
         """PEM file with the certificates that sandboxes trust; None if https is refused."""
@@ -105,15 +105,15 @@ class Egress:
             tls, pem = Tls(authority=authority), authority.pem
         elif settings.tls == "tunnel":
             tls, pem = Tls(addresses=addresses), public_roots() + _extra_roots(settings)
-        ca = await asyncio.to_thread(written, folder, pem) if pem else None
+        ca = await asyncio.to_thread(write_certificate, folder, pem) if pem else None
         trusted = trusting(settings.proxy, settings.ca_file, "egress")
         if trusted is None:
             trusted = await asyncio.to_thread(trust, settings.upstream_ca)
-        tokens = Tokens(settings.signing_key) if settings.proxy and settings.mode != "replay" else None
+        tokens = EgressTokens(settings.signing_key) if settings.proxy and settings.mode != "replay" else None
         yield cls(settings, blobs, operator=operator, addresses=addresses, trust=trusted, ca=ca, tls=tls, tokens=tokens)
 
     @classmethod
-    def closed(cls, settings: EgressSettings, blobs: Blobs) -> Self:
+    def without_rules(cls, settings: EgressSettings, blobs: Blobs) -> Self:
         """Create an egress without rules, for workers whose [egress] allow is empty: a call reaches at most the
         gateway."""
         return cls(
@@ -123,7 +123,7 @@ class Egress:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, settings: EgressSettings, blobs: Blobs) -> AsyncIterator[Self]:
+    async def open_temporary(cls, settings: EgressSettings, blobs: Blobs) -> AsyncIterator[Self]:
         """Run `open` with a folder of its own. If we are killed, it is swept as our sandboxes' folders are."""
         with tempfile.TemporaryDirectory(prefix=owned_prefix()) as name:
             os.chmod(name, 0o755)  # sandboxes of every user may read the certificate in it
@@ -155,7 +155,7 @@ class Egress:
         call_seq: int = 0,
         call_id: str = "",
         answers: Iterable[EgressRequest] | None = None,
-        gateway: Gateway | None = None,
+        gateway: GatewayRelay | None = None,
     ) -> AsyncIterator[Requests]:
         """Serve one call on the sandbox's listening socket, which stays the caller's.
 
@@ -187,20 +187,20 @@ class Egress:
 
     @asynccontextmanager
     async def _source(
-        self, requests: Requests, task: tuple[Rule, ...] | None, call: tuple[str, int],
+        self, requests: Requests, task: tuple[NetworkRule, ...] | None, call: tuple[str, int],
         answers: Iterable[EgressRequest] | None,
-    ) -> AsyncIterator[Source]:  # fmt: skip
-        settings, policy = self._settings, Policy(self._operator, task)
+    ) -> AsyncIterator[ResponseSource]:  # fmt: skip
+        settings, policy = self._settings, NetworkRuleSet(self._operator, task)
         call_id, call_seq = call
         if answers is not None:
-            yield Repeating(self._blobs, Repeats(answers))
+            yield Repeating(self._blobs, RecordedRequests(answers))
             return
         if settings.mode == "replay":
             yield Replaying(policy, self._blobs, self._recordings, requests, call_seq=call_seq)
             return
         tokens, onwards, most = self._tokens, None, settings.response_bytes
         if tokens is not None:
-            onwards = Onwards(settings.proxy, lambda: tokens.made(call_id, task))
+            onwards = Onwards(settings.proxy, lambda: tokens.make_token(call_id, task))
         upstream = Upstream(self._addresses, self._trust, connections=CONNECTIONS, onwards=onwards)
         try:
             if settings.mode == "record":
@@ -211,7 +211,7 @@ class Egress:
             await upstream.close()
 
 
-def _consistent(settings: EgressSettings, operator: tuple[Rule, ...]) -> None:
+def _consistent(settings: EgressSettings, operator: tuple[NetworkRule, ...]) -> None:
     """Raise EgressUnavailable for settings that contradict each other."""
     if settings.mode not in ("live", "record", "replay") or settings.tls not in ("intercept", "tunnel", "refuse"):
         raise EgressUnavailable("[egress] mode is live, record or replay, and tls is intercept, tunnel or refuse")

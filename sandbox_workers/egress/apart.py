@@ -27,20 +27,20 @@ from prometheus_client import Counter
 
 from turnlog.infra.roles.health import Health, listening, serve_health
 from turnlog.infra.roles.probe import health_address
-from turnlog.infra.roles.starting import asked, lived
+from turnlog.infra.roles.starting import run_until_stopped, stop_on_signals
 from turnlog.infra.roles.tls import serving
 from turnlog.infra.run_folder import present
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress.client import Head
 from turnlog.sandbox_workers.egress.policy import (
     Authority,
+    CanonicalUrl,
     EgressUnavailable,
-    Policy,
+    NetworkRule,
+    NetworkRuleSet,
     Reason,
     RequestRefused,
-    Rule,
     RuleInvalid,
-    Target,
     rules,
 )
 from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
@@ -62,7 +62,7 @@ REQUESTS = Counter(
 )
 
 
-class Tokens:
+class EgressTokens:
     """Fernet tokens of [egress] signing_key, which is read again for each token because its file may change. Nobody
     else reads or makes them."""
 
@@ -79,14 +79,14 @@ class Tokens:
             )
         self._keys, self._fernet, self._many, self._invalid = keys, Fernet, MultiFernet, InvalidToken
 
-    def made(self, call_id: str, task: tuple[Rule, ...] | None) -> str:
+    def make_token(self, call_id: str, task: tuple[NetworkRule, ...] | None) -> str:
         """Make the token of a call with its task's rules; None if the task has none."""
         allow = None if task is None else [rule.text for rule in task]
         token: bytes = self._signer().encrypt(orjson.dumps([call_id, allow]))
         return token.decode()
 
-    def read(self, head: Head) -> tuple[str, tuple[Rule, ...] | None]:
-        """Return the arguments of `made` from the token in a request. Raises RequestRefused(token)."""
+    def read(self, head: Head) -> tuple[str, tuple[NetworkRule, ...] | None]:
+        """Return the arguments of `make_token` from the token in a request. Raises RequestRefused(token)."""
         try:
             (given,) = head.values(b"proxy-authorization")
             said = self._signer().decrypt(given.removeprefix(b"Bearer "), ttl=TOKEN_S)
@@ -107,14 +107,14 @@ class _Counted(Entry):
 
     call_id: str = ""
 
-    def ended(self, sent: int) -> None:
-        Entry.ended(self, sent)
+    def note_end(self, sent: int) -> None:
+        Entry.note_end(self, sent)
         REQUESTS.labels(self.reason or "passed").inc()
         if self.reason in (Reason.rule, Reason.private_address, Reason.token):
             log.warning("refused (%s): %s %s of call %s", self.reason, self.method, self.url, self.call_id or "unknown")
 
 
-class _Asked(Requests):
+class _TransientRequests(Requests):
     """Requests of a connection. They are not stored, because the worker writes them to the log."""
 
     def begin(self) -> Entry:
@@ -124,15 +124,17 @@ class _Asked(Requests):
 class _Passing(Live):
     """Grants what both this process's rules and those of the token grant."""
 
-    def __init__(self, operator: tuple[Rule, ...], tokens: Tokens, upstream: Upstream, *, most: int) -> None:
+    def __init__(
+        self, operator: tuple[NetworkRule, ...], tokens: EgressTokens, upstream: Upstream, *, most: int
+    ) -> None:
         """Create the source. `most` is response_bytes."""
-        super().__init__(Policy(operator), upstream, most=most)
+        super().__init__(NetworkRuleSet(operator), upstream, most=most)
         self._tokens = tokens
 
-    def admit(self, head: Head, target: Target, entry: Entry) -> None:
+    def admit(self, head: Head, target: CanonicalUrl, entry: Entry) -> None:
         assert isinstance(entry, _Counted)
         entry.call_id, task = self._tokens.read(head)
-        self.policy = Policy(self.policy.operator, task)
+        self.policy = NetworkRuleSet(self.policy.operator, task)
         super().admit(head, target, entry)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
@@ -149,7 +151,7 @@ class Apart:
         if not settings.allow:
             raise EgressUnavailable("[egress] allow names nothing: nobody would get out")
         self._settings = settings
-        self._operator, self._tokens = rules(settings.allow), Tokens(settings.signing_key)
+        self._operator, self._tokens = rules(settings.allow), EgressTokens(settings.signing_key)
         self._addresses, self._trust = Addresses(settings.private_hosts, resolve), trust(settings.upstream_ca)
         self._shown = serving(settings.certificate_file, settings.key_file, "egress")
         self._room = asyncio.Semaphore(WORKERS_CONNECTIONS)
@@ -164,20 +166,20 @@ class Apart:
             doors = TLSListener(doors, self._shown, standard_compatible=False)
         async with anyio.create_task_group() as connections:
             async with anyio.create_task_group() as accepting:
-                accepting.start_soon(doors.serve, self._served, connections)
-                health.started()
+                accepting.start_soon(doors.serve, self._serve_connection, connections)
+                health.mark_started()
                 await stopping.wait()
                 accepting.cancel_scope.cancel()
             await doors.aclose()
             connections.cancel_scope.deadline = anyio.current_time() + self._settings.timeout_s
 
-    async def _served(self, stream: ByteStream) -> None:
+    async def _serve_connection(self, stream: ByteStream) -> None:
         async with stream, self._room:
             # Each connection gets its own upstream, as each call does: a login at an origin must not be shared.
             upstream = Upstream(self._addresses, self._trust, connections=CONNECTIONS)
             source = _Passing(self._operator, self._tokens, upstream, most=self._settings.response_bytes)
             try:
-                await Proxy(self._settings, source, _Asked(0), Tls(of_workers=True)).serve(stream)
+                await Proxy(self._settings, source, _TransientRequests(0), Tls(of_workers=True)).serve(stream)
             finally:
                 await upstream.close()
 
@@ -189,7 +191,7 @@ def serve_egress(settings: Settings) -> int:
 
 
 async def _serve(settings: Settings) -> None:
-    stopping, health = asked(), Health("egress")
+    stopping, health = stop_on_signals(), Health("egress")
 
     async def life() -> None:
         apart = Apart(settings.egress)
@@ -197,4 +199,4 @@ async def _serve(settings: Settings) -> None:
         await apart.serve(bound, stopping, health)
 
     async with serve_health(health, health_address(os.environ)):
-        await lived(life(), stopping, health)
+        await run_until_stopped(life(), stopping, health)

@@ -106,7 +106,7 @@ def public_roots() -> bytes:
     return "".join(roots).encode()
 
 
-def written(folder: Path, pem: bytes) -> Path:
+def write_certificate(folder: Path, pem: bytes) -> Path:
     """Write the file ca.pem, which sandboxes of every user may read. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ca.pem"

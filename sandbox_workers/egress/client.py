@@ -68,7 +68,7 @@ class Client:
         self.sent = 0
         """Bytes of bodies sent to the sandbox for this request."""
 
-    async def started(self) -> bool:
+    async def wait_for_request(self) -> bool:
         """Wait for a request's first byte, skipping empty lines before it. Return False if none comes."""
         while True:
             self._buffer = _EMPTY_LINES.sub(b"", self._buffer)
@@ -128,7 +128,7 @@ class Client:
         self._buffer = self._http.trailing_data[0]
         return b"".join(parts)
 
-    async def drained(self, most: int) -> None:
+    async def drain_body(self, most: int) -> None:
         """Read the rest of a refused request if it is small, so that the connection can be used again."""
         if self._whole or self._http.they_are_waiting_for_100_continue or self._http.our_state is not h11.SEND_RESPONSE:
             return
@@ -156,7 +156,7 @@ class Client:
             await self._send(h11.Data(data=chunk))
         await self._send(h11.EndOfMessage())
 
-    async def opened(self) -> bytes:
+    async def open_tunnel(self) -> bytes:
         """Answer a CONNECT; from here on the bytes belong to the tunnel. Return those that came already. Raises
         RequestRefused(malformed) for a CONNECT with a body."""
         if not isinstance(self._event(), h11.EndOfMessage):
@@ -164,7 +164,7 @@ class Client:
         await self._send(h11.Response(status_code=200, headers=[], reason=b"Connection established"))
         return self._http.trailing_data[0]
 
-    async def left(self) -> None:
+    async def wait_until_closed(self) -> None:
         """Wait until the sandbox has closed its side. Bytes that it sends ahead meanwhile are retained for its next
         request."""
         while data := await self._receive():
@@ -173,12 +173,12 @@ class Client:
                 return
 
     @property
-    def begun(self) -> bool:
+    def has_begun_answer(self) -> bool:
         """True if part of an answer was sent."""
         return self._http.our_state is not h11.SEND_RESPONSE and self._http.our_state is not h11.IDLE
 
     @property
-    def finished(self) -> bool:
+    def has_finished_answer(self) -> bool:
         """True if the answer was sent to its end."""
         return self._http.our_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.SWITCHED_PROTOCOL)
 

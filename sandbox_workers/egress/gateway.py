@@ -30,7 +30,7 @@ CONNECT_S = 10.0
 """Seconds for the gateway to accept a connection; the duration of a turn is for the gateway to limit."""
 
 
-class Gateway:
+class GatewayRelay:
     """Access of one call to the gateway."""
 
     def __init__(self, settings: GatewaySettings, token: str, session: aiohttp.ClientSession) -> None:
@@ -39,7 +39,7 @@ class Gateway:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, settings: GatewaySettings, token: str) -> AsyncIterator[Self]:
+    async def open(cls, settings: GatewaySettings, token: str) -> AsyncIterator[Self]:
         """Open it with connections of its own while the block runs. Raises EgressUnavailable, TlsFileUnusable."""
         if not settings.url:
             raise EgressUnavailable("[gateway] url is empty: sandbox workers need the address of a gateway for agents")
@@ -61,8 +61,8 @@ class Gateway:
         for a client that is gone. Raises RequestRefused."""
         url = self._url(head.target)
         body = await client.body(self._most)
-        asking = asyncio.create_task(self._asked(head, url, body, client))
-        leaving = asyncio.create_task(client.left())
+        asking = asyncio.create_task(self._send_request(head, url, body, client))
+        leaving = asyncio.create_task(client.wait_until_closed())
         try:
             await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
@@ -78,7 +78,7 @@ class Gateway:
             raise RequestRefused(Reason.rule, f"of the gateway a program may ask for what is below {DIALECTS}")
         return yarl.URL(f"{self._root}{target.path}{target.query}", encoded=True)
 
-    async def _asked(self, head: Head, url: yarl.URL, body: bytes, client: Client) -> None:
+    async def _send_request(self, head: Head, url: yarl.URL, body: bytes, client: Client) -> None:
         headers = [*onwards(head, CLAIMS), ("Authorization", self._authorization)]
         request = self._session.request(head.method, url, headers=headers, data=body or None, allow_redirects=False)
         try:

@@ -140,7 +140,7 @@ class RequestRefused(EgressError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class NetworkRule:
     """A network rule; None stands for any."""
 
     text: str
@@ -154,7 +154,7 @@ class Rule:
     """The pattern in each of the three readings of a path."""
     query: str | None
 
-    def grants(self, method: str, target: Target) -> bool:
+    def grants(self, method: str, target: CanonicalUrl) -> bool:
         """Return whether the rule allows this request. Raises RequestRefused(malformed) for a path that cannot be
         decoded."""
         if not (self.reaches(target.scheme, target.authority) and (self.methods is None or method in self.methods)):
@@ -176,13 +176,13 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class NetworkRuleSet:
     """The operator's rules, and those of a task if it has any; both must grant a request."""
 
-    operator: tuple[Rule, ...]
-    task: tuple[Rule, ...] | None = None
+    operator: tuple[NetworkRule, ...]
+    task: tuple[NetworkRule, ...] | None = None
 
-    def grants(self, method: str, target: Target) -> bool:
+    def grants(self, method: str, target: CanonicalUrl) -> bool:
         """Return whether both allow this request."""
         return all(any(rule.grants(method, target) for rule in rules) for rules in self._both)
 
@@ -195,11 +195,11 @@ class Policy:
         return all(any(rule.whole and rule.reaches("https", authority) for rule in rules) for rules in self._both)
 
     @property
-    def _both(self) -> tuple[tuple[Rule, ...], ...]:
+    def _both(self) -> tuple[tuple[NetworkRule, ...], ...]:
         return (self.operator,) if self.task is None else (self.operator, self.task)
 
 
-def rules(texts: Iterable[str]) -> tuple[Rule, ...]:
+def rules(texts: Iterable[str]) -> tuple[NetworkRule, ...]:
     """Parse rules. Raises RuleInvalid."""
     return tuple(_rule(text) for text in texts)
 
@@ -221,12 +221,12 @@ def glob(pattern: str, text: str) -> bool:
     return True
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str) -> NetworkRule:
     parts = _RULE.fullmatch(text.strip())
     if not parts:
         raise RuleInvalid(f"rule {text!r} is none: write {GRAMMAR}")
     try:
-        host, path = _host(parts["host"]), normalised(parts["path"])
+        host, path = _host(parts["host"]), normalize_path(parts["path"])
         if any(segment in (".", "..") for segment in parts["path"].split("/")):
             raise RuleInvalid(f"rule {text!r}: no . or .. in its path")
         paths = readings(path)
@@ -235,7 +235,7 @@ def _rule(text: str) -> Rule:
     port = None if parts["port"] == "*" else int(parts["port"] or 0)
     if port is not None and not (parts["port"] is None or 0 < port < 65536):
         raise RuleInvalid(f"rule {text!r}: no port {port}")
-    return Rule(
+    return NetworkRule(
         text=text,
         methods=None if parts["methods"] == "*" else frozenset(parts["methods"].split(",")),
         schemes=frozenset(PORTS) if parts["scheme"] == "*" else frozenset({parts["scheme"]}),
@@ -262,16 +262,16 @@ class Authority:
     @property
     def text(self) -> str:
         """host:port, as in a CONNECT."""
-        return f"{self.bracketed}:{self.port}"
+        return f"{self.url_host}:{self.port}"
 
     @property
-    def bracketed(self) -> str:
+    def url_host(self) -> str:
         """The host as it is written in a URL."""
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CanonicalUrl:
     """A URL in its canonical form."""
 
     scheme: str
@@ -284,21 +284,21 @@ class Target:
     def netloc(self) -> str:
         """Value of the Host header, without the scheme's own port."""
         own = PORTS[self.scheme] == self.authority.port
-        return self.authority.bracketed if own else self.authority.text
+        return self.authority.url_host if own else self.authority.text
 
     @property
     def url(self) -> str:
         return f"{self.scheme}://{self.netloc}{self.path}{self.query}"
 
 
-def absolute(text: str) -> Target:
+def absolute(text: str) -> CanonicalUrl:
     """Parse a request target in absolute form. Raises RequestRefused(malformed)."""
     if not (parts := _ABSOLUTE.fullmatch(text)) or (scheme := parts["scheme"].lower()) not in PORTS:
         raise RequestRefused(Reason.malformed, "the target must be http://host/path or https://host/path")
     return _target(scheme, authority(parts["authority"], PORTS[scheme]), parts["rest"])
 
 
-def within(text: str, host: Authority) -> Target:
+def within(text: str, host: Authority) -> CanonicalUrl:
     """Parse a request target inside an intercepted tunnel to `host`. Raises RequestRefused(malformed), also for another
     host."""
     if text.startswith("/"):
@@ -309,7 +309,7 @@ def within(text: str, host: Authority) -> Target:
     return target
 
 
-def relative(text: str) -> Target:
+def relative(text: str) -> CanonicalUrl:
     """Parse a request target in origin form, which names no host. Raises RequestRefused(malformed)."""
     return _target("http", Authority("", PORTS["http"]), text)
 
@@ -361,10 +361,14 @@ def readings(path: str) -> tuple[str, str, str]:
     else:
         raise RequestRefused(Reason.malformed, "the path is percent-encoded too often")
     segments = [segment.partition(";")[0] for segment in loose.replace("\\", "/").split("/")]
-    return path, _merged(path), _without_dots(_merged("/".join(segments)))  # dots last, where they climb highest
+    return (
+        path,
+        _merge_slashes(path),
+        _without_dots(_merge_slashes("/".join(segments))),
+    )  # dots last, where they climb highest
 
 
-def normalised(path: str) -> str:
+def normalize_path(path: str) -> str:
     """Normalise a path by RFC 3986 6.2.2: escapes in upper case, unreserved characters unescaped, dot segments
     followed. Raises RequestRefused(malformed)."""
     if _FORBIDDEN.search(path) or _BROKEN_ESCAPE.search(path):
@@ -372,11 +376,11 @@ def normalised(path: str) -> str:
     return _without_dots(_ESCAPE.sub(_plain, path))
 
 
-def _target(scheme: str, host: Authority, rest: str) -> Target:
+def _target(scheme: str, host: Authority, rest: str) -> CanonicalUrl:
     path, mark, query = rest.partition("?")
     if mark and (_FORBIDDEN.search(query) or _BROKEN_ESCAPE.search(query)):
         raise RequestRefused(Reason.malformed, "the URL holds a character or an escape that no URL may hold")
-    return Target(scheme, host, normalised(path or "/"), mark + query if query else "")
+    return CanonicalUrl(scheme, host, normalize_path(path or "/"), mark + query if query else "")
 
 
 def _plain(found: re.Match[str]) -> str:
@@ -384,7 +388,7 @@ def _plain(found: re.Match[str]) -> str:
     return character if character in _UNRESERVED else found[0].upper()
 
 
-def _merged(path: str) -> str:
+def _merge_slashes(path: str) -> str:
     return re.sub("//+", "/", path)
 
 

@@ -27,19 +27,19 @@ from turnlog.infra.blobs import BlobError
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
 from turnlog.sandbox_workers.egress.client import READ_BYTES, Accepted, Client, Head
-from turnlog.sandbox_workers.egress.gateway import Gateway
+from turnlog.sandbox_workers.egress.gateway import GatewayRelay
 from turnlog.sandbox_workers.egress.policy import (
     Authority,
+    CanonicalUrl,
     ProxyUnusable,
     Reason,
     RequestRefused,
-    Target,
     absolute,
     authority,
     within,
 )
 from turnlog.sandbox_workers.egress.recordings import Entry, Requests, request_key
-from turnlog.sandbox_workers.egress.sources import PROXY_STATUS, Addresses, Request, Source
+from turnlog.sandbox_workers.egress.sources import PROXY_STATUS, Addresses, Request, ResponseSource
 from turnlog.schemas.events import EgressSource
 
 CONNECTIONS = 64
@@ -77,7 +77,12 @@ class Proxy:
     reason why nothing goes out."""
 
     def __init__(
-        self, settings: EgressSettings, source: Source, requests: Requests, tls: Tls, gateway: Gateway | None = None
+        self,
+        settings: EgressSettings,
+        source: ResponseSource,
+        requests: Requests,
+        tls: Tls,
+        gateway: GatewayRelay | None = None,
     ) -> None:
         """Create it. `requests` gets an entry for every request, except those to `gateway`, which answers requests that
         name no host."""
@@ -105,7 +110,7 @@ class Proxy:
                 continue
             task = asyncio.create_task(self._serve(connection))
             self._connections.add(task)
-            task.add_done_callback(self._served)
+            task.add_done_callback(self._on_connection_end)
 
     async def close(self) -> None:
         """End every connection."""
@@ -126,7 +131,7 @@ class Proxy:
                 async with asyncio.timeout(left if 0 < left < math.inf else None):
                     await self._moved.wait()
 
-    def _served(self, task: asyncio.Task[None]) -> None:
+    def _on_connection_end(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
         self._idle.pop(task, None)
         self._moved.set()
@@ -145,7 +150,7 @@ class Proxy:
     async def _exchanges(self, client: Client, inside: Authority | None) -> None:
         """Serve every request of a connection. `inside` is the host of the intercepted tunnel, if the connection is
         one."""
-        while await self._waited(client):
+        while await self._wait_for_request(client):
             entry = self._requests.begin()
             try:
                 if (tunnel := await self._exchange(client, inside, entry)) is not None:
@@ -154,14 +159,14 @@ class Proxy:
                 entry.reason = Reason.call_ended
                 raise
             finally:
-                entry.ended(client.sent)
-            if not client.finished:
+                entry.note_end(client.sent)
+            if not client.has_finished_answer:
                 return None
             if not client.reusable or entry.over:
                 return await client.linger()
         return None
 
-    async def _waited(self, client: Client) -> bool:
+    async def _wait_for_request(self, client: Client) -> bool:
         task = asyncio.current_task()
         assert task is not None
         if client.used:
@@ -169,7 +174,7 @@ class Proxy:
             self._moved.set()
         try:
             async with asyncio.timeout(self._settings.timeout_s if self._tls.of_workers else None):
-                return await client.started()
+                return await client.wait_for_request()
         except TimeoutError:
             return False
         finally:
@@ -200,8 +205,8 @@ class Proxy:
             self.failed = self.failed or error
             return None
         entry.reason = refused.reason
-        if not client.begun:
-            entry.refused(refused)
+        if not client.has_begun_answer:
+            entry.note_refusal(refused)
             await self._say(client, refused, entry)
         return None
 
@@ -215,7 +220,7 @@ class Proxy:
                     Reason.malformed,
                     Reason.requests,
                 ):  # these end the connection
-                    await client.drained(self._settings.request_bytes)
+                    await client.drain_body(self._settings.request_bytes)
                 text = refused.text(entry.method, entry.url)
                 phrase = f"{HTTPStatus(refused.status).phrase} (turnlog egress: {refused.reason})"
                 told = ((PROXY_STATUS, refused.reason.encode()),) if self._tls.of_workers else ()
@@ -247,28 +252,28 @@ class Proxy:
             raise RequestRefused(Reason.requests)
         self._source.admit_tunnel(host, entry, blind=self._tls.addresses is not None)
         if self._tls.addresses is not None:
-            far = await connected(host, self._tls.addresses)
-            return _Tunnel(host, await client.opened(), far)
+            far = await connect_to_host(host, self._tls.addresses)
+            return _Tunnel(host, await client.open_tunnel(), far)
         if self._tls.authority is None:
             raise RequestRefused(Reason.tls)
-        return _Tunnel(host, await client.opened(), None)
+        return _Tunnel(host, await client.open_tunnel(), None)
 
     async def _through(self, client: Client, tunnel: _Tunnel, entry: Entry) -> None:
         entry.status, entry.source = HTTPStatus.OK, EgressSource.live
         if tunnel.far is not None:
-            return await self._relayed(client.stream, tunnel.far, tunnel.early, entry)
+            return await self._relay_tunnel(client.stream, tunnel.far, tunnel.early, entry)
         assert self._tls.authority is not None
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 context = self._tls.authority.context(tunnel.host.host)
-                secure = await intercepted(client.stream, tunnel.early, context)
+                secure = await intercept_tls(client.stream, tunnel.early, context)
         except (RequestRefused, TimeoutError):
             entry.source, entry.reason = EgressSource.refused, Reason.tls
             return None
         self._requests.drop(entry)
         return await self._exchanges(Client(secure), tunnel.host)
 
-    async def _relayed(self, near: ByteStream, far: ByteStream, early: bytes, entry: Entry) -> None:
+    async def _relay_tunnel(self, near: ByteStream, far: ByteStream, early: bytes, entry: Entry) -> None:
         entry.reason = ""
         limits = self._settings
         try:
@@ -293,7 +298,7 @@ class _Tunnel:
     """Connection to the host; None if the tunnel ends here."""
 
 
-def _target(head: Head, inside: Authority | None) -> Target:
+def _target(head: Head, inside: Authority | None) -> CanonicalUrl:
     """Parse the target of a request. Raises RequestRefused(malformed). In absolute form a Host header is ignored (RFC
     9112 3.2.2); in a tunnel it must name the tunnel's host, or rules for one host would open another behind the same
     front."""
@@ -311,7 +316,7 @@ def _upgrades(head: Head) -> bool:
     return bool(asked - _HARMLESS_UPGRADES)
 
 
-async def intercepted(stream: ByteStream, early: bytes, context: ssl.SSLContext) -> ByteStream:
+async def intercept_tls(stream: ByteStream, early: bytes, context: ssl.SSLContext) -> ByteStream:
     """Start TLS on the sandbox's side. `early` has the bytes that came before it. Raises RequestRefused(tls) if the
     sandbox does not speak TLS or does not trust us."""
     behind = BufferedByteStream(stream)
@@ -322,9 +327,9 @@ async def intercepted(stream: ByteStream, early: bytes, context: ssl.SSLContext)
         raise RequestRefused(Reason.tls) from error
 
 
-async def connected(host: Authority, addresses: Addresses) -> SocketStream:
+async def connect_to_host(host: Authority, addresses: Addresses) -> SocketStream:
     """Connect to one of the host's checked addresses. Raises RequestRefused (private_address, unreachable)."""
-    for address in await addresses.checked(host):
+    for address in await addresses.resolve_allowed(host):
         with contextlib.suppress(OSError):
             return await anyio.connect_tcp(address, host.port)
     raise RequestRefused(Reason.unreachable)
@@ -346,7 +351,7 @@ async def relay(
     await far.send(early)
     async with asyncio.timeout(idle_s) as idle:
 
-        def passed() -> None:
+        def check_limits() -> None:
             idle.reschedule(asyncio.get_running_loop().time() + idle_s)
             if entry.request_bytes > request_bytes:
                 raise RequestRefused(Reason.request_bytes)
@@ -354,16 +359,16 @@ async def relay(
                 raise RequestRefused(Reason.response_bytes)
 
         async def out() -> None:
-            async for data in _received(near):
+            async for data in _receive_chunks(near):
                 entry.request_bytes += len(data)
-                passed()
+                check_limits()
                 await far.send(data)
             await far.send_eof()
 
         async def back() -> None:
-            async for data in _received(far):
+            async for data in _receive_chunks(far):
                 entry.response_bytes += len(data)
-                passed()
+                check_limits()
                 await near.send(data)
             await near.send_eof()
 
@@ -380,7 +385,7 @@ async def _both(*directions: Coroutine[None, None, None]) -> None:
         await asyncio.wait(tasks)
 
 
-async def _received(stream: ByteStream) -> AsyncIterator[bytes]:
+async def _receive_chunks(stream: ByteStream) -> AsyncIterator[bytes]:
     with contextlib.suppress(anyio.EndOfStream):
         while True:
             yield await stream.receive(READ_BYTES)

@@ -7,7 +7,7 @@ The nth identical request of call c has the place c.n of its key, `egress/CACHE/
 a place stays. Replay gives the answer at the latest place that is not after the requested one, else at the earliest. So
 polling and repeated POSTs are answered as they were recorded wherever an episode does the same as the recorded one;
 where it does something else, it gets the state of about that time. Neither depends on a worker's memory, so both
-survive restarts. The exact answers of one recorded call are in its own result: `Repeats` gives those."""
+survive restarts. The exact answers of one recorded call are in its own result: `RecordedRequests` gives those."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ URL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedResponse:
     """An origin's answer: status, headers, and a reference to the body."""
 
     status: int
@@ -64,7 +64,7 @@ class Answer:
         )
 
     @classmethod
-    def parsed(cls, text: bytes, name: str) -> Answer:
+    def parse(cls, text: bytes, name: str) -> RecordedResponse:
         """Parse a stored answer. Raises BlobCorrupt for text that `json` did not write."""
         try:
             fields = orjson.loads(text)
@@ -104,7 +104,7 @@ class Recordings:
         StoreUnavailable."""
         media_type = dict(headers).get(b"content-type", b"application/octet-stream").decode("latin-1")
         body = await self._blobs.put(content, media_type=media_type)
-        text = Answer(status, headers, body).json(*request)
+        text = RecordedResponse(status, headers, body).json(*request)
         answer = await self._blobs.put(text, media_type=ANSWER_TYPE)
         name = self._name(key, place)
         try:
@@ -113,7 +113,7 @@ class Recordings:
             await self._blobs.put_named(name, text, media_type=ANSWER_TYPE)
         return answer, body
 
-    async def find(self, key: str, place: tuple[int, int]) -> tuple[Answer, BlobRef] | None:
+    async def find(self, key: str, place: tuple[int, int]) -> tuple[RecordedResponse, BlobRef] | None:
         """Return the answer for that place and the reference to it, or None. Raises BlobCorrupt, StoreUnavailable."""
         prefix = self._prefix(key)
         names = await self._blobs.names(prefix)
@@ -122,7 +122,7 @@ class Recordings:
         asked = self._name(key, place)
         name = max((name for name in names if name <= asked), default=names[0])
         text = await self._blobs.get_named(name)
-        return Answer.parsed(text, name), BlobRef(hashlib.sha256(text).hexdigest(), len(text), ANSWER_TYPE)
+        return RecordedResponse.parse(text, name), BlobRef(hashlib.sha256(text).hexdigest(), len(text), ANSWER_TYPE)
 
     def _prefix(self, key: str) -> str:
         return f"egress/{self._cache}/{key}/"
@@ -131,7 +131,7 @@ class Recordings:
         return f"{self._prefix(key)}{place[0]:06d}.{place[1]:06d}"
 
 
-class Repeats:
+class RecordedRequests:
     """The requests of one recorded call, each to be given again once, in order."""
 
     def __init__(self, requests: Iterable[EgressRequest]) -> None:
@@ -166,11 +166,11 @@ class Entry:
     response_bytes: int = 0
     duration_s: float | None = None
 
-    def refused(self, refused: RequestRefused) -> None:
+    def note_refusal(self, refused: RequestRefused) -> None:
         """Note that the request was refused before any part of an answer was sent."""
         self.status, self.source, self.reason = refused.status, EgressSource.refused, refused.reason
 
-    def ended(self, sent: int) -> None:
+    def note_end(self, sent: int) -> None:
         """Note the end of the request; later events do not count. `sent`: bytes of an answer's body."""
         self.response_bytes = self.response_bytes or sent
         self.duration_s = time.monotonic() - self.began
@@ -225,6 +225,6 @@ class Requests:
         self._asked[key] += 1
         return self._asked[key] - 1
 
-    def made(self) -> tuple[EgressRequest, ...]:
+    def recorded_requests(self) -> tuple[EgressRequest, ...]:
         """Return all requests so far; complete when `serving` has ended."""
         return tuple(entry.event() for entry in self._entries)

@@ -27,16 +27,23 @@ from turnlog.infra.blobs import Blobs
 from turnlog.sandbox_workers.egress.client import HEAD_BYTES, Client, Head
 from turnlog.sandbox_workers.egress.policy import (
     Authority,
+    CanonicalUrl,
     EgressError,
     EgressUnavailable,
-    Policy,
+    NetworkRuleSet,
     ProxyUnusable,
     Reason,
     RequestRefused,
-    Target,
     authority,
 )
-from turnlog.sandbox_workers.egress.recordings import Answer, Entry, Headers, Recordings, Repeats, Requests
+from turnlog.sandbox_workers.egress.recordings import (
+    Entry,
+    Headers,
+    RecordedRequests,
+    RecordedResponse,
+    Recordings,
+    Requests,
+)
 from turnlog.schemas.events import EgressRequest, EgressSource
 from turnlog.schemas.types import BlobRef
 
@@ -126,7 +133,9 @@ class Upstream:
         )
 
     @asynccontextmanager
-    async def asked(self, head: Head, target: Target, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def send_request(
+        self, head: Head, target: CanonicalUrl, body: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield the origin's answer, its body still to be read. Raises RequestRefused
         (private_address, unreachable, certificate, and refusals of the process in our place), ProxyUnusable; reading
         the body may raise the same."""
@@ -134,7 +143,7 @@ class Upstream:
         if way is not None:
             headers.append(("Proxy-Authorization", f"Bearer {way.token()}"))
         elif _is_address(target.authority.host):  # aiohttp calls its resolver only for names
-            await self._addresses.checked(target.authority)
+            await self._addresses.resolve_allowed(target.authority)
         request = self._session.request(
             head.method,
             _url(target),
@@ -178,7 +187,7 @@ class CheckedResolver(AbstractResolver):
                 proto=socket.IPPROTO_TCP,
                 flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
-            for address in await self._addresses.checked(Authority(host, port))
+            for address in await self._addresses.resolve_allowed(Authority(host, port))
         ]
 
     async def close(self) -> None:
@@ -199,14 +208,14 @@ def trust(upstream_ca: str) -> ssl.SSLContext:
 def backwards(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
     """Return the headers of an answer that the sandbox gets, names in lower case."""
     lowered = [(name.lower(), value) for name, value in headers]
-    dropped = _HOP_BY_HOP | _NOT_BACK | _named(lowered)
+    dropped = _HOP_BY_HOP | _NOT_BACK | _connection_headers(lowered)
     return tuple((name, value) for name, value in lowered if name not in dropped)
 
 
 def onwards(head: Head, without: frozenset[bytes] = frozenset()) -> list[tuple[str, str]]:
     """Return the headers of a request that are forwarded. Host, which is written anew, and those in `without` are
     not."""
-    dropped = _HOP_BY_HOP | _NOT_ON | _named(head.headers) | without
+    dropped = _HOP_BY_HOP | _NOT_ON | _connection_headers(head.headers) | without
     kept = [(name, value) for name, value in head.headers if name not in dropped and not _claims(name)]
     return [(name.decode("latin-1"), _text(value)) for name, value in kept]
 
@@ -223,7 +232,7 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def _url(target: Target) -> yarl.URL:
+def _url(target: CanonicalUrl) -> yarl.URL:
     """Return the URL with the same spelling: nothing is quoted or parsed again."""
     return yarl.URL.build(
         scheme=target.scheme,
@@ -243,7 +252,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _named(headers: Headers) -> set[bytes]:
+def _connection_headers(headers: Headers) -> set[bytes]:
     """Return the headers that Connection declares hop-by-hop."""
     values = b",".join(value for name, value in headers if name == b"connection")
     return {name.strip().lower() for name in values.split(b",")}
@@ -261,7 +270,7 @@ class Addresses:
         except RequestRefused as refused:
             raise EgressUnavailable(f"[egress] private_hosts takes host:port: {refused.detail}") from None
 
-    async def checked(self, host: Authority) -> tuple[str, ...]:
+    async def resolve_allowed(self, host: Authority) -> tuple[str, ...]:
         """Return the addresses to connect to. A host with one address that is not public is refused. Raises
         RequestRefused (private_address, unreachable)."""
         try:
@@ -285,7 +294,7 @@ def public(address: str) -> bool:
     if isinstance(parsed, ipaddress.IPv6Address):
         if parsed.scope_id is not None:
             return False
-        if (inner := _carried(parsed)) is not None:
+        if (inner := _embedded_ipv4(parsed)) is not None:
             return public(str(inner))
         if parsed not in _UNICAST:
             return False
@@ -299,7 +308,7 @@ async def system_resolver(host: str, port: int) -> Sequence[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-def _carried(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+def _embedded_ipv4(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
     if address in _NAT64:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address.sixtofour
@@ -310,15 +319,15 @@ class Request:
     """A request that was read completely."""
 
     head: Head
-    target: Target
+    target: CanonicalUrl
     body: bytes
     entry: Entry
 
 
-class Source(Protocol):
+class ResponseSource(Protocol):
     """Source of answers: admits a request by its head or refuses it, and answers it."""
 
-    def admit(self, head: Head, target: Target, entry: Entry) -> None:
+    def admit(self, head: Head, target: CanonicalUrl, entry: Entry) -> None:
         """Raise RequestRefused for a request that must not be answered."""
         ...
 
@@ -335,10 +344,10 @@ class Source(Protocol):
 class Ruled:
     """Admits what the network rules grant."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: NetworkRuleSet) -> None:
         self.policy = policy
 
-    def admit(self, head: Head, target: Target, entry: Entry) -> None:
+    def admit(self, head: Head, target: CanonicalUrl, entry: Entry) -> None:
         if not self.policy.grants(head.method, target):
             raise RequestRefused(Reason.rule)
 
@@ -352,13 +361,13 @@ class Ruled:
 class Live(Ruled):
     """Passes answers on as they come."""
 
-    def __init__(self, policy: Policy, upstream: Upstream, *, most: int) -> None:
+    def __init__(self, policy: NetworkRuleSet, upstream: Upstream, *, most: int) -> None:
         """Create the source. `most` is response_bytes."""
         super().__init__(policy)
         self._upstream, self._most = upstream, most
 
     async def answer(self, request: Request, client: Client) -> None:
-        async with self._upstream.asked(request.head, request.target, request.body) as response:
+        async with self._upstream.send_request(request.head, request.target, request.body) as response:
             headers = backwards(response.raw_headers)
             if (declared := declared_length(response)) is not None:
                 if declared > self._most and request.head.method != "HEAD":
@@ -366,7 +375,7 @@ class Live(Ruled):
                 headers = (*headers, (b"content-length", b"%d" % declared))
             entry = request.entry
             entry.status, entry.source, entry.reason = response.status, EgressSource.live, ""
-            await client.stream_answer(response.status, headers, _bounded(response, self._most))
+            await client.stream_answer(response.status, headers, _limited_chunks(response, self._most))
 
 
 HELD = 4
@@ -378,7 +387,7 @@ class Recording(Ruled):
 
     def __init__(
         self,
-        policy: Policy,
+        policy: NetworkRuleSet,
         upstream: Upstream,
         recordings: Recordings,
         requests: Requests,
@@ -398,11 +407,11 @@ class Recording(Ruled):
 
     async def _answer(self, request: Request, client: Client) -> None:
         entry, head = request.entry, request.head
-        async with self._upstream.asked(head, request.target, request.body) as response:
+        async with self._upstream.send_request(head, request.target, request.body) as response:
             status, headers = response.status, backwards(response.raw_headers)
             if (declared := declared_length(response)) is not None and head.method == "HEAD":
                 headers = (*headers, (b"content-length", b"%d" % declared))
-            content = b"".join([chunk async for chunk in _bounded(response, self._most)])
+            content = b"".join([chunk async for chunk in _limited_chunks(response, self._most)])
         place = self._call_seq, self._requests.ordinal(entry.key)
         entry.answer, entry.response = await self._recordings.keep(
             entry.key, place, (head.method, request.target.url), status=status, headers=headers, content=content
@@ -415,7 +424,7 @@ class Replaying(Ruled):
     """Gives recorded answers; nothing goes out, names are not resolved."""
 
     def __init__(
-        self, policy: Policy, blobs: Blobs, recordings: Recordings, requests: Requests, *, call_seq: int
+        self, policy: NetworkRuleSet, blobs: Blobs, recordings: Recordings, requests: Requests, *, call_seq: int
     ) -> None:
         super().__init__(policy)
         self._blobs, self._recordings, self._requests, self._call_seq = blobs, recordings, requests, call_seq
@@ -433,11 +442,11 @@ class Replaying(Ruled):
 class Repeating:
     """Gives the outcomes of one recorded call, including refusals. Rules are not applied, since nothing goes out."""
 
-    def __init__(self, blobs: Blobs, repeats: Repeats) -> None:
+    def __init__(self, blobs: Blobs, repeats: RecordedRequests) -> None:
         self._blobs, self._repeats = blobs, repeats
         self._room = asyncio.Semaphore(HELD)
 
-    def admit(self, head: Head, target: Target, entry: Entry) -> None:
+    def admit(self, head: Head, target: CanonicalUrl, entry: Entry) -> None:
         self._refuse_again(entry)
 
     def admit_tunnel(self, host: Authority, entry: Entry, *, blind: bool) -> None:
@@ -449,7 +458,7 @@ class Repeating:
         then = self._refuse_again(request.entry)
         if then is None or then.answer is None:
             raise RequestRefused(Reason.not_recorded)
-        answer = Answer.parsed(await self._blobs.get(then.answer), then.answer.sha256)
+        answer = RecordedResponse.parse(await self._blobs.get(then.answer), then.answer.sha256)
         async with self._room:
             await _replay(answer, then.answer, self._blobs, request.entry, client)
 
@@ -460,7 +469,7 @@ class Repeating:
         return then
 
 
-async def _replay(answer: Answer, ref: BlobRef, blobs: Blobs, entry: Entry, client: Client) -> None:
+async def _replay(answer: RecordedResponse, ref: BlobRef, blobs: Blobs, entry: Entry, client: Client) -> None:
     content = await blobs.get(answer.body)
     entry.status, entry.source, entry.reason = answer.status, EgressSource.replayed, ""
     entry.answer, entry.response = ref, answer.body
@@ -473,7 +482,7 @@ def declared_length(response: aiohttp.ClientResponse) -> int | None:
     return int(lengths[0]) if lengths else None
 
 
-async def _bounded(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
+async def _limited_chunks(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
     """Yield the body as it comes. Raises RequestRefused(response_bytes)."""
     size = 0
     async for chunk in response.content.iter_any():

@@ -15,7 +15,7 @@ from typing import Any
 from turnlog.sandbox_workers.inside import init
 from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame
 from turnlog.sandbox_workers.inside.observables import empty
-from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.processes import InitEnvironment
 from turnlog.sandbox_workers.inside.zygote import deny
 
 ENGINES = ("HOSTNAME",)
@@ -41,7 +41,7 @@ class Pipes(Control):
         with open(os.devnull) as nothing:  # text mode on purpose: Python 3.9 imports a module at the first use
             os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
-        self._met = counted(events)
+        self._met = count_limit_events(events)
 
     def fileno(self) -> int:
         return self._read
@@ -57,8 +57,8 @@ class Pipes(Control):
         named."""
         head_size, body_size = HEADER.unpack_from(data)
         if not body_size and "status" in (head := json.loads(data[HEADER.size : HEADER.size + head_size])):
-            before, self._met = self._met, counted(self._events)
-            data = frame(judged(head, before, self._met))
+            before, self._met = self._met, count_limit_events(self._events)
+            data = frame(apply_limits(head, before, self._met))
         view = memoryview(data)
         while view:
             view = view[os.write(self._write, view) :]
@@ -69,7 +69,9 @@ def main(denied: str, *folders: str) -> None:
     `folders` are the writable ones, workspace first."""
     for name in ENGINES:
         os.environ.pop(name, None)
-    empty(Place(list(folders), own_user=True, namespace=True))  # runtimes copy an image's mode, and may copy its files
+    empty(
+        InitEnvironment(list(folders), own_user=True, namespace=True)
+    )  # runtimes copy an image's mode, and may copy its files
     if denied:
         try:
             deny(base64.b64decode(denied))
@@ -78,7 +80,7 @@ def main(denied: str, *folders: str) -> None:
     init.run(Pipes(), "namespace", "own", "none", *folders)
 
 
-def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) -> dict[str, Any]:
+def apply_limits(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) -> dict[str, Any]:
     """Return the answer; if the kernel has enforced a limit meanwhile, name it as the reason."""
     limit = next((name for name, count in now.items() if count > before.get(name, 0)), None)
     if limit is None or head["status"] not in ("ok", "tool_error"):
@@ -86,7 +88,7 @@ def judged(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) ->
     return {**head, "status": "resource_limit", "reason": limit, "exit_code": None}
 
 
-def counted(events: Events = EVENTS) -> dict[str, int]:
+def count_limit_events(events: Events = EVENTS) -> dict[str, int]:
     """Return how often each limit was met until now. Counts that cannot be read are left out (gVisor shows no control
     group)."""
     counts = {}

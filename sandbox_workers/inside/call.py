@@ -13,14 +13,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from turnlog.sandbox_workers.inside.child import ARGUMENT_BYTES, become, command_line, pairs, sealed, spawnable, spawned
+from turnlog.sandbox_workers.inside.child import (
+    ARGUMENT_BYTES,
+    become,
+    command_line,
+    make_sealed_file,
+    pairs,
+    spawn_with_limits,
+    spawnable,
+)
 from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed, receive, send
-from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter, ended
+from turnlog.sandbox_workers.inside.interpreter import ENDED, Interpreter, open_pidfd
 from turnlog.sandbox_workers.inside.observables import Integrity
 from turnlog.sandbox_workers.inside.processes import (
     SOCKET_BYTES,
-    Place,
-    Task,
+    InitEnvironment,
+    ProcessInfo,
     Unclaimed,
     disk,
     exact_memory,
@@ -36,7 +44,7 @@ LIMIT_SIGNALS = {128 + signal.SIGXCPU: "cpu_s", 128 + signal.SIGXFSZ: "disk_byte
 
 Verdict = tuple[str, str]
 """(status, reason)"""
-Become = Callable[[Place, dict[str, Any], bytes, int, list[int], int], None]
+Become = Callable[[InitEnvironment, dict[str, Any], bytes, int, list[int], int], None]
 """Function that the forked child of a call runs; see child.become."""
 
 NOTE_BYTES = 64
@@ -51,12 +59,12 @@ MOST_ROUNDS = 2000
 PAUSE_S = 0.0005
 
 
-class Call:
+class CommandProcess:
     """A command's main process, its pipes and its limits. `interpreter` is the persistent one, or None."""
 
     def __init__(
         self,
-        place: Place,
+        place: InitEnvironment,
         control: Control,
         head: dict[str, Any],
         interpreter: Interpreter | None,
@@ -94,7 +102,7 @@ class Call:
         return self._answer(verdict)
 
     def _start(self, source: bytes, stdin: bytes, folder: int) -> None:
-        given = sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
+        given = make_sealed_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY)
         streams = [given, *self.output.ends]
         if self.session:
             self.interpreter = self.interpreter or Interpreter(self.place, folder, self.limits)
@@ -102,14 +110,14 @@ class Call:
             self.interpreter.begin(self.head, source, folder, streams)
         else:
             standing = sum(task.threads for task in tasks(self.place)) if self.interpreter else 0
-            self.main = self._spawned(source, folder, streams, standing) or os.fork()
+            self.main = self._spawn_program(source, folder, streams, standing) or os.fork()
             if not self.main:
                 self.become(self.place, self.head, source, folder, streams, standing)
-            self.handle = ended(self.main)
+            self.handle = open_pidfd(self.main)
         os.close(given)
         self.output.handed_over()
 
-    def _spawned(self, source: bytes, folder: int, streams: list[int], standing: int) -> int:
+    def _spawn_program(self, source: bytes, folder: int, streams: list[int], standing: int) -> int:
         """Start a program without a fork and return its pid; 0 if that is not possible or failed."""
         quick = self.become is become and self.head["kind"] in ("program", "shell") and len(source) <= ARGUMENT_BYTES
         if not quick:
@@ -117,7 +125,7 @@ class Call:
         limits = pairs(self.place, self.limits, standing, cpu=True, reserves=self.head["agent"])
         try:
             argv, env = command_line(self.head, source), self.head["env"]
-            return spawned(argv, env, folder, streams, limits) if spawnable(argv, env, folder) else 0
+            return spawn_with_limits(argv, env, folder, streams, limits) if spawnable(argv, env, folder) else 0
         except (OSError, ValueError):
             return 0  # the fork gets the same error and reports it
 
@@ -140,7 +148,7 @@ class Call:
                     return ("resource_limit", head["limit"]) if "limit" in head else ("cancelled", "cancelled")
                 if descriptor == self.handle:
                     return None
-                if not self._taken(descriptor):
+                if not self._read_descriptor(descriptor):
                     poll.unregister(descriptor)
             if self.code is not None:
                 return None
@@ -163,7 +171,7 @@ class Call:
         if self.unheard_s > self.head["silence_s"]:
             raise ControlClosed
 
-    def _taken(self, descriptor: int) -> bool:
+    def _read_descriptor(self, descriptor: int) -> bool:
         """Read what `descriptor` has. Return False if nothing more can come."""
         if descriptor in self.output.reads:
             return self.output.drain(descriptor)
@@ -198,18 +206,18 @@ class Call:
             return "resource_limit", "memory_bytes"
         if self._cpu_of(found) - self.cpu_before > self.limits["cpu_s"]:
             return "resource_limit", "cpu_s"
-        if disk(self.place).met(self.limits["disk_bytes"], self.disk_before):
+        if disk(self.place).has_reached_limit(self.limits["disk_bytes"], self.disk_before):
             return "resource_limit", "disk_bytes"
         return None
 
-    def _stands(self, task: Task) -> bool:
+    def _stands(self, task: ProcessInfo) -> bool:
         """Return whether the process is an interpreter that has no part in this call, or a dead child of it."""
         return not self.session and self.interpreter is not None and self.interpreter.pid in (task.pid, task.parent)
 
     def _cpu(self) -> float:
         return self._cpu_of(tasks(self.place) if self.interpreter else [])
 
-    def _cpu_of(self, found: list[Task]) -> float:
+    def _cpu_of(self, found: list[ProcessInfo]) -> float:
         """Return the CPU time of all processes, living and dead. A dead process's time is reported by its parent once
         it has reaped it."""
         children = children_cpu()
@@ -264,7 +272,7 @@ class Call:
             return "resource_limit", "cpu_s"
         if not self.session and self.reaped.peak_bytes[self.main] > self.limits["memory_bytes"]:
             return "resource_limit", "memory_bytes"
-        if disk(self.place).met(self.limits["disk_bytes"], self.disk_before):
+        if disk(self.place).has_reached_limit(self.limits["disk_bytes"], self.disk_before):
             return "resource_limit", "disk_bytes"
         return ("tool_error" if self._exit_code() else "ok"), ""
 
@@ -385,7 +393,7 @@ class Reaped:
                 self.peak_bytes[pid] = usage.ru_maxrss * 1024
 
 
-def end_all(place: Place, reaped: Reaped) -> None:
+def end_all(place: InitEnvironment, reaped: Reaped) -> None:
     """Kill and reap every process but ours."""
     if place.namespace:
         assert os.getpid() == 1  # anywhere else kill(-1) would end the machine
@@ -399,7 +407,7 @@ def end_all(place: Place, reaped: Reaped) -> None:
     reaped.look()
 
 
-def end_others(place: Place, spared: Interpreter, reaped: Reaped) -> bool:
+def end_others(place: InitEnvironment, spared: Interpreter, reaped: Reaped) -> bool:
     """Kill every process but ours and `spared`, which is stopped. Return False if `spared` is dead, too."""
     for _ in range(MOST_ROUNDS):
         if not (found := _living(place, spared.pid)):
@@ -412,7 +420,7 @@ def end_others(place: Place, spared: Interpreter, reaped: Reaped) -> bool:
     return False
 
 
-def _kill(place: Place, found: set[int], spared: int | None, reaped: Reaped) -> None:
+def _kill(place: InitEnvironment, found: set[int], spared: int | None, reaped: Reaped) -> None:
     """Kill in one round: everything is stopped first, and a stopped process does not fork, so the rounds end even for a
     fork bomb."""
     if place.namespace:
@@ -431,7 +439,7 @@ def _kill(place: Place, found: set[int], spared: int | None, reaped: Reaped) -> 
     reaped.look()
 
 
-def _living(place: Place, spared: int | None) -> set[int]:
+def _living(place: InitEnvironment, spared: int | None) -> set[int]:
     return {task.pid for task in tasks(place) if task.pid != spared and not task.ended}
 
 

@@ -34,7 +34,7 @@ import traceback
 import types
 from typing import Any
 
-from turnlog.sandbox_workers.inside.processes import Place, processes_of
+from turnlog.sandbox_workers.inside.processes import InitEnvironment, processes_of
 
 PR_SET_DUMPABLE = 4
 FILE_NAME = "<python>"
@@ -85,7 +85,9 @@ M_PERTURB = -6
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
 
 
-def become(place: Place, head: dict[str, Any], source: bytes, folder: int, streams: list[int], standing: int) -> None:
+def become(
+    place: InitEnvironment, head: dict[str, Any], source: bytes, folder: int, streams: list[int], standing: int
+) -> None:
     """Set the limits in the forked child, then run the command in `folder`. Never returns. `streams` become descriptors
     0, 1, 2 and the note; `standing` is the number of processes that exist already."""
     code = 126
@@ -162,12 +164,12 @@ def command_line(head: dict[str, Any], source: bytes) -> list[bytes]:
     shell = b"/bin/bash" if os.path.exists("/bin/bash") else b"/bin/sh"
     if len(source) <= ARGUMENT_BYTES:
         return [shell, b"-c", source]
-    script = sealed(source)
+    script = make_sealed_file(source)
     os.set_inheritable(script, True)
     return [shell, b"/dev/fd/%d" % script]
 
 
-def sealed(content: bytes) -> int:
+def make_sealed_file(content: bytes) -> int:
     """Return a descriptor from which `content` can be read and to which nobody can write. It needs no feeding, so
     nothing waits for a reader."""
     import fcntl
@@ -181,7 +183,7 @@ def sealed(content: bytes) -> int:
     return number
 
 
-def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int]:
+def bounds(place: InitEnvironment, limits: dict[str, Any], standing: int) -> dict[int, int]:
     """Return the rlimits that are the same for every process of the call. Limits of the whole tree are checked by
     `Call`."""
     # RLIMIT_NPROC counts all processes of our user: this one, the zygote that may be above it, one more by which the
@@ -197,7 +199,9 @@ def bounds(place: Place, limits: dict[str, Any], standing: int) -> dict[int, int
     }
 
 
-def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool = True, reserves: bool = False) -> None:
+def limit(
+    place: InitEnvironment, limits: dict[str, Any], standing: int = 0, *, cpu: bool = True, reserves: bool = False
+) -> None:
     """Set the rlimits, permanently. `cpu` is False for a process that lives longer than a call; for `reserves` see
     `pairs`."""
     for name, pair in pairs(place, limits, standing, cpu=cpu, reserves=reserves).items():
@@ -205,7 +209,7 @@ def limit(place: Place, limits: dict[str, Any], standing: int = 0, *, cpu: bool 
 
 
 def pairs(
-    place: Place, limits: dict[str, Any], standing: int, *, cpu: bool, reserves: bool = False
+    place: InitEnvironment, limits: dict[str, Any], standing: int, *, cpu: bool, reserves: bool = False
 ) -> dict[int, tuple[int, int]]:
     """Return all rlimits as (soft, hard), none above what we may set. `reserves`: address space is not limited."""
     wanted = {name: (bound, bound) for name, bound in bounds(place, limits, standing).items()}
@@ -252,12 +256,12 @@ def awake() -> None:
 
 
 def spawnable(argv: list[bytes], env: dict[str, str], folder: int) -> bool:
-    """Return whether `argv` can be started by `spawned`, with `env` added to the environment."""
-    return _served() and not any(name.startswith(LINKER) for name in env) and _program_found(argv[0], env, folder)
+    """Return whether `argv` can be started by `spawn_with_limits`, with `env` added to the environment."""
+    return _has_prlimit() and not any(name.startswith(LINKER) for name in env) and _program_found(argv[0], env, folder)
 
 
 @functools.lru_cache(maxsize=1)
-def _served() -> bool:
+def _has_prlimit() -> bool:
     """Return whether prlimit exists and the kernel has all of the limits (gVisor does not)."""
     try:
         for name in OPTIONS:
@@ -276,7 +280,7 @@ def _program_found(name: bytes, env: dict[str, str], folder: int) -> bool:
     return any(os.access(os.path.join(part, name), os.X_OK, dir_fd=folder) for part in os.fsencode(path).split(b":"))
 
 
-def spawned(
+def spawn_with_limits(
     argv: list[bytes], env: dict[str, str], folder: int, streams: list[int], limits: dict[int, tuple[int, int]]
 ) -> int:
     """Start `argv` in `folder` and return its pid; `streams` become 0, 1 and 2. Raises OSError, ValueError."""
@@ -322,7 +326,7 @@ def run_source(source: bytes, name: str, main: types.ModuleType, *, interactive:
         else:
             exec(compile(source, name, "exec"), main.__dict__)
     except SystemExit as request:
-        return _requested(request.code), True
+        return _system_exit_code(request.code), True
     except BaseException as error:  # the agent's code failed, which is a regular outcome
         report(error)
         return 1, False
@@ -340,7 +344,7 @@ def _parts(source: bytes, name: str) -> list[types.CodeType]:
     return parts
 
 
-def _requested(code: object) -> int:
+def _system_exit_code(code: object) -> int:
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     sys.stderr.write(f"{code}\n")

@@ -29,10 +29,10 @@ import gc
 import select
 import sys
 
-from turnlog.sandbox_workers.inside.call import Become, Call, Reaped, end_all
+from turnlog.sandbox_workers.inside.call import Become, CommandProcess, Reaped, end_all
 from turnlog.sandbox_workers.inside.frames import Socket, frame
-from turnlog.sandbox_workers.inside.observables import Integrity, observed, untouched, wipe
-from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.observables import Integrity, read_observables, reset_folder_times, wipe
+from turnlog.sandbox_workers.inside.processes import InitEnvironment
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -52,7 +52,7 @@ def run(control: Control, namespace: str, own_user: str, network: str, *folders:
 
     Arguments: "namespace" or "plain"; "own" or "shared" user; network "none" or "allowlist"; the writable folders. With
     "allowlist" the worker gets a socket that listens on our loopback, and we retain no descriptor of it."""
-    place = Place(list(folders), own_user == "own", namespace == "namespace")
+    place = InitEnvironment(list(folders), own_user == "own", namespace == "namespace")
     if place.namespace != (os.getpid() == 1):
         raise SystemExit("a sandbox's init must be pid 1 exactly when it has a pid namespace")
     if any(os.stat(folder).st_uid != os.getuid() for folder in folders):
@@ -62,7 +62,7 @@ def run(control: Control, namespace: str, own_user: str, network: str, *folders:
     serve(control, place, network)
 
 
-def serve(control: Control, place: Place, network: str, *, forked: bool = False) -> None:
+def serve(control: Control, place: InitEnvironment, network: str, *, forked: bool = False) -> None:
     """Report readiness, then answer requests until the worker is gone. `forked`: by a zygote, so the init will not be
     reused."""
     with contextlib.suppress(ControlClosed):
@@ -71,7 +71,7 @@ def serve(control: Control, place: Place, network: str, *, forked: bool = False)
     end_all(place, Reaped())
 
 
-def _ready(control: Control, place: Place, network: str) -> None:
+def _ready(control: Control, place: InitEnvironment, network: str) -> None:
     head = {"ready": True, "pid": os.getpid()}
     if network == "none":
         send(control, head)
@@ -82,7 +82,7 @@ def _ready(control: Control, place: Place, network: str) -> None:
         raise SystemExit(f"network {network!r} cannot be served here")
 
 
-def protect(place: Place) -> None:
+def protect(place: InitEnvironment) -> None:
     """Protect this process from the calls: memory, signals, environment."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # pid 1 is immune to every signal that it does not handle
     if prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):  # so that no call can write to our memory through /proc/1/mem
@@ -104,15 +104,17 @@ def freeze() -> None:
 class Service:
     """The service of a sandbox, whose state is its files and its interpreter."""
 
-    def __init__(self, control: Control, place: Place, become: Become = become, *, lazily: bool = False) -> None:
+    def __init__(
+        self, control: Control, place: InitEnvironment, become: Become = become, *, lazily: bool = False
+    ) -> None:
         """Create the service. `lazily`: record the initial state only when the worker asks for it; a reset is not
         expected then."""
         self.control = control
         self.place = place
         self.become = become
         self.interpreter: Interpreter | None = None
-        untouched(place)
-        self.as_new = None if lazily else observed(place)
+        reset_folder_times(place)
+        self.as_new = None if lazily else read_observables(place)
         self.integrity = Integrity(place, control)
         self.operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "exec": self._exec,
@@ -122,7 +124,7 @@ class Service:
             "index": self._index,
             "restore": self._restore,
             "reset": self._reset,
-            "observed": self._observed,
+            "observed": self._answer_observables,
             "health": self._health,
         }
 
@@ -168,7 +170,7 @@ class Service:
             return {"lost": True}, b""
         source, stdin = body[: head["source"]], body[head["source"] :]
         with self._folder(head["cwd"]) as walk:
-            call = Call(self.place, self.control, head, self.interpreter, self.become, self.integrity)
+            call = CommandProcess(self.place, self.control, head, self.interpreter, self.become, self.integrity)
             try:
                 return call.run(source, stdin, walk.here), b""
             finally:
@@ -217,8 +219,8 @@ class Service:
         self._end()
         return {"clean": wipe(self.place, self.as_new)}, b""
 
-    def _observed(self, _: dict[str, Any], __: bytes) -> Answer:
-        self.as_new = self.as_new or observed(self.place)
+    def _answer_observables(self, _: dict[str, Any], __: bytes) -> Answer:
+        self.as_new = self.as_new or read_observables(self.place)
         return {}, json.dumps(self.as_new).encode()
 
     def _health(self, _: dict[str, Any], __: bytes) -> Answer:

@@ -29,15 +29,15 @@ from turnlog.sandbox_workers.inside.child import (
     flush,
     fresh_main,
     limit,
+    make_sealed_file,
     note,
     prctl,
     put,
     run_source,
-    sealed,
     wear,
 )
 from turnlog.sandbox_workers.inside.processes import ENDED as PROCESS_ENDED
-from turnlog.sandbox_workers.inside.processes import STOPPED, Place, thread_states
+from turnlog.sandbox_workers.inside.processes import STOPPED, InitEnvironment, thread_states
 
 ENDED = b"the interpreter has ended: the next call starts a new one, without variables and imports\n"
 WAKING = tuple(b"signal: %d/" % number for number in (signal.SIGCONT, signal.SIGKILL))
@@ -56,7 +56,7 @@ and the source."""
 class Interpreter:
     """A process, stopped by SIGSTOP whenever no `session` call runs."""
 
-    def __init__(self, place: Place, folder: int, limits: dict[str, Any]) -> None:
+    def __init__(self, place: InitEnvironment, folder: int, limits: dict[str, Any]) -> None:
         self.place = place
         self.used = False
         self.channel, theirs = socket.socketpair()
@@ -65,7 +65,7 @@ class Interpreter:
         if not self.pid:
             live(place, theirs.fileno(), folder, limits, 0)
         theirs.close()
-        self.handle = ended(self.pid)
+        self.handle = open_pidfd(self.pid)
 
     def begin(self, head: dict[str, Any], source: bytes, folder: int, streams: list[int]) -> None:
         """Start running the source. Raises OSError if the interpreter cannot receive it."""
@@ -77,7 +77,7 @@ class Interpreter:
         with contextlib.suppress(BlockingIOError):
             self.channel.recv(4096)  # discard unexpected bytes
         about = json.dumps({"env": head["env"], "cwd": head["cwd"]}).encode()
-        call = sealed(SIZES.pack(len(about)) + about + source)
+        call = make_sealed_file(SIZES.pack(len(about)) + about + source)
         try:
             socket.send_fds(self.channel, [b"!"], [*streams, folder, call])
         finally:
@@ -130,7 +130,7 @@ class Interpreter:
         os.close(self.handle)
 
 
-def live(place: Place, channel: int, folder: int, limits: dict[str, Any], standing: int) -> None:
+def live(place: InitEnvironment, channel: int, folder: int, limits: dict[str, Any], standing: int) -> None:
     """Become the interpreter in the forked child. Never returns."""
     code = 126
     try:
@@ -157,17 +157,17 @@ def _calls(channel: socket.socket) -> int:
         found, descriptors, _, _ = socket.recv_fds(channel, 1, DESCRIPTORS)
         if not found:
             return 0
-        source = _received(descriptors)
+        source = _receive_source(descriptors)
         number += 1
         code, leaves = run_source(source, f"<call {number}>", main, interactive=True)
         if leaves or os.getpid() != here:  # a child that the source forked, and that did not exit, is not us
             return code or finish()
-        code = code or _flushed()
+        code = code or _flush_streams()
         _wear_nothing()
         channel.sendall(bytes([code]))
 
 
-def _received(descriptors: list[int]) -> bytes:
+def _receive_source(descriptors: list[int]) -> bytes:
     """Return a call's source, after adopting its streams and environment."""
     import sys
 
@@ -186,7 +186,7 @@ def _received(descriptors: list[int]) -> bytes:
     return content[SIZES.size + size :]
 
 
-def _flushed() -> int:
+def _flush_streams() -> int:
     try:
         flush()
     except BaseException as error:
@@ -201,7 +201,7 @@ def _wear_nothing() -> None:
     os.close(nothing)
 
 
-def ended(pid: int) -> int:
+def open_pidfd(pid: int) -> int:
     """Return a descriptor that becomes readable when the process ends: pidfd_open(2). gVisor does not have it, so there
     a thread waits and closes the other end of a pipe."""
     try:

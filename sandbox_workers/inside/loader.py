@@ -37,7 +37,7 @@ class Sources(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.modules[module.__name__], module.__file__, "exec"), module.__dict__)
 
 
-def taken(size: int) -> bytes:
+def read_exactly(size: int) -> bytes:
     """Read exactly `size` bytes of the input."""
     data = b""
     while len(data) < size:
@@ -51,7 +51,7 @@ def taken(size: int) -> bytes:
 if __name__ == "__main__":
     if sys.version_info < OLDEST:
         raise SystemExit(UNFIT + " " + sys.version.split()[0] + ", and sandboxes need 3.9 or newer")
-    program = json.loads(taken(int.from_bytes(taken(4), "big")).decode())
+    program = json.loads(read_exactly(int.from_bytes(read_exactly(4), "big")).decode())
     sys.path[:] = [folder for folder in sys.path if folder]  # -c put the workspace into sys.path
     sources = Sources(program["modules"])
     sys.meta_path.insert(0, sources)

@@ -27,7 +27,7 @@ from typing import Any
 
 from turnlog.sandbox_workers.inside.child import prctl
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, frame
-from turnlog.sandbox_workers.inside.processes import Place, others
+from turnlog.sandbox_workers.inside.processes import InitEnvironment, others
 
 FS_IOC_GETFLAGS = 0x80086601
 """Request number from ioctl_iflags(2)."""
@@ -50,7 +50,7 @@ STATUS = frozenset({
 threads, memory nodes."""
 MOST_BYTES = 1 << 16
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
-Look = Callable[[Place], Any]
+Look = Callable[[InitEnvironment], Any]
 
 AGENTS = ("user.", "system.posix_acl_")
 """Prefixes of attributes that the owner of a folder may set (xattr(7))."""
@@ -68,7 +68,7 @@ TOLD = {what: frame({"changed": what}) for what in ("limits", "folders")}
 to."""
 
 
-def observed(place: Place) -> dict[str, Any]:
+def read_observables(place: InitEnvironment) -> dict[str, Any]:
     """Return all observables; the value is None where the kernel does not show it. Raises OSError."""
     seen = OWN if not place.namespace else {**OWN, **AROUND}
     return {name: look(place) for name, look in seen.items()}
@@ -99,30 +99,30 @@ def _digest(value: object) -> str:
     return blake2b(repr(value).encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
-def _status(_: Place) -> list[str]:
+def _status(_: InitEnvironment) -> list[str]:
     """Return the relevant lines of our /proc/self/status."""
     lines = (_text("/proc/self/status") or "").splitlines()
     return [line for line in lines if line.partition(":")[0] in STATUS]
 
 
-def _called(which: int, *arguments: Any) -> int | None:
+def _invoke_syscall(which: int, *arguments: Any) -> int | None:
     number = NUMBERS.get(platform.machine())
     return None if number is None else int(_syscall(number[which], *arguments))
 
 
-def _scheduling(_: Place) -> str:
+def _scheduling(_: InitEnvironment) -> str:
     """Return policy, flags, nice value, priority, slice and clamps."""
     about = ctypes.create_string_buffer(SCHEDULING_BYTES)
-    return f"{_called(0, 0, about, SCHEDULING_BYTES, 0)} {about.raw.hex()}"
+    return f"{_invoke_syscall(0, 0, about, SCHEDULING_BYTES, 0)} {about.raw.hex()}"
 
 
-def _autogroup(_: Place) -> str | None:
+def _autogroup(_: InitEnvironment) -> str | None:
     """Return the autogroup's nice value, without its number, which differs for every session."""
     text = _text("/proc/self/autogroup")
     return None if text is None else text.partition(" ")[2]
 
 
-def _descriptors(_: Place) -> list[int]:
+def _descriptors(_: InitEnvironment) -> list[int]:
     """Return the file types of our open descriptors."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):
@@ -146,17 +146,17 @@ def _folder(path: str) -> list[Any]:
     return [about.st_mode, about.st_uid, about.st_gid, *times, settable, os.listxattr(path), os.listdir(path)]
 
 
-def _objects(_: Place) -> list[int | None]:
+def _objects(_: InitEnvironment) -> list[int | None]:
     """Return the number of System V objects of each kind, which outlive processes. A table has one title line."""
     return [len((_text(f"/proc/sysvipc/{table}") or "\n").splitlines()) - 1 for table in ("shm", "sem", "msg")]
 
 
-def _unix(_: Place) -> int:
+def _unix(_: InitEnvironment) -> int:
     """Return the number of unix sockets, including abstract names and those in flight."""
     return len((_text("/proc/net/unix") or "").splitlines())
 
 
-def _mounts(_: Place) -> str:
+def _mounts(_: InitEnvironment) -> str:
     """Return a digest of the mounts; without the numbers of mounts and devices, which differ between namespaces."""
     return _digest([line.split()[3:] for line in (_text("/proc/self/mountinfo") or "").splitlines()])
 
@@ -169,7 +169,7 @@ OWN: dict[str, Look] = {
     "limits": lambda _: [resource.getrlimit(number) for number in range(16)],
     "nice": lambda _: os.getpriority(os.PRIO_PROCESS, 0),
     "scheduling": _scheduling,
-    "I/O priority": lambda _: _called(1, 1, 0),
+    "I/O priority": lambda _: _invoke_syscall(1, 1, 0),
     "timer slack": lambda _: prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0),
     "autogroup": _autogroup,
     "out of memory score": lambda _: _text("/proc/self/oom_score_adj"),
@@ -205,23 +205,23 @@ AROUND: dict[str, Look] = {
 """Observables of the namespaces. A process without any would see those of the host, which others change."""
 
 
-def wipe(place: Place, as_new: dict[str, Any] | None) -> bool:
+def wipe(place: InitEnvironment, as_new: dict[str, Any] | None) -> bool:
     """Empty the writable folders. Return False if something is left, or if this process was tampered with."""
     try:
         empty(place)
-        untouched(place)
-        return observed(place) == as_new
+        reset_folder_times(place)
+        return read_observables(place) == as_new
     except (OSError, RecursionError):
         return False
 
 
-def untouched(place: Place) -> None:
+def reset_folder_times(place: InitEnvironment) -> None:
     """Reset the times of the writable folders, so that they reveal nothing. Raises OSError."""
     for folder in place.folders:
         os.utime(folder, (0, 0))
 
 
-def empty(place: Place) -> None:
+def empty(place: InitEnvironment) -> None:
     """Remove everything from the writable folders, including their own attributes. Raises OSError, RecursionError."""
     for folder in place.folders:
         os.chmod(folder, 0o700)
@@ -280,7 +280,7 @@ class Tampered(ControlClosed):
 class Integrity:
     """Check that limits and folders are as they were when the init began to serve."""
 
-    def __init__(self, place: Place, control: Control) -> None:
+    def __init__(self, place: InitEnvironment, control: Control) -> None:
         self.place = place
         self.control = control
         self.limits = [resource.getrlimit(number) for number in LIMITS]

@@ -30,7 +30,7 @@ ROUNDING_S = 2 / TICKS
 """Rounding error in seconds: proc(5) counts user and system time in whole ticks."""
 
 
-class Place(NamedTuple):
+class InitEnvironment(NamedTuple):
     """Environment of this sandbox's init: folders, user and namespaces."""
 
     folders: list[str]
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     """True if we are pid 1 of a pid namespace."""
 
 
-class Task(NamedTuple):
+class ProcessInfo(NamedTuple):
     """A process as /proc shows it."""
 
     pid: int
@@ -55,7 +55,7 @@ class Task(NamedTuple):
     """True if dead, and not yet reaped by its parent."""
 
 
-def others(place: Place) -> list[int]:
+def others(place: InitEnvironment) -> list[int]:
     """Return the pids of all processes of the sandbox but our own."""
     here = os.getpid()
     if not place.namespace:
@@ -63,7 +63,7 @@ def others(place: Place) -> list[int]:
     return [pid for name in os.listdir("/proc") if name.isdigit() and (pid := int(name)) != here]
 
 
-def tasks(place: Place) -> list[Task]:
+def tasks(place: InitEnvironment) -> list[ProcessInfo]:
     """Return every process of the sandbox but our own: all others in the namespace, or our descendants."""
     here = os.getpid()
     if not place.namespace and _childless(here):
@@ -71,7 +71,7 @@ def tasks(place: Place) -> list[Task]:
     seen = [one for name in os.listdir("/proc") if name.isdigit() and (one := task(int(name)))]
     if place.namespace:
         return [one for one in seen if one.pid != here]
-    children: dict[int, list[Task]] = {}
+    children: dict[int, list[ProcessInfo]] = {}
     for one in seen:
         children.setdefault(one.parent, []).append(one)
     found, ahead = [], [here]
@@ -103,7 +103,7 @@ def _childless(pid: int) -> bool:
         return False
 
 
-def task(pid: int) -> Task | None:
+def task(pid: int) -> ProcessInfo | None:
     """Return the process, or None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -114,7 +114,7 @@ def task(pid: int) -> Task | None:
         return None  # it ended meanwhile
     own, reaped = (sum(map(int, fields[first : first + 2])) / TICKS for first in (11, 13))
     private = (int(memory[1]) - int(memory[2])) * PAGE
-    return Task(pid, int(fields[1]), int(fields[17]), own, reaped, private, fields[0] in ENDED)
+    return ProcessInfo(pid, int(fields[1]), int(fields[17]), own, reaped, private, fields[0] in ENDED)
 
 
 def thread_states(pid: int) -> set[bytes]:
@@ -127,7 +127,7 @@ def thread_states(pid: int) -> set[bytes]:
     return states
 
 
-def exact_memory(found: list[Task]) -> int:
+def exact_memory(found: list[ProcessInfo]) -> int:
     """Return the bytes of private memory, counting pages that forks still share once. This takes longer than
     /proc/PID/statm, which counts such pages for every fork; statm stands in for a process that cannot be examined."""
     total = 0
@@ -139,30 +139,30 @@ def exact_memory(found: list[Task]) -> int:
     return total
 
 
-class Disk(NamedTuple):
+class DiskUsage(NamedTuple):
     """Usage of the writable folders."""
 
     used: int
     full: bool
     """True if one of the folders is full, however large a call's own limit is."""
 
-    def met(self, most: int, before: Disk) -> bool:
+    def has_reached_limit(self, most: int, before: DiskUsage) -> bool:
         """Return whether the limit of `most` bytes is met, and more is used than `before`: a call that found the
         folders full may still remove files."""
         return (self.full or self.used >= most) and (self.used > before.used or self.used == sys.maxsize)
 
 
-def disk(place: Place) -> Disk:
+def disk(place: InitEnvironment) -> DiskUsage:
     """Return the usage of the writable folders. Under bubblewrap each is a tmpfs of its own."""
     if not place.namespace:
-        return Disk(sum(tree_bytes(folder) for folder in place.folders), full=False)
+        return DiskUsage(sum(tree_bytes(folder) for folder in place.folders), full=False)
     used, full = 0, False
     for folder in place.folders:
         figures = os.statvfs(folder)
         free = figures.f_bavail * figures.f_frsize
         used += figures.f_blocks * figures.f_frsize - free + (figures.f_files - figures.f_ffree) * INODE_BYTES
         full = full or not free
-    return Disk(used, full)
+    return DiskUsage(used, full)
 
 
 def tree_bytes(folder: str) -> int:
@@ -205,10 +205,10 @@ class Unclaimed:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        self._before: dict[int, Task] = {}
+        self._before: dict[int, ProcessInfo] = {}
         self._children_s = 0.0
 
-    def look(self, found: list[Task], children_s: float) -> None:
+    def look(self, found: list[ProcessInfo], children_s: float) -> None:
         """Compare with the previous look. `found` has every process but ours; `children_s` is the CPU time of the
         children that we have waited for."""
         now = {task.pid: task for task in found}
@@ -225,7 +225,7 @@ class Unclaimed:
             self.cpu_s += max(0.0, used - claimed - ROUNDING_S)
         self._before, self._children_s = now, children_s
 
-    def _heir(self, task: Task, now: dict[int, Task]) -> int:
+    def _heir(self, task: ProcessInfo, now: dict[int, ProcessInfo]) -> int:
         """Return the nearest remaining ancestor: its time, and that of all processes between, went there if anybody
         waited."""
         heir, steps = task.parent, len(self._before)

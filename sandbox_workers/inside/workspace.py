@@ -22,7 +22,7 @@ from typing import Any
 
 from turnlog.sandbox_workers.inside.frames import PART_BYTES, Control, ControlClosed
 from turnlog.sandbox_workers.inside.observables import empty
-from turnlog.sandbox_workers.inside.processes import INODE_BYTES, Place, disk
+from turnlog.sandbox_workers.inside.processes import INODE_BYTES, InitEnvironment, disk
 
 MOST_ENTRIES = 20_000
 """Maximum number of entries in a workspace that can be stored."""
@@ -51,7 +51,7 @@ WORKSPACE = "/workspace"
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def index(place: Place, disk_bytes: int) -> list[Entry]:
+def index(place: InitEnvironment, disk_bytes: int) -> list[Entry]:
     """Return all entries, parents first. A file's stamp is a hash of its bytes: time stamps have the resolution of the
     kernel's clock tick, and a write through a shared mapping may leave them unchanged. Raises PathRefused."""
     found: list[Entry] = []
@@ -67,7 +67,7 @@ def index(place: Place, disk_bytes: int) -> list[Entry]:
     return sorted(found, key=lambda entry: str(entry["path"]))
 
 
-def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
+def read_many(place: InitEnvironment, paths: list[str], most: int) -> list[bytes]:
     """Return the bytes of plain files, at most `most` together, including files whose owner removed the right to read
     them, since `index` listed those too. Raises PathRefused, Missing."""
     found = []
@@ -75,12 +75,12 @@ def read_many(place: Place, paths: list[str], most: int) -> list[bytes]:
         try:
             found.append(read(place, path, most))
         except Locked:
-            found.append(_unlocked(place, path, most))
+            found.append(_read_locked_file(place, path, most))
         most -= len(found[-1])
     return found
 
 
-def _unlocked(place: Place, path: str, most: int) -> bytes:
+def _read_locked_file(place: InitEnvironment, path: str, most: int) -> bytes:
     """Read a file whose owner has removed the right to read it."""
     *above, name = exact(path)
     try:
@@ -88,15 +88,15 @@ def _unlocked(place: Place, path: str, most: int) -> bytes:
             folder = held.enter_context(_root(place))
             for part in above:
                 mode = os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode
-                folder = held.enter_context(_opened(folder, part, mode, 0o700, os.O_DIRECTORY))
+                folder = held.enter_context(_open_with_rights(folder, part, mode, 0o700, os.O_DIRECTORY))
             mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-            return plain_content(held.enter_context(_opened(folder, name, mode, 0o400, 0)), path, most)
+            return plain_content(held.enter_context(_open_with_rights(folder, name, mode, 0o400, 0)), path, most)
     except OSError as error:
         raise refusal(error, path) from error
 
 
 @contextlib.contextmanager
-def _root(place: Place) -> Iterator[int]:
+def _root(place: InitEnvironment) -> Iterator[int]:
     root = os.open(place.folders[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield root
@@ -106,19 +106,19 @@ def _root(place: Place) -> Iterator[int]:
 
 def _below(folder: int, above: str, left: list[int]) -> Iterator[Entry]:
     if above.count("/") > MOST_DEPTH:
-        raise PathRefused(f"{shown(above)}: more than {MOST_DEPTH} folders in each other, too many to be kept")
+        raise PathRefused(f"{format_path(above)}: more than {MOST_DEPTH} folders in each other, too many to be kept")
     for name in sorted(os.listdir(folder)):
         about = os.stat(name, dir_fd=folder, follow_symlinks=False)
         entry = {"path": above + name, "mode": about.st_mode & 0o777, "size": 0, "target": "", "stamp": ""}
         if stat.S_ISDIR(about.st_mode):
             yield _within(entry | {"kind": "folder"}, left)
-            with _opened(folder, name, about.st_mode, 0o700, os.O_DIRECTORY) as inner:
+            with _open_with_rights(folder, name, about.st_mode, 0o700, os.O_DIRECTORY) as inner:
                 yield from _below(inner, f"{above}{name}/", left)
         elif stat.S_ISLNK(about.st_mode):
             yield _within(entry | {"kind": "link", "target": os.readlink(name, dir_fd=folder)}, left)
         elif stat.S_ISREG(about.st_mode):
             sized = _within(entry | {"kind": "file", "size": about.st_size}, left)
-            with _opened(folder, name, about.st_mode, 0o400, 0) as inner:
+            with _open_with_rights(folder, name, about.st_mode, 0o400, 0) as inner:
                 stamp = _stamp(inner)
             yield sized | {"stamp": stamp}
 
@@ -131,10 +131,10 @@ def _within(entry: Entry, left: list[int]) -> Entry:
     left[1] -= len(os.fsencode(path)) + len(os.fsencode(entry["target"]))
     if left[0] < 0:
         raise PathRefused(
-            f"the workspace's files take more than it may hold, {shown(path)} among them: too much to keep"
+            f"the workspace's files take more than it may hold, {format_path(path)} among them: too much to keep"
         )
     if left[1] < 0 or len(os.fsencode(path)) > LONGEST_PATH:
-        raise PathRefused(f"{shown(path)}: the workspace's names are too long to be kept")
+        raise PathRefused(f"{format_path(path)}: the workspace's names are too long to be kept")
     return entry
 
 
@@ -146,7 +146,7 @@ def _cost(entry: Entry) -> int:
 
 
 @contextlib.contextmanager
-def _opened(folder: int, name: str, mode: int, needed: int, flags: int) -> Iterator[int]:
+def _open_with_rights(folder: int, name: str, mode: int, needed: int, flags: int) -> Iterator[int]:
     """Open a file or folder. If its owner has removed the needed rights, they are granted meanwhile and removed again
     afterwards."""
     locked = mode & needed != needed
@@ -179,15 +179,15 @@ def check(entries: list[Entry], disk_bytes: int) -> None:
     for entry in entries:
         path = "/".join(exact(entry["path"]))
         if path in kinds:
-            raise PathRefused(f"{shown(path)} is there twice")
+            raise PathRefused(f"{format_path(path)} is there twice")
         if kinds.get(path.rpartition("/")[0]) != "folder":
-            raise PathRefused(f"{shown(path)} does not lie in a folder that comes before it")
+            raise PathRefused(f"{format_path(path)} does not lie in a folder that comes before it")
         if entry["kind"] not in ("file", "folder", "link") or not 0 <= entry["mode"] <= 0o777 or entry["size"] < 0:
-            raise PathRefused(f"{shown(path)} is no file, folder or link")
+            raise PathRefused(f"{format_path(path)} is no file, folder or link")
         if (entry["kind"] == "link") != bool(entry["target"]) or "\0" in entry["target"]:
-            raise PathRefused(f"{shown(path)}: a link and nothing else has a target")
+            raise PathRefused(f"{format_path(path)}: a link and nothing else has a target")
         if len(os.fsencode(entry["target"])) > LONGEST_PATH:
-            raise PathRefused(f"{shown(path)}: its target is too long")
+            raise PathRefused(f"{format_path(path)}: its target is too long")
         kinds[path] = entry["kind"]
         names += len(path) + len(entry["target"])
     needed = sum(map(_cost, entries))
@@ -224,7 +224,7 @@ class Contents:
         return room[:count]
 
 
-def restore(place: Place, entries: list[Entry], contents: Contents) -> None:
+def restore(place: InitEnvironment, entries: list[Entry], contents: Contents) -> None:
     """Empty the workspace and fill it with checked entries. Raises PathRefused, Quota, ControlClosed."""
     path = ""
     try:
@@ -256,10 +256,10 @@ def _put(root: int, entry: Entry, contents: Contents) -> None:
             os.close(descriptor)
 
 
-def read(place: Place, path: str, most: int, *, offset: int = 0, size: int | None = None) -> bytes:
+def read(place: InitEnvironment, path: str, most: int, *, offset: int = 0, size: int | None = None) -> bytes:
     """Return the bytes of a plain file of at most `most` bytes: all of them, or `size` from `offset` on. Raises
     PathRefused, Missing, Locked."""
-    *above, name = _named(path)
+    *above, name = _split_file_path(path)
     try:
         with Walk(place.folders[0]) as walk:
             walk.down(above, path)
@@ -277,9 +277,9 @@ def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: 
     """Return the bytes of an open file, as `read` does. Raises PathRefused, OSError."""
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
-        raise PathRefused(f"{shown(path)} is {_what(about.st_mode)}, not a file")
+        raise PathRefused(f"{format_path(path)} is {_what(about.st_mode)}, not a file")
     if about.st_size > most:
-        raise PathRefused(f"{shown(path)} has {about.st_size} bytes, more than the {most} that can be read")
+        raise PathRefused(f"{format_path(path)} has {about.st_size} bytes, more than the {most} that can be read")
     wanted = max(0, about.st_size - offset) if size is None else max(0, min(size, about.st_size - offset))
     data = bytearray()
     while len(data) < wanted and (part := os.pread(descriptor, wanted - len(data), offset + len(data))):
@@ -287,13 +287,13 @@ def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: 
     return bytes(data)
 
 
-def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *, follow: bool) -> None:
+def write(place: InitEnvironment, path: str, content: bytes, mode: int, disk_bytes: int, *, follow: bool) -> None:
     """Replace or create a file by one rename. `follow`: write the file that links lead to, which retains its mode.
     Raises PathRefused, Quota."""
-    *above, name = _named(path)
+    *above, name = _split_file_path(path)
     held = disk(place)
     if held.full or held.used + len(content) > disk_bytes:
-        raise Quota(f"{shown(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
+        raise Quota(f"{format_path(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
     try:
         with Walk(place.folders[0]) as walk:
             walk.down(above, path, make=True)
@@ -302,7 +302,7 @@ def write(place: Place, path: str, content: bytes, mode: int, disk_bytes: int, *
             with contextlib.suppress(FileNotFoundError):
                 there = os.stat(name, dir_fd=walk.here, follow_symlinks=False).st_mode
                 if stat.S_ISDIR(there):
-                    raise PathRefused(f"{shown(path)} is a folder")
+                    raise PathRefused(f"{format_path(path)} is a folder")
                 mode = there if follow and stat.S_ISREG(there) else mode
             _replace(walk.here, name, content, mode)
     except OSError as error:
@@ -331,10 +331,10 @@ def _replace(folder: int, name: str, content: bytes, mode: int) -> None:
         raise
 
 
-def _named(path: str) -> list[str]:
+def _split_file_path(path: str) -> list[str]:
     found = parts(path)
     if not found:
-        raise PathRefused(f"{shown(path)} names no file")
+        raise PathRefused(f"{format_path(path)} names no file")
     return found
 
 
@@ -366,7 +366,7 @@ class Quota(PathRefused):
     kind = "quota"
 
 
-def shown(path: str) -> str:
+def format_path(path: str) -> str:
     """Return a path for a message: short, without control characters."""
     text = path if len(path) <= 120 else f"{path[:100]}... ({len(path)} characters)"
     return repr(text.encode(errors="backslashreplace").decode())
@@ -375,18 +375,20 @@ def shown(path: str) -> str:
 def parts(path: str) -> list[str]:
     """Return the components of a path relative to the workspace. Raises PathRefused."""
     if "\0" in path:
-        raise PathRefused(f"{shown(path)}: a path holds no NUL byte")
+        raise PathRefused(f"{format_path(path)}: a path holds no NUL byte")
     if path.startswith("/"):
-        raise PathRefused(f"{shown(path)}: give a path relative to the workspace, without a leading /")
+        raise PathRefused(f"{format_path(path)}: give a path relative to the workspace, without a leading /")
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise PathRefused(f"{shown(path)}: no file can have this name") from error
+        raise PathRefused(f"{format_path(path)}: no file can have this name") from error
     found = [name for name in path.split("/") if name not in ("", ".")]
     if ".." in found:
-        raise PathRefused(f"{shown(path)}: paths stay inside the workspace, '..' is not allowed")
+        raise PathRefused(f"{format_path(path)}: paths stay inside the workspace, '..' is not allowed")
     if len(raw) > LONGEST_PATH or any(len(os.fsencode(name)) > LONGEST_NAME for name in found):
-        raise PathRefused(f"{shown(path)}: the name is too long ({LONGEST_NAME} bytes a part, {LONGEST_PATH} in all)")
+        raise PathRefused(
+            f"{format_path(path)}: the name is too long ({LONGEST_NAME} bytes a part, {LONGEST_PATH} in all)"
+        )
     return found
 
 
@@ -395,7 +397,7 @@ def exact(path: str) -> list[str]:
     PathRefused."""
     found = parts(path)
     if not found or "/".join(found) != path:
-        raise PathRefused(f"{shown(path)}: no name of an entry")
+        raise PathRefused(f"{format_path(path)}: no name of an entry")
     return found
 
 
@@ -428,15 +430,15 @@ class Walk:
             if name == "..":
                 self._up(path)
             elif (target := self._enter(name, path, make)) is not None:
-                ahead += self._followed(target, path)[::-1]
+                ahead += self._follow_link(target, path)[::-1]
 
     def last(self, name: str, path: str, *, make: bool = False) -> str:
         """Follow links until `name` is none. Return the name in the folder that is current then. `make`: nothing need
         exist, and folders on the way are made. Raises PathRefused, Missing."""
         while (target := self._link(name, make)) is not None:
-            names = self._followed(target, path)
+            names = self._follow_link(target, path)
             if not names or names[-1] == "..":
-                raise PathRefused(f"{shown(path)} is a folder")
+                raise PathRefused(f"{format_path(path)} is a folder")
             self.down(names[:-1], path, make=make)
             name = names[-1]
         return name
@@ -466,14 +468,14 @@ class Walk:
             return None
         return os.readlink(name, dir_fd=self.here)
 
-    def _followed(self, target: str, path: str) -> list[str]:
+    def _follow_link(self, target: str, path: str) -> list[str]:
         self.links += 1
         if self.links > MOST_LINKS:
-            raise PathRefused(f"{shown(path)}: too many links")
+            raise PathRefused(f"{format_path(path)}: too many links")
         if target.startswith("/"):
             root = next((root for root in (self.root, WORKSPACE) if f"{target}/".startswith(f"{root}/")), None)
             if root is None:
-                raise PathRefused(f"{shown(path)}: a link leads out of the workspace")
+                raise PathRefused(f"{format_path(path)}: a link leads out of the workspace")
             target = target[len(root) :]
             while len(self.stack) > 1:
                 os.close(self.stack.pop())
@@ -481,16 +483,16 @@ class Walk:
 
     def _up(self, path: str) -> None:
         if len(self.stack) == 1:
-            raise PathRefused(f"{shown(path)}: a link leads out of the workspace")
+            raise PathRefused(f"{format_path(path)}: a link leads out of the workspace")
         os.close(self.stack.pop())
 
 
 def refusal(error: OSError, path: str) -> PathRefused:
     """Translate an error of the file system into a PathRefused."""
     if error.errno == errno.ENOENT:
-        return Missing(f"{shown(path)}: no such file")
+        return Missing(f"{format_path(path)}: no such file")
     if error.errno == errno.EACCES:
-        return Locked(f"{shown(path)}: {os.strerror(errno.EACCES)}")
+        return Locked(f"{format_path(path)}: {os.strerror(errno.EACCES)}")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return Quota(f"{shown(path)}: no room is left in the workspace")
-    return PathRefused(f"{shown(path)}: {os.strerror(error.errno or 0)}")
+        return Quota(f"{format_path(path)}: no room is left in the workspace")
+    return PathRefused(f"{format_path(path)}: {os.strerror(error.errno or 0)}")

@@ -24,12 +24,12 @@ from collections.abc import Callable
 from turnlog.sandbox_workers.inside import init
 from turnlog.sandbox_workers.inside.child import prctl
 from turnlog.sandbox_workers.inside.frames import Socket
-from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.processes import InitEnvironment
 
 REFUSED = "a sandbox cannot have namespaces of its own"
 
 CAPABILITIES = {"CAP_SETPCAP": 8, "CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21, "CAP_SYS_RESOURCE": 24}
-"""Capabilities that `limited`, `forked` and `entered` need, with their numbers."""
+"""Capabilities that `set_user_limits`, `forked` and `set_up_namespaces` need, with their numbers."""
 NEW = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """CLONE_NEWNS, NEWUTS, NEWIPC, NEWPID, NEWNET of clone(2)."""
 TERMINALS = 64
@@ -69,21 +69,21 @@ def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str
     if os.getpid() != 1:  # otherwise kill(-1) would end more than sandboxes
         raise SystemExit("the zygote of a slot's sandboxes must be pid 1")
     folders = list(paths)
-    place = Place(folders, own_user=True, namespace=True)
+    place = InitEnvironment(folders, own_user=True, namespace=True)
     init.protect(place)
     init.freeze()
-    masks = masked()
+    masks = find_masked_paths()
     try:
-        limited()
+        set_user_limits()
         if own:
             deny(own)
         with socket.socket(fileno=int(orders)) as worker:
             worker.set_inheritable(False)
             while controls := _order(worker):
                 _end()
-                if not forked():
+                if not fork_into_namespaces():
                     worker.close()
-                    enter = functools.partial(entered, folders, int(disk_bytes), masks, denied)
+                    enter = functools.partial(set_up_namespaces, folders, int(disk_bytes), masks, denied)
                     _serve(controls[0], place, network, enter)
                 os.close(controls[0])
     except OSError as error:
@@ -104,7 +104,7 @@ def _filters(number: int) -> tuple[bytes, bytes]:
         return own, file.read()
 
 
-def _serve(control: int, place: Place, network: str, enter: Callable[[], None]) -> None:
+def _serve(control: int, place: InitEnvironment, network: str, enter: Callable[[], None]) -> None:
     """Run the init. Never returns."""
     code = 1
     try:
@@ -134,20 +134,20 @@ class Program(ctypes.Structure):
     _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
 
 
-def limited() -> None:
+def set_user_limits() -> None:
     """Set the limits that the kernel counts by user for our whole user namespace. Raises OSError."""
     for name, most in USER_LIMITS.items():
         with open(f"/proc/sys/user/{name}", "w") as file:
             file.write(str(most))
 
 
-def masked() -> tuple[list[str], list[str]]:
+def find_masked_paths() -> tuple[list[str], list[str]]:
     """Return the files and folders of /proc that exist here and are readable by all."""
     files = [path for path in MASKED_FILES if os.access(path, os.R_OK)]
     return files, [path for path in MASKED_FOLDERS if os.access(path, os.R_OK) and os.listdir(path)]
 
 
-def forked() -> int:
+def fork_into_namespaces() -> int:
     """Fork into new namespaces, of which the child is the first process. Returns as `os.fork` does. Raises OSError.
 
     Calls clone(2) directly: unshare(2) would need another process in between, since it leaves us in our pid namespace.
@@ -157,29 +157,29 @@ def forked() -> int:
     if number is None:
         raise OSError(errno.ENOSYS, f"the number of clone(2) on {os.uname().machine} is not known here")
     pid = int(_libc.syscall(number, NEW | signal.SIGCHLD, None, None, None, None))
-    _done(min(pid, 0), "namespaces of its own")
+    _check_errno(min(pid, 0), "namespaces of its own")
     return pid
 
 
-def entered(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[str]], denied: bytes) -> None:
+def set_up_namespaces(folders: list[str], disk_bytes: int, masks: tuple[list[str], list[str]], denied: bytes) -> None:
     """Set up new namespaces from their first process: file systems and loopback, then give up all capabilities.
-    `folders`: writable ones, each a tmpfs of `disk_bytes`; `masks`: see `masked`; `denied`: a BPF program for
-    seccomp(2), or empty. Raises OSError."""
+    `folders`: writable ones, each a tmpfs of `disk_bytes`; `masks`: see `find_masked_paths`; `denied`: a BPF program
+    for seccomp(2), or empty. Raises OSError."""
     os.setsid()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
-    _mounted("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    _mounted("/proc/sys", "/proc/sys", "", MS_BIND)
-    _mounted("", "/proc/sys", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    _mount("/proc/sys", "/proc/sys", "", MS_BIND)
+    _mount("", "/proc/sys", "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for paths, source in zip(masks, (NOTHING, EMPTY)):  # noqa: B905 - Python 3.9
         for path in paths:
-            _mounted(source, path, "", MS_BIND)
+            _mount(source, path, "", MS_BIND)
     for folder in folders:
-        _mounted("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=0700,size={disk_bytes}")
+        _mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=0700,size={disk_bytes}")
     terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
-    _mounted("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
+    _mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
     os.chdir(folders[0])
-    _renounced()
+    _drop_capabilities()
     if denied:
         deny(denied)
 
@@ -188,23 +188,25 @@ def deny(program: bytes) -> None:
     """Install a seccomp filter in addition to existing ones; a system call is refused if any of them refuses it. Raises
     OSError."""
     about = Program(len(program) // INSTRUCTION_BYTES, program)
-    _done(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(about), 0, 0), "the seccomp filter")
+    _check_errno(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(about), 0, 0), "the seccomp filter")
 
 
-def _renounced() -> None:
+def _drop_capabilities() -> None:
     """Drop all capabilities, permanently."""
-    _done(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    _check_errno(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     for number in CAPABILITIES.values():
-        _done(prctl(PR_CAPBSET_DROP, number, 0, 0, 0), "the bounding set")
+        _check_errno(prctl(PR_CAPBSET_DROP, number, 0, 0, 0), "the bounding set")
     header, none = struct.pack("@Ii", CAPABILITY_VERSION_3, 0), bytes(24)
-    _done(_libc.capset(header, none), "giving capabilities up")
+    _check_errno(_libc.capset(header, none), "giving capabilities up")
 
 
-def _mounted(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    _done(_libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()), target)
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _check_errno(
+        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()), target
+    )
 
 
-def _done(failed: int, what: str) -> None:
+def _check_errno(failed: int, what: str) -> None:
     """Raise OSError if a call failed. `failed` is what it returned, or an errno."""
     if failed:
         number = ctypes.get_errno() if failed < 0 else failed

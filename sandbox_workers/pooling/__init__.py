@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnlog.infra.offers import offered
+from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers.pooling.pool import Pool
@@ -30,7 +30,7 @@ HERE = {
 """Backends of this machine, which no package can replace; all others are found under GROUP."""
 
 
-class Pools:
+class SandboxPools:
     """The pools of one worker, by the backend that a call names."""
 
     def __init__(self, pools: dict[str, Pool], *, fallback: bool) -> None:
@@ -40,7 +40,7 @@ class Pools:
 
     @classmethod
     @asynccontextmanager
-    async def opened(cls, settings: Settings | SandboxSettings, *, ca: Path | None = None) -> AsyncIterator[Pools]:
+    async def open(cls, settings: Settings | SandboxSettings, *, ca: Path | None = None) -> AsyncIterator[SandboxPools]:
         """Open every backend of the settings with warm sandboxes, watch them while the block runs, and end all after
         it.
 
@@ -48,15 +48,15 @@ class Pools:
         chosen = settings if isinstance(settings, SandboxSettings) else settings.sandbox
         async with AsyncExitStack() as stack:
             provider, fallback = await local(chosen, ca=ca)
-            pool = await _filled(stack, provider, chosen)
+            pool = await _create_pool(stack, provider, chosen)
             pools = dict.fromkeys(LOCAL, pool)
             for name in dict.fromkeys(chosen.backends):
                 if name not in pools:
-                    pools[name] = await _filled(stack, await backend(name, chosen, ca=ca), chosen)
+                    pools[name] = await _create_pool(stack, await backend(name, chosen, ca=ca), chosen)
             yield cls(pools, fallback=fallback)
 
     @property
-    def served(self) -> tuple[str, ...]:
+    def served_backends(self) -> tuple[str, ...]:
         """Backends that a call may ask for."""
         return tuple(self._pools)
 
@@ -82,13 +82,13 @@ class Pools:
 
 async def backend(name: str, settings: SandboxSettings, *, ca: Path | None = None) -> Provider:
     """Open one backend by its name. Raises BackendUnavailable."""
-    provider: Provider = await found(name).open(settings, ca=ca)
+    provider: Provider = await load_backend(name).open(settings, ca=ca)
     return provider
 
 
-def found(name: str) -> Any:
+def load_backend(name: str) -> Any:
     """Import and return the class of a backend. Raises BackendUnavailable."""
-    points = known()
+    points = find_backends()
     if name not in points:
         raise BackendUnavailable(f"there is no backend {name!r}; [sandbox] backends may name {', '.join(points)}")
     point = points[name]
@@ -104,10 +104,10 @@ def found(name: str) -> Any:
         ) from error
 
 
-def known() -> dict[str, EntryPoint]:
+def find_backends() -> dict[str, EntryPoint]:
     """Return every backend by its name: those of this machine, then those offered by packages, including ours. Raises
     BackendUnavailable if two packages offer the same name."""
-    return offered(GROUP, "backend", BackendUnavailable, HERE)
+    return find_plugins(GROUP, "backend", BackendUnavailable, HERE)
 
 
 async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[Provider, bool]:
@@ -126,7 +126,7 @@ async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[P
         return await backend("subprocess", settings, ca=ca), True
 
 
-async def unisolated(settings: SandboxSettings) -> str:
+async def find_isolation_failure(settings: SandboxSettings) -> str:
     """Return why tools would run as plain processes on this machine although the settings ask for bubblewrap; empty if
     bubblewrap works. Starts a sandbox to find out."""
     if settings.backend != "bubblewrap":
@@ -138,7 +138,7 @@ async def unisolated(settings: SandboxSettings) -> str:
     return ""
 
 
-async def _filled(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:
+async def _create_pool(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:
     """Create a warm pool and watch it. Raises BackendUnavailable."""
     stack.push_async_callback(provider.close)
     prewarm = 0 if provider.costly else settings.prewarm
@@ -149,7 +149,7 @@ async def _filled(stack: AsyncExitStack, provider: Provider, settings: SandboxSe
     except (SandboxUnavailable, ImageMissing) as error:
         raise BackendUnavailable(f"backend {provider.name} works here, but no sandbox comes up: {error}") from error
     watcher = asyncio.create_task(_watch(pool, settings.health_s, sweeps=provider.name in LOCAL))
-    watcher.add_done_callback(functools.partial(_unwatched, pool))
+    watcher.add_done_callback(functools.partial(_on_watcher_end, pool))
     stack.push_async_callback(_end, watcher)
     return pool
 
@@ -162,10 +162,10 @@ async def _watch(pool: Pool, every_s: float, *, sweeps: bool) -> None:
         await asyncio.sleep(every_s)
         await pool.check()
         if sweeps:
-            pool.leaked(sum(sweep().values()))
+            pool.count_leaks(sum(sweep().values()))
 
 
-def _unwatched(pool: Pool, watcher: asyncio.Task[None]) -> None:
+def _on_watcher_end(pool: Pool, watcher: asyncio.Task[None]) -> None:
     """Fail the pool if its watcher died: an unwatched pool must not serve, and its callers get the error."""
     if not watcher.cancelled() and (error := watcher.exception()) is not None:
         pool.fail(error)

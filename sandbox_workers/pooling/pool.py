@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from turnlog.sandbox_workers.pooling.slots import OPEN, Granted, Slot, SlotState, Turn, guesses, moves
+from turnlog.sandbox_workers.pooling.slots import OPEN, Granted, Slot, SlotState, SlotWaiter, guesses, moves
 from turnlog.sandbox_workers.pooling.upkeep import Clock, LoopClock, PoolMetrics, Upkeep
 from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
 from turnlog.schemas.types import BlobRef
@@ -40,7 +40,7 @@ class Pool:
             provider, self._metrics, self._clock, max_uses=max_uses,
             idle=self._idle, refuse=self._refuse, broken=self.fail, due=self._serve,
         )  # fmt: skip
-        self._queue: deque[Turn] = deque()
+        self._queue: deque[SlotWaiter] = deque()
         self._sessions: dict[str, Slot] = {}
         """Slots that belong to sessions: leased, held or checking."""
         self._asking: set[str] = set()
@@ -59,7 +59,9 @@ class Pool:
         block waits for nothing. If the block raises, the sandbox is replaced. Raises SandboxUnavailable (with the
         number of failures in a row), ImageMissing; RuntimeError if the session has another call in this pool."""
         with self._alone(session):
-            slot, held = await self._granted(Turn(shape, session, fresh, asyncio.get_running_loop().create_future()))
+            slot, held = await self._wait_for_slot(
+                SlotWaiter(shape, session, fresh, asyncio.get_running_loop().create_future())
+            )
             lease = Lease(slot.usable, held, slot.workspace if held else None, session)
             try:
                 yield lease
@@ -67,7 +69,7 @@ class Pool:
                 self._forget(slot)
                 self._upkeep.replace(slot, "error")
                 raise
-            self._returned(slot, lease)
+            self._take_back(slot, lease)
 
     async def prefill(self, shape: Shape) -> None:
         """Start `prewarm` sandboxes of the shape, and keep that many ready as far as slots are not needed otherwise.
@@ -101,9 +103,9 @@ class Pool:
                 await asyncio.wait([task])
         self._serve()
 
-    def leaked(self, count: int) -> None:
+    def count_leaks(self, count: int) -> None:
         """Count leftovers that were found outside of sandboxes."""
-        self._metrics.leaked(count)
+        self._metrics.count_leaks(count)
 
     def snapshot(self) -> dict[str, object]:
         """Return slots by state and the counts since the start, for people."""
@@ -157,7 +159,7 @@ class Pool:
         if self._closer is not None:
             raise SandboxUnavailable("the pool is closed: the worker stops")
 
-    async def _granted(self, turn: Turn) -> Granted:
+    async def _wait_for_slot(self, turn: SlotWaiter) -> Granted:
         began = self._clock.now()
         own = self._sessions.get(turn.session) if turn.session is not None else None
         if own is not None and own.shape != turn.shape:
@@ -176,10 +178,10 @@ class Pool:
         except asyncio.CancelledError:
             self._abandon(turn)
             raise
-        self._metrics.leased(self._clock.now() - began, hit=hit)
+        self._metrics.count_lease(self._clock.now() - began, hit=hit)
         return granted
 
-    def _grant(self, turn: Turn, slot: Slot, *, held: bool) -> None:
+    def _grant(self, turn: SlotWaiter, slot: Slot, *, held: bool) -> None:
         slot.state = SlotState.leased
         slot.uses += 1
         slot.last_use = next(self._uses)
@@ -188,7 +190,7 @@ class Pool:
             self._sessions[turn.session] = slot
         turn.granted.set_result((slot, held))
 
-    def _abandon(self, turn: Turn) -> None:
+    def _abandon(self, turn: SlotWaiter) -> None:
         """Take back the request of a caller that is gone; a slot that was already granted to it goes to the next
         caller, untouched."""
         if turn in self._queue:
@@ -203,7 +205,7 @@ class Pool:
         else:
             self._serve()
 
-    def _returned(self, slot: Slot, lease: Lease) -> None:
+    def _take_back(self, slot: Slot, lease: Lease) -> None:
         slot.last_use = next(self._uses)
         if lease.kept:
             slot.workspace = lease.workspace

@@ -53,7 +53,7 @@ class Slot:
     """Number of leases of this sandbox."""
     last_use: int = 0
     """Counter that grows with every use of any slot; larger means more recent."""
-    owner: Turn | None = None
+    owner: SlotWaiter | None = None
     """Caller of `session` that arrived while the slot was `checking`."""
     task: asyncio.Task[None] | None = None
     """Asyncio task that starts, resets or checks the sandbox."""
@@ -78,7 +78,7 @@ COMING = frozenset({SlotState.starting, SlotState.resetting, SlotState.checking}
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class SlotWaiter:
     """A caller waiting for a sandbox: its requirements, and a future for the slot."""
 
     shape: Shape
@@ -91,12 +91,12 @@ class Turn:
 class Move:
     """Action for a caller: lease it the slot as it is, or, with `start`, make the slot into its shape first."""
 
-    turn: Turn
+    turn: SlotWaiter
     slot: Slot
     start: bool
 
 
-def moves(queue: Iterable[Turn], slots: Iterable[Slot], may_start: Callable[[Shape], bool]) -> list[Move]:
+def moves(queue: Iterable[SlotWaiter], slots: Iterable[Slot], may_start: Callable[[Shape], bool]) -> list[Move]:
     """Return the actions that are possible now, first come, first served. Each caller reserves one slot, possibly one
     that is still coming up, so that no two sandboxes are started for one need. `may_start` returns False while a shape
     backs off."""
@@ -116,7 +116,7 @@ def moves(queue: Iterable[Turn], slots: Iterable[Slot], may_start: Callable[[Sha
     return found
 
 
-def _rank(turn: Turn, slot: Slot, *, startable: bool) -> tuple[int, int] | None:
+def _rank(turn: SlotWaiter, slot: Slot, *, startable: bool) -> tuple[int, int] | None:
     """Rank how well the slot serves the caller, smaller is better; None if it cannot now. Held slots come last, the
     longest idle first; those with an interpreter last of all, because only their sandbox holds its state."""
     coming = slot.state in COMING
@@ -131,7 +131,7 @@ def _rank(turn: Turn, slot: Slot, *, startable: bool) -> tuple[int, int] | None:
     return 2 if slot.state in OPEN else 3, slot.last_use
 
 
-def _fits(turn: Turn, slot: Slot) -> bool:
+def _fits(turn: SlotWaiter, slot: Slot) -> bool:
     """Return whether the slot is, or is becoming, an empty sandbox of the shape; for `fresh` callers, one that never
     ran anything."""
     if slot.shape != turn.shape:

@@ -60,24 +60,24 @@ class PoolMetrics:
         self._renewals: Tally[str] = Tally()
         self._waits: deque[float] = deque(maxlen=KEPT)
 
-    def leased(self, wait_s: float, *, hit: bool) -> None:
+    def count_lease(self, wait_s: float, *, hit: bool) -> None:
         """Count a lease that a caller waited `wait_s` seconds for."""
         self._add("hits" if hit else "misses", 1)
         self._wait.observe(wait_s)
         self._waits.append(wait_s)
 
-    def renewed(self, reason: str) -> None:
+    def count_renewal(self, reason: str) -> None:
         """Count a replaced sandbox, for one of REASONS. `unclean` is also counted as a leak, one that was caught."""
         self._renewal[reason].inc()
         self._renewals[reason] += 1
         if reason == "unclean":
-            self.leaked(1)
+            self.count_leaks(1)
 
-    def leaked(self, count: int) -> None:
+    def count_leaks(self, count: int) -> None:
         """Count leftovers."""
         self._add("leaks", count)
 
-    def failed(self) -> None:
+    def count_failure(self) -> None:
         """Count a failed start."""
         self._add("failures", 1)
 
@@ -143,22 +143,22 @@ class Upkeep:
     def start(self, slot: Slot, shape: Shape) -> asyncio.Task[None] | None:
         """Close the sandbox in the slot and start one of the shape. Return None while closing."""
         if slot.sandbox is not None:
-            self._metrics.renewed("shape")
+            self._metrics.count_renewal("shape")
         slot.shape = shape
         return self._begin(slot, SlotState.starting, lambda: self._renew(slot, shape))
 
     def reset(self, slot: Slot) -> None:
         """Empty the slot's sandbox for anyone. Replace it if that is not proved, or if it reached `max_uses`."""
-        self._begin(slot, SlotState.resetting, lambda: self._emptied(slot))
+        self._begin(slot, SlotState.resetting, lambda: self._reset_slot(slot))
 
     def replace(self, slot: Slot, reason: str) -> None:
         """Replace the slot's sandbox by another of the same shape."""
-        self._begin(slot, SlotState.resetting, lambda: self._replaced(slot, reason))
+        self._begin(slot, SlotState.resetting, lambda: self._replace_sandbox(slot, reason))
 
     def check(self, slot: Slot) -> asyncio.Task[None] | None:
         """Check an idle sandbox and replace it if it does not answer. Return None while closing."""
         state = slot.state
-        return self._begin(slot, SlotState.checking, lambda: self._checked(slot, state))
+        return self._begin(slot, SlotState.checking, lambda: self._check_slot(slot, state))
 
     async def close(self) -> None:
         """End every task and every sandbox."""
@@ -175,27 +175,27 @@ class Upkeep:
         slot.state = state
         task = asyncio.create_task(work())
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broken(error)
 
-    async def _emptied(self, slot: Slot) -> None:
+    async def _reset_slot(self, slot: Slot) -> None:
         if not await slot.usable.reset():
-            await self._replaced(slot, "unclean" if await self._well(slot.usable) else "died")
+            await self._replace_sandbox(slot, "unclean" if await self._well(slot.usable) else "died")
         elif slot.uses >= self._max_uses:
-            await self._replaced(slot, "max_uses")
+            await self._replace_sandbox(slot, "max_uses")
         else:
             self._idle(slot, SlotState.ready)
 
-    async def _checked(self, slot: Slot, state: SlotState) -> None:
+    async def _check_slot(self, slot: Slot, state: SlotState) -> None:
         if await self._well(slot.usable):
             self._idle(slot, state)
         else:
-            await self._replaced(slot, "died")
+            await self._replace_sandbox(slot, "died")
 
     async def _well(self, sandbox: Sandbox) -> bool:
         try:
@@ -204,10 +204,10 @@ class Upkeep:
         except TimeoutError:
             return False
 
-    async def _replaced(self, slot: Slot, reason: str) -> None:
+    async def _replace_sandbox(self, slot: Slot, reason: str) -> None:
         assert slot.shape is not None
         log.info("%s slot %d: its sandbox is replaced: %s", self._provider.name, slot.number, reason)
-        self._metrics.renewed(reason)
+        self._metrics.count_renewal(reason)
         await self._renew(slot, slot.shape)
 
     async def _renew(self, slot: Slot, shape: Shape) -> None:
@@ -222,17 +222,17 @@ class Upkeep:
             self._refuse(shape, error)
             self._idle(slot, SlotState.empty)
         except SandboxUnavailable as error:
-            self._failed(slot, shape, error)
+            self._handle_start_failure(slot, shape, error)
         else:
             self._live.add(slot.sandbox)
-            self.backoff.succeeded(shape)
+            self.backoff.note_success(shape)
             self._idle(slot, SlotState.ready)
 
-    def _failed(self, slot: Slot, shape: Shape, error: SandboxUnavailable) -> None:
-        failures, pause_s = self.backoff.failed(shape)
+    def _handle_start_failure(self, slot: Slot, shape: Shape, error: SandboxUnavailable) -> None:
+        failures, pause_s = self.backoff.note_failure(shape)
         said = f"{error} (failure {failures} in a row; the next try of its kind is in {pause_s:g} s)"
         log.warning("%s slot %d: no sandbox came up: %s", self._provider.name, slot.number, said)
-        self._metrics.failed()
+        self._metrics.count_failure()
         slot.shape, slot.error = None, error
         self._refuse(shape, type(error)(said))
         self._idle(slot, SlotState.failed)
@@ -282,7 +282,7 @@ class Backoff:
         self._due = due
         self._pauses: dict[Shape, _Pause] = {}
 
-    def failed(self, shape: Shape) -> tuple[int, float]:
+    def note_failure(self, shape: Shape) -> tuple[int, float]:
         """Note a failed start. Return the number of failures in a row and the pause in seconds that begins."""
         before = self._pauses.get(shape)
         failures = 1 if before is None else before.failures + 1
@@ -292,7 +292,7 @@ class Backoff:
         self._pauses[shape] = _Pause(failures, asyncio.create_task(self._sleep(pause_s)))
         return failures, pause_s
 
-    def succeeded(self, shape: Shape) -> None:
+    def note_success(self, shape: Shape) -> None:
         """Forget the failures of the shape."""
         if (pause := self._pauses.pop(shape, None)) is not None:
             pause.timer.cancel()

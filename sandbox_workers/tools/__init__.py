@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from turnlog.infra.tools import AGENT, BUILT_IN, BrokenTool, described, loaded, offered
+from turnlog.infra.tools import AGENT, BUILT_IN, BrokenTool, describe_tool, find_tools, load_tool
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Execution,
@@ -47,8 +47,8 @@ from turnlog.sandbox_workers.tools.tool import (
     ToolEnd,
     ToolFailed,
     always,
-    parsed,
-    shown,
+    describe_value,
+    parse_arguments,
 )
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
@@ -87,15 +87,15 @@ class Prepared:
         reads. Raises any SandboxError except FileRefused."""
         call = Call(arguments=self.arguments, sandbox=sandbox, limits=limits, env=env, on_output=on_output)
         try:
-            return _bounded(await (self.tool.run(call) if self.tool.name in OURS else self._foreign(call)), limits)
+            return _limit_output(await (self.tool.run(call) if self.tool.name in OURS else self._foreign(call)), limits)
         except CallEnded as end:
             return end.execution
         except ToolFailed as failure:
-            return _bounded(call.answer(f"{failure}\n", status=ToolStatus.tool_error), limits)
+            return _limit_output(call.answer(f"{failure}\n", status=ToolStatus.tool_error), limits)
         except QuotaExceeded as refusal:
             return call.answer(f"{refusal}\n", status=ToolStatus.resource_limit, reason="disk_bytes")
         except FileRefused as refusal:
-            return _bounded(call.answer(f"{refusal}\n", status=ToolStatus.tool_error), limits)
+            return _limit_output(call.answer(f"{refusal}\n", status=ToolStatus.tool_error), limits)
 
     async def _foreign(self, call: Call) -> Execution:
         """Run a package's tool, which may raise anything, return anything and never end."""
@@ -125,10 +125,10 @@ class Prepared:
 def tools() -> Mapping[str, Tool]:
     """Return every tool by name, the built-in ones first; looked up once. Raises ToolOfferError."""
     found = {name: _built_in(name) for name in OURS}
-    for name, point in offered().items():
-        tool = loaded(point)
+    for name, point in find_tools().items():
+        tool = load_tool(point)
         if not isinstance(tool, Tool):
-            raise BrokenTool(f"{described(point)}: must be a turnlog.sandbox_workers.tools.Tool, got {tool!r:.200}")
+            raise BrokenTool(f"{describe_tool(point)}: must be a turnlog.sandbox_workers.tools.Tool, got {tool!r:.200}")
         found[name] = tool
     return found
 
@@ -148,12 +148,12 @@ def prepared(
     tool = known.get(name)
     if tool is None:
         offered_ones = ", ".join(one for one in known if one != AGENT.name)
-        return Refusal("tool", f"there is no tool {shown(name)}; tools are {offered_ones}")
+        return Refusal("tool", f"there is no tool {describe_value(name)}; tools are {offered_ones}")
     if len(arguments) > argument_bytes:
         text = f"the arguments are {len(arguments)} bytes; they may be {argument_bytes} ([sandbox] argument_bytes)"
         return Refusal("argument_bytes", text)
     try:
-        values = parsed(arguments, tool.validator, name)
+        values = parse_arguments(arguments, tool.validator, name)
     except ArgumentsRefused as refusal:
         return Refusal("arguments", str(refusal))
     if said := tool.legal(values, spec, limits):
@@ -169,7 +169,7 @@ def _built_in(name: str) -> Tool:
     )  # fmt: skip
 
 
-def _bounded(execution: Execution, limits: SandboxLimits) -> Execution:
+def _limit_output(execution: Execution, limits: SandboxLimits) -> Execution:
     """Cut the output to output_bytes; an execution with longer output becomes a resource_limit."""
     if len(execution.output) <= limits.output_bytes:
         return execution

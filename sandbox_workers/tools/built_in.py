@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnlog.infra.tools import GATEWAY_INSIDE, KEY_INSIDE
-from turnlog.sandbox_workers.protocol import Command, Execution, Kind, QuotaExceeded, Stream
+from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, QuotaExceeded
 from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
@@ -81,8 +81,8 @@ async def env_step(call: Call) -> Execution:
     source = CALL.format(name=NAME, driver=DRIVER, file=f"<{NAME}>", arguments=arguments)
     printed = bytearray()
 
-    def listen(stream: Stream, part: bytes) -> None:
-        if stream is Stream.stdout:
+    def listen(stream: OutputStream, part: bytes) -> None:
+        if stream is OutputStream.stdout:
             printed.extend(part)
         if call.on_output is not None:
             call.on_output(stream, part)
@@ -172,13 +172,13 @@ async def read_file(call: Call) -> Execution:
             lines.feed(part)
         text.decode(b"", final=True)
     except UnicodeError:
-        raise ToolFailed(await _described(call, path)) from None
+        raise ToolFailed(await _describe_binary(call, path)) from None
     lines.finish()
     if first > max(1, lines.count):
         raise ToolFailed(f"{path} has {lines.count} lines, none is number {first}")
     last = first + len(lines.taken) - 1
     if last == lines.count:
-        return call.answer(b"\n".join(lines.taken) + (b"\n" if lines.ended else b""))
+        return call.answer(b"\n".join(lines.taken) + (b"\n" if lines.has_final_newline else b""))
     if not lines.taken:
         raise ToolFailed(f"line {first} of {path} is longer than an answer may be ({call.limits.output_bytes} bytes)")
     note = f'[{path}: lines {first} to {last} of {lines.count}; read on with "offset": {last + 1}]\n'
@@ -198,9 +198,9 @@ async def edit_file(call: Call) -> Execution:
     old, new = (call.arguments[name].encode() for name in ("old", "new"))
     content = await call.sandbox.read(path, most=min(EDITED, max(call.limits.disk_bytes, 1)))
     try:
-        count, lines = await asyncio.to_thread(_found, path, content, old, new, every=every)
+        count, lines = await asyncio.to_thread(_find_occurrences, path, content, old, new, every=every)
     except UnicodeError:
-        raise ToolFailed(await _described(call, path)) from None
+        raise ToolFailed(await _describe_binary(call, path)) from None
     size = len(content) + content.count(old) * (len(new) - len(old))
     if size > call.limits.disk_bytes:
         raise QuotaExceeded(f"{path}: {size} bytes do not fit the workspace's {call.limits.disk_bytes}")
@@ -224,7 +224,7 @@ def _check_text(decoder: codecs.IncrementalDecoder, part: bytes) -> None:
         raise UnicodeError("a NUL byte")
 
 
-async def _described(call: Call, path: str) -> str:
+async def _describe_binary(call: Call, path: str) -> str:
     """Describe a file that is not text."""
     digest, size, begins = hashlib.sha256(), 0, b""
     async for part in _parts(call, path):
@@ -233,7 +233,7 @@ async def _described(call: Call, path: str) -> str:
     return f"{path} is no UTF-8 text: {size} bytes that begin with {begins.hex(' ')}; sha256 {digest.hexdigest()}"
 
 
-def _found(path: str, content: bytes, old: bytes, new: bytes, *, every: bool) -> tuple[int, list[int]]:
+def _find_occurrences(path: str, content: bytes, old: bytes, new: bytes, *, every: bool) -> tuple[int, list[int]]:
     """Return how often the old text occurs, and the lines of its first occurrences. Raises ToolFailed if the edit is
     not legal, UnicodeError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -297,7 +297,7 @@ class Lines:
         self._open = False
 
     @property
-    def ended(self) -> bool:
+    def has_final_newline(self) -> bool:
         """True if the text ends with a line end."""
         return self.count > 0 and not self._open
 

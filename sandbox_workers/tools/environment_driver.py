@@ -18,7 +18,7 @@ from typing import Any
 LONGEST_REPR = 200
 
 
-class Refused(Exception):
+class EnvironmentRefusal(Exception):
     """An error whose text the model reads verbatim."""
 
 
@@ -34,36 +34,40 @@ class Stage:
     def reset(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an episode, in a new environment if another one is named."""
         if not (name or self.name):
-            raise Refused('no environment stands here yet: the first reset names one, "environment": "module:NAME"')
+            raise EnvironmentRefusal(
+                'no environment stands here yet: the first reset names one, "environment": "module:NAME"'
+            )
         if self.environment is None or (name and name != self.name):
             close = getattr(self.environment, "close", None)
             self.environment, self.over = None, "no episode has begun: reset first"
             if close is not None:
                 close()
-            self.environment, self.name = made(name or self.name), name or self.name
+            self.environment, self.name = create_environment(name or self.name), name or self.name
         given = {key: arguments[key] for key in ("seed", "options") if key in arguments}
         self.over = "the last reset failed: reset again"
         result = self.environment.reset(**given)
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise Refused(f"reset of {self.name} must answer (observation, info), got {type(result).__name__}")
+            raise EnvironmentRefusal(
+                f"reset of {self.name} must answer (observation, info), got {type(result).__name__}"
+            )
         self.over = ""
         return {"observation": result[0], "reward": 0.0, "terminated": False, "truncated": False, "info": result[1]}
 
     def step(self, name: str, action: Any) -> dict[str, Any]:
         """Take one action."""
         if self.environment is None:
-            raise Refused(
+            raise EnvironmentRefusal(
                 "no environment stands here: reset first. (One that stood here went with its interpreter, which a call "
                 "ends by meeting a limit.)"
             )
         if name and name != self.name:
-            raise Refused(f"the environment here is {self.name}; reset to change to {name}")
+            raise EnvironmentRefusal(f"the environment here is {self.name}; reset to change to {name}")
         if self.over:
-            raise Refused(self.over)
+            raise EnvironmentRefusal(self.over)
         convert = getattr(getattr(self.environment, "action_space", None), "from_jsonable", None)
         result = self.environment.step(convert([action])[0] if convert is not None else action)
         if not (isinstance(result, tuple) and len(result) == 5):
-            raise Refused(
+            raise EnvironmentRefusal(
                 f"step of {self.name} must answer (observation, reward, terminated, truncated, info), got "
                 f"{type(result).__name__}"
             )
@@ -75,7 +79,7 @@ class Stage:
         return answer
 
 
-def made(name: str) -> Any:
+def create_environment(name: str) -> Any:
     """Create the environment by calling its class or factory."""
     module, _, attribute = name.partition(":")
     for folder in (os.environ.get("HOME", ""), os.getcwd()):  # the workspace, and the interpreter's current folder
@@ -87,7 +91,7 @@ def made(name: str) -> Any:
         factory = getattr(factory, part)
     environment = factory()
     if not (callable(getattr(environment, "reset", None)) and callable(getattr(environment, "step", None))):
-        raise Refused(f"{name} makes no environment: it needs reset and step")
+        raise EnvironmentRefusal(f"{name} makes no environment: it needs reset and step")
     return environment
 
 
@@ -119,7 +123,7 @@ def answer(text: str, stage: Stage) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             done = stage.reset(name, arguments) if arguments.get("reset") else stage.step(name, arguments["action"])
             said = json.dumps({"answer": as_json(done)}, ensure_ascii=False, allow_nan=False)
-    except Refused as refusal:
+    except EnvironmentRefusal as refusal:
         said = json.dumps({"error": str(refusal)})
     except (Exception, SystemExit) as error:  # the environment's code failed: answer its traceback; the episode stays
         shown = traceback.format_exception(error.with_traceback(_below(error)))

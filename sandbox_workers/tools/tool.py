@@ -160,13 +160,13 @@ def checked_schema(schema: Schema) -> Validator:
     return Draft202012Validator(schema, registry=Registry())  # an empty registry fetches nothing
 
 
-def parsed(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:
+def parse_arguments(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:
     """Parse and validate the arguments. Raises ArgumentsRefused."""
     takes = f"{tool} takes {usage(validator.schema)}"
     try:
-        values = _loaded(raw)
+        values = _parse_json(raw)
         if not isinstance(values, dict):
-            raise ArgumentsRefused(f"the arguments must be an object, got {shown(values)}; {takes}")
+            raise ArgumentsRefused(f"the arguments must be an object, got {describe_value(values)}; {takes}")
         errors = list(itertools.islice(validator.iter_errors(values), ERRORS))
     except RecursionError:
         raise ArgumentsRefused(f"the arguments are nested too deeply; {takes}") from None
@@ -186,7 +186,7 @@ def usage(schema: Schema) -> str:
     return form + (f"; it may have {', '.join(spare)}" if spare else "")
 
 
-def shown(value: object) -> str:
+def describe_value(value: object) -> str:
     """Describe a value in few words."""
     if isinstance(value, str):
         return json.dumps(value) if len(value) <= SHOWN else f"{json.dumps(value[:SHOWN])}... ({len(value)} characters)"
@@ -198,7 +198,7 @@ def shown(value: object) -> str:
     return json.dumps(value)[:SHOWN]
 
 
-def _loaded(raw: bytes) -> Any:
+def _parse_json(raw: bytes) -> Any:
     """Parse JSON. Raises ValueError, RecursionError, ArgumentsRefused."""
     if deeper_than(raw, LEVELS):
         raise RecursionError
@@ -216,7 +216,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{shown(twice)} stands there twice")
+        raise ValueError(f"{describe_value(twice)} stands there twice")
     return values
 
 
@@ -247,27 +247,28 @@ def _references(schema: object) -> set[str]:
 
 def _most_telling(errors: list[ValidationError]) -> str:
     """Describe the error at the shallowest place, preferring a missing argument to a wrong one."""
-    return _said(min(errors, key=lambda error: (len(error.absolute_path), error.validator != "required")))
+    return _describe_violation(min(errors, key=lambda error: (len(error.absolute_path), error.validator != "required")))
 
 
-def _said(error: ValidationError) -> str:
+def _describe_violation(error: ValidationError) -> str:
     where, rule, legal, found = _path(error), str(error.validator), error.validator_value, error.instance
     match rule:
         case "required":
-            missing = ", ".join(shown(name) for name in legal if name not in found)
+            missing = ", ".join(describe_value(name) for name in legal if name not in found)
             return f"missing: {missing}" + (f" in {where}" if error.path else "")
         case "additionalProperties" if legal is False:
-            more = [shown(name) for name in found if name not in error.schema.get("properties", {})]
+            more = [describe_value(name) for name in found if name not in error.schema.get("properties", {})]
             return f"unknown: {', '.join(more[:5])}" + (f" in {where}" if error.path else "")
         case "type":
             kinds = [legal] if isinstance(legal, str) else legal
-            return f"{where} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {shown(found)}"
+            return f"{where} must be {' or '.join(KINDS[kind] for kind in kinds)}, got {describe_value(found)}"
         case "enum":
-            return f"{where} must be one of {', '.join(shown(value) for value in legal)[:300]}, got {shown(found)}"
+            choices = ", ".join(describe_value(value) for value in legal)[:300]
+            return f"{where} must be one of {choices}, got {describe_value(found)}"
         case _ if rule in BOUNDS:
-            return f"{where} must be {BOUNDS[rule]} {shown(legal)}, got {shown(found)}"
+            return f"{where} must be {BOUNDS[rule]} {describe_value(legal)}, got {describe_value(found)}"
         case _:
-            return f"{where}: not as {rule} of the schema says: {json.dumps(legal)[:200]}; got {shown(found)}"
+            return f"{where}: not as {rule} of the schema says: {json.dumps(legal)[:200]}; got {describe_value(found)}"
 
 
 def _path(error: ValidationError | SchemaError) -> str:

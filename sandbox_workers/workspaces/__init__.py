@@ -19,14 +19,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from turnlog.infra.blobs import Blobs, StoreUnavailable
-from turnlog.infra.workspaces import MEDIA_TYPE, FileEntry, FileKind, Manifest, Piece, Stored, flaw
+from turnlog.infra.workspaces import MEDIA_TYPE, FileEntry, FileKind, PackedRange, StoredEntry, WorkspaceManifest, flaw
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import FileMissing, FileRefused, InterpreterLost, WorkspaceLost
-from turnlog.sandbox_workers.workspaces.store import Tree, Workspaces
+from turnlog.sandbox_workers.workspaces.store import FileTree, Workspaces
 from turnlog.schemas.events import ToolCallRequested
 from turnlog.schemas.types import BlobRef
 
-__all__ = ["MEDIA_TYPE", "Folder", "Manifest", "Piece", "SessionFiles", "Stored", "Tree", "Workspaces", "stored"]
+__all__ = [
+    "MEDIA_TYPE",
+    "FileTree",
+    "Folder",
+    "PackedRange",
+    "SessionFiles",
+    "StoredEntry",
+    "WorkspaceManifest",
+    "Workspaces",
+    "stored",
+]
 
 log = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from turnlog.infra.workspaces import (
     SHA256,
     FileEntry,
     FileKind,
-    Manifest,
     NotAWorkspace,
-    Piece,
-    Stored,
+    PackedRange,
+    StoredEntry,
+    WorkspaceManifest,
     decode,
     flaw,
 )
@@ -70,15 +70,15 @@ class Workspaces:
         """Create it. `pieces` is the number of piece locations to remember, `trees` the number of sandboxes whose last
         examination is remembered."""
         self._blobs = blobs
-        self._known = Known(pieces)
-        self._looks = Looks(trees)
-        self._manifests: OrderedDict[BlobRef, Manifest] = OrderedDict()
+        self._known = PieceLocations(pieces)
+        self._looks = TreeExaminations(trees)
+        self._manifests: OrderedDict[BlobRef, WorkspaceManifest] = OrderedDict()
         self._since: dict[BlobRef, float] = {}
         """Time at which each cached manifest was put or read."""
         self._entries = 0
 
     async def snapshot(
-        self, tree: Tree, since: BlobRef | None = None, *, most: int | None = None, interpreter: bool | None = None
+        self, tree: FileTree, since: BlobRef | None = None, *, most: int | None = None, interpreter: bool | None = None
     ) -> BlobRef:
         """Store the files of `tree` and return their workspace.
 
@@ -100,10 +100,10 @@ class Workspaces:
             and await _aside(len(entries), self._looks.same, tree, before, entries)
         ):
             return since
-        kept = self._looks.kept(tree, before, entries)
-        manifest = await self._stored(tree, entries, kept, Packer(self._blobs, self._known, _pieces(before)))
+        kept = self._looks.unchanged_files(tree, before, entries)
+        manifest = await self._store_tree(tree, entries, kept, Packer(self._blobs, self._known, _pieces(before)))
         if manifest.wasteful:
-            manifest = await self._stored(tree, entries, {}, Packer(self._blobs, Known(0), {}))
+            manifest = await self._store_tree(tree, entries, {}, Packer(self._blobs, PieceLocations(0), {}))
         manifest = await self._put(dataclasses.replace(manifest, interpreter=alive), before)
         self._looks.note(tree, manifest, entries)
         assert manifest.ref is not None
@@ -111,7 +111,7 @@ class Workspaces:
 
     async def empty(self) -> BlobRef:
         """Return the workspace without files. Raises StoreUnavailable."""
-        manifest = await self._put(Manifest(()), None)
+        manifest = await self._put(WorkspaceManifest(()), None)
         assert manifest.ref is not None
         return manifest.ref
 
@@ -124,7 +124,7 @@ class Workspaces:
         assert manifest.ref is not None
         return manifest.ref
 
-    async def open(self, ref: BlobRef) -> Manifest:
+    async def open(self, ref: BlobRef) -> WorkspaceManifest:
         """Return the manifest stored under `ref`. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
         if ref in self._manifests:
             self._manifests.move_to_end(ref)
@@ -138,14 +138,14 @@ class Workspaces:
             raise WorkspaceCorrupt(str(error)) from error
         return self._manifests.get(ref) or self._cache(ref, manifest)
 
-    async def restore(self, tree: Tree, ref: BlobRef, *, disk_bytes: int) -> Manifest:
+    async def restore(self, tree: FileTree, ref: BlobRef, *, disk_bytes: int) -> WorkspaceManifest:
         """Make `tree` contain exactly the files stored under `ref`. Nothing is fetched before sizes and paths are
         checked; nothing is written before every hash is. Raises WorkspaceLost, WorkspaceCorrupt, QuotaExceeded,
         SandboxDied, StoreUnavailable."""
         manifest = await self.open(ref)
         if manifest.size > disk_bytes:
             raise QuotaExceeded(f"workspace {ref.sha256} holds {manifest.size} bytes, {disk_bytes} are allowed")
-        if manifest.bloated:
+        if manifest.is_bloated:
             raise WorkspaceCorrupt(f"workspace {ref.sha256} lies in packs of many times its {manifest.size} bytes")
         contents = await self._contents(manifest)
         try:
@@ -159,7 +159,7 @@ class Workspaces:
 
     # -- what is known
 
-    async def _before(self, tree: Tree, since: BlobRef | None) -> Manifest | None:
+    async def _before(self, tree: FileTree, since: BlobRef | None) -> WorkspaceManifest | None:
         if since is None:
             return None
         if (seen := self._looks.last(tree)) is not None and seen.ref == since:
@@ -170,7 +170,7 @@ class Workspaces:
             log.warning("workspace %s is stored anew: %s", since.sha256, error)
             return None
 
-    def _cache(self, ref: BlobRef, manifest: Manifest) -> Manifest:
+    def _cache(self, ref: BlobRef, manifest: WorkspaceManifest) -> WorkspaceManifest:
         self._manifests[ref] = manifest
         self._since.setdefault(ref, time.monotonic())
         self._entries += len(manifest.files) + CACHED_ENTRIES // CACHED_MANIFESTS
@@ -182,9 +182,9 @@ class Workspaces:
 
     # -- from a tree into the store
 
-    async def _stored(
-        self, tree: Tree, entries: Iterable[FileEntry], kept: Mapping[str, Stored], packer: Packer
-    ) -> Manifest:
+    async def _store_tree(
+        self, tree: FileTree, entries: Iterable[FileEntry], kept: Mapping[str, StoredEntry], packer: Packer
+    ) -> WorkspaceManifest:
         """Build the tree's manifest, with every piece in the store."""
         changed = [entry for entry in entries if entry.kind is FileKind.file and entry.path not in kept]
         read: dict[str, tuple[str, int, tuple[str, ...]]] = {}
@@ -202,16 +202,16 @@ class Workspaces:
         for entry in entries:
             plain = dataclasses.replace(entry, stamp="")
             if entry.path in kept:
-                files.append(Stored(plain, kept[entry.path].sha256, kept[entry.path].pieces))
+                files.append(StoredEntry(plain, kept[entry.path].sha256, kept[entry.path].pieces))
             elif entry.kind is FileKind.file:
                 sha256, size, hashes = read[entry.path]
                 pieces = tuple(packer.piece(piece) for piece in hashes)
-                files.append(Stored(dataclasses.replace(plain, size=size), sha256, pieces))
+                files.append(StoredEntry(dataclasses.replace(plain, size=size), sha256, pieces))
             else:
-                files.append(Stored(plain))
-        return Manifest(tuple(files))
+                files.append(StoredEntry(plain))
+        return WorkspaceManifest(tuple(files))
 
-    async def _put(self, manifest: Manifest, before: Manifest | None) -> Manifest:
+    async def _put(self, manifest: WorkspaceManifest, before: WorkspaceManifest | None) -> WorkspaceManifest:
         """Store the manifest and set its reference. Return `before` if both describe the same files."""
         if before is not None and not before.wasteful and before.says == manifest.says:
             return before
@@ -225,7 +225,7 @@ class Workspaces:
 
     # -- and back
 
-    async def _contents(self, manifest: Manifest) -> dict[str, bytes]:
+    async def _contents(self, manifest: WorkspaceManifest) -> dict[str, bytes]:
         """Return the bytes of each file by path, every hash checked."""
         turns = asyncio.Semaphore(FETCHES)
 
@@ -234,10 +234,10 @@ class Workspaces:
                 return await self._get(pack)
 
         fetched = await asyncio.gather(*(fetch(pack) for pack in manifest.packs))
-        return await asyncio.to_thread(self._joined, manifest, dict(zip(manifest.packs, fetched, strict=True)))
+        return await asyncio.to_thread(self._join_pieces, manifest, dict(zip(manifest.packs, fetched, strict=True)))
 
-    def _joined(self, manifest: Manifest, packs: Mapping[BlobRef, bytes]) -> dict[str, bytes]:
-        sound: set[Piece] = set()
+    def _join_pieces(self, manifest: WorkspaceManifest, packs: Mapping[BlobRef, bytes]) -> dict[str, bytes]:
+        sound: set[PackedRange] = set()
         contents: dict[str, bytes] = {}
         for stored in manifest.files:
             if stored.entry.kind is not FileKind.file:
@@ -271,7 +271,7 @@ async def _aside(entries: int, act: Callable[P, T], *arguments: P.args, **named:
     return await asyncio.to_thread(act, *arguments, **named)
 
 
-def _pieces(before: Manifest | None) -> dict[str, Piece]:
+def _pieces(before: WorkspaceManifest | None) -> dict[str, PackedRange]:
     return {piece.sha256: piece for stored in (before.files if before else ()) for piece in stored.pieces}
 
 
@@ -297,7 +297,7 @@ def _sha256(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-class Known:
+class PieceLocations:
     """Locations of pieces that this worker has seen or made itself; the latest `most` are retained. A location is added
     only if its bytes were hashed here, so nobody can pass other bytes off under a hash. It is forgotten after REUSED_S,
     since `turnlog gc` may remove a pack that nobody has named for so long."""
@@ -305,16 +305,16 @@ class Known:
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._clock = clock
-        self._places: OrderedDict[str, tuple[Piece, float]] = OrderedDict()
+        self._places: OrderedDict[str, tuple[PackedRange, float]] = OrderedDict()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: PackedRange) -> None:
         """Remember the location of a piece."""
         self._places[piece.sha256] = piece, self._clock()
         self._places.move_to_end(piece.sha256)
         if len(self._places) > self._most:
             self._places.popitem(last=False)
 
-    def find(self, sha256: str) -> Piece | None:
+    def find(self, sha256: str) -> PackedRange | None:
         """Return the location of the piece with this hash, or None if unknown."""
         if (found := self._places.get(sha256)) is None:
             return None
@@ -329,12 +329,12 @@ class Known:
 class Packer:
     """Collects the contents of one snapshot's files and puts what is new into packs of several files."""
 
-    def __init__(self, blobs: Blobs, known: Known, before: dict[str, Piece]) -> None:
+    def __init__(self, blobs: Blobs, known: PieceLocations, before: dict[str, PackedRange]) -> None:
         """Create a packer. `before` has the pieces of the previous manifest by hash."""
         self._blobs = blobs
         self._known = known
         self._before = before
-        self._made: dict[str, Piece] = {}
+        self._made: dict[str, PackedRange] = {}
         """Pieces in packs that are written."""
         self._open: dict[str, tuple[int, int]] = {}
         """Pieces of the open pack, as (offset, length)."""
@@ -367,18 +367,18 @@ class Packer:
         pack = await self._blobs.put(b"".join(self._parts), media_type=PACK_TYPE)
         WRITTEN.inc(pack.size)
         for sha256, (offset, length) in self._open.items():
-            piece = self._made[sha256] = Piece(sha256, _as_pack(pack), offset, length)
+            piece = self._made[sha256] = PackedRange(sha256, _as_pack(pack), offset, length)
             self._known.add(piece)
         self._open, self._parts, self._size = {}, [], 0
 
-    def piece(self, sha256: str) -> Piece:
+    def piece(self, sha256: str) -> PackedRange:
         """Return the location of the piece with this hash. Raises KeyError if it was not added and flushed."""
         found = self._place(sha256)
         if found is None:
             raise KeyError(sha256)
         return found
 
-    def _place(self, sha256: str) -> Piece | None:
+    def _place(self, sha256: str) -> PackedRange | None:
         """Look the piece up once per snapshot, so that what `add` has found is not forgotten before `piece` asks."""
         found = self._made.get(sha256) or self._before.get(sha256) or self._known.find(sha256)
         if found is not None:
@@ -390,7 +390,7 @@ def _as_pack(ref: BlobRef) -> BlobRef:
     return BlobRef(ref.sha256, ref.size, PACK_TYPE)
 
 
-class Tree(Protocol):
+class FileTree(Protocol):
     """A source and target of files: a Sandbox, or a folder of this machine."""
 
     @property
@@ -407,14 +407,14 @@ class Tree(Protocol):
 class Look:
     """State of a tree when it was last examined."""
 
-    tree: Tree
-    manifest: Manifest
+    tree: FileTree
+    manifest: WorkspaceManifest
     entries: list[FileEntry]
     stamps: Mapping[str, str]
     """Stamps by path of files whose bytes match the manifest."""
 
 
-class Looks:
+class TreeExaminations:
     """The last examination of each of the latest `most` trees. Stamps are trusted only for the very tree that had them,
     and only while nobody has put other files into it behind our back, which the caller's `before` shows."""
 
@@ -422,7 +422,7 @@ class Looks:
         self._most = most
         self._looks: OrderedDict[int, Look] = OrderedDict()
 
-    def note(self, tree: Tree, manifest: Manifest, entries: Iterable[FileEntry]) -> None:
+    def note(self, tree: FileTree, manifest: WorkspaceManifest, entries: Iterable[FileEntry]) -> None:
         """Note that the tree holds the manifest's files, with the stamps of `entries`."""
         entries = sorted(entries, key=lambda entry: entry.path)
         sizes = {stored.entry.path: stored.entry.size for stored in manifest.files if stored.sha256}
@@ -432,19 +432,21 @@ class Looks:
         if len(self._looks) > self._most:
             self._looks.popitem(last=False)
 
-    def last(self, tree: Tree) -> Manifest | None:
+    def last(self, tree: FileTree) -> WorkspaceManifest | None:
         """Return the manifest of the last examination, or None."""
         look = self._looks.get(id(tree))
         return look.manifest if look is not None and look.tree is tree else None
 
-    def same(self, tree: Tree, before: Manifest, entries: list[FileEntry]) -> bool:
+    def same(self, tree: FileTree, before: WorkspaceManifest, entries: list[FileEntry]) -> bool:
         """Return whether nothing has changed since, judged by stamps alone."""
         if self.last(tree) is not before or before.wasteful:
             return False
         stamped = all(entry.stamp or entry.kind is not FileKind.file for entry in entries)
         return stamped and self._looks[id(tree)].entries == entries
 
-    def kept(self, tree: Tree, before: Manifest | None, entries: Iterable[FileEntry]) -> dict[str, Stored]:
+    def unchanged_files(
+        self, tree: FileTree, before: WorkspaceManifest | None, entries: Iterable[FileEntry]
+    ) -> dict[str, StoredEntry]:
         """Return unchanged files, by path."""
         if before is None or self.last(tree) is not before:
             return {}

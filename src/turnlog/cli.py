@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnlog import __version__
-from turnlog.command_help import SHELLS, Parser, complete_parser, naming
+from turnlog.command_help import SHELLS, CommandLineParser, complete_parser, naming
 from turnlog.infra.roles import ending, http_clients, leaves, log_lines
 from turnlog.infra.run_folder import NAMING, check_there, newest_run, no_space_of, run_settings
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES, ExitStatus
@@ -105,11 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.TERMINATED if ending.was_terminated() else ExitStatus.INTERRUPTED
     except BrokenPipeError as error:
         if not _reader_is_gone():
-            return ended(arguments.verb, error)
+            return report_failure(arguments.verb, error)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return ExitStatus.READER_GONE
     except Exception as error:
-        return ended(arguments.verb, error)
+        return report_failure(arguments.verb, error)
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
@@ -147,7 +147,7 @@ def _reader_is_gone() -> bool:
     return any(events & select.POLLERR for _, events in pipe.poll(0))
 
 
-def ended(verb: str, error: Exception) -> int:
+def report_failure(verb: str, error: Exception) -> int:
     """Return the exit status for a verb that ended with an error, after printing the first error of the tasks that ran
     together. Raises the error itself if one of them is not a turnlog error, or if TURNLOG_TRACEBACK is set."""
     errors = [no_space_of(each) or each for each in leaves(error)]
@@ -182,7 +182,7 @@ def _status_of(error: Exception) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of every verb with its help."""
-    top: argparse.ArgumentParser = Parser(
+    top: argparse.ArgumentParser = CommandLineParser(
         prog="turnlog",
         description="Event-sourced data plane and training loop for agentic RL.",
         epilog=EPILOG,
@@ -416,9 +416,9 @@ def _supervise(settings: Settings, _: argparse.Namespace) -> int:
 def _up(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.infra.embedded.up import up
     from turnlog.infra.roles.terminal import say_json
-    from turnlog.trainer.tiny_policy import prepared
+    from turnlog.trainer.tiny_policy import prepare_model
 
-    found = up(prepared(settings))
+    found = up(prepare_model(settings))
     if arguments.json:
         say_json(dataclasses.asdict(found))
     return 0
@@ -445,9 +445,9 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
         return configure_command(settings) if arguments.action else command(settings)
     if arguments.action == "fork":
         from turnlog.consumers.life.fork import fork
-        from turnlog.trainer.checkpoint import found, hand_on
+        from turnlog.trainer.checkpoint import hand_on, open_checkpoint
 
-        return fork(settings, arguments, found, hand_on)
+        return fork(settings, arguments, open_checkpoint, hand_on)
     if arguments.action == "delete":
         from turnlog.consumers.life.delete import command as delete
 
@@ -462,10 +462,10 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.trainer.tiny_policy import copied, initial_weights, prepared
+    from turnlog.trainer.tiny_policy import copy_model, initial_weights, prepare_model
 
-    made = initial_weights(prepared(settings))
-    print(copied(made, arguments.out) if arguments.out else made)
+    made = initial_weights(prepare_model(settings))
+    print(copy_model(made, arguments.out) if arguments.out else made)
     return 0
 
 
@@ -483,10 +483,10 @@ def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.demo import demo
-    from turnlog.sandbox_workers.pooling import unisolated
-    from turnlog.trainer.tiny_policy import prepared
+    from turnlog.sandbox_workers.pooling import find_isolation_failure
+    from turnlog.trainer.tiny_policy import prepare_model
 
-    return demo(settings, prepared, unisolated, steps=arguments.steps, engines=arguments.engines)
+    return demo(settings, prepare_model, find_isolation_failure, steps=arguments.steps, engines=arguments.engines)
 
 
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -613,10 +613,10 @@ def _export(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.datasets.build import verify
-    from turnlog.producers.recipes.warm_start import imitated
+    from turnlog.producers.recipes.warm_start import make_row_converter
     from turnlog.trainer.offline.sft import command
 
-    return command(settings, arguments, verify, imitated(arguments.model))
+    return command(settings, arguments, verify, make_row_converter(arguments.model))
 
 
 def _reward(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -652,10 +652,12 @@ def _session(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _books(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.books import Asked, show
+    from turnlog.consumers.books import AccountingArguments, show
 
     archive = arguments.source == "archive"
-    asked = Asked(arguments.by, arguments.id, as_json=arguments.json, limit=arguments.limit, archive=archive)
+    asked = AccountingArguments(
+        arguments.by, arguments.id, as_json=arguments.json, limit=arguments.limit, archive=archive
+    )
     return ending.run_verb(show(settings, asked))
 
 

@@ -37,7 +37,7 @@ INVALID = re.compile(
 _Verbs = argparse._SubParsersAction
 
 
-class Parser(argparse.ArgumentParser):
+class CommandLineParser(argparse.ArgumentParser):
     """Prints its help if a verb or action is missing, and suggests the nearest choice for a misspelt one."""
 
     def error(self, message: str) -> NoReturn:

@@ -64,10 +64,12 @@ class Metric:
 def metrics() -> list[Metric]:
     """Return all metrics, sorted by package and name."""
     paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
-    return sorted((metric for path in paths for metric in _declared(path)), key=lambda each: (each.room, each.name))
+    return sorted(
+        (metric for path in paths for metric in _declared_metrics(path)), key=lambda each: (each.room, each.name)
+    )
 
 
-def _declared(path: Path) -> Iterator[Metric]:
+def _declared_metrics(path: Path) -> Iterator[Metric]:
     tree = ast.parse(path.read_text())
     values = {
         node.targets[0].id: node.value

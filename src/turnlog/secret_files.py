@@ -19,8 +19,8 @@ class SecretUnusable(SettingsError):
 
 
 class FileSecret(str):
-    """A str with the value at the time the settings were read; `swapped` checks the file again. Thread-safe: the last
-    check counts."""
+    """A str with the value at the time the settings were read; `reload_if_changed` checks the file again. Thread-safe:
+    the last check counts."""
 
     _path: Path | None
     _variable: str
@@ -44,7 +44,7 @@ class FileSecret(str):
         secret._seen, secret._fault = (text, mark), fault or blank
         return secret
 
-    def swapped(self) -> bool:
+    def reload_if_changed(self) -> bool:
         """Read the file if it changed since the last check, and return True if it did. Raises SecretUnusable; `text`
         then keeps its value."""
         if self._path is None:

@@ -68,12 +68,12 @@ class Offered:
     """True if a single name may be followed by numbers, too."""
 
     @property
-    def said(self) -> str:
+    def names_text(self) -> str:
         """The legal names, as text."""
         return f"{', '.join(self.built_in)} (or what a package offers under the entry point group {self.group})"
 
 
-def offered(hint: Any) -> Offered | None:
+def find_offered(hint: Any) -> Offered | None:
     """Return the Offered mark of a declaration, or None."""
     return next((note for note in notes(hint) if isinstance(note, Offered)), None)
 
@@ -86,8 +86,8 @@ def notes(hint: Any) -> tuple[Any, ...]:
 def legal(hint: Any) -> str:
     """Describe the legal values of a declaration for people."""
     plain = hint.__origin__ if get_origin(hint) is Annotated else hint
-    if (own := offered(hint)) is not None:
-        return f"names of {own.said}" if get_origin(plain) is tuple else f"one of {own.said}"
+    if (own := find_offered(hint)) is not None:
+        return f"names of {own.names_text}" if get_origin(plain) is tuple else f"one of {own.names_text}"
     if get_origin(plain) is Literal:
         return "one of " + ", ".join(str(choice) or '""' for choice in get_args(plain))
     if get_origin(plain) is tuple:
@@ -121,7 +121,7 @@ def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = Tr
         found = msgspec.convert(value, kind)
     except msgspec.ValidationError:
         raise SettingsError(_refusal(key, hint, value, source, shown=shown)) from None
-    if (own := offered(hint)) is not None:
+    if (own := find_offered(hint)) is not None:
         _check_offered(key, own, found, source)
     if not shown and isinstance(found, str) and found and (fault := secret_fault(hint, found)):
         raise SettingsError(f"{source}: {key} {fault}")

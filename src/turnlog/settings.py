@@ -733,10 +733,12 @@ def tables_of(path: Path | None) -> dict[str, Any]:
 
 def from_tables(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
     """Build settings from parsed tables and the environment, which takes precedence. Raises SettingsError."""
-    return changed(Settings(), tables, env, source=source)
+    return override_settings(Settings(), tables, env, source=source)
 
 
-def changed(settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> Settings:
+def override_settings(
+    settings: Settings, tables: Mapping[str, Any], env: Mapping[str, str], *, source: str
+) -> Settings:
     """Return `settings` with the values of the tables and the environment in place of its own. Raises SettingsError."""
     sections = {section.name: getattr(settings, section.name) for section in dataclasses.fields(Settings)}
     for name in tables:

@@ -28,8 +28,8 @@ from turnlog.infra.blobs import (
     MemoryBlobs,
     NoRoom,
     Owner,
-    Reading,
     StoreUnavailable,
+    UploadSource,
     key,
 )
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -117,7 +117,7 @@ async def test_a_file_that_cannot_be_read_is_named_and_not_the_store(blobs: Blob
 def test_a_file_that_breaks_off_while_the_store_takes_it_is_named() -> None:
     path = Path("/proc/self/mem")
     with path.open("rb") as file, pytest.raises(FileUnreadable, match="mem: Input/output error"):
-        Reading(path, file).read(1)
+        UploadSource(path, file).read(1)
 
 
 async def test_a_disk_without_room_is_named_and_not_the_store(blobs: Blobs, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ async def test_a_blob_is_found_in_ones_own_folder_in_none_in_that_of_another_own
     with pytest.raises(BlobMissing, match=second.sha256):
         await blobs.get(second)
     await blobs.put_named(ours.name, ours.json())
-    assert Owner.parsed(ours.name, await blobs.get_named(ours.name)) == ours
+    assert Owner.parse(ours.name, await blobs.get_named(ours.name)) == ours
     assert await blobs.get(second) == f"ours {ours.run}".encode()
     third = BlobRef(hashlib.sha256(b"thrown away").hexdigest(), 11)
     await blobs.put_named(f"trash/{key(third.sha256, theirs.folder)}", b"thrown away")
@@ -193,20 +193,20 @@ async def test_a_blob_is_found_in_ones_own_folder_in_none_in_that_of_another_own
 async def test_an_object_is_as_young_as_its_last_put_or_copy_by_the_clock_of_the_store(blobs: Blobs) -> None:
     folder = f"ages/{uuid4().hex}"
     first, second = f"{folder}/first", f"{folder}/second"
-    assert (await blobs.listed(folder)).objects == ()
+    assert (await blobs.list_objects(folder)).objects == ()
     await blobs.put_named(first, b"one")
-    put = await blobs.listed(f"{folder}/")
+    put = await blobs.list_objects(f"{folder}/")
     assert [(one.name, one.size) for one in put.objects] == [(first, 3)]
     assert abs(put.now - put.objects[0].modified) < 60
     if isinstance(blobs, S3Blobs):  # as if it had lain there for a day
         aged(blobs._settings, first, b"one")
     else:
         blobs.times[first] -= DAY_S  # type: ignore[attr-defined]
-    (old,) = (await blobs.listed(first)).objects
+    (old,) = (await blobs.list_objects(first)).objects
     assert put.now - old.modified > DAY_S / 2
     await blobs.copy(first, second)
     await blobs.put_named(first, b"two")
-    listing = await blobs.listed(folder)
+    listing = await blobs.list_objects(folder)
     assert [(one.name, one.size) for one in listing.objects] == [(first, 3), (second, 3)]
     assert all(listing.now - one.modified < DAY_S / 2 for one in listing.objects)
     assert (await blobs.get_named(first), await blobs.get_named(second)) == (b"two", b"one")
@@ -234,10 +234,10 @@ def test_owners_whose_names_would_run_together_have_folders_apart() -> None:
     names = [("a", "", "b"), ("a", "b", ""), ("a/prefix=", "", "b"), ("a", "/run=b", ""), ("a", "", "b/c")]
     assert len({Owner(*name).folder for name in names}) == len(names)
     owner = Owner("a", "team.", "run")
-    assert Owner.parsed(owner.name, owner.json()) == owner
+    assert Owner.parse(owner.name, owner.json()) == owner
     for content in (b"", b"[]", b'{"cluster": "a"}', Owner("b", "team.", "run").json()):
         with pytest.raises(BlobCorrupt, match="owners/a"):
-            Owner.parsed(owner.name, content)
+            Owner.parse(owner.name, content)
 
 
 async def test_a_reference_of_another_size_is_corrupt(blobs: Blobs) -> None:

@@ -22,13 +22,13 @@ from turnlog.infra.engine import (
     EngineUnreachable,
     Generate,
     Grammar,
-    Piece,
+    OutputChunk,
     SGLang,
     SGLangControl,
 )
 from turnlog.infra.tensors.versions import fetch
 from turnlog.producers.gateway.parsers.formats import FORMATS, only_call, only_json
-from turnlog.producers.gateway.parsers.parser import Call, Marks, Parser, Reasoning
+from turnlog.producers.gateway.parsers.parser import Delimiters, OutputParser, ParsedCall, Reasoning
 from turnlog.producers.gateway.prompts import UNKNOWN, TextTokens
 from turnlog.trainer.weights import read_weights
 
@@ -53,7 +53,7 @@ def _request(**more: Any) -> Generate:
     return Generate(rid=uuid.uuid4().hex, **values)
 
 
-async def _pieces(engine: Engine, request: Generate, *, stream: bool) -> list[Piece]:
+async def _pieces(engine: Engine, request: Generate, *, stream: bool) -> list[OutputChunk]:
     return [piece async for piece in engine.generate(request, stream=stream, timeout_s=60)]
 
 
@@ -150,7 +150,7 @@ SET = {"type": "object", "properties": {"a": {"const": True}}, "required": ["a"]
 OFFERED = [{"function": {"name": "other", "parameters": {}}}, {"function": {"name": "set", "parameters": SET}}]
 
 
-SOON = Marks("<think>", "r")
+SOON = Delimiters("<think>", "r")
 """Reasoning that also a model which knows nothing brings to an end."""
 
 
@@ -158,7 +158,7 @@ SOON = Marks("<think>", "r")
     ("family", "thinking"), [("hermes", None), ("hermes", SOON), ("llama3", None), ("mistral", None), ("glm4", None)]
 )
 async def test_an_output_that_must_be_a_call_is_one_for_the_parser_of_its_family(
-    engine: Engine, tiny_model: Path, family: str, thinking: Marks | None
+    engine: Engine, tiny_model: Path, family: str, thinking: Delimiters | None
 ) -> None:
     tokens, calls, inside = TextTokens(tiny_model), FORMATS[family], thinking is not None
     if isinstance(engine, MemoryEngine):
@@ -169,10 +169,10 @@ async def test_an_output_that_must_be_a_call_is_one_for_the_parser_of_its_family
     request = _request(grammar=Grammar("structural_tag", tag), max_new_tokens=CONTEXT - len(PROMPT) - 1)
     whole = joined(await _pieces(engine, request, stream=False))
     ended = whole.finish == "stop" and tokens.is_control(whole.ids[-1])
-    parser = Parser(calls, thinking, inside, OFFERED)
+    parser = OutputParser(calls, thinking, inside, OFFERED)
     parser.push(text := tokens.decode(whole.ids[: len(whole.ids) - ended]))
     parser.end()
-    assert [part for part in parser.parts if not isinstance(part, Reasoning)] == [Call("set", '{"a":true}')], text
+    assert [part for part in parser.parts if not isinstance(part, Reasoning)] == [ParsedCall("set", '{"a":true}')], text
 
 
 async def test_an_output_that_must_be_json_may_be_thought_of_first(engine: Engine, tiny_model: Path) -> None:

@@ -22,7 +22,7 @@ from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.weights import adapter
 from turnlog.consumers.loading.choice import transport_of
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import (
     LOADING,
@@ -32,7 +32,7 @@ from turnlog.infra.engine import (
     EngineRefused,
     EngineUnreachable,
     Generate,
-    Piece,
+    OutputChunk,
     SGLang,
     SGLangControl,
 )
@@ -104,11 +104,11 @@ async def test_an_engine_that_gave_its_memory_back_says_so_and_serves_the_next_v
     await control.pause()
     await control.release()
     info = await control.model_info()
-    assert (info.released, info.mixed, info.version) == (True, False, -1)
+    assert (info.is_released, info.is_incomplete, info.version) == (True, False, -1)
     await control.load(model, version + 1, timeout_s=60, released=True)
     await control.resume()
     info = await control.model_info()
-    assert (info.released, info.version) == (False, version + 1)
+    assert (info.is_released, info.version) == (False, version + 1)
 
 
 @pytest.mark.engine
@@ -174,7 +174,7 @@ async def test_an_engine_that_has_half_of_a_version_says_so_until_it_has_a_whole
         with pytest.raises(EngineDead, match="left with tensors of two versions"):
             await control.load(spoiled(model, tmp_path / "spoiled"), before + 1, timeout_s=60)
         info = await control.model_info()
-        assert (info.version, info.mixed, info.weight_version) == (-1, True, f"{LOADING}{before + 1}")
+        assert (info.version, info.is_incomplete, info.weight_version) == (-1, True, f"{LOADING}{before + 1}")
         await control.load(model, before + 2, timeout_s=60)  # the session that was left open is closed first
         await control.resume()
         assert (await control.model_info()).version == before + 2
@@ -183,7 +183,7 @@ async def test_an_engine_that_has_half_of_a_version_says_so_until_it_has_a_whole
 @pytest.mark.long
 @pytest.mark.engine
 async def test_an_engine_that_dies_amid_an_update_is_dead_to_its_loader(model: Path, tmp_path: Path) -> None:
-    with Engine(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
+    with EngineServer(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
         async with real(engine.url, "tensor") as control:
             await control.pause()
             with pytest.raises(EngineDead):
@@ -195,7 +195,7 @@ async def test_an_engine_that_dies_amid_an_update_is_dead_to_its_loader(model: P
 async def test_an_engine_that_takes_back_what_it_has_dies_and_what_it_gave_is_taken_once(
     model: Path, tmp_path: Path
 ) -> None:
-    with Engine(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
+    with EngineServer(model, EngineSettings(), log=tmp_path / "engine.log") as engine:
         async with real(engine.url, "disk") as control:
             await control.pause()
             await control.release()
@@ -242,7 +242,7 @@ def test_buckets_hold_each_tensor_once_as_it_is(model: Path) -> None:
 
 async def under_an_update(
     engine: SGLang, control: SGLangControl, model: Path, version: int, *, released: bool = False
-) -> AsyncIterator[Piece]:
+) -> AsyncIterator[OutputChunk]:
     # A name of its own: SGLang aborts whatever has the name of a stream that ended two seconds ago.
     request = Generate(rid=uuid.uuid4().hex, input_ids=[10, 20, 30], temperature=1.0, max_new_tokens=500, cache_key="k")
     answer = engine.generate(request, stream=True, timeout_s=60)
@@ -338,7 +338,7 @@ async def test_an_adapter_goes_once_its_requests_have_ended_or_are_ended(
     await control.close()
 
 
-async def rest_of(answer: AsyncIterator[Piece], pieces: list[Piece]) -> None:
+async def rest_of(answer: AsyncIterator[OutputChunk], pieces: list[OutputChunk]) -> None:
     async for piece in answer:
         pieces.append(piece)
 

@@ -29,7 +29,7 @@ from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.engine import EngineUnreachable, SGLangControl
 from turnlog.infra.event_log import schema_ids
 from turnlog.infra.registry import HttpRegistry, RegistryRefused, RegistryUnreachable, SchemaNotRegistered
-from turnlog.infra.roles.health import QuietServer, configured, listening
+from turnlog.infra.roles.health import QuietServer, listening, uvicorn_config
 from turnlog.infra.roles.tls import TlsFileUnusable, serving, trusting
 from turnlog.infra.s3 import S3Blobs, client
 from turnlog.schemas.avsc import stored_schema
@@ -80,7 +80,7 @@ async def served(answer: Answer, path: str = "/{path:path}", tls: ssl.SSLContext
     """The address of a server that answers everything by `answer`."""
     app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"])])
     with closing(listening(HOST, 0, "a test")) as listener:
-        async with QuietServer(configured(app, tls=tls)).running(listener):
+        async with QuietServer(uvicorn_config(app, tls=tls)).running(listener):
             yield f"{'https' if tls else 'http'}://{HOST}:{listener.getsockname()[1]}"
 
 

@@ -17,7 +17,7 @@ from tests.fakes.weights import version
 from turnlog.consumers.loader import Loader
 from turnlog.consumers.loading import EngineSwapFailed
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import UNLABELLED, EngineControl, Generate, ModelInfo, SGLang, SGLangControl
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
@@ -93,7 +93,7 @@ class FakeStruck(MemoryEngineControl):
 
 
 class RealStruck(SGLangControl):
-    def __init__(self, url: str, engine: Engine | None = None) -> None:
+    def __init__(self, url: str, engine: EngineServer | None = None) -> None:
         """`engine`: one that may die."""
         super().__init__(url)
         self.dies = self.forgets = False
@@ -170,9 +170,9 @@ async def role(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Role]:
 
 
 @pytest.fixture(scope="module")
-def mortal(tiny_model: Path, servers: Path) -> Iterator[Engine]:
+def mortal(tiny_model: Path, servers: Path) -> Iterator[EngineServer]:
     """An engine that tests may kill."""
-    with Engine(tiny_model, EngineSettings(), log=servers / "mortal-engine.log") as engine:
+    with EngineServer(tiny_model, EngineSettings(), log=servers / "mortal-engine.log") as engine:
         yield engine
 
 
@@ -227,7 +227,7 @@ async def said(role: Role, engine_id: str, count: int) -> list[Event]:
 
 def told(events: list[Event]) -> list[tuple[str, int, str]]:
     """(record, version, state)"""
-    return [(type(event).__name__.removeprefix("Engine"), event.version, event.state) for event in events]  # type: ignore[attr-defined]
+    return [(type(event).__name__.removeprefix("EngineServer"), event.version, event.state) for event in events]  # type: ignore[attr-defined]
 
 
 def loading(role: Role, engine: Struck, engine_id: str) -> asyncio.Task[None]:

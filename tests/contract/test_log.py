@@ -431,8 +431,8 @@ class LogContract(ReadingContract):
             await transactor.begin()
             await transactor.offsets("g", {IN: Commit(6, ""), OUT: Commit(6, "")})
             async with asyncio.timeout(PATIENCE_S):
-                assert await log.committed("g") == {IN, Partition("side", 1)}
-            assert await log.committed("another") == frozenset()
+                assert await log.committed_partitions("g") == {IN, Partition("side", 1)}
+            assert await log.committed_partitions("another") == frozenset()
             await transactor.abort()
 
     async def test_offsets_of_an_aborted_transaction_are_not_committed(self, log: Log) -> None:

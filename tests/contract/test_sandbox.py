@@ -13,9 +13,9 @@ from turnlog.sandbox_workers.protocol import (
     FileMissing,
     FileRefused,
     Kind,
+    OutputStream,
     Sandbox,
     SandboxDied,
-    Stream,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -39,11 +39,11 @@ class Running:
     """A call that has begun: it has printed something."""
 
     def __init__(self, sandbox: Sandbox, command: Command, limits: SandboxLimits) -> None:
-        self.parts: list[tuple[Stream, bytes]] = []
+        self.parts: list[tuple[OutputStream, bytes]] = []
         self.printed = asyncio.Event()
         self.answer = asyncio.create_task(sandbox.exec(command, limits, on_output=self.take))
 
-    def take(self, stream: Stream, part: bytes) -> None:
+    def take(self, stream: OutputStream, part: bytes) -> None:
         """Of the call's output."""
         self.parts.append((stream, part))
         self.printed.set()
@@ -167,7 +167,7 @@ async def test_output_is_seen_while_the_call_runs(sandbox: Sandbox, limits: Sand
     assert not running.answer.done()
     await sandbox.cancel()
     assert (await running.answer).output == b"begun\n"
-    assert running.parts == [(Stream.stdout, b"begun\n")]
+    assert running.parts == [(OutputStream.stdout, b"begun\n")]
 
 
 async def test_bytes_that_are_no_text_pass_through(sandbox: Sandbox, limits: SandboxLimits) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.sandbox_workers.protocol import Command, Execution, Kind, Sandbox, Stream
+from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, Sandbox
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 Limited = Callable[..., SandboxLimits]
@@ -99,7 +99,7 @@ async def test_each_call_has_its_own_streams_environment_and_folder(sandbox: San
 async def test_output_of_a_session_is_seen_while_it_runs(sandbox: Sandbox, limits: SandboxLimits) -> None:
     printed = asyncio.Event()
 
-    def take(stream: Stream, part: bytes) -> None:
+    def take(stream: OutputStream, part: bytes) -> None:
         printed.set()
 
     text = "import time\nprint('begun')\nwhile True: time.sleep(0.05)"

@@ -22,13 +22,13 @@ LOAD_S = 40
 PROCESSORS = {"assembler", "batcher", "archive", "views", "lag", "index", "dashboard", "registry"}
 OUT = """
 import os, socket, sys, urllib.error, urllib.request
-from turnlog.sandbox_workers.egress.apart import Tokens
+from turnlog.sandbox_workers.egress.apart import EgressTokens
 try:
     socket.create_connection((sys.argv[1], 8080), 5).close()
     print("answered")
 except OSError:
     print("no way")
-token = Tokens(open(os.environ["TURNLOG_EGRESS_SIGNING_KEY_FILE"]).read()).made("call", None)
+token = EgressTokens(open(os.environ["TURNLOG_EGRESS_SIGNING_KEY_FILE"]).read()).make_token("call", None)
 request = urllib.request.Request("http://store:7070/", headers={"Proxy-Authorization": f"Bearer {token}"})
 request.set_proxy("egress:3128", "http")
 try:

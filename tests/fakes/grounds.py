@@ -9,8 +9,8 @@ from typing import Any
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.recipes import Episode, SandboxCall, TaskRow, Verdict
 from turnlog.infra.verifiers import PatchVerifier
-from turnlog.infra.verifiers.patches import Trees, judged
-from turnlog.infra.workspaces import kept
+from turnlog.infra.verifiers.patches import Trees, grade_patch
+from turnlog.infra.workspaces import store_files
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
@@ -56,13 +56,13 @@ class Grounds:
         self, verifier: PatchVerifier, task: TaskRow, files: Mapping[str, Any], *, acts: str | Mapping[str, Any] = ""
     ) -> Verdict:
         """Of an agent that ran `acts` in the shell on the files, or left those."""
-        first = await kept(files, self.blobs)
+        first = await store_files(files, self.blobs)
         if isinstance(acts, str):
             last = (await self.ran_in(first, Command(kind=Kind.shell, source=acts))).workspace
         else:
-            last = await kept(acts, self.blobs)
+            last = await store_files(acts, self.blobs)
         episode = Episode(task=task, messages=(), outcome=Outcome.completed, reason="")
-        return await judged(verifier, episode, Trees(first=first, last=last), self.blobs, self.run)
+        return await grade_patch(verifier, episode, Trees(first=first, last=last), self.blobs, self.run)
 
 
 @asynccontextmanager

@@ -23,11 +23,11 @@ from turnlog.sandbox_workers.protocol import (
     FileRefused,
     Kind,
     OnOutput,
+    OutputStream,
     QuotaExceeded,
     SandboxDied,
     SandboxError,
     Shape,
-    Stream,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -250,7 +250,7 @@ def _execution(
     if result is None:
         return Execution(ToolStatus.timeout, "wall_s", None, b"", duration_s, 0.0)
     code, out, err = result
-    for stream, chunk in ((Stream.stdout, out), (Stream.stderr, err)):
+    for stream, chunk in ((OutputStream.stdout, out), (OutputStream.stderr, err)):
         if chunk and on_output is not None:
             on_output(stream, chunk[: limits.output_bytes])
     output = out + err

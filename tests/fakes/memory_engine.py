@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from turnlog.infra.engine import EngineDead, EngineRefused, EngineSlow, EngineUnreachable, Generate, Piece
+from turnlog.infra.engine import EngineDead, EngineRefused, EngineSlow, EngineUnreachable, Generate, OutputChunk
 
 Script = Callable[[Sequence[int]], list[int]]
 """Prompt ids -> the output that the policy would give, its stop token included."""
@@ -66,7 +66,7 @@ class MemoryEngine:
         for event in self.live.values():
             event.set()
 
-    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
         request = replace(request, input_ids=list(map(int, request.input_ids)))
         self._check(request)
         self.requests.append(request)
@@ -113,7 +113,7 @@ class MemoryEngine:
                 f"{len(request.input_ids)} prompt + {request.max_new_tokens} new tokens do not fit {self.context}"
             )
 
-    async def _pieces(self, request: Generate, stop: asyncio.Event, timeout_s: float) -> AsyncIterator[Piece]:
+    async def _pieces(self, request: Generate, stop: asyncio.Event, timeout_s: float) -> AsyncIterator[OutputChunk]:
         versions: list[str] = []
         ids, finish = self._output(request)
         for position, token in enumerate(ids):
@@ -123,17 +123,17 @@ class MemoryEngine:
                 raise EngineDead("the engine was killed")
             if stop.is_set():
                 rows = self._experts(request, ids[:position])
-                yield Piece(ids=[], logprobs=[], finish="abort", versions=spans(versions), experts=rows)
+                yield OutputChunk(ids=[], logprobs=[], finish="abort", versions=spans(versions), experts=rows)
                 return
             versions.append(self.version if request.adapter is None else request.adapter.name)
             last = position == len(ids) - 1
             logprob = logprob_of(request.input_ids, position, self.weights)
-            yield Piece(
+            yield OutputChunk(
                 ids=[token], logprobs=[logprob], finish=finish if last else None, versions=spans(versions),
                 experts=self._experts(request, ids) if last else None, cached_tokens=self.cached_tokens,
             )  # fmt: skip
         if not ids:
-            yield Piece(ids=[], logprobs=[], finish="length")
+            yield OutputChunk(ids=[], logprobs=[], finish="length")
 
     def _experts(self, request: Generate, output: Sequence[int]) -> bytes | None:
         """Rows of positions experts_from to prompt + output - 2; none, as from SGLang, before the first output id."""
@@ -167,10 +167,10 @@ class MemoryEngine:
         return ids[: request.max_new_tokens], "length"
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[OutputChunk]) -> OutputChunk:
     """The pieces of one request as one."""
     last = pieces[-1]
-    return Piece(
+    return OutputChunk(
         ids=[token for piece in pieces for token in piece.ids],
         logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
         finish=last.finish,

@@ -207,7 +207,7 @@ class MemoryLog:
         held = self.broker.group(group).commits
         return {name: held[name] for name in partitions if name in held}
 
-    async def committed(self, group: str) -> frozenset[Partition]:
+    async def committed_partitions(self, group: str) -> frozenset[Partition]:
         await self.answers()
         return frozenset(self.broker.group(group).commits)
 

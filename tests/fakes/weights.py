@@ -13,7 +13,7 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors import adapters
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.weights import LastExport, published, upload, write_tensors
+from turnlog.trainer.weights import LastExport, upload, version_event, write_tensors
 
 
 class Publications:
@@ -25,13 +25,13 @@ class Publications:
 
     async def version(self, tensors: Mapping[str, torch.Tensor], number: int) -> WeightVersionPublished:
         """The next one."""
-        folder = self._exported.begun(number)
+        folder = self._exported.create_folder(number)
         written = write_tensors(folder, tensors)
         difference = self._exported.difference(folder, written)
         files = difference.files if difference and difference.files else written.sha256
         stored = await upload(folder, files, self._model, self._blobs)
         self._exported.keep(number, folder, written, difference)
-        return published(
+        return version_event(
             written,
             stored,
             run_id=self._run_id,
@@ -67,7 +67,7 @@ async def adapter(
         (Path(folder) / adapters.CONFIG).write_bytes(adapters.config_json(1, 1.0, tensors))
         files = {f"{adapters.STEM}.safetensors": "", adapters.CONFIG: ""}
         stored = await upload(Path(folder), files, Path(folder), blobs)
-    return published(
+    return version_event(
         dataclasses.replace(written, sha256=files),
         stored,
         run_id=run_id,

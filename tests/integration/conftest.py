@@ -153,7 +153,7 @@ class Stage:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
             with contextlib.closing(listener):
-                gateway = await Gateway.assembled(role, url, connect=lambda _: self.engine)
+                gateway = await Gateway.create(role, url, connect=lambda _: self.engine)
                 gateway.engines.clock = clock
                 async with gateway.current(), serving(gateway, listener):
                     yield

@@ -60,8 +60,8 @@ from turnlog.infra.log import (
     TopicSpec,
     TransactionalIdNotAuthorized,
 )
-from turnlog.infra.roles.role import Role, opened
-from turnlog.infra.roles.runs import claimed, configure
+from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.runs import claim_log, configure
 from turnlog.infra.run_folder import write_settings
 from turnlog.infra.topics_admin import AGENTS, REFUSABLE, ROLES, Acl, acls, apply
 from turnlog.processors.runtime import assembler, batcher
@@ -181,7 +181,7 @@ async def begun(stack: AsyncExitStack, name: str, secured: Secured, settings: Se
     """A role that follows the run, as its own process has it."""
 
     async def main(role: Role) -> None:
-        async with claimed(role):
+        async with claim_log(role):
             await MAINS[name](role)
 
     await stack.enter_async_context(started(name, main, of(name, secured, settings)))
@@ -195,7 +195,7 @@ async def configured(secured: Secured, settings: Settings) -> None:
         await apply(log, own)
 
     await with_log(own.kafka, job)
-    async with opened("configure", own) as role:
+    async with open_role("configure", own) as role:
         await configure(role)
 
 
@@ -231,7 +231,7 @@ async def first_life(secured: Secured, settings: Settings, folder: Path) -> str:
         watching = asyncio.ensure_future(serving)
         for name in MAINS:
             await begun(stack, name, secured, settings)
-        async with opened("reader", of("reader", secured, settings)) as reader:
+        async with open_role("reader", of("reader", secured, settings)) as reader:
             rewards = await read(reader, RewardAssigned, PROMPTS * GROUP)
             assert {reward.value for reward in rewards} == {0.0, 1.0}
             await read(reader, GroupEmitted, PROMPTS)
@@ -243,9 +243,9 @@ async def first_life(secured: Secured, settings: Settings, folder: Path) -> str:
             assert await trainer.wait() == 0
         await watching
         await seen(f"{page}/views", lambda now: sum(now.get("sessions", {}).values()) == PROMPTS * GROUP)
-    async with opened("archive", of("archive", secured, settings)) as archive:
+    async with open_role("archive", of("archive", secured, settings)) as archive:
         assert await flush(archive) > 0
-    async with opened("index", of("index", secured, settings)) as index:
+    async with open_role("index", of("index", secured, settings)) as index:
         assert await build(index, Path(settings.run.directory) / "index.sqlite") > 0
     lags = await with_log(of("lag", secured, settings).kafka, lambda log: lag_of(log, settings))
     assert {lag.role for lag in lags} >= {"assembler", "runner", "sandbox", "batcher", "feeder", "trainer", "loader"}
@@ -272,7 +272,7 @@ async def more_engines(settings: Settings) -> None:
 async def looked(secured: Secured, settings: Settings) -> None:
     """Alarms are looked for once."""
     file = Path(settings.run.directory) / alerts.FILE
-    async with opened("alerts", of("alerts", secured, settings)) as role, asyncio.timeout(120):
+    async with open_role("alerts", of("alerts", secured, settings)) as role, asyncio.timeout(120):
         telling = asyncio.create_task(alerts.tell(role, []))
         await until(file.exists)  # it is written after a look
         role.stopping.set()
@@ -286,7 +286,7 @@ STRAYS = {"assembler": topics.SESSIONS, "runner": topics.TASKS, "sandbox": topic
 async def second_life(secured: Secured, settings: Settings) -> None:
     """Roles go on behind what their last owners did, and park what they cannot read."""
     async with AsyncExitStack() as stack:
-        test = await stack.enter_async_context(opened("test", of(SUPER, secured, settings)))
+        test = await stack.enter_async_context(open_role("test", of(SUPER, secured, settings)))
         for topic in STRAYS.values():
             await garbage(test, topic.name)
         for name in ("gateway", *STRAYS):
@@ -299,14 +299,14 @@ async def second_life(secured: Secured, settings: Settings) -> None:
             host="here",
         )  # fmt: skip
         await test.events.append(failed)
-        trainer = await stack.enter_async_context(opened("trainer", of("trainer", secured, settings)))
+        trainer = await stack.enter_async_context(open_role("trainer", of("trainer", secured, settings)))
         past, _ = await read_past(trainer.log, trainer.events, settings.run.id)
         assert past.incarnation == 0
 
 
 async def places(secured: Secured, settings: Settings) -> dict[str, str]:
     """Of each topic that the assembler folds, where its first record stands; the run, and the folder of its fork."""
-    async with opened("test", of(SUPER, secured, settings)) as test, test.log.reader() as reader:
+    async with open_role("test", of(SUPER, secured, settings)) as test, test.log.reader() as reader:
         owner = Owner(await test.log.cluster(), f"{settings.kafka.prefix}fork-", "fork")
         found = {"run": settings.run.id, "fork": owner.folder}
         for topic in AGENTS:
@@ -319,7 +319,7 @@ async def places(secured: Secured, settings: Settings) -> dict[str, str]:
 
 async def refused(secured: Secured, settings: Settings) -> str:
     """A dead letter of each topic of which there may be any; the id of one."""
-    async with opened("test", of(SUPER, secured, settings)) as test:
+    async with open_role("test", of(SUPER, secured, settings)) as test:
         for topic in REFUSABLE:
             record = await garbage(test, topic.name)
             letter = dead_letter(record, LookupError("by hand"), run_id=settings.run.id, role="us")

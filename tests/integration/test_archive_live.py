@@ -25,7 +25,7 @@ from turnlog.consumers.replay.source import HistoryPruned
 from turnlog.consumers.replay.verify import replay, run
 from turnlog.infra.archive import ArchiveIndex, live_cut
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
@@ -59,7 +59,7 @@ async def write(role: Role, seed: int, groups: int) -> None:
 
 async def fold(settings: Settings) -> None:
     """The assembler, until everything is folded."""
-    async with opened("assembler", settings) as role:
+    async with open_role("assembler", settings) as role:
         running = asyncio.create_task(assembler.main(role))
         units = range(settings.kafka.groups)
         async with asyncio.timeout(60):
@@ -122,7 +122,7 @@ async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_
     live_settings: Settings,
 ) -> None:
     settings = dataclasses.replace(live_settings, archive=ArchiveSettings(max_records=40))
-    async with opened("test", settings) as role:
+    async with open_role("test", settings) as role:
         await configure(role)
         await write(role, seed=1, groups=60)
         await fold(settings)
@@ -136,7 +136,7 @@ async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_
     said = io.StringIO()
     status = await replay(archive_only(settings), verify=True, source="archive", console=Terminal(file=said, width=200))
     assert status == 0, said.getvalue()
-    assert from_topics.compared in said.getvalue()
+    assert from_topics.comparison_summary in said.getvalue()
 
 
 async def keeps_what_an_indexer_reads(role: Role, index: ArchiveIndex, found: dict[Partition, int]) -> None:
@@ -154,7 +154,7 @@ async def keeps_what_an_indexer_reads(role: Role, index: ArchiveIndex, found: di
 async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_replayed(
     live_settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         await configure(role)
         await write(role, seed=3, groups=30)
         await fold(live_settings)
@@ -178,8 +178,8 @@ async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_re
             await run(role)
         await write(role, seed=4, groups=5)
     await fold(live_settings)  # the assembler starts again on what is left
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         await flush(role)
-    async with opened("test", archive_only(live_settings), archive=True) as role:
+    async with open_role("test", archive_only(live_settings), archive=True) as role:
         verdict = await run(role)
         assert verdict.identical, verdict.divergence

@@ -18,10 +18,10 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold_versions import INPUTS
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.events import DeadLetter, Event, GroupScored
 from turnlog.settings import Settings
@@ -51,12 +51,12 @@ def test_outputs_of_a_killed_assembler_equal_the_offline_fold(live_settings: Set
 
 
 @asynccontextmanager
-async def assembler(settings: Settings, events: EventLog) -> AsyncIterator[Runner]:
+async def assembler(settings: Settings, events: EventLog) -> AsyncIterator[AssemblerRunner]:
     """A runner in this process that has folded all that is on the log."""
     plan = assembler_plan(Configured.today(settings), settings.assembler)
-    runner = Runner(plan, events.log, events, MemoryBlobs(), Health("assembler"), clock=lambda: 0.0)
+    runner = AssemblerRunner(plan, events.log, events, MemoryBlobs(), Health("assembler"), clock=lambda: 0.0)
     names = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
-    async with runner.joined("assembler-0") as reader:
+    async with runner.join_group("assembler-0") as reader:
         ends = await events.log.end_offsets(names)
         while not runner.units or any(
             runner.units[name.number].position[name.topic] < ends[name] for name in names if name.number in runner.units
@@ -79,7 +79,7 @@ async def read(events: EventLog, topic: str, units: int) -> list[Event]:
 
 @pytest.mark.kafka
 async def test_poison_on_the_log_is_parked_once_and_the_rest_goes_on(live_settings: Settings) -> None:
-    async with opened("test", live_settings) as tool:
+    async with open_role("test", live_settings) as tool:
         unit = partition_of(b"group", live_settings.kafka.groups)
         async with tool.log.appender() as appender:
             await appender.append("agent.turns", b"group", b"\x00poison")

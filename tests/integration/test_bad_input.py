@@ -25,7 +25,7 @@ from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.consumers.books import read as read_books
 from turnlog.infra.log import Oversized, Partition
 from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main
 from turnlog.processors.runtime.unit import records_between
@@ -241,7 +241,7 @@ async def read(role: Role, topic: str, units: int) -> list[Event]:
 
 async def fold(settings: Settings, groups: set[str]) -> None:
     """The assembler until all these groups are scored; it must not end by itself."""
-    async with opened("assembler", settings) as role:
+    async with open_role("assembler", settings) as role:
         await configure(role)
         folding = asyncio.create_task(main(role))
         scored: set[str] = set()
@@ -265,7 +265,7 @@ def counted() -> Counter[str]:
 async def test_bad_records_are_parked_counted_and_hurt_nobody_else(live_settings: Settings) -> None:
     hasty = dataclasses.replace(live_settings.assembler, group_deadline_s=4.0, reaper_silence_s=2.0)
     settings, written, before = dataclasses.replace(live_settings, assembler=hasty), Written(), counted()
-    async with opened("test", settings) as tool:
+    async with open_role("test", settings) as tool:
         for name in BAD:
             await doctored(tool, written, name)
         await doctored(tool, written, "hash", size=2)

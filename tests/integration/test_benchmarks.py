@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.browsed_run import CHROMIUM
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling import unisolated
+from turnlog.sandbox_workers.pooling import find_isolation_failure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBERED = {path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py")}
@@ -62,7 +62,7 @@ def checked(line: dict[str, Any], name: str) -> None:
 @pytest.mark.kafka
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, environment: dict[str, str]) -> None:
-    if name in {"G15", "P1"} and asyncio.run(unisolated(SandboxSettings())):
+    if name in {"G15", "P1"} and asyncio.run(find_isolation_failure(SandboxSettings())):
         pytest.skip("user namespaces are off")
     if name == "I3" and CHROMIUM is None:
         pytest.skip("no browser is installed")

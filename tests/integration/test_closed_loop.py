@@ -24,8 +24,8 @@ import pytest
 from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import all_events
-from turnlog.infra.roles.role import opened
-from turnlog.infra.run_folder import read_endpoints, resolved
+from turnlog.infra.roles.role import open_role
+from turnlog.infra.run_folder import read_endpoints, resolve_endpoints
 from turnlog.processors.runtime.views import MOVING
 from turnlog.schemas import topics
 from turnlog.schemas.events import Outcome, SegmentSample, StepCompleted
@@ -101,7 +101,7 @@ class Loop:
 
     def events(self, topic: topics.Topic) -> list[Any]:
         async def read() -> list[Any]:
-            async with opened("test", self.settings) as role:
+            async with open_role("test", self.settings) as role:
                 return await all_events(role, topic)
 
         return asyncio.run(read())
@@ -131,7 +131,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
 
 async def _killed_midway(loop: Loop, running: subprocess.Popen[str]) -> None:
     """Kill -9 the assembler when the first turns are on the log, the trainer when its first step is."""
-    async with opened("test", loop.settings) as role:
+    async with open_role("test", loop.settings) as role:
         for topic, victim in ((topics.TURNS, "assembler-0"), (topics.STEPS, "trainer-0")):
             while not await all_events(role, topic):
                 assert running.poll() is None, running.communicate()[0]
@@ -236,7 +236,7 @@ def test_the_benchmark_of_modes_measures_such_a_run(loop: Loop) -> None:
 
 
 def test_ids_hashes_and_joins_hold_for_a_reader_without_turnlog(loop: Loop) -> None:
-    settings, script = resolved(loop.settings), Path(__file__).parents[2] / "examples/check_without_turnlog.py"
+    settings, script = resolve_endpoints(loop.settings), Path(__file__).parents[2] / "examples/check_without_turnlog.py"
     assert not re.search(r"^(import|from) turnlog", script.read_text(), re.MULTILINE)
     places = settings.kafka.bootstrap, settings.registry.url, settings.store.endpoint, settings.store.bucket
     keys = {
@@ -309,7 +309,7 @@ def test_engine_and_trainer_take_turns_on_one_device(tmp_path: Path) -> None:
     assert started.returncode == 0, started.stderr
 
     async def read() -> list[list[Any]]:
-        async with opened("test", loop.settings) as role:
+        async with open_role("test", loop.settings) as role:
             return [await all_events(role, topic) for topic in (topics.ENGINES, topics.STEPS)]
 
     try:

@@ -28,7 +28,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers import worker
-from turnlog.sandbox_workers.pooling import unisolated
+from turnlog.sandbox_workers.pooling import find_isolation_failure
 from turnlog.sandbox_workers.workspaces import Folder
 from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas import topics
@@ -132,7 +132,7 @@ def offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.S
 @pytest.fixture
 async def stage(stage: Stage) -> Stage:
     """Without the stand-in for a worker."""
-    if await unisolated(SANDBOX):
+    if await find_isolation_failure(SANDBOX):
         pytest.skip("user namespaces are off")
     stage.answers = lambda request, count: None
     stage.settings = dataclasses.replace(

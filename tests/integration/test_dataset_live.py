@@ -21,10 +21,10 @@ import pytest
 
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog import cli
-from turnlog.infra.blobs import externalized
+from turnlog.infra.blobs import externalize_payloads
 from turnlog.infra.history import partitions, records
 from turnlog.infra.recipes import FunctionVerifier, Verdict
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main as assemble
 from turnlog.schemas import topics
@@ -63,7 +63,7 @@ async def fold(role: Role) -> list[SegmentSample]:
     await configure(role)
     for event in told(role.settings):
         limit = 64 if isinstance(event, TokenSnapshot) else 16
-        await role.events.append(await externalized(event, role.blobs, limit=limit))
+        await role.events.append(await externalize_payloads(event, role.blobs, limit=limit))
     folding = asyncio.create_task(assemble(role))
     found: list[Event] = []
     async with asyncio.timeout(60):
@@ -83,7 +83,7 @@ def prepared(live_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[s
     """The samples of a folded history, which the command will find."""
 
     async def written() -> list[SegmentSample]:
-        async with opened("test", live_settings) as role:
+        async with open_role("test", live_settings) as role:
             return await fold(role)
 
     for variable, value in {

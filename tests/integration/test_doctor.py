@@ -17,7 +17,15 @@ from starlette.responses import PlainTextResponse, Response
 from tests.contract.test_https import front, served
 from tests.secured import Authority
 from turnlog.consumers.life import doctor
-from turnlog.consumers.life.doctor import GOOD, WORTH_A_LOOK, WRONG, Finding, broker_findings, command, examined
+from turnlog.consumers.life.doctor import (
+    GOOD,
+    WORTH_A_LOOK,
+    WRONG,
+    DoctorFinding,
+    broker_findings,
+    check_servers,
+    command,
+)
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.roles.health import Health, serve_health
 from turnlog.infra.roles.tls import serving
@@ -58,8 +66,8 @@ async def test_servers_of_ours_are_well_and_one_that_is_away_is_a_finding(
         Endpoints(kafka="", registry="", store="", health={"gateway-0": f"http://{HOST}:{port}"}),
     )
     async with serve_health(gateway, (HOST, port)):
-        told = await examined(more)
-    assert Finding(WORTH_A_LOOK, "gateway-0", "the chat template does not write tools") in told
+        told = await check_servers(more)
+    assert DoctorFinding(WORTH_A_LOOK, "gateway-0", "the chat template does not write tools") in told
     wrong = [finding for finding in told if finding.state == WRONG]
     assert any(one.where.startswith("[registry] url") and "RegistryUnreachable" in one.what for one in wrong)
     assert any("1 brokers, 3 copies of each topic" in finding.what for finding in wrong)
@@ -90,13 +98,13 @@ async def test_registry_and_store_are_asked_as_roles_ask_them(live_settings: Set
             registry=RegistrySettings(url=registry_url, ca_file=ca, **login),
             store=dataclasses.replace(live_settings.store, endpoint=store_url, ca_file=ca),
         )
-        found = await examined(settings)
+        found = await check_servers(settings)
         assert [finding for finding in found if finding.state == WRONG] == []
         assert {f"registry {registry_url}", f"store {store_url}"} <= {one.where for one in found if one.state == GOOD}
         assert {"/config", "/config/team-a.TurnCompleted"} <= set(asked)
         stranger = dataclasses.replace(settings.registry, password="guess")
         (wrong,) = [
-            one for one in await examined(dataclasses.replace(settings, registry=stranger)) if one.state == WRONG
+            one for one in await check_servers(dataclasses.replace(settings, registry=stranger)) if one.state == WRONG
         ]
         assert "RegistryRefused" in wrong.what
         assert "check [registry] username and password" in wrong.what

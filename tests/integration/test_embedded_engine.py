@@ -14,8 +14,8 @@ import pytest
 from turnlog.infra.embedded import EngineDied, ModelMissing
 from turnlog.infra.embedded.members import answers
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.embedded.process import Child, Launch, marked, scope
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.process import Child, Launch, find_marked_pids, scope
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.settings import EngineSettings
 
 
@@ -39,7 +39,7 @@ async def test_the_engine_samples_tokens_with_log_probabilities_and_versions(eng
 
 @pytest.mark.engine
 def test_an_engine_listens_on_the_loopback_alone(engine_url: str) -> None:
-    processes = [psutil.Process(pid) for pid in marked(scope())]
+    processes = [psutil.Process(pid) for pid in find_marked_pids(scope())]
     engine = [process for process in processes if any("sglang" in part for part in process.cmdline())]
     listening = {
         connection.laddr
@@ -54,10 +54,12 @@ def test_an_engine_listens_on_the_loopback_alone(engine_url: str) -> None:
 @pytest.mark.engine
 def test_an_engine_that_cannot_start_dies_with_the_tail_of_its_log(tiny_model: Path, tmp_path: Path) -> None:
     settings = EngineSettings(extra_args=("--no-such-flag",))
-    engine = Engine(tiny_model, settings, log=tmp_path / "engine.log")
+    engine = EngineServer(tiny_model, settings, log=tmp_path / "engine.log")
     with pytest.raises(EngineDied, match=r"(?s)\[model\] path.*extra_args.*no-such-flag"):
         engine.start()
-    assert not [pid for pid in marked(scope()) if b"no-such-flag" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert not [
+        pid for pid in find_marked_pids(scope()) if b"no-such-flag" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 @pytest.mark.engine
@@ -90,4 +92,4 @@ def test_a_folder_that_is_no_model_is_refused_at_once(tmp_path: Path, missing: s
     for name in {"config.json", "tokenizer.json", "model.safetensors"} - {missing}:
         (tmp_path / name).write_text(json.dumps({}))
     with pytest.raises(ModelMissing, match=r"\[model\] path"):
-        Engine(tmp_path, EngineSettings(), log=tmp_path / "engine.log")
+        EngineServer(tmp_path, EngineSettings(), log=tmp_path / "engine.log")

@@ -25,8 +25,8 @@ from turnlog.infra import run_folder
 from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
 from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
-from turnlog.infra.embedded.process import marked
-from turnlog.infra.embedded.supervisor import State
+from turnlog.infra.embedded.process import find_marked_pids
+from turnlog.infra.embedded.supervisor import ChildState
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.security import Login
@@ -71,21 +71,21 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     assert run_folder.read_endpoints(directory) == first
     states = {child["name"]: child["state"] for child in status_processes(settings)}
     assert states == {"kafka": "ready", "store": "ready", "registry": "ready", "topics": "done"}
-    registry = HttpRegistry(run_folder.resolved(settings).registry)
+    registry = HttpRegistry(run_folder.resolve_endpoints(settings).registry)
     schema_id = await registry.register("kept", SCHEMA)
     await registry.close()
     with pytest.raises(AlreadyUp, match="turnlog down"):
         up(settings, (), say=_silent)
 
     down(settings, say=_silent)
-    assert marked(read_state(directory)["scope"]) == []
+    assert find_marked_pids(read_state(directory)["scope"]) == []
     assert not (directory / run_folder.FILE).exists()
     assert status_processes(settings) == []
     with pytest.raises(NotUp, match="turnlog up"):
         down(settings, say=_silent)
 
     up(settings, (), say=_silent)
-    registry = HttpRegistry(run_folder.resolved(settings).registry)
+    registry = HttpRegistry(run_folder.resolve_endpoints(settings).registry)
     assert await registry.schema(schema_id) == SCHEMA
     await registry.close()
 
@@ -100,7 +100,7 @@ async def test_broker_and_registry_take_nobody_who_does_not_log_in(
         async with log.appender() as appender:
             await _appended(appender, place.topic)
     up(settings, (), say=_silent)
-    known = run_folder.resolved(settings)
+    known = run_folder.resolve_endpoints(settings)
     async with opened_log(settings) as log:
         assert (await log.end_offsets([place]))[place] == 50
     assert "in the clear" not in caplog.text  # on the loopback that is no news
@@ -159,7 +159,7 @@ def test_a_damaged_index_is_reported_and_tried_again_and_nothing_else_is_started
     (directory / "index.sqlite").write_bytes(b"no database" * 1000)
     kept = dataclasses.replace(settings, index=IndexSettings(enabled=True))
     up(kept, ("index",), say=_silent)
-    configure_command(run_folder.resolved(kept))  # until then the indexer waits, and opens no file
+    configure_command(run_folder.resolve_endpoints(kept))  # until then the indexer waits, and opens no file
 
     def index(wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + 180
@@ -171,16 +171,16 @@ def test_a_damaged_index_is_reported_and_tried_again_and_nothing_else_is_started
         raise AssertionError(f"index-0 is {child}")
 
     child = index(lambda child: child["restarts"] > 5)
-    assert child["state"] in (State.RESTARTING, State.STARTING, State.READY)
+    assert child["state"] in (ChildState.RESTARTING, ChildState.STARTING, ChildState.READY)
     assert "DamagedIndex" in child["error"]
     assert {one["restarts"] for one in status_processes(kept) if one["name"] != "index-0"} == {0}
     (directory / "index.sqlite").unlink()
-    index(lambda child: child["state"] == State.READY and (directory / "index.sqlite").exists())
+    index(lambda child: child["state"] == ChildState.READY and (directory / "index.sqlite").exists())
 
 
 @contextlib.asynccontextmanager
 async def opened_log(settings: Settings) -> AsyncIterator[KafkaLog]:
-    log = KafkaLog.of(run_folder.resolved(settings).kafka)
+    log = KafkaLog.of(run_folder.resolve_endpoints(settings).kafka)
     try:
         yield log
     finally:
@@ -211,13 +211,13 @@ def test_ctrl_c_in_the_foreground_leaves_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "r"
     with _foreground(directory) as (supervisor, told):
         assert any("ready" in line for line in told)
-        assert len(marked(read_state(directory)["scope"])) == 3
+        assert len(find_marked_pids(read_state(directory)["scope"])) == 3
         supervisor.send_signal(signal.SIGINT)
         stopped = [line["child"]["name"] for line in told if line["child"]["state"] == "stopped"]
         assert supervisor.wait(60) == 0
     assert stopped[0] == "registry"
     assert set(stopped[1:]) == {"kafka", "store"}
-    assert marked(read_state(directory)["scope"]) == []
+    assert find_marked_pids(read_state(directory)["scope"]) == []
 
 
 @pytest.mark.long  # the suite stops a child of its own under the same supervisor (test_embedded_supervisor.py)
@@ -250,13 +250,13 @@ def test_a_killed_broker_comes_back_on_its_port_and_a_killed_supervisor_leaves_n
         assert again["restarts"] == 1
         assert listens(port)
 
-        family = [os.pidfd_open(pid) for pid in marked(state["scope"])]
+        family = [os.pidfd_open(pid) for pid in find_marked_pids(state["scope"])]
         assert len(family) >= 3
         supervisor.kill()
     for pidfd in family:
         assert select.select([pidfd], [], [], 30)[0]
         os.close(pidfd)
-    assert marked(state["scope"]) == []
+    assert find_marked_pids(state["scope"]) == []
 
 
 def test_an_attached_run_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_an_attached_run_ends_with_the_process_that_started_it(tmp_path: Path) -
         owner.kill()
     assert select.select([pidfd], [], [], 60)[0]
     os.close(pidfd)
-    assert marked(read_state(directory)["scope"]) == []
+    assert find_marked_pids(read_state(directory)["scope"]) == []
 
 
 @pytest.mark.parametrize(

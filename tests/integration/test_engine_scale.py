@@ -22,7 +22,7 @@ from turnlog.cli import main
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import events
 from turnlog.infra.roles import fleet
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.run_folder import SETTINGS, read_endpoints
 from turnlog.processors.core.fleet import SERVING
@@ -53,7 +53,7 @@ async def hosted(settings: Settings, model: Path) -> AsyncIterator[Role]:
     )
     await asyncio.to_thread(up, settings, ("gateway", "loader"), wait=False, say=lambda _: None)
     try:
-        async with opened("test", settings) as role:
+        async with open_role("test", settings) as role:
             await configure(role)
             weights = {name: tensor.float() for name, tensor in read_weights(model).items()}
             await role.events.append(await version(weights, 0, role.blobs, model, run_id=settings.run.id))

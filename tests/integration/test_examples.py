@@ -21,7 +21,7 @@ from tests.addresses import variables
 from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
 from turnlog.consumers.archiver import flush
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.sandbox_workers import answers
@@ -58,7 +58,7 @@ async def append(events: EventLog, run_id: str, name: str, recipe: str, rewards:
 
 async def told(settings: Settings, *groups: tuple[str, str, list[float]]) -> None:
     """Put groups on the log."""
-    async with opened("test", settings) as tool:
+    async with open_role("test", settings) as tool:
         for name, recipe, rewards in groups:
             await append(tool.events, settings.run.id, name, recipe, rewards)
 
@@ -109,7 +109,7 @@ async def test_sql_over_the_archive_finds_the_same_when_the_topics_are_gone(
     live_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await told(live_settings, *FIRST, LATER)
-    async with opened("archive", live_settings) as role:
+    async with open_role("archive", live_settings) as role:
         assert await flush(role)
     store = live_settings.store
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", store.access_key)
@@ -125,7 +125,7 @@ async def test_a_stranger_finds_every_hash_and_id_where_the_guide_says(
     store = live_settings.store
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", store.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", store.secret_key)
-    async with opened("test", live_settings) as tool:
+    async with open_role("test", live_settings) as tool:
         await append_batches(tool.events, tool.blobs, live_settings.run.id, 2)
         for event in turn_with_a_call(live_settings.run.id):
             await tool.events.append(event)
@@ -153,9 +153,9 @@ def turn_with_a_call(run_id: str) -> Iterator[Event]:
         workspace=None, deadline_s=9.0,
     )  # fmt: skip
     yield request
-    done = answers.completed(
+    done = answers.make_completed_event(
         request,
-        answers.Outcome(execution=answers.unrun(ToolStatus.refused, "tool"), workspace=None),
+        answers.CallOutcome(execution=answers.unrun(ToolStatus.refused, "tool"), workspace=None),
         attempt=0,
         queue_s=0.0,
         worker="w",

@@ -34,13 +34,13 @@ from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.registry import HttpRegistry, SchemaIncompatible
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configuration
 from turnlog.processors.runtime.assembler import main
 from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, plain
-from turnlog.schemas.compatibility import Rule
+from turnlog.schemas.compatibility import CompatibilityRule
 from turnlog.schemas.events import Event, GroupScored
 from turnlog.schemas.releases import as_of, releases
 from turnlog.schemas.topics import SAMPLES, SESSIONS, SNAPSHOTS, TREES, TURNS
@@ -191,13 +191,13 @@ async def test_a_topic_of_v1_is_replayed_by_todays_code_and_goes_on_with_todays_
         await write_as_v1(log, registry)
         assert {name: versions(settings, name) for name in V1} == {name: [1] for name in V1}
     old = {line["key"] for line in RECORDED}
-    async with opened("assembler", settings) as role:
+    async with open_role("assembler", settings) as role:
         await role.events.append(dataclasses.replace(configuration(settings), fold_version="1"))
         found = await outputs(role, set(SAID), old)
         assert {event.event_id: recorder.fingerprint(as_v1(event)) for event in found} == SAID
     evolved = [name for name in V1 if V1[name] != stored_schema(name)]
     assert {name: versions(settings, name) for name in evolved} == {name: [1, 2] for name in evolved}
-    async with opened("assembler", settings) as role:
+    async with open_role("assembler", settings) as role:
         names = [Partition(SESSIONS.name, unit) for unit in range(settings.kafka.groups)]
         ends = list((await role.log.end_offsets(names)).values())
         for event in bad_days(
@@ -230,7 +230,7 @@ async def test_the_registry_refuses_an_incompatible_schema_and_says_why(registry
     with pytest.raises(SchemaIncompatible, match=r"EngineGone\.mood.*rule new_without_default") as refused:
         await registry.register(name, incompatible(name))
     assert [(problem.where, problem.rule) for problem in refused.value.problems] == [
-        ("turnlog.v1.EngineGone.mood", Rule.new_without_default)
+        ("turnlog.v1.EngineGone.mood", CompatibilityRule.new_without_default)
     ]
     await registry.close()
 

@@ -21,7 +21,7 @@ from turnlog.infra.recipes import recipe
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role, RunPhase
-from turnlog.infra.roles.runs import configuration, configured
+from turnlog.infra.roles.runs import configuration, load_configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
@@ -584,11 +584,11 @@ async def test_a_look_at_a_long_past_is_work_and_no_hang(bench: Bench) -> None:
     log = MemoryLog(bench.broker)
     async with EventLog.open(log, bench.registry, writer="feeder-2") as events, log.transactor("r.feeder") as own:
         role = await bench.role(log, events)
-        run = await configured(role)
+        run = await load_configuration(role)
         assert run is not None
         reading = feeder.Feeder(role, run, own, sources(bench.settings), *checked_sampling(bench.settings))
         await reading.remember()
-    assert reading.admission.asked == PROMPTS
+    assert reading.admission.requested_count == PROMPTS
     loops = role.health.living()[1]["loops"]
     assert loops["work"]["rounds"] >= len(asked)
 

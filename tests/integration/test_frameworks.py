@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_command_agents import SANDBOX
-from turnlog.sandbox_workers.pooling import unisolated
+from turnlog.sandbox_workers.pooling import find_isolation_failure
 
 ROOT = Path(__file__).parents[2]
 LOCK, KEPT, UV = ROOT / "locks/frameworks.lock", ROOT / ".cache/frameworks", ROOT / ".cache/bootstrap/bin/uv"
@@ -44,7 +44,7 @@ def python() -> Path:
     ],
 )
 def test_an_agent_of_a_framework_does_a_task_by_turns_of_the_policy(python: Path, tmp_path: Path, name: str) -> None:
-    if asyncio.run(unisolated(SANDBOX)):
+    if asyncio.run(find_isolation_failure(SANDBOX)):
         pytest.skip("user namespaces are off")
     tests = [ROOT / "tests/frameworks/test_frameworks.py", "-k", name, "--basetemp", tmp_path / "pytest"]
     # tests/conftest.py has servers in mind, whose clients are not there.

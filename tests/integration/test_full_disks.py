@@ -25,7 +25,7 @@ from turnlog.consumers.index.indexer import build, opened_writer
 from turnlog.infra.embedded import NoSpace
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import NO_ROOM
-from turnlog.infra.embedded.supervisor import State
+from turnlog.infra.embedded.supervisor import ChildState
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, TopicSpec
@@ -70,7 +70,7 @@ async def test_a_log_on_a_full_disk_is_waited_for_and_holds_what_it_acknowledged
         assert "is full" in lacks_room(small_disk / "r")
         filler.unlink()
         async with asyncio.timeout(180):
-            while kafka(settings)["state"] != State.READY or kafka(settings)["pid"] == broker:  # noqa: ASYNC110
+            while kafka(settings)["state"] != ChildState.READY or kafka(settings)["pid"] == broker:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)  # a state in the supervisor's file is no event
         assert kafka(settings)["error_type"] == "DiskFull"
         async with opened_log(settings) as log:

@@ -20,7 +20,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import HttpRegistry
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.producers.gateway.app import main
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.schemas import ids
@@ -68,7 +68,7 @@ class HeldEvents(EventLog):
 @asynccontextmanager
 async def held_gateway(settings: Settings) -> AsyncIterator[tuple[Role, HeldEvents]]:
     """A gateway role whose acknowledgements can be held back."""
-    async with opened("gateway", settings) as role, AsyncExitStack() as stack:
+    async with open_role("gateway", settings) as role, AsyncExitStack() as stack:
         registry = HttpRegistry(role.settings.registry)
         stack.push_async_callback(registry.close)
         opening = HeldEvents.open(role.log, registry, writer=role.instance, blobs=role.blobs)
@@ -81,7 +81,7 @@ async def held_gateway(settings: Settings) -> AsyncIterator[tuple[Role, HeldEven
 @asynccontextmanager
 async def gateway(settings: Settings) -> AsyncIterator[Role]:
     """A gateway role as `turnlog gateway` runs it."""
-    async with opened("gateway", settings) as role, serving(role):
+    async with open_role("gateway", settings) as role, serving(role):
         yield role
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.test_run_life import turnlog
 from turnlog.infra.blobs import BlobMissing, Owner, key
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.s3 import client
 from turnlog.sandbox_workers.workspaces import stored
@@ -49,7 +49,7 @@ def own_bucket(live_settings: Settings) -> Settings:
 async def test_what_nothing_names_goes_by_the_trash_and_what_a_record_names_stays(
     own_bucket: Settings, tmp_path: Path
 ) -> None:
-    async with opened("test", own_bucket) as role:
+    async with open_role("test", own_bucket) as role:
         await configure(role)
         answered, open_, garbage = [await put(role, what) for what in (b"answered", b"open", b"garbage")]
         (tmp_path / "files").mkdir()
@@ -73,7 +73,7 @@ async def test_what_nothing_names_goes_by_the_trash_and_what_a_record_names_stay
             assert "1 objects went into the trash; 0 objects went back; 1 objects went for good" in said
         trashed = f"trash/{key(garbage.sha256, role.blobs.folder)}"
         assert await role.blobs.names("trash/") == [trashed]
-        (listed,) = (listing := await role.blobs.listed(trashed)).objects
+        (listed,) = (listing := await role.blobs.list_objects(trashed)).objects
         assert listing.now - listed.modified < DAY_S, "its time in the trash begins when it gets there"
         for ref in (answered, open_, young, garbage, workspace):
             assert await role.blobs.get(ref)
@@ -83,7 +83,7 @@ async def test_what_nothing_names_goes_by_the_trash_and_what_a_record_names_stay
 
 
 async def test_an_owner_that_cannot_be_asked_and_a_grace_that_is_too_short_are_refused(own_bucket: Settings) -> None:
-    async with opened("test", own_bucket) as role:
+    async with open_role("test", own_bucket) as role:
         await configure(role)
         await put(role, b"garbage")
         stranger = Owner("elsewhere", "", "theirs")

@@ -19,7 +19,7 @@ from tests.integration.test_closed_loop import Loop
 from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.blobs import inlined
 from turnlog.infra.history import all_events
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.tensors.versions import fetch
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed, SegmentSample, VersionSpan, WeightVersionPublished
@@ -73,7 +73,7 @@ def of(loop: Loop, topic: topics.Topic) -> list[Any]:
     """Its records, whole."""
 
     async def read() -> list[Any]:
-        async with opened("test", loop.settings) as role:
+        async with open_role("test", loop.settings) as role:
             return [await inlined(event, role.blobs) for event in await all_events(role, topic)]
 
     return asyncio.run(read())
@@ -111,7 +111,7 @@ def weights(loop: Loop, folder: Path) -> dict[int, Any]:
     """Every version, as its files in the store say."""
 
     async def read() -> dict[int, Any]:
-        async with opened("test", loop.settings) as role:
+        async with open_role("test", loop.settings) as role:
             published = [e for e in await all_events(role, topics.WEIGHTS) if isinstance(e, WeightVersionPublished)]
             for event in published:
                 (folder / str(event.version)).mkdir()

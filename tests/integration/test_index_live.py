@@ -24,7 +24,7 @@ from turnlog.consumers.index.reader import Index
 from turnlog.consumers.index.search import SessionFilter
 from turnlog.infra.archive import live_cut
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler
@@ -36,14 +36,14 @@ pytestmark = [pytest.mark.kafka]
 
 async def history(settings: Settings) -> None:
     """Groups of unlucky sessions, folded."""
-    async with opened("test", settings) as role:
+    async with open_role("test", settings) as role:
         await configure(role)
         ends = [0] * settings.kafka.groups
         for event in bad_days(
             random.Random(5), groups=12, partitions=len(ends), run_id=settings.run.id, name="g", ends=ends
         ):
             await role.events.append(event)
-    async with opened("assembler", settings) as role:
+    async with open_role("assembler", settings) as role:
         running = asyncio.create_task(assembler.main(role))
         inputs = [Partition(topic, unit) for topic in INPUTS for unit in range(settings.kafka.groups)]
         async with asyncio.timeout(60):
@@ -75,7 +75,7 @@ async def shown(settings: Settings, session: str, folder: Path) -> None:
     assert exported["session"]["session_id"] == session
     told(settings, "session", "export", session[:16], "--html", str(folder / "session.html"))
     assert session in (folder / "session.html").read_text()
-    async with serving(settings, lambda: opened("dashboard", settings)) as (url, _), httpx.AsyncClient() as client:
+    async with serving(settings, lambda: open_role("dashboard", settings)) as (url, _), httpx.AsyncClient() as client:
         tokens = (await client.get(f"{url}/sessions/{session}/tokens")).json()
         record = await client.get(f"{url}/records/{exported['turns'][0]['at'].translate(PLACE)}")
     assert tokens == exported["tokens"]
@@ -109,9 +109,9 @@ async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_s
         assert len(collector.spans) == again
     tail = told(settings, "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id)
     assert tail.count("SessionStarted") == len(tail.splitlines()) > 0
-    async with opened("test", settings) as role:
+    async with open_role("test", settings) as role:
         await flush(role)
-    async with opened("test", settings, archive=True) as role:
+    async with open_role("test", settings, archive=True) as role:
         await build(role, tmp_path / "archived.sqlite")
     with Index.open(tmp_path / "archived.sqlite") as index:
         assert index.sessions(limit=1000).rows == page.rows

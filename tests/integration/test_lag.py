@@ -21,7 +21,7 @@ from turnlog.consumers.lag import ROLES, lag_of
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Commit, Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.names import ConsumerGroup
 from turnlog.settings import ArchiveSettings, RegistrySettings, Settings, StoreSettings
@@ -100,7 +100,7 @@ async def test_the_lag_of_an_assembler_is_there_without_it_and_falls_when_it_com
     looks = environment(live_settings, TURNLOG_LAG_PORT=str(port), TURNLOG_LAG_EVERY_S="0.1", **bare)
     role_records = ("turnlog_role_lag_records", "assembler")
     group = ConsumerGroup.ASSEMBLER.format(run=live_settings.run.id)
-    async with process("lag", looks), opened("test", live_settings) as tool:
+    async with process("lag", looks), open_role("test", live_settings) as tool:
         await configure(tool)
         assert (await seen(url, lambda now: role_records in now))[role_records] == 0
         first = await written(tool, "first")
@@ -126,7 +126,7 @@ async def test_a_transaction_that_hangs_is_seen_for_as_long_as_it_does(live_sett
     url = f"http://{HOST}:{port}/metrics"
     hangs = ("turnlog_log_open_transaction_seconds", "agent.tool-calls")
     looks = environment(live_settings, TURNLOG_LAG_PORT=str(port), TURNLOG_LAG_EVERY_S="0.1")
-    async with process("lag", looks), opened("test", live_settings) as tool:
+    async with process("lag", looks), open_role("test", live_settings) as tool:
         await seen(url, lambda now: now.get(hangs) == 0)
         async with tool.log.transactor("hangs") as transactor:
             await transactor.begin()

@@ -22,10 +22,10 @@ import torch
 from tests.fakes.weights import Publications, version
 from turnlog.consumers.loader import main
 from turnlog.consumers.loading import EngineSwapFailed
-from turnlog.infra.embedded.servers import Engine
-from turnlog.infra.engine import Adapter, Generate, Piece, SGLang
+from turnlog.infra.embedded.servers import EngineServer
+from turnlog.infra.engine import Adapter, Generate, OutputChunk, SGLang
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.tensors.served import ServedNote
 from turnlog.schemas.events import (
     EngineDraining,
@@ -44,7 +44,7 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import read_shape
-from turnlog.trainer.weights import Of, published, read_weights, upload
+from turnlog.trainer.weights import Of, read_weights, upload, version_event
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
 PROMPT = [5, 6, 7, 8, 9]
@@ -84,7 +84,7 @@ def loader_settings(settings: Settings, model: Path, url: str) -> Settings:
 
 @pytest.fixture
 async def role(live_settings: Settings, tiny_model: Path, engine_url: str) -> AsyncIterator[Role]:
-    async with opened("loader", loader_settings(live_settings, tiny_model, engine_url)) as role:
+    async with open_role("loader", loader_settings(live_settings, tiny_model, engine_url)) as role:
         yield role
 
 
@@ -185,7 +185,7 @@ async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
     await loader
     role.stopping.clear()
     note = ServedNote.of(run.directory, run.id, "engine-0")
-    with Engine(model, EngineSettings(), log=tmp_path / "again.log", served=note) as again:
+    with EngineServer(model, EngineSettings(), log=tmp_path / "again.log", served=note) as again:
         assert await greedy(again.url) == (pytest.approx(before[0], abs=1e-4), str(first))
         role.settings = dataclasses.replace(role.settings, engine=EngineSettings(urls=(again.url,)))
         loader = asyncio.create_task(main(role))
@@ -281,7 +281,7 @@ async def adapting(live_settings: Settings, tiny_model: Path, lora_engine_url: s
     """The role's engine takes adapters."""
     settings = loader_settings(live_settings, tiny_model, lora_engine_url)
     trainer = dataclasses.replace(settings.trainer, publish="adapter", lora_rank=4)
-    async with opened("loader", dataclasses.replace(settings, trainer=trainer)) as role:
+    async with open_role("loader", dataclasses.replace(settings, trainer=trainer)) as role:
         yield role
 
 
@@ -294,7 +294,7 @@ async def export(role: Role, learner: Learner, folder: Path, number: int, of: Of
         if what == of:
             model, cursor = Path(role.settings.model.path), Cursor(next_batch=number, step=number)
             files = await upload(folder / f"{of}-{number}", written.sha256, model, role.blobs)
-            event = published(
+            event = version_event(
                 written, files, run_id=role.settings.run.id, version=number, incarnation=0, cursor=cursor,
                 checkpoint=None, adapts=adapts,
             )  # fmt: skip
@@ -335,28 +335,28 @@ async def test_each_adapter_is_served_under_its_own_name_with_the_log_probs_of_t
     await engine.close()
 
 
-async def adapted(engine: SGLang, adapter: Adapter | None, temperature: float) -> Piece:
+async def adapted(engine: SGLang, adapter: Adapter | None, temperature: float) -> OutputChunk:
     request = Generate(rid=uuid4().hex, input_ids=PROMPT, temperature=temperature, max_new_tokens=12, adapter=adapter)
     (answer,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=60)]
     return answer
 
 
 @pytest.fixture
-def struck(role: Role, tiny_model: Path, tmp_path: Path) -> Iterator[Engine]:
+def struck(role: Role, tiny_model: Path, tmp_path: Path) -> Iterator[EngineServer]:
     """The role's engine, which nobody else needs."""
-    with Engine(tiny_model, EngineSettings(), log=tmp_path / "engine.log") as engine:
+    with EngineServer(tiny_model, EngineSettings(), log=tmp_path / "engine.log") as engine:
         urls = dataclasses.replace(role.settings.engine, urls=(engine.url,))
         role.settings = dataclasses.replace(role.settings, engine=urls, loader=LoaderSettings())
         yield engine
 
 
-def family(engine: Engine) -> list[psutil.Process]:
+def family(engine: EngineServer) -> list[psutil.Process]:
     leader = psutil.Process(engine.pid)
     return [leader, *leader.children(recursive=True)]
 
 
 @pytest.mark.long
-async def test_a_silent_engine_takes_no_turns_and_then_is_said_to_be_gone(role: Role, struck: Engine) -> None:
+async def test_a_silent_engine_takes_no_turns_and_then_is_said_to_be_gone(role: Role, struck: EngineServer) -> None:
     loader = asyncio.create_task(main(role))
     await said(role, 1)
     for process in family(struck):

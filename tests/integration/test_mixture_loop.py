@@ -12,7 +12,7 @@ import pytest
 from tests.integration.test_closed_loop import Loop
 from turnlog.infra.embedded.up import down, status_processes
 from turnlog.infra.history import all_events
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import topics
@@ -20,7 +20,7 @@ from turnlog.schemas.events import StepCompleted
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.loop import trained_rows
-from turnlog.trainer.models.experts import RoutedRows, unrouted
+from turnlog.trainer.models.experts import RoutedRows, unrouted_rows
 from turnlog.trainer.plan import learning_plan
 from turnlog.trainer.shape import TINY_MIXTURE, read_shape
 from turnlog.trainer.warm_start import warm_start
@@ -75,7 +75,7 @@ def mixture(folder: Path) -> Path:
 
 async def told(loop: Loop) -> tuple[list[StepCompleted], BatchRows]:
     """The steps, and the rows of the first batch."""
-    async with opened("test", loop.settings) as role:
+    async with open_role("test", loop.settings) as role:
         manifests = await all_events(role, topics.BATCHES)
         model = Path(loop.settings.model.path)
         rows = await trained_rows(manifests[0], role, read_shape(model), model)
@@ -85,7 +85,7 @@ async def told(loop: Loop) -> tuple[list[StepCompleted], BatchRows]:
 def measured(loop: Loop, rows: BatchRows) -> tuple[StepResult, StepResult]:
     """By the weights that sampled them, of those that a step computes: replayed, and as routers choose."""
     plan = learning_plan(loop.settings)
-    rows = plan.objective.computed(rows)
+    rows = plan.objective.rows_to_compute(rows)
     plain = BatchRows(**{field.name: getattr(rows, field.name) for field in dataclasses.fields(BatchRows)})
     with process_group():
         learner = Learner(read_shape(plan.model), read_weights(plan.weights), plan.options)
@@ -106,7 +106,7 @@ def test_what_a_real_engine_routed_is_trained_and_narrows_the_gap_to_it(tmp_path
     assert [step.batch_index for step in steps] == list(range(DRAWS))
     assert [step.metrics["unrouted_tokens"] for step in steps] == [0] * DRAWS
     assert isinstance(rows, RoutedRows)
-    assert not unrouted(rows).any()
+    assert not unrouted_rows(rows).any()
     replayed, chosen = measured(loop, rows)
     print(f"gap of {replayed.trained_tokens} tokens, largest and mean: replayed {replayed.logprob_gap_max:.4f} "
           f"{replayed.logprob_gap_mean:.5f}, as routers choose {chosen.logprob_gap_max:.4f} "

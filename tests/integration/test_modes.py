@@ -29,10 +29,10 @@ from turnlog.infra.history import partitions
 from turnlog.infra.log import Reader, Transactor
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health, application
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.topics_admin import specs
-from turnlog.processors.core.books import Account
+from turnlog.processors.core.books import TokenAccount
 from turnlog.processors.runtime import assembler, batcher
 from turnlog.producers import feeder
 from turnlog.schemas import topics
@@ -343,7 +343,7 @@ def done(world: World) -> bool:
     return world.trained == world.role.settings.feeder.draws
 
 
-async def balanced(world: World) -> Account:
+async def balanced(world: World) -> TokenAccount:
     """The run's account; the books balance on every level, and the total is what the report counts."""
     levels, total = await books.read_levels(world.role), await books.read(world.role)
     assert levels.imbalances == ()
@@ -523,7 +523,7 @@ async def test_on_a_real_log_a_run_stays_within_its_lag(live_settings: Settings,
     )
 
     async def make(name: str, stack: AsyncExitStack) -> Role:
-        return await stack.enter_async_context(opened(name, settings))
+        return await stack.enter_async_context(open_role(name, settings))
 
     async def settled() -> None:
         """Nothing tells: a tick is one poll."""

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import OtherRun, configure
 from turnlog.settings import RunSettings, Settings
 
@@ -40,10 +40,10 @@ async def refused(settings: Settings, verb: str) -> str:
 
 
 async def test_no_role_starts_on_the_log_of_another_run(live_settings: Settings) -> None:
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         await configure(role)
     other = dataclasses.replace(live_settings, run=RunSettings(id="another"))
-    async with opened("test", other) as role:
+    async with open_role("test", other) as role:
         with pytest.raises(OtherRun):
             await configure(role)
     said = await asyncio.gather(*(refused(live_settings, verb) for verb in ROLES))

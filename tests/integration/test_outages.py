@@ -23,15 +23,15 @@ from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import MemoryLog
 from tests.integration.conftest import CALL, Stage, staged
 from tests.unit.producers.test_admission import published
-from turnlog.infra.engine import Generate, Piece
+from turnlog.infra.engine import Generate, OutputChunk
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogUnreachable, Partition
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.reaper import EnginesServe, Reaper, RunnersServe
-from turnlog.processors.runtime.watch import Limits
+from turnlog.processors.runtime.watch import ReaperLimits
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.producers.gateway_client import GatewayUnavailable
 from turnlog.schemas import ids, topics
@@ -68,7 +68,7 @@ LONGEST_S = 300.0
 SILENCE_S = 2000.0
 """Of a session before the reaper ends it: more than all that it may wait for together, but for a runner."""
 PLAN = assembler_plan(Configured.today(Settings(run=RunSettings(id="r"))), AssemblerSettings())
-LIMITS = Limits(silence_s=SILENCE_S, deadline_s=1e6)
+LIMITS = ReaperLimits(silence_s=SILENCE_S, deadline_s=1e6)
 
 
 class Decided(NamedTuple):
@@ -118,7 +118,7 @@ class SlowEngine(MemoryEngine):
         self.paused.clear()
         self.serves.set()
 
-    async def _pieces(self, request: Generate, stop: asyncio.Event, timeout_s: float) -> AsyncIterator[Piece]:
+    async def _pieces(self, request: Generate, stop: asyncio.Event, timeout_s: float) -> AsyncIterator[OutputChunk]:
         loop = asyncio.get_running_loop()
         left_s = SLOW_TURN_S if SLOW_TURNS in self.told(request.input_ids) else TURN_S
         stopped = asyncio.ensure_future(stop.wait())
@@ -253,7 +253,7 @@ class Play:
         stage, clock = self.stage, asyncio.get_running_loop().time
         log, stopping = MemoryLog(stage.broker), asyncio.Event()
         async with EventLog.open(log, stage.registry, writer="assembler") as events:
-            runner = Runner(PLAN, log, events, stage.blobs, Health("assembler"), clock=clock)
+            runner = AssemblerRunner(PLAN, log, events, stage.blobs, Health("assembler"), clock=clock)
             engines, runners = EnginesServe(log, events, clock=clock), RunnersServe(log, "r", clock=clock)
             reaper = Reaper(
                 runner.units, log, events, clock=clock, limits=LIMITS,

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.parsers.formats import formats_of
 from turnlog.producers.gateway.prompts import TOOLS, Prompts, TextTokens, probe_calls
-from turnlog.producers.gateway.rendering.shown import findings, shown
+from turnlog.producers.gateway.rendering.shown import findings, probe_template
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 
 pytestmark = pytest.mark.long
@@ -135,7 +135,7 @@ def row_of(source: str, folder: Path) -> Row:
     """What a gateway makes of a template."""
     template = ChatTemplate(source, TOKENS)
     prompts = Prompts(tokens_of(template, folder), template)
-    written = shown(prompts)
+    written = probe_template(prompts)
     if written.plain is None:
         return Row("none", "none", "none", "", "every conversation: the gateway does not start")
     calls, thinking = formats_of(f"{source}\n{written.sample}")
@@ -145,7 +145,7 @@ def row_of(source: str, folder: Path) -> Row:
         read += ", by its marks"
     elif written.answer and not written.reads(calls):
         read += ", does not read what is written"
-    told = {what: said for what, said in written.written().items() if what != "names"}
+    told = {what: said for what, said in written.written_parts().items() if what != "names"}
     return Row(
         calls=read,
         reasoning=f"`{thinking.opening.strip()}`".replace("|", r"\|") if thinking else "none",

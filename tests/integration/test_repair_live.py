@@ -24,7 +24,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.producers.recipes.repair import Repair, modules, repository
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers import worker
-from turnlog.sandbox_workers.pooling import unisolated
+from turnlog.sandbox_workers.pooling import find_isolation_failure
 from turnlog.schemas.events import Outcome, RewardAssigned, ToolCallRequested
 
 SANDBOX = SandboxSettings(slots=2, prewarm=0, first_uid=293_000)
@@ -71,7 +71,7 @@ async def working(stage: Stage) -> Any:
 async def test_a_repository_is_mended_by_the_loop_or_a_program_and_graded_apart(stage: Stage, by_program: None) -> None:
     if shutil.which("git", path="/usr/local/bin:/usr/bin:/bin") is None:
         pytest.skip("git is not installed")
-    if await unisolated(SANDBOX):
+    if await find_isolation_failure(SANDBOX):
         pytest.skip("user namespaces are off")
     module = modules()[0]
     task = repository(module, bug := module["bugs"][0], random.Random(1))

@@ -15,8 +15,8 @@ from tests.addresses import variables
 from turnlog.infra.blobs import Owner, key
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import opened
-from turnlog.infra.roles.runs import Configured, claimed, recorded
+from turnlog.infra.roles.role import open_role
+from turnlog.infra.roles.runs import Configured, claim_log, recorded_configuration
 from turnlog.infra.topics_admin import check, specs
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.schemas.events import (
@@ -73,16 +73,16 @@ async def test_a_run_is_configured_once_from_nothing_and_a_second_call_says_so(f
     assert await done(fresh, "run", "configure") == (
         0, f"nothing to do: run {fresh.run.id!r} is configured with these settings, its topics are there\n", "",
     )  # fmt: skip
-    async with opened("test", fresh) as role:
+    async with open_role("test", fresh) as role:
         assert await check(role.log, fresh) == []
         kinds = [type(event) for event in await all_events(role, RUNS)]
         assert kinds == [RunConfigured, RunPlanned]
         owner = Owner(await role.log.cluster(), fresh.kafka.prefix, fresh.run.id)
-        assert Owner.parsed(owner.name, await role.blobs.get_named(owner.name)) == owner
-        async with claimed(role):
+        assert Owner.parse(owner.name, await role.blobs.get_named(owner.name)) == owner
+        async with claim_log(role):
             blob = await role.blobs.put(fresh.run.id.encode())
         assert await role.blobs.names(owner.folder) == [key(blob.sha256, owner.folder)]
-        assert await recorded(role) == Configured.today(fresh), "replay finds the run"
+        assert await recorded_configuration(role) == Configured.today(fresh), "replay finds the run"
 
 
 async def test_other_settings_are_refused_key_by_key_and_a_new_plan_is_noted(fresh: Settings) -> None:
@@ -116,7 +116,7 @@ async def test_a_feeder_by_itself_waits_until_somebody_has_configured_its_run_an
         status, said, _ = await done(live_settings, "run", "configure")
         assert status == 0
         assert "created" not in said
-        async with opened("test", live_settings) as role:
+        async with open_role("test", live_settings) as role:
             await serve_weights(role.events.append, live_settings)
             requests: list[RolloutRequested] = []
             async with asyncio.timeout(PATIENCE_S), role.log.reader() as reader:
@@ -124,7 +124,7 @@ async def test_a_feeder_by_itself_waits_until_somebody_has_configured_its_run_an
                 while len(requests) < live_settings.feeder.group_size:
                     requests += [await role.events.decode(record) for record in await reader.poll()]
             assert {request.run_id for request in requests} == {live_settings.run.id}
-            assert await recorded(role) == Configured.today(live_settings)
+            assert await recorded_configuration(role) == Configured.today(live_settings)
         feeder.terminate()
         assert await asyncio.wait_for(feeder.wait(), PATIENCE_S) == 0
     finally:

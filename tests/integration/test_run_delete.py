@@ -15,8 +15,8 @@ from tests.integration.test_run_life import turnlog
 from turnlog.infra.blobs import Owner
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Commit, Partition
-from turnlog.infra.roles.role import opened
-from turnlog.infra.roles.runs import claimed, configure
+from turnlog.infra.roles.role import open_role
+from turnlog.infra.roles.runs import claim_log, configure
 from turnlog.infra.run_folder import write_settings
 from turnlog.infra.topics_admin import apply
 from turnlog.schemas import topics
@@ -36,9 +36,9 @@ async def run(live_settings: Settings, tmp_path: Path) -> Settings:
     )
     (directory := tmp_path / settings.run.id).mkdir()
     write_settings(directory, settings)
-    async with opened("test", settings) as role:
+    async with open_role("test", settings) as role:
         await configure(role)
-        async with claimed(role):
+        async with claim_log(role):
             await role.blobs.put(b"a blob")
         async with role.log.transactor(f"{settings.run.id}.assembler.0") as transactor:
             await transactor.begin()
@@ -88,7 +88,7 @@ async def test_a_run_with_a_member_at_work_is_refused_by_name(run: Settings) -> 
 
     group = f"{run.run.id}.runner"
     async with (
-        opened("test", run) as role,
+        open_role("test", run) as role,
         role.log.group_reader(group, [TASKS.topic], assigned=assigned, revoked=none, instance="runner-7") as member,
     ):
         while not held.is_set():

@@ -13,15 +13,15 @@ import pytest
 from tests.integration.test_trainer_loop import start, steps_of, versions_of
 from turnlog.consumers.life import runs_of
 from turnlog.consumers.life.fork import ForkRefused, fork
-from turnlog.consumers.run import prepared
+from turnlog.consumers.run import prepare_run
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure, life
 from turnlog.infra.run_folder import SETTINGS, write_settings
 from turnlog.schemas.events import GroupRequested, Purpose
 from turnlog.settings import RunSettings, Settings, load
 from turnlog.trainer import CheckpointUnusable
-from turnlog.trainer.checkpoint import found, hand_on
+from turnlog.trainer.checkpoint import hand_on, open_checkpoint
 from turnlog.trainer.loop import rerun
 from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
@@ -81,7 +81,7 @@ async def forked(parent: Settings, **other: Any) -> Settings:
     chosen = {"parent": parent.run.id, "step": 4, "settings": None, "from_settings": None, "archive": False,
               "to_prefix": f"{parent.kafka.prefix}second-", "draws": 2}  # fmt: skip
     plain = Settings(run=RunSettings(id="second", directory=str(directory)))
-    assert await asyncio.to_thread(fork, plain, argparse.Namespace(**chosen | other), found, hand_on) == 0
+    assert await asyncio.to_thread(fork, plain, argparse.Namespace(**chosen | other), open_checkpoint, hand_on) == 0
     return load(directory / SETTINGS, {})
 
 
@@ -89,7 +89,7 @@ async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
     stored: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their checkpoints lie in the store, but for the one that the fork begins with: its trainer puts it there."""
-    async with opened("test", stored) as role:
+    async with open_role("test", stored) as role:
         await configure(role)
         groups = [group for batch in range(6) for group in dict.fromkeys(synthetic_rows(batch).group_ids)]
         for row, group in enumerate(groups):
@@ -99,7 +99,7 @@ async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
         steps, versions = await steps_of(role), await versions_of(role)
     new = await forked(stored)
     assert f"run 'second' begins at step 4 of '{stored.run.id}'" in capsys.readouterr().out
-    async with opened("test", new) as role:
+    async with open_role("test", new) as role:
         recorded = (await life(role)).parent
         assert recorded is not None
         assert (recorded.run_id, recorded.step, recorded.draws) == (stored.run.id, 4, 4)
@@ -129,7 +129,7 @@ async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
 
 
 async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(parent: Settings) -> None:
-    async with opened("test", parent) as role:
+    async with open_role("test", parent) as role:
         await configure(role)
         await append_batches(role.events, role.blobs, parent.run.id, 1)
         short = dataclasses.replace(parent, feeder=dataclasses.replace(parent.feeder, draws=1))
@@ -143,8 +143,8 @@ async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(paren
         run=RunSettings(id="second", directory=str(Path(parent.run.directory).parent / "elsewhere")),
         kafka=dataclasses.replace(parent.kafka, prefix=f"{parent.kafka.prefix}second-"),
     )
-    async with opened("test", other) as role:
-        await prepared(role)
+    async with open_role("test", other) as role:
+        await prepare_run(role)
     with pytest.raises(ForkRefused, match=r"has begun already .*without a parent"):
         await forked(parent, step=1)
     assert not (Path(parent.run.directory).parent / "second").exists()

@@ -17,10 +17,10 @@ import pytest
 from tests.addresses import variables
 from tests.integration.test_run_configure import serve_weights
 from tests.integration.test_status_elsewhere import step
-from turnlog.consumers.life import Known, list_command, runs_of
+from turnlog.consumers.life import RunSummary, list_command, runs_of
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, RunPhase, opened
+from turnlog.infra.roles.role import Role, RunPhase, open_role
 from turnlog.infra.roles.runs import configure, set_phase
 from turnlog.infra.run_folder import write_settings
 from turnlog.schemas.events import RolloutRequested
@@ -80,7 +80,7 @@ async def requested(role: Role) -> list[RolloutRequested]:
         return found
 
 
-async def listed(settings: Settings) -> Known:
+async def listed(settings: Settings) -> RunSummary:
     """The run among all of the cluster."""
     (found,) = [run for run in await runs_of(settings) if run.run == settings.run.id]
     return found
@@ -89,7 +89,7 @@ async def listed(settings: Settings) -> Known:
 async def test_feeder_and_runner_obey_a_pause_a_resume_and_a_close(live_settings: Settings) -> None:
     run = live_settings.run.id
     async with (
-        opened("test", live_settings) as role,
+        open_role("test", live_settings) as role,
         live(live_settings, "feeder") as (feeder, health),
         live(live_settings, "runner") as (runner, runner_health),
     ):
@@ -121,7 +121,7 @@ async def test_the_verbs_say_what_they_did_and_the_list_names_the_run(live_setti
     status, _, why = await turnlog(live_settings, "run", "pause")
     assert status == 2
     assert f"NotConfigured: run {run!r} is not configured" in why
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         await configure(role)
         await role.events.append(step(run, 0))
         assert await turnlog(live_settings, "run", "pause") == (
@@ -154,7 +154,7 @@ async def test_the_list_knows_directories_whose_servers_do_not_run(
         write_settings(tmp_path / name, settings)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "settings.toml").write_text("[run")
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         await configure(role)
     await asyncio.to_thread(list_command, there, as_json=True)
     found = {one["run"]: one for one in json.loads(capsys.readouterr().out)}

@@ -15,9 +15,9 @@ import pytest
 
 from turnlog.infra import run_folder
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import marked
+from turnlog.infra.embedded.process import find_marked_pids
 from turnlog.infra.embedded.up import down, up
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.names import ExitStatus
 from turnlog.settings import EngineSettings, RunSettings, Settings
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     up(settings, (), say=lambda _: None)
 
     async def configured() -> None:
-        async with opened("test", settings) as role:
+        async with open_role("test", settings) as role:
             await configure(role)
 
     try:
@@ -59,7 +59,7 @@ def test_reading_starts_no_role_and_leaves_the_run_as_it_was(folder: Path) -> No
     assert "starting the servers of runs/r to read it" in done.stderr
     state = run_folder.read_state(directory)
     assert {child["name"] for child in state["children"]} == {"kafka", "store", "registry", "topics"}
-    assert marked(state["scope"]) == []
+    assert find_marked_pids(state["scope"]) == []
     assert not run_folder.is_live(directory)
     assert (directory / run_folder.SETTINGS).read_bytes() == before
     listed = turnlog(folder, "dead-letters", "list", "--run", "r")
@@ -79,5 +79,5 @@ def test_a_reader_that_is_killed_leaves_no_server(folder: Path) -> None:
             os.close(pidfd)
             reader.send_signal(number)
             reader.wait(60)
-        with run_folder.held(directory / run_folder.LOCK):  # its supervisor has ended
-            assert marked(run_folder.read_state(directory)["scope"]) == []
+        with run_folder.lock_file(directory / run_folder.LOCK):  # its supervisor has ended
+            assert find_marked_pids(run_folder.read_state(directory)["scope"]) == []

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.memory_engine import MemoryEngine
 from tests.secured import Authority
 from turnlog.infra.log import Fenced, Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
@@ -81,7 +81,7 @@ def settings(live_settings: Settings, tmp_path: Path) -> Settings:
 @asynccontextmanager
 async def started(name: str, main: Callable[[Role], Awaitable[None]], settings: Settings) -> AsyncIterator[Any]:
     """A role on its own clients, as its own process has them; drained at the end."""
-    async with opened(name, settings) as role:
+    async with open_role(name, settings) as role:
         task = asyncio.ensure_future(main(role))
         try:
             yield task
@@ -97,7 +97,7 @@ async def gateway(role: Role, acts: Callable[[str], str] = acts) -> None:
     engine.script = lambda prompt: tokens.encode(acts(tokens.literal(prompt)) + "<|im_end|>")
     url = role.settings.gateway.url
     with contextlib.closing(socket.create_server(("127.0.0.1", int(url.rpartition(":")[2])))) as listener:
-        served = await Gateway.assembled(role, url, connect=lambda _: engine)
+        served = await Gateway.create(role, url, connect=lambda _: engine)
         async with served.current(), serving(served, listener):
             await role.stopping.wait()
 
@@ -146,7 +146,7 @@ async def test_every_rollout_of_a_draw_is_fed_run_executed_in_a_sandbox_and_rewa
     settings: Settings,
 ) -> None:
     async with AsyncExitStack() as stack:
-        role = await stack.enter_async_context(opened("test", settings))
+        role = await stack.enter_async_context(open_role("test", settings))
         await publish_first_weights(role)
         for name, main in (
             ("gateway", gateway),
@@ -165,7 +165,7 @@ async def test_every_rollout_of_a_draw_is_fed_run_executed_in_a_sandbox_and_rewa
 
 
 async def test_a_feeder_that_was_replaced_is_fenced_and_nothing_is_asked_for_twice(settings: Settings) -> None:
-    async with opened("test", settings) as role:
+    async with open_role("test", settings) as role:
         await publish_first_weights(role)
         async with started("feeder", feeder.main, settings) as first:
             requests = await read(role, RolloutRequested, PROMPTS * GROUP)

@@ -22,11 +22,11 @@ import pytest
 from tests.addresses import variables
 from turnlog.infra.log import Partition
 from turnlog.infra.recipes import Episode, SandboxCall
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.verifiers import SandboxVerifier
 from turnlog.infra.verifiers.judges import client
 from turnlog.producers import tool_calls
-from turnlog.producers.gateway_client import GatewayClient, Session
+from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.recipes.calc import RECIPE
 from turnlog.producers.verdicts import Bench
 from turnlog.schemas.events import (
@@ -118,7 +118,7 @@ def live_settings(live_settings: Settings) -> Settings:
 @pytest.fixture
 async def role(live_settings: Settings) -> AsyncIterator[Role]:
     """The test's own way into the log."""
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         yield role
 
 
@@ -155,7 +155,7 @@ class Results:
             self._position = {place: reader.position(place) for place in self._position}
 
 
-async def feed(role: Role, known: tool_calls.Results) -> None:
+async def feed(role: Role, known: tool_calls.ToolResults) -> None:
     """As the runner's reader does."""
     async with role.log.reader() as reader:
         reader.assign({Partition(TOOL_RESULTS.name, number): 0 for number in range(role.settings.kafka.rollouts)})
@@ -172,7 +172,7 @@ async def test_a_verifier_judges_the_files_that_the_agent_left_and_nothing_that_
         return [SandboxCall("shell", {"command": seen}), SandboxCall("shell", {"command": episode.task["check"]})]
 
     verifier = SandboxVerifier(name="tests", version="1", calls=calls, sandbox=DURABLE, timeout_s=90.0)
-    results, known = Results(role), tool_calls.Results()
+    results, known = Results(role), tool_calls.ToolResults()
     acted = call("verified", 0, "echo 8 > answer; nohup sleep 300 >/dev/null 2>&1 &", sandbox=DURABLE)
     request = RolloutRequested(
         event_id="e", run_id="run", group_id="g", floor=0, task_id="t", rollout_id="verified", rollout_index=0,
@@ -188,7 +188,7 @@ async def test_a_verifier_judges_the_files_that_the_agent_left_and_nothing_that_
         async with GatewayClient(role.settings) as gateway, client() as http:
             bench = Bench(
                 http=http, events=role.events, gateway=gateway, results=known, blobs=role.blobs,
-                request=request, recipe=RECIPE, session=Session("verified", "", "", ""), asked={},
+                request=request, recipe=RECIPE, session=OpenSession("verified", "", "", ""), asked={},
             )  # fmt: skip
             found = []
             for check, version in (("test $(cat answer) = 8 && ls", "1"), ("test $(cat answer) = 9", "2")):

@@ -10,9 +10,9 @@ import pytest
 
 from turnlog import cli
 from turnlog.consumers.archiver import flush
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.console.recorded import recorded
+from turnlog.sandbox_workers.console.recorded import load_session
 from turnlog.sandbox_workers.console.rerun import command
 from turnlog.sandbox_workers.worker import main
 from turnlog.schemas.events import SandboxSpec, ToolCallRequested
@@ -38,13 +38,13 @@ async def test_a_session_is_shown_and_run_again_from_the_log_and_from_its_archiv
 ) -> None:
     settings = dataclasses.replace(live_settings, sandbox=SANDBOX)
     workspace = None
-    async with opened("sandbox", settings) as role:
+    async with open_role("sandbox", settings) as role:
         working = asyncio.create_task(main(role))
         for seq, code in enumerate(
             ("open('f', 'w').write('4'); print(3)", "import os; print(open('f').read(), os.urandom(8))")
         ):
             await role.events.append(dataclasses.replace(requested(settings, seq, code), workspace=workspace))
-            while (done := (await recorded(role, "s")).calls[seq].completed) is None:
+            while (done := (await load_session(role, "s")).calls[seq].completed) is None:
                 assert not working.done(), working
             workspace = done.workspace
         role.stopping.set()

@@ -14,7 +14,7 @@ import pytest
 from tests.addresses import variables
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.roles.health import Health, serve_health
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.schemas.events import EngineWeightsLoaded, StepCompleted, WeightVersionPublished
@@ -37,14 +37,14 @@ async def status(settings: Settings, *arguments: str) -> tuple[int | None, str]:
 
 async def test_the_log_and_health_addresses_tell_what_no_supervisor_knows(live_settings: Settings) -> None:
     run = live_settings.run.id
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         await configure(role)
         for event in (weights(run), engine(run), step(run, 0), step(run, 1)):
             await role.events.append(event)
     ready, waits, nobody = Health("runner"), Health("assembler"), f"http://{HOST}:{free_ports(1)[0]}"
-    ready.started()
+    ready.mark_started()
     ready.warn("hands", ["it has no hands"])
-    waits.started()
+    waits.mark_started()
     waits.unmet("unit 2", "stopped at agent.turns[2]@7")
     ports = free_ports(2)
     async with serve_health(ready, (HOST, ports[0])), serve_health(waits, (HOST, ports[1])):

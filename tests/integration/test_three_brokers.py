@@ -26,7 +26,7 @@ from turnlog.infra.kafka.connection import Admin
 from turnlog.infra.kafka.producers import KafkaAppender
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LacksReplicas, LogUnreachable, Partition, ProducerDied, Record, TopicSpec
-from turnlog.infra.run_folder import SETTINGS, resolved
+from turnlog.infra.run_folder import SETTINGS, resolve_endpoints
 from turnlog.infra.topics_admin import check, check_internal
 from turnlog.schemas import topics
 from turnlog.settings import EngineSettings, KafkaSettings, LivenessSettings, RunSettings, Settings
@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
         liveness=LivenessSettings(broker_s=0.0),  # who is stopped here is let go on here
     )
     up(settings, (), say=lambda _: None)
-    yield resolved(settings)
+    yield resolve_endpoints(settings)
     with contextlib.suppress(NotUp):
         down(settings, say=lambda _: None)
 

@@ -18,7 +18,7 @@ import pytest
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.schemas.events import (
     BatchSkipped,
     EngineDraining,
@@ -56,7 +56,7 @@ def settings(live_settings: Settings, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 async def role(settings: Settings) -> AsyncIterator[Role]:
-    async with opened("test", settings) as role:
+    async with open_role("test", settings) as role:
         yield role
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.addresses import variables
-from turnlog.infra.roles.role import opened
+from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configuration
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings
@@ -100,7 +100,7 @@ def append(settings: Settings, event: Event) -> None:
     """To the run's log."""
 
     async def appended() -> None:
-        async with opened("test", settings) as tool:
+        async with open_role("test", settings) as tool:
             await tool.events.append(event)
 
     with ThreadPoolExecutor(1) as pool:

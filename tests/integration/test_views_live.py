@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.names import ConsumerGroup
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
@@ -139,7 +139,7 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: S
     port = free_ports(1)[0]
     env = environment(live_settings, tmp_path, port)
     wanted: Counter[str] = Counter()
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         for life in range(LIVES):
             await write(role, life)
             wanted = Counter({"open": SESSIONS, "completed": life * SESSIONS})
@@ -165,7 +165,7 @@ async def test_the_successor_of_a_killed_worker_has_its_partitions_at_once_and_d
 ) -> None:
     command = ("-c", PATIENT + "from turnlog.cli import main; main(['views'])")
     wanted = [{"open": SESSIONS}, *({"open": SESSIONS, "completed": life * SESSIONS} for life in (1, 2))]
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         for life in range(3):
             await write(role, life)
             port = free_ports(1)[0]  # the group knows its predecessor by another address
@@ -193,7 +193,7 @@ async def test_a_worker_that_its_group_gave_up_before_its_first_commit_reads_aga
     live_settings: Settings, tmp_path: Path
 ) -> None:
     port, lives = free_ports(1)[0], 40
-    async with opened("test", live_settings) as role:
+    async with open_role("test", live_settings) as role:
         worker = begun(environment(live_settings, tmp_path, port), tmp_path / "views.log")
         try:
             await seen(f"http://127.0.0.1:{port}", {}, worker)

@@ -26,8 +26,8 @@ from tests.integration.test_acls import (
 from tests.integration.test_run_life import requested
 from tests.integration.test_runner_live import GROUP, publish_first_weights, read
 from tests.secured import SUPER, Secured
-from turnlog.infra.roles.role import opened
-from turnlog.infra.roles.runs import configured
+from turnlog.infra.roles.role import open_role
+from turnlog.infra.roles.runs import load_configuration
 from turnlog.infra.run_folder import SETTINGS, write_settings
 from turnlog.infra.topics_admin import acls
 from turnlog.names import ExitStatus
@@ -58,7 +58,7 @@ async def test_the_loop_makes_feeds_watches_and_obeys_with_its_printed_acls_and_
             first.send_signal(signal.SIGINT)
             assert await first.wait() == ExitStatus.INTERRUPTED
         async with looping(folder) as second:
-            async with opened("test", of(SUPER, secured, settings)) as test:
+            async with open_role("test", of(SUPER, secured, settings)) as test:
                 await garbage(test, topics.STEPS.name)
                 assert (await read(test, DeadLetter, 1))[0].role == "feeder"
             await done("pause", "run close", secured, settings, {})
@@ -83,9 +83,9 @@ async def looping(folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def fed(secured: Secured, settings: Settings) -> None:
     """Let the run's feeder find weights that are served, and wait for what it asks for."""
-    async with opened("test", of(SUPER, secured, settings)) as test, asyncio.timeout(120):
+    async with open_role("test", of(SUPER, secured, settings)) as test, asyncio.timeout(120):
         while topics.RUNS.name not in await test.log.topics():  # noqa: ASYNC110
             await asyncio.sleep(0.2)  # nothing tells of a topic that is made
-        assert await configured(test) is not None
+        assert await load_configuration(test) is not None
         await publish_first_weights(test)
         await requested(test)

@@ -31,7 +31,7 @@ from turnlog.trainer.algorithms.tokens import (
 KEY, AUXILIARY_KEY = "trainer.algorithm", "trainer.auxiliary"
 
 
-def clipped(tokens: Tokens, clip: Clip) -> TokenLoss:
+def clipped_surrogate(tokens: Tokens, clip: Clip) -> TokenLoss:
     """Return -min(r A, clamp(r) A) per token, with r = exp(current - old).
 
     This is PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476) and dual clip (arXiv
@@ -66,7 +66,7 @@ def soft(tokens: Tokens, clip: Clip, positive: float, negative: float) -> TokenL
     return TokenLoss(value, torch.zeros_like(tokens.trained), measures={"gate": Measure(openness)})
 
 
-def weighted(tokens: Tokens, clip: Clip) -> TokenLoss:
+def cispo_loss(tokens: Tokens, clip: Clip) -> TokenLoss:
     """Return -clamp(r) A log p (CISPO, arXiv 2506.13585, eq. 4).
 
     The ratio has no gradient, so that every token keeps its own gradient.
@@ -91,12 +91,15 @@ def _surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip: Clip) -> Tok
 BUILT_IN = {
     one.name: one
     for one in (
-        *(Algorithm(name, clipped, zero_at_zero=True) for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")),
+        *(
+            Algorithm(name, clipped_surrogate, zero_at_zero=True)
+            for name in ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp")
+        ),
         Algorithm("gspo", by_sequence, by_trajectory=True, zero_at_zero=True),
         Algorithm("sapo", soft, {"positive": 1.0, "negative": 1.05}, zero_at_zero=True),
-        Algorithm("cispo", weighted, zero_at_zero=True),
-        Algorithm("ppo", clipped, critic=True),
-        Algorithm("opd", clipped, distils=True),
+        Algorithm("cispo", cispo_loss, zero_at_zero=True),
+        Algorithm("ppo", clipped_surrogate, critic=True),
+        Algorithm("opd", clipped_surrogate, distils=True),
     )
 }
 
@@ -118,22 +121,24 @@ def among_good(rows: BatchRows, reward: float) -> NDArray[np.float64]:
 AUXILIARY = {"imitate": Auxiliary("imitate", imitation_of_good, among_good, {"reward": 1.0})}
 
 
-def chosen(spec: str) -> tuple[Algorithm, tuple[float, ...]]:
+def choose_algorithm(spec: str) -> tuple[Algorithm, tuple[float, ...]]:
     """Return the algorithm of [trainer] algorithm and its arguments. Raises SettingsError if it is unknown or
     malformed.
     """
-    return _chosen(spec, KEY, BUILT_IN, Algorithm)
+    return _choose_by_spec(spec, KEY, BUILT_IN, Algorithm)
 
 
 def chosen_auxiliary(spec: str) -> tuple[Auxiliary | None, tuple[float, ...]]:
     """Return the loss of [trainer] auxiliary and its arguments; (None, ()) for "none". Raises SettingsError."""
-    return (None, ()) if spec == "none" else _chosen(spec, AUXILIARY_KEY, AUXILIARY, Auxiliary)
+    return (None, ()) if spec == "none" else _choose_by_spec(spec, AUXILIARY_KEY, AUXILIARY, Auxiliary)
 
 
 Kind = TypeVar("Kind", Algorithm, Auxiliary)
 
 
-def _chosen(spec: str, key: str, built_in: Mapping[str, Kind], kind: type[Kind]) -> tuple[Kind, tuple[float, ...]]:
+def _choose_by_spec(
+    spec: str, key: str, built_in: Mapping[str, Kind], kind: type[Kind]
+) -> tuple[Kind, tuple[float, ...]]:
     name, numbers = split(spec, key)
     found: Kind = offers.one(name, built_in, key, kind)
     if numbers and len(numbers) != len(found.arguments):

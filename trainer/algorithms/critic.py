@@ -71,16 +71,16 @@ class Critic:
                     found = self._gradient(rows, lesson, rules)
         return updates > 0, {**first.metrics(), "value_updates": float(updates), **_fit(rows, lesson)}
 
-    def _gradient(self, rows: BatchRows, lesson: Lesson, rules: CriticRules) -> _Found:
+    def _gradient(self, rows: BatchRows, lesson: Lesson, rules: CriticRules) -> _GradientResult:
         self.network.forget_gradients()
         forward = _ValueLoss(rows, lesson, rules.clip)
         self.network.run(without_experts(rows), forward, forward_only=False)
         loss, trained, clipped = over_ranks(forward.sums.to(mcore.DEVICE)).tolist()
-        return _Found(loss, trained, clipped, self.network.gradient_norm())
+        return _GradientResult(loss, trained, clipped, self.network.gradient_norm())
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _GradientResult:
     loss: float
     trained: float
     clipped: float

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.trainer import CheckpointUnusable
-from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective, Pass
+from turnlog.trainer.algorithms.objective import Floats, ForwardPassResults, Objective, Pass
 from turnlog.trainer.gang.calls import Ranks
 
 Kept = dict[str, dict[str, torch.Tensor]]
@@ -47,7 +47,7 @@ class DrawPasses:
         self._objective, self._call, self._rest, self._kept = objective, call, rest, kept
         self._truncated = truncated
 
-    async def numbers(self, manifest: SampleBatchFormed, rows: BatchRows) -> Numbers:
+    async def numbers(self, manifest: SampleBatchFormed, rows: BatchRows) -> ForwardPassResults:
         """Return the columns of the next batch; `rows` are those of its rows that are computed.
 
         Raises CheckpointUnusable inside a rollout batch whose first update was made without these passes.
@@ -56,7 +56,7 @@ class DrawPasses:
         if passes and manifest.part == 0:
             self._kept.clear()
             self._kept.update({one: {} for one in sorted(passes)})
-            for part in (rows, *map(self._objective.computed, await self._rest(manifest))):
+            for part in (rows, *map(self._objective.rows_to_compute, await self._rest(manifest))):
                 for one in sorted(passes):
                     column = await self._call(METHODS[one], part)
                     each = (len(column) - len(part.token_ids)) // len(part)  # values of a row after those of its tokens
@@ -65,9 +65,9 @@ class DrawPasses:
         columns: dict[str, Any] = {one: self._column(one, manifest, rows) for one in passes}
         if self._objective.critic is not None and self._objective.critic.bootstrap:
             columns["truncated"] = await self._truncated(manifest)
-        return Numbers(**columns, whitening_std=manifest.whitening_std)
+        return ForwardPassResults(**columns, whitening_std=manifest.whitening_std)
 
-    def stepped(self, rows: BatchRows) -> None:
+    def release_batch(self, rows: BatchRows) -> None:
         """Release the columns of a batch that was stepped on."""
         for kept in self._kept.values():
             for sample in rows.sample_ids:

@@ -49,7 +49,7 @@ class Lesson:
     """Targets of the critic."""
 
 
-def credited(
+def compute_gae(
     rows: BatchRows, values: NDArray[np.float32], truncated: NDArray[np.bool_], penalty: Column, rules: CriticRules
 ) -> tuple[NDArray[np.float32], Lesson]:
     """Return (advantages [T] float32, training data of the critic).

@@ -38,7 +38,7 @@ def logprobs_by(network: Network, rows: BatchRows) -> Floats:
     return found
 
 
-def frozen(shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> Network:
+def frozen_network(shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> Network:
     """Return a model that never trains, in host memory. Raises WeightsMismatch."""
     network = Network(shape, weights, dataclasses.replace(options, lora_rank=0, recompute="none"))
     network.model.requires_grad_(False).to("cpu")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import EPSILON, Whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
-from turnlog.trainer.algorithms.gae import CriticRules, Lesson, credited
+from turnlog.trainer.algorithms.gae import CriticRules, Lesson, compute_gae
 from turnlog.trainer.algorithms.tokens import (
     LOG_RATIO,
     Algorithm,
@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ForwardPassResults:
     """Results of a rollout batch's forward passes for one batch: log-probs [T] float32, 0 where nothing trains."""
 
     proximal: Floats | None = None
@@ -91,7 +91,7 @@ class Objective(Protocol):
 
     @property
     def by_trajectory(self) -> bool:
-        """Whether `prepared` needs the current log-probs, which cost a forward pass."""
+        """Whether `prepare` needs the current log-probs, which cost a forward pass."""
 
     @property
     def trains_entropy(self) -> bool:
@@ -101,7 +101,7 @@ class Objective(Protocol):
     def critic(self) -> CriticRules | None:
         """Settings of the critic; None if there is no critic."""
 
-    def computed(self, rows: BatchRows) -> BatchRows:
+    def rows_to_compute(self, rows: BatchRows) -> BatchRows:
         """Return the rows of a batch that passes and the step must compute; the others do not change the gradient.
         Never empty.
         """
@@ -109,7 +109,9 @@ class Objective(Protocol):
     def passes(self, parts: int) -> frozenset[Pass]:
         """Return the passes that a rollout batch of `parts` updates needs before its first update."""
 
-    def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
+    def prepare(
+        self, rows: BatchRows, numbers: ForwardPassResults, current: Floats | None
+    ) -> tuple[BatchRows, Columns]:
         """Return the rows to step on, and the columns beside theirs."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
@@ -124,13 +126,15 @@ class Imitation:
     trains_entropy: bool = False
     critic: CriticRules | None = None
 
-    def computed(self, rows: BatchRows) -> BatchRows:
+    def rows_to_compute(self, rows: BatchRows) -> BatchRows:
         return rows
 
     def passes(self, parts: int) -> frozenset[Pass]:
         return frozenset()
 
-    def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
+    def prepare(
+        self, rows: BatchRows, numbers: ForwardPassResults, current: Floats | None
+    ) -> tuple[BatchRows, Columns]:
         return rows, Columns()
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
@@ -184,7 +188,7 @@ class PolicyGradient:
         return self.entropy_coefficient != 0.0 or (self.auxiliary is not None and self.auxiliary.wants_entropy)
 
     @property
-    def _penalised(self) -> bool:
+    def _has_reward_penalty(self) -> bool:
         """Whether the divergence changes advantages."""
         return self.kl != "none" and self.kl_in == "reward" and self.kl_coefficient != 0.0
 
@@ -194,7 +198,7 @@ class PolicyGradient:
         others = self.critic is None and self.teacher is None and self.auxiliary is None
         return self.algorithm.zero_at_zero and others and self.kl == "none" and not self.entropy_coefficient
 
-    def computed(self, rows: BatchRows) -> BatchRows:
+    def rows_to_compute(self, rows: BatchRows) -> BatchRows:
         """Leave out groups whose advantages are all 0 if nothing else trains.
 
         If a batch consists of such groups only, the first one stays, so that its step is reported like others. Greedy
@@ -213,7 +217,7 @@ class PolicyGradient:
         found: set[Pass] = set()
         # The only update of a rollout batch reads its own forward pass, unless a sum over rows is needed before it.
         summed = parts > 1 or self.by_trajectory or self.importance_level != "token"
-        if self._penalised or self.teacher is not None or (self.logprobs == "recomputed" and summed):
+        if self._has_reward_penalty or self.teacher is not None or (self.logprobs == "recomputed" and summed):
             found.add("proximal")
         if self.kl != "none":
             found.add("reference")
@@ -223,24 +227,26 @@ class PolicyGradient:
             found.add("values")
         return frozenset(found)
 
-    def prepared(self, rows: BatchRows, numbers: Numbers, current: Floats | None) -> tuple[BatchRows, Columns]:
+    def prepare(
+        self, rows: BatchRows, numbers: ForwardPassResults, current: Floats | None
+    ) -> tuple[BatchRows, Columns]:
         recomputed = self.logprobs == "recomputed"
         proximal = numbers.proximal if recomputed else None
         gap = counts = importance = None
         if current is not None:
-            counts = _summed(rows, np.ones_like(current))
-            gap = _summed(rows, current - (rows.logprobs if proximal is None else proximal))
+            counts = _sum_by_trajectory(rows, np.ones_like(current))
+            gap = _sum_by_trajectory(rows, current - (rows.logprobs if proximal is None else proximal))
         if proximal is not None and self.importance != "none" and self.importance_level != "token":
-            importance = _summed(rows, proximal - rows.logprobs)
+            importance = _sum_by_trajectory(rows, proximal - rows.logprobs)
             if self.importance_level == "geometric":
-                importance = importance / np.maximum(1.0, _summed(rows, np.ones_like(proximal)))
+                importance = importance / np.maximum(1.0, _sum_by_trajectory(rows, np.ones_like(proximal)))
         lesson = None
         if self.critic is not None:
-            rows, lesson = self._credited(rows, numbers, self.critic)
-        elif self._penalised:
+            rows, lesson = self._apply_critic(rows, numbers, self.critic)
+        elif self._has_reward_penalty:
             rows = self._with_penalty(rows, numbers)
         if self.teacher is not None:
-            rows = self._taught(rows, numbers, self.teacher)
+            rows = self._apply_teacher(rows, numbers, self.teacher)
         columns = Columns(
             old=_column(proximal),
             old_is_current=recomputed and proximal is None,
@@ -293,7 +299,7 @@ class PolicyGradient:
         weights[rows.starts] = 0.0
         return weights
 
-    def _with_penalty(self, rows: BatchRows, numbers: Numbers) -> BatchRows:
+    def _with_penalty(self, rows: BatchRows, numbers: ForwardPassResults) -> BatchRows:
         """Subtract from each advantage the divergence to go: from the token to the end of its segment.
 
         Advantages that were whitened are first scaled back, up to a constant offset, and whitened again after the
@@ -308,15 +314,17 @@ class PolicyGradient:
             advantages = Whitening(float(at.mean()), float(at.std())).apply(advantages)
         return dataclasses.replace(rows, advantages=(advantages * rows.trained).astype("<f4"))
 
-    def _credited(self, rows: BatchRows, numbers: Numbers, rules: CriticRules) -> tuple[BatchRows, Lesson]:
+    def _apply_critic(
+        self, rows: BatchRows, numbers: ForwardPassResults, rules: CriticRules
+    ) -> tuple[BatchRows, Lesson]:
         """Compute advantages relative to the critic, from rewards less the divergence of each token."""
         assert numbers.values is not None
-        penalty = self._penalty(rows, numbers) if self._penalised else np.zeros(len(rows.token_ids))
+        penalty = self._penalty(rows, numbers) if self._has_reward_penalty else np.zeros(len(rows.token_ids))
         truncated = np.zeros(len(rows), bool) if numbers.truncated is None else numbers.truncated
-        advantages, lesson = credited(rows, numbers.values, truncated, penalty, rules)
+        advantages, lesson = compute_gae(rows, numbers.values, truncated, penalty, rules)
         return dataclasses.replace(rows, advantages=advantages), lesson
 
-    def _taught(self, rows: BatchRows, numbers: Numbers, coefficient: float) -> BatchRows:
+    def _apply_teacher(self, rows: BatchRows, numbers: ForwardPassResults, coefficient: float) -> BatchRows:
         """Subtract from each advantage the divergence from the teacher at that token, by the weights before the rollout
         batch's first update.
 
@@ -328,7 +336,7 @@ class PolicyGradient:
         divergence = numbers.proximal.astype("f8") - numbers.teacher
         return dataclasses.replace(rows, advantages=((kept - coefficient * divergence) * rows.trained).astype("<f4"))
 
-    def _penalty(self, rows: BatchRows, numbers: Numbers) -> NDArray[np.float64]:
+    def _penalty(self, rows: BatchRows, numbers: ForwardPassResults) -> NDArray[np.float64]:
         """Return [T] the divergence that is subtracted from rewards, by the weights before the rollout batch's first
         update.
         """
@@ -354,7 +362,7 @@ def estimate(kind: str, logprobs: torch.Tensor, reference: torch.Tensor) -> torc
     return (-gap).exp() - 1.0 + gap
 
 
-def _summed(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:
+def _sum_by_trajectory(rows: BatchRows, values: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return at each token the sum over the trained tokens of its trajectory."""
     _, trajectory = np.unique(np.asarray(rows.session_ids), return_inverse=True)
     of = np.repeat(trajectory, rows.lengths)

@@ -40,7 +40,7 @@ class NeededByEvaluations:
         for name, cursor in (await asyncio.to_thread(self._checkpoints.cursors)).items():
             if cursor.draws % every == 0:
                 rounds.setdefault(cursor.draws // every, name)  # the first one if the rollout batch has several steps
-        waiting = [rounds[one] for one in sorted(rounds) if not self._groups.settled(one)]
+        waiting = [rounds[one] for one in sorted(rounds) if not self._groups.is_settled(one)]
         return frozenset((*waiting[-kept:], *self._best()))
 
     def _best(self) -> list[str]:

@@ -38,7 +38,7 @@ Stored = Mapping[str, BlobRef]
 """Files of a checkpoint that ranks have already uploaded to their final place, by name."""
 
 
-class Place(Protocol):
+class CheckpointStorage(Protocol):
     """The storage of a run's checkpoints. All methods block."""
 
     @property
@@ -50,13 +50,13 @@ class Place(Protocol):
         """Return the names of complete checkpoints."""
         ...
 
-    def opened(self, name: str) -> Path:
+    def open_folder(self, name: str) -> Path:
         """Return a local folder with the common values of a checkpoint, ready to restore from. Raises
         CheckpointDamaged.
         """
         ...
 
-    def said(self, name: str) -> str:
+    def checkpoint_address(self, name: str) -> str:
         """Return the whole address of a checkpoint."""
         ...
 
@@ -67,7 +67,7 @@ class Place(Protocol):
         """
         ...
 
-    def created(self, marker: Marker) -> bool:
+    def create_marker(self, marker: Marker) -> bool:
         """Create the marker of a generation. Return False if another process has it."""
         ...
 
@@ -79,11 +79,11 @@ class Place(Protocol):
         """Remove the marker of an earlier generation."""
         ...
 
-    def begun(self, name: str) -> Path:
+    def create_folder(self, name: str) -> Path:
         """Return an empty local folder to write a checkpoint into."""
         ...
 
-    def finished(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
+    def store_files(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
         """Bring files to their final place, with their checksums; all files are written, and those of other ranks are
         in `stored`.
 
@@ -118,7 +118,7 @@ class FolderPlace:
     def names(self) -> list[str]:
         return [path.name for path in self._directory.glob("step-*-i*") if path.suffix != PART]
 
-    def opened(self, name: str) -> Path:
+    def open_folder(self, name: str) -> Path:
         """Return the folder of a checkpoint after verifying its files; one of a release that stored no checksums is
         accepted.
         """
@@ -128,16 +128,16 @@ class FolderPlace:
         check_files(folder)
         return folder
 
-    def said(self, name: str) -> str:
+    def checkpoint_address(self, name: str) -> str:
         return str(self._directory / name)
 
     def markers(self) -> dict[str, Marker]:
         return {path.name: _read(path) for path in self._directory.glob(MARKERS)}
 
-    def created(self, marker: Marker) -> bool:
+    def create_marker(self, marker: Marker) -> bool:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._own = self._directory / MARKERS.replace("*", f"-i{marker.incarnation}")
-        part = self._written(marker)
+        part = self._write_marker(marker)
         try:
             os.link(part, self._own)
         except FileExistsError:
@@ -147,18 +147,18 @@ class FolderPlace:
         return True
 
     def mark(self, marker: Marker) -> None:
-        self._written(marker).replace(self._own)
+        self._write_marker(marker).replace(self._own)
 
     def forget(self, marker: str) -> None:
         (self._directory / marker).unlink(missing_ok=True)
 
-    def begun(self, name: str) -> Path:
+    def create_folder(self, name: str) -> Path:
         part = self._directory / f"{name}{PART}"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         return part
 
-    def finished(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
+    def store_files(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
         assert not stored, "ranks write into the folder itself"
         write_sums(folder)
 
@@ -177,7 +177,7 @@ class FolderPlace:
         for part in self._directory.glob(f"*{PART}"):
             shutil.rmtree(part, ignore_errors=True)
 
-    def _written(self, marker: Marker) -> Path:
+    def _write_marker(self, marker: Marker) -> Path:
         part = self._directory / f"{self._own.name}.{os.getpid()}"
         with part.open("w") as file:
             json.dump({"incarnation": marker.incarnation, "folder": marker.folder}, file)
@@ -203,11 +203,11 @@ def read_marker(content: bytes, where: str) -> Marker:
         if isinstance(folder, str | None) and isinstance(confirmed, bool):
             return Marker(int(said["incarnation"]), folder, confirmed)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _garbled(where, repr(error)) from error
-    raise _garbled(where, repr(said))
+        raise _marker_error(where, repr(error)) from error
+    raise _marker_error(where, repr(said))
 
 
-def _garbled(where: str, why: str) -> CheckpointUnusable:
+def _marker_error(where: str, why: str) -> CheckpointUnusable:
     return CheckpointUnusable(
         f"{where} does not say which checkpoint to go on from ({why}): restore it, or remove it to go on from what the "
         "other markers beside it name, and from [model] path where there is none"

@@ -28,16 +28,16 @@ from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.trainer import ExportFailed
 from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.gang.calls import Ranks
-from turnlog.trainer.weights import Difference, LastExport, Of, upload
+from turnlog.trainer.weights import LastExport, Of, WeightDelta, upload
 
 UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])
 
 
-class Said(Protocol):
+class PublicationBuilder(Protocol):
     """Builds the WeightVersionPublished of a version: `published`, bound to one cursor."""
 
     def __call__(
-        self, written: Written, files: tuple[WeightFile, ...], *, difference: Difference | None = None
+        self, written: Written, files: tuple[WeightFile, ...], *, difference: WeightDelta | None = None
     ) -> WeightVersionPublished: ...
 
 
@@ -71,21 +71,21 @@ class Publications:
     async def holds(self, tensors: Mapping[str, str]) -> bool:
         """Return whether the ranks' frozen weights have these checksums."""
         with _writing(self._exports.directory):
-            folder = await asyncio.to_thread(self._exports.begun, 0)
+            folder = await asyncio.to_thread(self._exports.create_folder, 0)
             written: Written = await self._call(Ranks.export_files, folder, "base")
         await asyncio.to_thread(shutil.rmtree, folder)
         return written.checksums == tensors
 
-    async def begin(self, version: int, said: Said, of: Of = "merged") -> WeightVersionPublished:
+    async def begin(self, version: int, said: PublicationBuilder, of: Of = "merged") -> WeightVersionPublished:
         """Begin to publish the weights that the ranks hold now, after publishing the previous version.
 
         Return the record that will be written, still without its files. Raises the errors of `settle`.
         """
         await self.settle()
         with _writing(self._exports.directory):
-            folder = await asyncio.to_thread(self._exports.begun, version)
+            folder = await asyncio.to_thread(self._exports.create_folder, version)
             written = await self._call(Ranks.export_files, folder, of)
-        self._open = asyncio.create_task(self._stored(version, folder, written, said))
+        self._open = asyncio.create_task(self._store_version(version, folder, written, said))
         return said(written, ())
 
     async def look(self) -> None:
@@ -114,7 +114,9 @@ class Publications:
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
-    async def _stored(self, version: int, folder: Path, written: Written, said: Said) -> WeightVersionPublished:
+    async def _store_version(
+        self, version: int, folder: Path, written: Written, said: PublicationBuilder
+    ) -> WeightVersionPublished:
         with _writing(folder):
             difference = await asyncio.to_thread(self._exports.difference, folder, written)
         files = difference.files if difference and difference.files else written.sha256

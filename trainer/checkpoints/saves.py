@@ -83,7 +83,7 @@ class Saves:
         mark = time.monotonic()
         if self._open is not None and self._open.sums is None:
             with _failing(self._open.part):
-                stored = await self._call(Ranks.saved, False)
+                stored = await self._call(Ranks.finish_save, False)
             if stored is not None:
                 self._sum(self._open, stored)
         if self._open is not None and self._open.sums is not None and self._open.sums.done():
@@ -95,7 +95,7 @@ class Saves:
         mark = time.monotonic()
         if (held := self._open) is not None:
             with _failing(held.part):
-                sums = held.sums or self._sum(held, await self._call(Ranks.saved, True))
+                sums = held.sums or self._sum(held, await self._call(Ranks.finish_save, True))
             await self._seal(held, sums)
         self._waited_s += time.monotonic() - mark
 
@@ -105,10 +105,10 @@ class Saves:
         return waited
 
     def _sum(self, held: _Open, stored: Stored) -> asyncio.Task[Collection[str]]:
-        held.sums = asyncio.create_task(self._summed(held, stored))
+        held.sums = asyncio.create_task(self._finish_part(held, stored))
         return held.sums
 
-    async def _summed(self, held: _Open, stored: Stored) -> Collection[str]:
+    async def _finish_part(self, held: _Open, stored: Stored) -> Collection[str]:
         await asyncio.to_thread(self._checkpoints.finish, held.part, stored, held.about)
         return await self._needed()
 

@@ -84,7 +84,7 @@ class Save:
         sharding = RESHARDABLE if reshardable else BY_PLACE
         common = {**common, "critic": True} if critic else common
         said = {**common, "sharding": sharding["distrib_optim_sharding_type"], "shards": shards()}
-        state = {**_sharded(policy, critic, sharding, is_loading=False), "common": said}
+        state = {**_sharded_state(policy, critic, sharding, is_loading=False), "common": said}
         with mcore.quiet(), self._failing():
             self._request = mcore.dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
         del state
@@ -99,7 +99,7 @@ class Save:
         self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def done(self, *, wait: bool) -> dict[str, BlobRef] | None:
+    def finish(self, *, wait: bool) -> dict[str, BlobRef] | None:
         """Return the files that ranks have uploaded once every rank has written its part, else None. Collective.
 
         The checkpoint is complete when the files are returned; `wait` waits for that. Raises CheckpointFailed on rank 0
@@ -118,7 +118,7 @@ class Save:
         return {name: ref for of_rank in stored for name, ref in of_rank.items()}
 
     def _write(self, buckets: list[Any]) -> None:
-        """Write and upload the copies; runs in the thread. `done` raises its failure."""
+        """Write and upload the copies; runs in the thread. `finish` raises its failure."""
         found: dict[int, Any] = {}
         for place, bucket in enumerate(buckets):
             results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -165,7 +165,7 @@ class _Fetching(mcore.TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
         folder = Path(checkpoint_dir)
-        together(lambda: self._place.fetched(folder.name, mcore.files_of(sharded_state_dict, folder)))
+        together(lambda: self._place.fetch_files(folder.name, mcore.files_of(sharded_state_dict, folder)))
         return super().load(sharded_state_dict, checkpoint_dir)
 
 
@@ -183,14 +183,14 @@ def _strategy(place: StorePlace | None) -> _Fetching | None:
     return None if place is None else _Fetching(place)
 
 
-def described(directory: Path, place: StorePlace | None) -> Path:
+def fetch_metadata(directory: Path, place: StorePlace | None) -> Path:
     """Return a local folder with all files of a checkpoint except its shards. Collective. Raises CheckpointDamaged,
     BlobError.
     """
     if place is None:
         return directory
     name = directory.name
-    together(lambda: place.fetched(name, [file for file in place.manifest(name) if not file.endswith(SHARDS)]))
+    together(lambda: place.fetch_files(name, [file for file in place.manifest(name) if not file.endswith(SHARDS)]))
     return place.cache / name
 
 
@@ -234,14 +234,14 @@ def load_state(
         log.warning("%s holds no critic: it begins as the weights that training began with", directory)
         critic = None
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
-        sharded = _sharded(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
+        sharded = _sharded_state(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
         with _loading(directory):
             state = mcore.dist_checkpointing.load(sharded, str(directory), _strategy(place))
         for part, found in ((policy, state), (critic, state.get("critic"))):
             if part is not None:
                 model, optimizer = part
                 model.load_state_dict(found["model"])
-                optimizer.load_state_dict(regrouped(found["optimizer"], len(optimizer.chained_optimizers)))
+                optimizer.load_state_dict(regroup_optimizers(found["optimizer"], len(optimizer.chained_optimizers)))
 
 
 def _common(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def shards() -> dict[str, int]:
     }
 
 
-def regrouped(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
+def regroup_optimizers(state: dict[Any, Any], optimizers: int) -> dict[Any, Any]:
     """Convert the unsharded optimizer state to `optimizers` optimizers.
 
     Experts that are shared among ranks have an optimizer of their own beside that of the other parameters; all are
@@ -317,7 +317,9 @@ def _loading(directory: Path) -> Iterator[None]:
         raise CheckpointDamaged(f"{directory} cannot be loaded ({failures[0]!r}); restore it, or remove it") from error
 
 
-def _sharded(policy: State, critic: State | None, sharding: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(
+    policy: State, critic: State | None, sharding: Mapping[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
     state = _of(policy, sharding, is_loading=is_loading)
     if critic:
         state["critic"] = _of(critic, sharding, is_loading=is_loading)

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from turnlog.infra.blobs import CHECKPOINTS, MANIFEST, BlobCorrupt, BlobMissing, Blobs
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import folder_of
-from turnlog.infra.run_folder import held
+from turnlog.infra.run_folder import lock_file
 from turnlog.infra.s3 import S3Blobs
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings, StoreSettings
@@ -66,25 +66,25 @@ class StorePlace:
     def where(self) -> str:
         return f"s3://{self.settings.bucket}/{self.prefix}"
 
-    def said(self, name: str) -> str:
+    def checkpoint_address(self, name: str) -> str:
         return f"{self.where}/{name}"
 
     def names(self) -> list[str]:
         found = self._run(lambda blobs: blobs.names(f"{self.prefix}/step-"))
         return [name.split("/")[-2] for name in found if name.endswith(f"/{MANIFEST}")]
 
-    def opened(self, name: str) -> Path:
+    def open_folder(self, name: str) -> Path:
         """Check the sizes of all files and fetch all but the shards, which are read where they are needed."""
         files = self.manifest(name)
-        there = self._run(lambda blobs: blobs.listed(f"{self.prefix}/{name}/")).objects
+        there = self._run(lambda blobs: blobs.list_objects(f"{self.prefix}/{name}/")).objects
         sizes = {one.name.rpartition("/")[2]: one.size for one in there}
         for file, ref in files.items():
             if sizes.get(file) != ref.size:
                 found = sizes.get(file, "no")
                 raise CheckpointDamaged(
-                    f"{self.said(name)}/{file} has {found} bytes, {MANIFEST} says {ref.size}; restore it"
+                    f"{self.checkpoint_address(name)}/{file} has {found} bytes, {MANIFEST} says {ref.size}; restore it"
                 )
-        return self._brought(name, files, [file for file in files if not file.endswith(SHARDS)])
+        return self._fetch_into_cache(name, files, [file for file in files if not file.endswith(SHARDS)])
 
     def cursor(self, name: str) -> dict[str, Any]:
         """Return the cursor values of a checkpoint. Raises CheckpointDamaged."""
@@ -104,32 +104,34 @@ class StorePlace:
         try:
             yield json.loads(self._run(lambda blobs: blobs.get_named(f"{self.prefix}/{name}/{MANIFEST}")))
         except (BlobMissing, ValueError, KeyError, TypeError) as error:
-            raise CheckpointDamaged(f"{self.said(name)}/{MANIFEST} is gone, or no manifest ({error})") from error
+            raise CheckpointDamaged(
+                f"{self.checkpoint_address(name)}/{MANIFEST} is gone, or no manifest ({error})"
+            ) from error
 
-    def fetched(self, name: str, files: Collection[str]) -> Path:
+    def fetch_files(self, name: str, files: Collection[str]) -> Path:
         """Fetch files of a checkpoint and return its local folder; files that are already there are verified again.
 
         Raises CheckpointDamaged, NoRoom, StoreUnavailable.
         """
-        return self._brought(name, self.manifest(name), files)
+        return self._fetch_into_cache(name, self.manifest(name), files)
 
-    def _brought(self, name: str, refs: Mapping[str, BlobRef], files: Collection[str]) -> Path:
+    def _fetch_into_cache(self, name: str, refs: Mapping[str, BlobRef], files: Collection[str]) -> Path:
         folder, locks = self.cache / name, self.cache / LOCKS
         for made in (folder, locks):
             made.mkdir(parents=True, exist_ok=True)
         for file in files:
-            with held(locks / file):  # one rank of this machine at a time
+            with lock_file(locks / file):  # one rank of this machine at a time
                 self._fetch(name, file, refs.get(file), folder / file)
         return folder
 
     def all_of(self, name: str) -> Path:
-        """Fetch all files of a checkpoint and return its local folder. Raises the errors of `fetched`."""
+        """Fetch all files of a checkpoint and return its local folder. Raises the errors of `fetch_files`."""
         refs = self.manifest(name)
-        return self._brought(name, refs, refs)
+        return self._fetch_into_cache(name, refs, refs)
 
     def _fetch(self, name: str, file: str, ref: BlobRef | None, path: Path) -> None:
         if ref is None:
-            raise CheckpointDamaged(f"{self.said(name)}/{MANIFEST} names no {file}, which is needed")
+            raise CheckpointDamaged(f"{self.checkpoint_address(name)}/{MANIFEST} names no {file}, which is needed")
         if path.exists() and path.stat().st_size == ref.size and file_sha256(path) == ref.sha256:
             return
         part = path.with_name(f".{path.name}")
@@ -153,13 +155,13 @@ class StorePlace:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def begun(self, name: str) -> Path:
+    def create_folder(self, name: str) -> Path:
         assert name not in self.names(), "an incarnation saves a step once"
         shutil.rmtree(self.cache / name, ignore_errors=True)
         (self.cache / name).mkdir(parents=True)
         return self.cache / name
 
-    def finished(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
+    def store_files(self, folder: Path, stored: Stored, about: Mapping[str, Any]) -> None:
         """Upload the remaining files and prepare the manifest. `about` holds the manifest's values beside the files."""
         left = [path.name for path in sorted(folder.iterdir()) if path.is_file() and path.name not in stored]
         files = {**stored, **{file: self.put(folder, file) for file in left}}
@@ -172,13 +174,13 @@ class StorePlace:
 
     def drop(self, name: str) -> None:
         """Remove a checkpoint, its manifest first, so that it is never complete without all of its files."""
-        self._removed([f"{self.prefix}/{name}/{MANIFEST}"])
-        self._removed(self._run(lambda blobs: blobs.names(f"{self.prefix}/{name}/")))
+        self._remove_objects([f"{self.prefix}/{name}/{MANIFEST}"])
+        self._remove_objects(self._run(lambda blobs: blobs.names(f"{self.prefix}/{name}/")))
 
     def sweep(self) -> None:
         whole = set(self.names())
         found = self._run(lambda blobs: blobs.names(f"{self.prefix}/step-"))
-        self._removed([name for name in found if name.split("/")[-2] not in whole])
+        self._remove_objects([name for name in found if name.split("/")[-2] not in whole])
 
     def markers(self) -> dict[str, Marker]:
         async def read(blobs: Blobs) -> dict[str, Marker]:
@@ -190,7 +192,7 @@ class StorePlace:
 
         return self._run(read)
 
-    def created(self, marker: Marker) -> bool:
+    def create_marker(self, marker: Marker) -> bool:
         self._put(self._own(marker), {**asdict(marker), "confirmed": False})
         others = (one.incarnation for name, one in self.markers().items() if name != self._own(marker))
         if max(others, default=-1) >= marker.incarnation:
@@ -203,7 +205,7 @@ class StorePlace:
         self._put(self._own(marker), asdict(marker))
 
     def forget(self, marker: str) -> None:
-        self._removed([f"{self.prefix}/{marker}"])
+        self._remove_objects([f"{self.prefix}/{marker}"])
 
     def _own(self, marker: Marker) -> str:
         return f"latest-i{marker.incarnation}-{self._nonce}.json"
@@ -212,7 +214,7 @@ class StorePlace:
         content = json.dumps(said, indent=1).encode()
         self._run(lambda blobs: blobs.put_named(f"{self.prefix}/{name}", content, media_type="application/json"))
 
-    def _removed(self, names: Collection[str]) -> None:
+    def _remove_objects(self, names: Collection[str]) -> None:
         async def remove(blobs: Blobs) -> None:
             left = list(names)
             for at in range(0, len(left), AT_ONCE):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from turnlog.infra.on_ray.cluster import Place, place
+from turnlog.infra.on_ray.cluster import ActorPlacement, place
 from turnlog.infra.roles import log_lines
 from turnlog.trainer.gang import LOCAL_RANK
 
@@ -43,7 +43,7 @@ class Rank:
         self._learner: Learner
         self._first = False
 
-    def place(self, model: Path) -> Place:
+    def place(self, model: Path) -> ActorPlacement:
         """Return the node of this actor, and whether the model folder exists there."""
         return place(model)
 

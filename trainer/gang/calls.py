@@ -24,7 +24,7 @@ from turnlog.infra.tensors.files import Written
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged
-from turnlog.trainer.algorithms.objective import Floats, Numbers, Objective
+from turnlog.trainer.algorithms.objective import Floats, ForwardPassResults, Objective
 from turnlog.trainer.learner import NONE, Learner, StepResult
 from turnlog.trainer.weights import Of
 
@@ -100,7 +100,7 @@ class Ranks(ABC):
         rows: BatchRows,
         objective: Objective,
         learning_rate: float,
-        numbers: Numbers = NONE,
+        numbers: ForwardPassResults = NONE,
         tell_tokens: bool = False,
         held: int | None = None,
     ) -> StepResult:
@@ -146,9 +146,9 @@ class Ranks(ABC):
         """Call Learner.begin_save on all ranks."""
         self._everywhere("begin_save", directory, dict(common), before)
 
-    def saved(self, wait: bool) -> Mapping[str, BlobRef] | None:
-        """Call Learner.saved on all ranks."""
-        stored: Mapping[str, BlobRef] | None = self._everywhere("saved", wait)
+    def finish_save(self, wait: bool) -> Mapping[str, BlobRef] | None:
+        """Call Learner.finish_save on all ranks."""
+        stored: Mapping[str, BlobRef] | None = self._everywhere("finish_save", wait)
         return stored
 
     def restore(self, directory: Path) -> None:

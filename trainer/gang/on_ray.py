@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from turnlog.infra.on_ray.cluster import ActorLost, NoCluster, bundles, joined, no_room, results, started
+from turnlog.infra.on_ray.cluster import ActorLost, NoCluster, bundles, join_cluster, no_room, results, start_actor
 from turnlog.trainer import LayoutUnfit, RankLost
 from turnlog.trainer.gang.actor import Rank
 from turnlog.trainer.gang.calls import Ranks
@@ -57,9 +57,9 @@ def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
                 raise RankLost(f"{said}; waited for {plan.join_s:.0f} s ([liveness] join_s)")
             try:
                 for index in range(count):
-                    gang.append(started(actor, group, index, bundle, os.environ.get("TURNLOG_RUN_ID", "")))
-                ranks = _joined(plan, gang)
-                with _heard(ranks, beat):
+                    gang.append(start_actor(actor, group, index, bundle, os.environ.get("TURNLOG_RUN_ID", "")))
+                ranks = _join_ranks(plan, gang)
+                with _request_heartbeats(ranks, beat):
                     yield OnRay(ranks)
             finally:
                 for one in gang:
@@ -70,7 +70,7 @@ def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
 def _cluster(address: str) -> Iterator[None]:
     with ExitStack() as stack:
         try:
-            stack.enter_context(joined(address, "trainer"))
+            stack.enter_context(join_cluster(address, "trainer"))
         except NoCluster as error:
             raise LayoutUnfit(str(error)) from error
         yield
@@ -84,7 +84,7 @@ def _bundle(plan: LearningPlan) -> dict[str, int]:
     return {"CPU": 1, "GPU": 1} if devices else {"CPU": plan.options.threads}
 
 
-def _joined(plan: LearningPlan, gang: Sequence[Any]) -> list[Any]:
+def _join_ranks(plan: LearningPlan, gang: Sequence[Any]) -> list[Any]:
     """Join the actors and return them in the order of ranks; those of one node are neighbours."""
     places = of_ranks([one.place.remote(plan.model) for one in gang])
     if blind := next((place for place in places if not place.sees), None):
@@ -110,7 +110,7 @@ def of_ranks(asked: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def _heard(ranks: Sequence[Any], beat: Callable[[int], None]) -> Iterator[None]:
+def _request_heartbeats(ranks: Sequence[Any], beat: Callable[[int], None]) -> Iterator[None]:
     """Request a heartbeat from all ranks repeatedly while the block runs, from each once it has answered the last
     one.
     """

@@ -113,7 +113,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         if ranks > 1:
             if attention_mask is not None:
                 raise ValueError("rows that context-parallel ranks share take no attention mask")
-            key, value = (self._gathered(x, edges) for x in (key, value))
+            key, value = (self._gather_ranks(x, edges) for x in (key, value))
         if packed:
             parts = self._rows(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), edges)
             return torch.cat(parts).squeeze(1).flatten(1)
@@ -152,7 +152,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
                     parts.append(self._attend(queries, key[before], value[before]))
         return parts
 
-    def _gathered(self, x: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+    def _gather_ranks(self, x: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
         """Gather keys or values of all ranks, in row-by-row order."""
         group = mcore.parallel_state.get_context_parallel_group()
         order = _natural(tuple(edges), self.config.context_parallel_size).to(x.device)

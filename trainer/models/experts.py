@@ -43,12 +43,12 @@ class RoutedRows(BatchRows):
         return replace(found, experts=experts, has_experts=self.has_experts[kept])
 
 
-def unrouted(rows: BatchRows) -> NDArray[np.bool_]:
+def unrouted_rows(rows: BatchRows) -> NDArray[np.bool_]:
     """Return [n] whether a row lacks recorded experts."""
     return ~rows.has_experts if isinstance(rows, RoutedRows) else np.ones(len(rows), bool)
 
 
-def routed(
+def attach_experts(
     rows: BatchRows, experts: NDArray[Any], shape: ModelShape, recorded: NDArray[np.bool_] | None = None
 ) -> RoutedRows:
     """Return rows with experts; `recorded` [n] flags the rows that have some, None means all.
@@ -76,7 +76,7 @@ def without_experts(rows: BatchRows) -> BatchRows:
     return BatchRows(**rows.columns()) if isinstance(rows, RoutedRows) else rows
 
 
-class Microbatch(Protocol):
+class RoutedMicrobatch(Protocol):
     """The part of a microbatch that replay reads."""
 
     @property
@@ -90,7 +90,7 @@ class Microbatch(Protocol):
         ...
 
 
-M = TypeVar("M", bound=Microbatch)
+M = TypeVar("M", bound=RoutedMicrobatch)
 
 
 class Replay:

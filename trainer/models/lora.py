@@ -25,7 +25,7 @@ ADAPTERS = (".lora_a", ".lora_b")
 """Parameter suffixes of the factors [rank, in] and [out, rank]."""
 
 
-class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
+class LoraColumnLinear(mcore.ColumnParallelLinear):  # type: ignore[misc]
     """Adapted matrix whose output dimension is cut among the ranks."""
 
     def __init__(self, *sizes: int, rank: int, scale: float, gated: bool = False, **named: Any) -> None:
@@ -50,14 +50,14 @@ class Column(mcore.ColumnParallelLinear):  # type: ignore[misc]
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the tensors for a checkpoint, and how ranks cut them."""
         axes = {"weight": 0, "bias": 0, "lora_b": 0}
-        found = _sharded(self, prefix, axes, sharded_offsets, metadata)
+        found = _shard_tensors(self, prefix, axes, sharded_offsets, metadata)
         if self._gated:
             name = f"{prefix}lora_b"
             found[name] = mcore.apply_swiglu_sharded_factory(found[name], sharded_offsets)
         return found
 
 
-class Row(mcore.RowParallelLinear):  # type: ignore[misc]
+class LoraRowLinear(mcore.RowParallelLinear):  # type: ignore[misc]
     """Adapted matrix whose input dimension is cut among the ranks."""
 
     def __init__(self, *sizes: int, rank: int, scale: float, **named: Any) -> None:
@@ -80,14 +80,14 @@ class Row(mcore.RowParallelLinear):  # type: ignore[misc]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the tensors for a checkpoint, and how ranks cut them."""
-        return _sharded(self, prefix, {"weight": 1, "lora_a": 1}, sharded_offsets, metadata)
+        return _shard_tensors(self, prefix, {"weight": 1, "lora_a": 1}, sharded_offsets, metadata)
 
 
 def _factor(weight: torch.Tensor, *size: int) -> Any:
     return torch.nn.Parameter(torch.zeros(size, dtype=weight.dtype, device=weight.device))
 
 
-def _sharded(module: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: Any) -> dict[str, Any]:
+def _shard_tensors(module: Any, prefix: str, axes: dict[str, int], offsets: Any, metadata: Any) -> dict[str, Any]:
     found: dict[str, Any] = mcore.make_sharded_tensors_for_checkpoint(
         module.state_dict(prefix="", keep_vars=True),
         prefix,
@@ -103,12 +103,12 @@ def adapt(layer: Any, rank: int, alpha: float) -> None:
     """Add adapters to the matrices of a layer's spec."""
     own = {"rank": rank, "scale": alpha / rank}
     attention = layer.submodules.self_attention.submodules
-    attention.linear_qkv = mcore.ModuleSpec(Column, params=own)
-    attention.linear_proj = mcore.ModuleSpec(Row, params=own)
+    attention.linear_qkv = mcore.ModuleSpec(LoraColumnLinear, params=own)
+    attention.linear_proj = mcore.ModuleSpec(LoraRowLinear, params=own)
     feed_forward = layer.submodules.mlp.submodules
     if hasattr(feed_forward, "linear_fc1"):
-        feed_forward.linear_fc1 = mcore.ModuleSpec(Column, params={**own, "gated": True})
-        feed_forward.linear_fc2 = mcore.ModuleSpec(Row, params=own)
+        feed_forward.linear_fc1 = mcore.ModuleSpec(LoraColumnLinear, params={**own, "gated": True})
+        feed_forward.linear_fc2 = mcore.ModuleSpec(LoraRowLinear, params=own)
 
 
 @torch.no_grad()
@@ -119,10 +119,14 @@ def start(model: Any, seed: int, global_name: Callable[[str], str]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(ADAPTERS))
     for name, module in model.named_modules():
-        if isinstance(module, Column | Row):
+        if isinstance(module, LoraColumnLinear | LoraRowLinear):
             whole = first_factor(global_name(name), seed, len(module.lora_a), module.input_size)
             columns = module.lora_a.size(1)
-            at = mcore.parallel_state.get_tensor_model_parallel_rank() * columns if isinstance(module, Row) else 0
+            at = (
+                mcore.parallel_state.get_tensor_model_parallel_rank() * columns
+                if isinstance(module, LoraRowLinear)
+                else 0
+            )
             module.lora_a.copy_(whole[:, at : at + columns])
     if model.pre_process:
         # Recomputed layers compute a gradient only if their input has one.
@@ -139,16 +143,20 @@ def first_factor(name: str, seed: int, rank: int, columns: int) -> torch.Tensor:
     return (2.0 * uniform - 1.0) / math.sqrt(columns)
 
 
-def adapted(model: Any) -> dict[str, Column | Row]:
+def adapted_modules(model: Any) -> dict[str, LoraColumnLinear | LoraRowLinear]:
     """Return the modules with adapters, by the name of their weight."""
-    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Column | Row)}
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraColumnLinear | LoraRowLinear)
+    }
 
 
 def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iterator[Tensor]:
     """Yield the factors of matrices with adapters, under Megatron's and PEFT's names; `held` has the parameters of all
     pipeline stages.
     """
-    rank = len(next(iter(adapted(model).values())).lora_a)
+    rank = len(next(iter(adapted_modules(model).values())).lora_a)
     for tensor in tensors:
         a, b = (tensor.megatron.removesuffix(".weight") + factor for factor in ADAPTERS)
         if a in held:
@@ -159,12 +167,14 @@ def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iter
             )
 
 
-def merged(weight: torch.Tensor, module: Column | Row | None) -> torch.Tensor:
+def merge_adapter(weight: torch.Tensor, module: LoraColumnLinear | LoraRowLinear | None) -> torch.Tensor:
     """Return the weight plus what its module's adapter adds."""
-    return weight if module is None else summed(weight, module.lora_a.detach(), module.lora_b.detach(), module.scale)
+    return (
+        weight if module is None else add_low_rank(weight, module.lora_a.detach(), module.lora_b.detach(), module.scale)
+    )
 
 
-def summed(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def add_low_rank(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Return W + scale B A, summed in float32, in W's dtype."""
     whole: torch.Tensor = (weight.float() + scale * b.float() @ a.float()).to(weight.dtype)
     return whole

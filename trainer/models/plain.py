@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.gae import CriticRules
-from turnlog.trainer.models.experts import RoutedRows, routed
+from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.lora import first_factor
 from turnlog.trainer.models.vision import PicturedRows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
@@ -53,10 +53,12 @@ class PlainLearner:
         self._routing: torch.Tensor | None = None
         self._chosen: dict[int, torch.Tensor] = {}
         for layer in range(shape.layers if shape.experts else 0):
-            self._model.model.layers[layer].mlp.gate.register_forward_hook(functools.partial(self._routed, layer))
+            self._model.model.layers[layer].mlp.gate.register_forward_hook(
+                functools.partial(self._replay_routing, layer)
+            )
         self._names = list(self._model.state_dict())
         if options.lora_rank:
-            _adapted(self._model, shape, options)
+            _add_adapters(self._model, shape, options)
         self._clip = options.clip_grad
         self._optimizer = _adamw(self.parameters(), options)
 
@@ -151,7 +153,7 @@ class PlainLearner:
         return {session: torch.cat(parts).mean() for session, parts in gaps.items()}
 
     @torch.no_grad()
-    def recorded(self, rows: BatchRows) -> RoutedRows:
+    def record_rows(self, rows: BatchRows) -> RoutedRows:
         """Return the rows as an engine that computes in bfloat16 records them, with its log-probs and its experts."""
         self._model.bfloat16()
         logprobs = np.zeros(len(rows.token_ids), "<f4")
@@ -163,9 +165,11 @@ class PlainLearner:
             logprobs[start + 1 : start + length] = said.numpy() * rows.trained[start + 1 : start + length]
             chosen = torch.stack([self._chosen[layer] for layer in range(self._shape.layers)], 1)
             experts[start : start + length - 1] = chosen.numpy()
-        return routed(dataclasses.replace(rows, logprobs=logprobs), experts, self._shape)
+        return attach_experts(dataclasses.replace(rows, logprobs=logprobs), experts, self._shape)
 
-    def _routed(self, layer: int, gate: Any, _: Any, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _replay_routing(
+        self, layer: int, gate: Any, _: Any, found: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         """Hook: return the router's result, for the recorded experts if there are any."""
         if self._routing is None:
             self._chosen[layer] = found[2]
@@ -226,7 +230,7 @@ class _LowRank(torch.nn.Module):
         return weight + self._scale * self.b @ self.a
 
 
-def _adapted(model: Any, shape: ModelShape, options: LearnerOptions) -> None:
+def _add_adapters(model: Any, shape: ModelShape, options: LearnerOptions) -> None:
     """Freeze the model and add adapters that are initialised as the learner's."""
     model.requires_grad_(False)
     for tensor in tensors_of(shape):
@@ -259,7 +263,7 @@ class PlainCritic:
         return found
 
     @torch.no_grad()
-    def told(self, rows: BatchRows) -> list[list[float]]:
+    def row_values(self, rows: BatchRows) -> list[list[float]]:
         """Return the values of each row."""
         return [self.values(rows, row).tolist() for row in range(len(rows))]
 
@@ -314,7 +318,7 @@ def with_credits(rows: BatchRows, told: Sequence[Sequence[float]], rules: Critic
     return dataclasses.replace(rows, advantages=np.where(trained, whitened, 0.0).astype("<f4"))
 
 
-def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objective: PolicyGradient) -> BatchRows:
+def apply_teacher(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objective: PolicyGradient) -> BatchRows:
     """Return the rows with advantages from the teacher, relative to the current policy."""
     assert objective.teacher is not None
     advantages = rows.advantages.astype("f8") * (objective.algorithm.name != "opd")
@@ -325,7 +329,7 @@ def taught(rows: BatchRows, plain: PlainLearner, teacher: PlainLearner, objectiv
     return dataclasses.replace(rows, advantages=advantages.astype("<f4"))
 
 
-def penalised(
+def subtract_divergence(
     rows: BatchRows, proximal: Sequence[torch.Tensor], frozen: Sequence[torch.Tensor], objective: PolicyGradient
 ) -> BatchRows:
     """Return the rows with advantages less the divergence of the token and of those after it in its segment."""

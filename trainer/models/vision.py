@@ -21,7 +21,7 @@ from turnlog.trainer.shape import ModelShape, tower_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picture:
+class RowImage:
     """An image of a row, preprocessed by the model's image processor."""
 
     sha256: str
@@ -43,7 +43,7 @@ class Picture:
 class PicturedRows(BatchRows):
     """Rows with their images."""
 
-    pictures: tuple[tuple[Picture, ...], ...]
+    pictures: tuple[tuple[RowImage, ...], ...]
     """[n] images by position; without those whose first token a rollout batch has cut off."""
 
     def among(self, kept: NDArray[np.bool_]) -> PicturedRows:
@@ -52,12 +52,12 @@ class PicturedRows(BatchRows):
         return replace(found, pictures=tuple(self.pictures[row] for row in np.flatnonzero(kept)))
 
 
-def pictured(rows: BatchRows, pictures: Sequence[Sequence[Picture]]) -> PicturedRows:
+def attach_pictures(rows: BatchRows, pictures: Sequence[Sequence[RowImage]]) -> PicturedRows:
     """Return rows with images; `pictures` holds those of each row, by position."""
     return PicturedRows(**rows.columns(), pictures=tuple(map(tuple, pictures)))
 
 
-def axes(length: int, pictures: Sequence[Picture]) -> NDArray[np.int64]:
+def axes(length: int, pictures: Sequence[RowImage]) -> NDArray[np.int64]:
     """Return positions [length, 3] of a row's tokens: frame, row, column."""
     parts: list[NDArray[np.int64]] = []
     at = shown = 0
@@ -73,7 +73,7 @@ def axes(length: int, pictures: Sequence[Picture]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class MicrobatchImages:
     """The images of a microbatch, each once."""
 
     pixels: torch.Tensor
@@ -82,9 +82,9 @@ class Shown:
     """[images, 3] int64: frames, rows and columns of patches."""
 
 
-def shown(
+def lay_out_images(
     rows: PicturedRows, microbatch: Sequence[int], positions: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, Shown | None]:
+) -> tuple[torch.Tensor, torch.Tensor, MicrobatchImages | None]:
     """Lay out the images of a microbatch whose rows have `positions` positions.
 
     Return the axes [b, s, 3]; 1 + the index of the image feature at each position [b, s], with 0 for the token's own
@@ -93,7 +93,7 @@ def shown(
     placed = np.zeros((len(microbatch), positions, 3), np.int64)
     features = np.zeros((len(microbatch), positions), np.int64)
     first: dict[str, int] = {}
-    each: list[Picture] = []
+    each: list[RowImage] = []
     held = 1
     for entry, row in enumerate(microbatch):
         placed[entry] = axes(positions, rows.pictures[row])
@@ -110,7 +110,7 @@ def shown(
     pixels = torch.from_numpy(np.concatenate([picture.pixels for picture in each])).to(device)
     sides = [round((len(picture.pixels) / picture.tokens) ** 0.5) for picture in each]  # patches of a token's side
     grids = [(1, one.rows * side, one.columns * side) for one, side in zip(each, sides, strict=True)]
-    return *laid, Shown(pixels, torch.tensor(grids, device=device))
+    return *laid, MicrobatchImages(pixels, torch.tensor(grids, device=device))
 
 
 def tower(shape: ModelShape, dtype: torch.dtype) -> Any:
@@ -124,7 +124,7 @@ def tower(shape: ModelShape, dtype: torch.dtype) -> Any:
     return made._from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False).eval()
 
 
-class Microbatch(Protocol):
+class VisionMicrobatch(Protocol):
     """The part of a microbatch that vision reads."""
 
     @property
@@ -133,7 +133,7 @@ class Microbatch(Protocol):
         ...
 
     @property
-    def images(self) -> Shown | None:
+    def images(self) -> MicrobatchImages | None:
         """The images of the microbatch, if any."""
         ...
 
@@ -143,7 +143,7 @@ class Sight:
 
     def __init__(self, model: Any) -> None:
         self._tower = model.vision
-        self.microbatch: Microbatch | None = None
+        self.microbatch: VisionMicrobatch | None = None
         """The microbatch that the next forward pass takes."""
         model.embedding.register_forward_hook(self._see)
 

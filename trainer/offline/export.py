@@ -28,23 +28,23 @@ from safetensors import safe_open
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, opened
+from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import say, say_json
 from turnlog.infra.run_folder import sync
 from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorSpec, Written, places, write_weights
-from turnlog.infra.tensors.versions import BadWeights, Chain, assembled, chain_of
+from turnlog.infra.tensors.versions import BadWeights, Chain, assemble_version, chain_of
 from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoint import readable
-from turnlog.trainer.checkpoints.places import PART, Place
+from turnlog.trainer.checkpoints.places import PART, CheckpointStorage
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.lora import summed
+from turnlog.trainer.models.lora import add_low_rank
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions, parameter_type
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_tensors, read_weights, tensor_bytes
@@ -92,7 +92,7 @@ class Exported:
         self.dtypes = {DTYPES[spec.code] for spec in specs}
 
     @property
-    def said(self) -> str:
+    def weights_description(self) -> str:
         """Description of the weights, in words."""
         about = f"checkpoint {self.checkpoint}" if self.checkpoint else ""
         if self.version is not None:
@@ -121,17 +121,17 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
         say_json(about | {"tensors": done.tensors, "parameters": done.parameters, "dtypes": sorted(done.dtypes)})
         return ExitStatus.DONE
     held = "held against its published checksums" if done.version else "of no published version: nothing to hold it to"
-    say(f"{folder}: {done.said}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
+    say(f"{folder}: {done.weights_description}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
     return ExitStatus.DONE
 
 
 async def _export(settings: Settings, folder: Path, version: int | None, *, archive: bool) -> Exported:
-    async with opened("export", settings, archive=archive) as role:
+    async with open_role("export", settings, archive=archive) as role:
         return await export_version(role, folder, version)
 
 
 async def _versions(settings: Settings, *, archive: bool) -> list[WeightVersionPublished]:
-    async with opened("export", settings, archive=archive) as role:
+    async with open_role("export", settings, archive=archive) as role:
         return await published_versions(role)
 
 
@@ -154,7 +154,7 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
     with appearing(folder) as part:
         try:
             chain = chain_of(event, {one.version: one for one in found})
-            make = _merged if event.kind == "adapter" else assembled
+            make = _write_merged if event.kind == "adapter" else assemble_version
             done.count(await make(chain, role.blobs, part))
         except BadWeights as error:
             raise WeightsDamaged(str(error)) from error
@@ -163,7 +163,7 @@ async def export_version(role: Role, folder: Path, number: int | None) -> Export
 
 
 def export_checkpoint(
-    settings: Settings, place: Place, name: str, folder: Path, versions: Iterable[WeightVersionPublished]
+    settings: Settings, place: CheckpointStorage, name: str, folder: Path, versions: Iterable[WeightVersionPublished]
 ) -> Exported:
     """Write the weights of a checkpoint, in this process alone, whatever layout saved it.
 
@@ -176,7 +176,7 @@ def export_checkpoint(
     done = Exported(settings.run.id, model, event, name)
     with appearing(folder) as part:
         adapter = event is not None and event.kind == "adapter"
-        written, published = _restored(settings, place, name, part, "adapter" if adapter else "merged")
+        written, published = _write_checkpoint_weights(settings, place, name, part, "adapter" if adapter else "merged")
         done.count(written.specs)
         if event is not None:
             _check(published, event)
@@ -186,14 +186,14 @@ def export_checkpoint(
     return done
 
 
-async def _merged(chain: Chain, blobs: Blobs, folder: Path) -> Sequence[TensorSpec]:
+async def _write_merged(chain: Chain, blobs: Blobs, folder: Path) -> Sequence[TensorSpec]:
     """Write the weights of an adapter merged into its base, and return their tensors. Raises BadWeights, BlobError."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as beside:
         base, adapter = Path(beside) / "base", Path(beside) / "adapter"
         base.mkdir()
         adapter.mkdir()
-        await assembled(chain[:-1], blobs, base)
-        await assembled(chain[-1:], blobs, adapter)
+        await assemble_version(chain[:-1], blobs, base)
+        await assemble_version(chain[-1:], blobs, adapter)
         return (await asyncio.to_thread(_merge, base, adapter, folder)).specs
 
 
@@ -209,7 +209,7 @@ def _merge(base: Path, adapter: Path, folder: Path) -> Written:
                 for place in places(file):
                     name, tensor = place.spec.name, held.get_tensor(place.spec.name)
                     a, b = map(factors.get, adapters.factors_of(name))
-                    yield name, tensor_bytes(tensor if a is None or b is None else summed(tensor, a, b, scale))
+                    yield name, tensor_bytes(tensor if a is None or b is None else add_low_rank(tensor, a, b, scale))
 
     for name in DESCRIPTION:
         if (base / name).exists():
@@ -217,13 +217,15 @@ def _merge(base: Path, adapter: Path, folder: Path) -> Written:
     return write_weights(folder, specs, contents())
 
 
-def _restored(settings: Settings, place: Place, name: str, folder: Path, published: Of) -> tuple[Written, Written]:
+def _write_checkpoint_weights(
+    settings: Settings, place: CheckpointStorage, name: str, folder: Path, published: Of
+) -> tuple[Written, Written]:
     """Write the weights of a checkpoint as files under Hugging Face names.
 
     Return the description of these files, and that of the files in the form `published`. Raises CheckpointUnusable,
     UnsupportedModel, BlobError.
     """
-    checkpoint = place.opened(name)
+    checkpoint = place.open_folder(name)
     common = read_common(checkpoint)
     stored = common["shape"]
     rank_and_alpha = {name: stored[name] for name in ADAPTERS if name in stored}
@@ -317,7 +319,7 @@ def card(done: Exported) -> str:
         rows["checkpoint"] = done.checkpoint
     rows |= {"parameters": f"{done.parameters:,}", "dtype": ", ".join(sorted(done.dtypes))}
     rows["checksums"] = "those of the published version" if done.version else "none: no published version names it"
-    return card_of(f"{done.model.name} after {done.said}", ("reinforcement-learning",), rows)
+    return card_of(f"{done.model.name} after {done.weights_description}", ("reinforcement-learning",), rows)
 
 
 def card_of(title: str, tags: tuple[str, ...], rows: Mapping[str, Any]) -> str:

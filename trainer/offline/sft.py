@@ -11,7 +11,7 @@ Training runs in one process and is a bitwise reproducible function of dataset, 
 SftError
 ├── BadDataset     its view has nothing to imitate, no row fits, or its tokens or images are not the model's
 ├── BadNumber      an argument is out of range
-├── NotFinite      several steps in a row had no finite gradient: nothing was written
+├── GradientNotFinite      several steps in a row had no finite gradient: nothing was written
 └── OtherSft       the unfinished folder beside OUT has other inputs; the message names what differs
 """
 
@@ -35,7 +35,7 @@ import pyarrow.dataset
 from numpy.typing import NDArray
 
 from turnlog.infra.roles.terminal import say
-from turnlog.infra.run_folder import resolved
+from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.infra.s3 import S3Blobs
 from turnlog.names import ExitStatus
 from turnlog.processors.core.batches.rows import BatchRows
@@ -76,7 +76,7 @@ class BadNumber(SftError):
     """An argument is out of range. The message names it and the legal values."""
 
 
-class NotFinite(SftError):
+class GradientNotFinite(SftError):
     """Steps have no finite gradient. Remedy: a lower --rate, or other rows."""
 
 
@@ -127,7 +127,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SftRow:
     """A row to imitate, with its task."""
 
     task: str
@@ -139,13 +139,13 @@ class Row:
     """Images in the row; None if the dataset does not record them."""
 
     @property
-    def imitated(self) -> int:
+    def loss_tokens(self) -> int:
         """Number of tokens with a loss; nothing predicts the first token."""
         return int(self.mask[1:].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
+class SftHyperparameters:
     """The arguments that decide what is learned."""
 
     epochs: int
@@ -175,14 +175,14 @@ class Numbers:
 class Split:
     """Rows to train, and rows of other tasks to measure."""
 
-    train: list[Row]
-    held_out: list[Row]
+    train: list[SftRow]
+    held_out: list[SftRow]
     removed: dict[str, int]
     """Reason -> number of rows that are neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Epoch:
+class EpochResult:
     """Result of one epoch; losses are in nats per imitated token."""
 
     epoch: int
@@ -199,7 +199,9 @@ def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, i
 
     Raises SftError, ExportRefused, DatasetError, UnsupportedModel, and for images ImagesUnfit, BlobError, NoEndpoints.
     """
-    numbers = Numbers(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Numbers)})
+    numbers = SftHyperparameters(
+        **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(SftHyperparameters)}
+    )
     numbers.check()
     out: Path = arguments.out
     check_free(out)
@@ -207,7 +209,7 @@ def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, i
     with fetching(settings) as fetch:
         tuning = Tuning(settings, arguments.model, out, numbers, manifest.rows_sha256, say, fetch)
         found = rows_of(arguments.dataset, manifest, imitated)
-        split = divided(list(found), tuning.shape, numbers)
+        split = split_rows(list(found), tuning.shape, numbers)
         _say_rows(split)
         tuning.run(split, fresh=arguments.fresh)
     say(f"{out}: {tuning.epochs[-1].epoch} epochs; serve it with [model] path = {str(out)!r}")
@@ -226,7 +228,7 @@ def fetching(settings: Settings) -> Iterator[Fetch]:
 
     def fetch(refs: Sequence[BlobRef]) -> list[bytes]:
         if not opened:
-            opened.append(S3Blobs((settings if settings.store.endpoint else resolved(settings)).store))
+            opened.append(S3Blobs((settings if settings.store.endpoint else resolve_endpoints(settings)).store))
         return runner.run(contents(refs))
 
     with asyncio.Runner() as runner:
@@ -238,13 +240,13 @@ def fetching(settings: Settings) -> Iterator[Fetch]:
 
 
 def _say_rows(split: Split) -> None:
-    tokens = sum(row.imitated for row in split.train)
+    tokens = sum(row.loss_tokens for row in split.train)
     say(f"{len(split.train):,} rows to train, {tokens:,} tokens imitated; {len(split.held_out):,} rows held out")
     for reason, count in split.removed.items():
         say(f"  left out, {reason}: {count:,}")
 
 
-def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[Row]:
+def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[SftRow]:
     """Yield the dataset's rows as tokens, in file order. Raises BadDataset."""
     if manifest.view not in COLUMNS:
         raise BadDataset(
@@ -255,15 +257,15 @@ def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[R
     for batch in files.to_batches(columns=columns, batch_size=READ_ROWS):
         for row in batch.to_pylist():
             if manifest.view == "rl":
-                yield _recorded(row)
+                yield _parse_row(row)
                 continue
             messages = [{name: value for name, value in one.items() if value is not None} for one in row["messages"]]
             ended = row["finish_reason"] != "length"
             for each in imitated(messages, json.loads(row["tools"] or "[]"), ended):
-                yield Row(row["task_id"], np.array(each.token_ids, "<i4"), np.array(each.mask, "u1"))
+                yield SftRow(row["task_id"], np.array(each.token_ids, "<i4"), np.array(each.mask, "u1"))
 
 
-def _recorded(row: Mapping[str, Any]) -> Row:
+def _parse_row(row: Mapping[str, Any]) -> SftRow:
     images: tuple[ImageRef, ...] | None = None
     if "images" in row:
         images = tuple(
@@ -271,13 +273,13 @@ def _recorded(row: Mapping[str, Any]) -> Row:
             for one in row["images"]
         )
     tokens, trained = np.array(row["token_ids"], "<i4"), np.array(row["trained"], "u1")
-    return Row(row["task_id"], tokens, trained, row["sample_id"], images)
+    return SftRow(row["task_id"], tokens, trained, row["sample_id"], images)
 
 
-def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
+def split_rows(rows: Sequence[SftRow], shape: ModelShape, numbers: SftHyperparameters) -> Split:
     """Split the rows by task. A share of the tasks, chosen by the seed, is held out. Raises BadDataset."""
     most = min(numbers.max_tokens or shape.positions, shape.positions)
-    kept: list[Row] = []
+    kept: list[SftRow] = []
     removed: dict[str, int] = {}
     for row in rows:
         if len(outside := row.token_ids[(row.token_ids < 0) | (row.token_ids >= shape.vocabulary)]):
@@ -295,7 +297,7 @@ def divided(rows: Sequence[Row], shape: ModelShape, numbers: Numbers) -> Split:
                 f"a row of task {row.task} has tokens of images, and the dataset is of a release that named none: "
                 "build it again"
             )
-        reason = f"longer than {most} tokens" if len(row.token_ids) > most else "" if row.imitated else "no answer"
+        reason = f"longer than {most} tokens" if len(row.token_ids) > most else "" if row.loss_tokens else "no answer"
         if reason:
             removed[reason] = removed.get(reason, 0) + 1
         else:
@@ -318,14 +320,14 @@ class Tuning:
         settings: Settings,
         model: Path,
         out: Path,
-        numbers: Numbers,
+        numbers: SftHyperparameters,
         rows_sha256: str,
         say: Say,
         fetch: Fetch,
     ) -> None:
         """Raises UnsupportedModel if the model's architecture is not supported."""
         self.shape = read_shape(model)
-        self.epochs: list[Epoch] = []
+        self.epochs: list[EpochResult] = []
         """Completed epochs, including epoch 0, the measurement before training."""
         trainer = settings.trainer
         self._options = LearnerOptions(
@@ -349,16 +351,16 @@ class Tuning:
         self._skipped = 0
 
     def run(self, split: Split, *, fresh: bool = False) -> None:
-        """Train the remaining epochs and write the folder. Raises OtherSft, NotFinite, ExportRefused."""
+        """Train the remaining epochs and write the folder. Raises OtherSft, GradientNotFinite, ExportRefused."""
         newest = self._begin(fresh=fresh)
         with process_group():
             learner = Learner(self.shape, read_weights(self._model), self._options)
             if newest is None:
-                held_out = self._measured(learner, split.held_out)
-                self._done(Epoch(epoch=0, loss=None, held_out=held_out, tokens=0))
+                held_out = self._measure_loss(learner, split.held_out)
+                self._finish_epoch(EpochResult(epoch=0, loss=None, held_out=held_out, tokens=0))
             else:
                 learner.restore(newest)
-                self.epochs = [Epoch(**each) for each in read_common(newest)["epochs"]]
+                self.epochs = [EpochResult(**each) for each in read_common(newest)["epochs"]]
                 self._say(f"goes on after epoch {self.epochs[-1].epoch} ({newest})")
             while self.epochs[-1].epoch < self._numbers.epochs:
                 self._epoch(learner, split)
@@ -403,8 +405,8 @@ class Tuning:
                     f"epoch {epoch}/{numbers.epochs}  step {number + 1}/{steps}  loss {result.loss:.4f}  "
                     f"rate {rate:.1e}  {speed:,.0f} tok/s"
                 )
-        held_out = self._measured(learner, split.held_out)
-        self._done(Epoch(epoch=epoch, loss=loss / tokens, held_out=held_out, tokens=tokens))
+        held_out = self._measure_loss(learner, split.held_out)
+        self._finish_epoch(EpochResult(epoch=epoch, loss=loss / tokens, held_out=held_out, tokens=tokens))
 
     def _rate(self, step: int, steps: int) -> float:
         """Return the learning rate: it rises over a tenth of the steps, 30 at most, and falls linearly to a
@@ -413,7 +415,7 @@ class Tuning:
         ramp = min(RAMP_STEPS, max(1, steps // 10))
         return self._numbers.rate * min(1.0, (step + 1) / ramp) * max(LOWEST_RATE, 1 - step / steps)
 
-    def _batch(self, rows: Sequence[Row]) -> BatchRows:
+    def _batch(self, rows: Sequence[SftRow]) -> BatchRows:
         """Return rows as a batch, with their images. Raises ImagesUnfit, and the errors of fetching."""
         batch = demonstration_rows([(row.token_ids.tolist(), row.mask.tolist()) for row in rows])
         refs = {image.image.sha256: image.image for row in rows for image in row.images or ()}
@@ -428,9 +430,11 @@ class Tuning:
         if skipped:
             self._say(f"epoch {epoch}  step {step} SKIPPED: the gradient is not finite")
         if self._skipped == MAX_SKIPPED:
-            raise NotFinite(f"{self._skipped} steps in a row had no finite gradient: lower --rate, or look at the rows")
+            raise GradientNotFinite(
+                f"{self._skipped} steps in a row had no finite gradient: lower --rate, or look at the rows"
+            )
 
-    def _measured(self, learner: Learner, rows: Sequence[Row]) -> float | None:
+    def _measure_loss(self, learner: Learner, rows: Sequence[SftRow]) -> float | None:
         if not rows:
             return None
         loss, tokens = 0.0, 0
@@ -439,7 +443,7 @@ class Tuning:
             loss, tokens = loss + result.loss * result.trained_tokens, tokens + result.trained_tokens
         return loss / tokens
 
-    def _done(self, epoch: Epoch) -> None:
+    def _finish_epoch(self, epoch: EpochResult) -> None:
         self.epochs.append(epoch)
         held_out = "" if epoch.held_out is None else f", held out {epoch.held_out:.4f}"
         if epoch.loss is not None:

@@ -79,7 +79,7 @@ class Manifests:
 
     async def _read(self, timeout_s: float) -> None:
         for record in await self._reader.poll(max_records=16, timeout_s=timeout_s):
-            event = await self._events.known(record)
+            event = await self._events.decode_known(record)
             if isinstance(event, SampleBatchFormed | BatchSkipped) and event.run_id == self._run_id:
                 self._waiting.append((event, record.offset + 1))
 
@@ -153,14 +153,14 @@ async def fetch_rows(manifest: SampleBatchFormed, blobs: Blobs, *, retry_s: Sequ
             f"{_where(manifest)}: its rows are of version {manifest.rows_version}, this release reads {known}: install "
             "the release of the batcher that formed it"
         )
-    return await asyncio.to_thread(_checked, manifest, await _fetched(manifest, blobs, retry_s))
+    return await asyncio.to_thread(_verify_rows, manifest, await _fetch_file(manifest, blobs, retry_s))
 
 
 def _where(manifest: SampleBatchFormed) -> str:
     return f"batch {manifest.batch_index} (object {manifest.file.sha256})"
 
 
-def _checked(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
+def _verify_rows(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
     where, rows = _where(manifest), read_rows(content)
     found = rows_sha256(rows, manifest.rows_version)
     if found != manifest.rows_sha256:
@@ -178,7 +178,7 @@ def _checked(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
     return rows
 
 
-async def _fetched(manifest: SampleBatchFormed, blobs: Blobs, retry_s: Sequence[float]) -> bytes:
+async def _fetch_file(manifest: SampleBatchFormed, blobs: Blobs, retry_s: Sequence[float]) -> bytes:
     try:
         for pause in retry_s:
             try:

@@ -22,7 +22,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.trainer import ImagesUnfit
-from turnlog.trainer.models.vision import Picture, pictured
+from turnlog.trainer.models.vision import RowImage, attach_pictures
 from turnlog.trainer.reading.recorded import samples_of
 from turnlog.trainer.shape import VisionShape
 
@@ -58,7 +58,7 @@ def laid_out(
 ) -> BatchRows:
     """Return the rows with the images of each; `contents` maps sha256 to the file. Raises ImagesUnfit."""
     arrays: dict[str, Any] = {}
-    pictures: list[list[Picture]] = []
+    pictures: list[list[RowImage]] = []
     for row, named in enumerate(images):
         start, length = int(rows.starts[row]), int(rows.lengths[row])
         tokens = rows.token_ids[start : start + length]
@@ -68,16 +68,16 @@ def laid_out(
                 continue  # the rollout batch may have cut the sample's tail
             about = f"sample {rows.sample_ids[row]}: the image {image.image.sha256} at token {image.position}"
             if image.image.sha256 not in arrays:
-                arrays[image.image.sha256] = _processed(contents[image.image.sha256], model, about)
-            pictures[-1].append(_placed(image, arrays[image.image.sha256], vision, about))
+                arrays[image.image.sha256] = _process_image(contents[image.image.sha256], model, about)
+            pictures[-1].append(_make_picture(image, arrays[image.image.sha256], vision, about))
             if np.any(tokens[image.position : image.position + image.tokens] != vision.token):
                 raise ImagesUnfit(f"{about}: its tokens are not all {vision.token}, the model's for images")
-    return pictured(rows, pictures)
+    return attach_pictures(rows, pictures)
 
 
-def _placed(image: ImageRef, arrays: Any, vision: VisionShape, about: str) -> Picture:
+def _make_picture(image: ImageRef, arrays: Any, vision: VisionShape, about: str) -> RowImage:
     frames, height, width = (int(side) for side in arrays["image_grid_thw"][0])
-    picture = Picture(
+    picture = RowImage(
         image.image.sha256, image.position, height // vision.merge, width // vision.merge, arrays["pixel_values"]
     )
     if frames != 1 or picture.tokens != image.tokens:
@@ -88,7 +88,7 @@ def _placed(image: ImageRef, arrays: Any, vision: VisionShape, about: str) -> Pi
     return picture
 
 
-def _processed(content: bytes, model: Path, about: str) -> Any:
+def _process_image(content: bytes, model: Path, about: str) -> Any:
     """Run the model's image processor. Raises ImagesUnfit."""
     try:
         with opened_image(content, whole=True) as image:

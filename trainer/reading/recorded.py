@@ -22,7 +22,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import Outcome, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import SAMPLES
 from turnlog.trainer import ExpertsUnfit
-from turnlog.trainer.models.experts import routed
+from turnlog.trainer.models.experts import attach_experts
 from turnlog.trainer.shape import ModelShape
 
 UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture that came without recorded experts")
@@ -45,10 +45,10 @@ async def with_experts(
     if not recorded.any():
         return rows
     found = await asyncio.gather(*(expert_rows(sample, blobs) for sample in named if sample.experts))
-    return await asyncio.to_thread(_joined, manifest, rows, shape, recorded, found)
+    return await asyncio.to_thread(_join_experts, manifest, rows, shape, recorded, found)
 
 
-def _joined(
+def _join_experts(
     manifest: SampleBatchFormed,
     rows: BatchRows,
     shape: ModelShape,
@@ -63,7 +63,7 @@ def _joined(
     for row, each in zip(np.flatnonzero(recorded).tolist(), found, strict=True):
         start, inputs = int(rows.starts[row]), int(rows.lengths[row]) - 1
         whole[start : start + inputs] = each[:inputs]  # the rollout batch may have cut the sample's tail
-    return routed(rows, whole, shape, recorded)
+    return attach_experts(rows, whole, shape, recorded)
 
 
 def _tell_unrouted(manifest: SampleBatchFormed, named: list[SegmentSample]) -> None:
@@ -80,7 +80,7 @@ def _tell_unrouted(manifest: SampleBatchFormed, named: list[SegmentSample]) -> N
         )  # fmt: skip
 
 
-async def truncated(manifest: SampleBatchFormed, log: Log, events: EventLog) -> NDArray[np.bool_]:
+async def read_truncation_flags(manifest: SampleBatchFormed, log: Log, events: EventLog) -> NDArray[np.bool_]:
     """Return [n] whether the trajectory of each row was truncated. Raises ExpertsUnfit, LogError."""
     return np.array([one.outcome is Outcome.truncated for one in await samples_of(manifest, log, events)], bool)
 
@@ -99,7 +99,7 @@ async def samples_of(manifest: SampleBatchFormed, log: Log, events: EventLog) ->
             reader.assign({place: min(ids)})
             while reader.position(place) <= last:
                 for record in await reader.poll():
-                    event = await events.known(record) if record.offset in ids else None
+                    event = await events.decode_known(record) if record.offset in ids else None
                     if isinstance(event, SegmentSample) and event.sample_id == ids[record.offset]:
                         found[event.sample_id] = event
     for row in manifest.samples:

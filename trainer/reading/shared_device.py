@@ -55,7 +55,7 @@ class SharedDevice:
                     "device", f"{', '.join(holding)} still on the trainer's devices ([engine] colocate)"
                 )
             await self._take()
-        self._role.health.met("device")
+        self._role.health.mark_ready("device")
         return True
 
     def _holding(self, wanted: int) -> list[str]:
@@ -63,7 +63,7 @@ class SharedDevice:
 
     async def _take(self) -> None:
         for record in await self._reader.poll(timeout_s=LOOK_S):
-            event = await self._role.events.known(record)
+            event = await self._role.events.decode_known(record)
             if event is None or event.run_id != self._role.settings.run.id:
                 continue
             match event:

@@ -57,7 +57,7 @@ class CpuOperators(importlib.abc.MetaPathFinder):
             import torch
 
             operators: Any = torch.ops
-            operators.sgl_kernel = _named(type(operators.sgl_kernel))("sgl_kernel")
+            operators.sgl_kernel = _wrap_namespace(type(operators.sgl_kernel))("sgl_kernel")
         return None
 
 
@@ -65,8 +65,8 @@ ASKED_FOR = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
 """Kernels that half-precision mixtures of experts use if their names resolve, and do without if not."""
 
 
-def _named(namespace: Any) -> Any:
-    class Named(namespace):  # type: ignore[misc]
+def _wrap_namespace(namespace: Any) -> Any:
+    class OperatorNamespace(namespace):  # type: ignore[misc]
         """The namespace, in which a missing name that ends in _cpu is an operator that raises, unless it is in
         ASKED_FOR."""
 
@@ -74,7 +74,7 @@ def _named(namespace: Any) -> Any:
             named = name.endswith("_cpu") and name not in ASKED_FOR
             return absent(name) if named else super().__getattr__(name)
 
-    return Named
+    return OperatorNamespace
 
 
 def absent(name: str) -> Any:

@@ -225,7 +225,7 @@ def form_draw(
     masked: Counter[str] = Counter()
     for group in groups:
         kept, out = _admit([trim(placed, held, rules) for placed in group.samples], rules)
-        dropped += [_dropped(sample, reason) for sample, reason in out]
+        dropped += [_dropped_sample(sample, reason) for sample, reason in out]
         for sample, _ in out:
             masked.update(sample.masked)
         if kept:
@@ -319,7 +319,7 @@ def _emptied_by(sample: TrimmedSample) -> MaskReason:
     return MaskReason.version_mask if MaskReason.version_mask.value in sample.masked else MaskReason.length_cut
 
 
-def _dropped(row: TrimmedSample, reason: MaskReason) -> DroppedSample:
+def _dropped_sample(row: TrimmedSample, reason: MaskReason) -> DroppedSample:
     return DroppedSample(row.sample_id, row.group_id, reason.value, row.trained_tokens, row.partition, row.offset)
 
 

@@ -40,13 +40,13 @@ class HeldVersion:
         """Return the number of publications between the weights of `version` and those held."""
         return self.lags.get(version, self.number - version)
 
-    def recorded(self, versions: Iterable[int]) -> dict[str, int]:
+    def recorded_lags(self, versions: Iterable[int]) -> dict[str, int]:
         """Return version -> lag for the manifest, so that its reader needs no other record to find the same lags."""
         return {str(version): self.lag(version) for version in sorted(set(versions))}
 
 
 def recorded_version(number: int, lags: Mapping[str, int]) -> HeldVersion:
-    """Return the inverse of `HeldVersion.recorded`."""
+    """Return the inverse of `HeldVersion.recorded_lags`."""
     return HeldVersion(number, {int(version): lag for version, lag in lags.items()})
 
 
@@ -112,7 +112,7 @@ class WeightChain:
         for version in (event.version, *self._lost.pop(link, ())):
             self._places[version] = len(self._links) - 1
 
-    def held(self, ahead: int, versions: Iterable[int]) -> HeldVersion:
+    def expected_version(self, ahead: int, versions: Iterable[int]) -> HeldVersion:
         """Return the version that the trainer will hold `ahead` publications from now, with the lags of `versions`.
 
         Raises ValueError before the first version.
@@ -132,7 +132,7 @@ class WeightChain:
         wanted = set(versions)
         if not wanted:
             return 0
-        held = self.held(0, wanted)
+        held = self.expected_version(0, wanted)
         return max(held.number - version if held.lag(version) == OFF_CHAIN else held.lag(version) for version in wanted)
 
     def step_of(self, version: int) -> int | None:
@@ -186,7 +186,7 @@ class WeightChain:
         del self._links[kept:], self._heads[kept:]
 
 
-class Progress:
+class BatchProgress:
     """Fold of three topics, each in offset order and interleaved in any order; repeated records change nothing.
 
     It retains one number per rollout batch that publishes weights, and of each weight version what WeightChain does;
@@ -223,7 +223,7 @@ class Progress:
         """Fold one record of the run."""
         if isinstance(event, SampleBatchFormed | BatchSkipped):
             if event.batch_index >= self.next_batch:
-                self._formed(event)
+                self._apply_formed(event)
         elif isinstance(event, StepCompleted):
             self._stepped = max(self._stepped, event.batch_index)
             self._note(event.incarnation, event.batch_index)
@@ -238,7 +238,7 @@ class Progress:
     def _note(self, incarnation: int, batch: int) -> None:
         self._behind[incarnation] = max(self._behind.get(incarnation, -1), batch)
 
-    def _formed(self, event: SampleBatchFormed | BatchSkipped) -> None:
+    def _apply_formed(self, event: SampleBatchFormed | BatchSkipped) -> None:
         self.next_batch = event.batch_index + 1
         self.next_draw = max(self.next_draw, event.draw_index + 1)
         self._positions.update({position.partition: position.offset for position in event.positions})
@@ -275,7 +275,7 @@ class Progress:
             if place is None or place[1] + 1 >= self._positions.get(place[0], 0)
         }
 
-    def taken(self, group_id: str) -> bool:
+    def is_taken(self, group_id: str) -> bool:
         """Whether a rollout batch has taken this group, whose records may lie at or after the current positions."""
         return group_id in self._taken
 
@@ -330,4 +330,4 @@ class Progress:
         publish_every-th of those that train. Raises ValueError before the first version.
         """
         ahead = len(self._publishing) - bisect_right(self._publishing, self._published_batch)
-        return self._chain.held(ahead, versions)
+        return self._chain.expected_version(ahead, versions)

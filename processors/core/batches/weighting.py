@@ -84,15 +84,15 @@ def check_rows(rows: BatchRows, weights: Weights, weighting: Weighting) -> None:
     """
     counts = rows.trained_per_row().tolist()
     if not counts or min(counts) < 1 or int(rows.trained.max()) > 1:
-        raise _broken(weighting, "a row without a trained token, or a trained flag that is neither 0 nor 1")
+        raise _weighting_error(weighting, "a row without a trained token, or a trained flag that is neither 0 nor 1")
     if bool(rows.trained[rows.starts].any()):
-        raise _broken(weighting, "a row trains its first token, which nothing predicts")
+        raise _weighting_error(weighting, "a row trains its first token, which nothing predicts")
     if int(rows.version_min.min()) < 0:
-        raise _broken(weighting, "a trained token without a weight version")
+        raise _weighting_error(weighting, "a trained token without a weight version")
     held = (len(set(rows.group_ids)), len(set(rows.session_ids)), sum(counts))
     told = (weights.prompts, weights.trajectories, weights.trained_tokens)
     if held != told:
-        raise _broken(weighting, f"the rows hold (P, J, M) = {held}, the manifest would say {told}")
+        raise _weighting_error(weighting, f"the rows hold (P, J, M) = {held}, the manifest would say {told}")
     owners = {Weighting.prompt: rows.group_ids, Weighting.trajectory: rows.session_ids}.get(weighting)
     shares: Counter[str] = Counter()
     divisors: defaultdict[str, set[int]] = defaultdict(set)
@@ -104,10 +104,10 @@ def check_rows(rows: BatchRows, weights: Weights, weighting: Weighting) -> None:
         if weighting is Weighting.constant:
             wanted = weights.trajectories * weights.constant_length
         if divisors[owner] != {wanted}:
-            raise _broken(weighting, f"{owner or 'the batch'} has divisors {divisors[owner]}, wanted {wanted}")
+            raise _weighting_error(weighting, f"{owner or 'the batch'} has divisors {divisors[owner]}, wanted {wanted}")
 
 
-def _broken(weighting: Weighting, what: str) -> WeightsDoNotAddUp:
+def _weighting_error(weighting: Weighting, what: str) -> WeightsDoNotAddUp:
     return WeightsDoNotAddUp(f"weighting {weighting}: {what}; nothing was published, report this bug")
 
 

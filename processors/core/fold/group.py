@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from turnlog.processors.core import FoldError, MisplacedRecord
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns, tree_event
 from turnlog.processors.core.fold.settlement import score
-from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.turns import TurnKey, key_of
@@ -35,7 +35,7 @@ class GroupFold:
         """True once GroupScored was emitted; the group may be forgotten."""
         self._rules = rules
         self._last: dict[str, int] = {}
-        self._spine = Spine(rules.version)
+        self._spine = ControlStreamFold(rules.version)
         self._records: dict[str, SessionRecords] = {}
         self._listens = rules.cutting.needs_messages
         self._dialogues: dict[str, Dialogues] = {}
@@ -169,7 +169,7 @@ Recorded = tuple[str, int, int, Event]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class FoldedHistory:
     """The result of folding a recorded history."""
 
     outputs: list[Event] = field(default_factory=list)
@@ -180,9 +180,9 @@ class History:
     """Groups that the history does not complete."""
 
 
-def fold_history(records: Iterable[Recorded], rules: FoldRules) -> History:
+def fold_history(records: Iterable[Recorded], rules: FoldRules) -> FoldedHistory:
     """Fold records: those of one topic and partition in offset order, topics interleaved in any way."""
-    history = History()
+    history = FoldedHistory()
     done: set[str] = set()
     for topic, partition, offset, event in records:
         if event.group_id in done:

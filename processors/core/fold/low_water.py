@@ -79,7 +79,7 @@ class FoldName:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class LowWaterMarks:
     """The content of one commit; offsets by topic."""
 
     low: Mapping[str, int]
@@ -94,13 +94,13 @@ class Marks:
     """Position of the session control stream (agent.sessions): groups admitted below it are complete and forgotten."""
 
     @classmethod
-    def start(cls, topics: Iterable[str]) -> Marks:
+    def start(cls, topics: Iterable[str]) -> LowWaterMarks:
         """Return the marks of a partition task that never committed."""
         zeros = dict.fromkeys(topics, 0)
         return cls(low=zeros, high=zeros)
 
 
-def encode_marks(marks: Marks, fold: FoldName, topic: str) -> str:
+def encode_marks(marks: LowWaterMarks, fold: FoldName, topic: str) -> str:
     """Encode the commit metadata of one input topic as compact JSON. Raises BrokenMetadata if it exceeds 4,096
     bytes.
     """
@@ -118,7 +118,7 @@ def encode_marks(marks: Marks, fold: FoldName, topic: str) -> str:
     return text
 
 
-def decode_marks(commits: Mapping[str, tuple[int, str]], topics: Sequence[str], fold: FoldName) -> Marks | None:
+def decode_marks(commits: Mapping[str, tuple[int, str]], topics: Sequence[str], fold: FoldName) -> LowWaterMarks | None:
     """Return the marks in a partition task's commits, {topic: (offset, metadata)}; None if no topic has a commit.
 
     Raises BrokenMetadata if the metadata is not ours or incomplete, MigrationNeeded if it is of another fold.
@@ -139,7 +139,7 @@ def decode_marks(commits: Mapping[str, tuple[int, str]], topics: Sequence[str], 
         raise BrokenMetadata(f"the commits of {', '.join(topics)} are not of one transaction: {sorted(shared)}")
     trees, scores, horizon = shared.pop()
     low = {topic: commits[topic][0] for topic in topics}
-    return Marks(low, high, tree_low=trees, score_low=scores, horizon=horizon)
+    return LowWaterMarks(low, high, tree_low=trees, score_low=scores, horizon=horizon)
 
 
 def committed_version(metadata: str) -> str:
@@ -208,7 +208,9 @@ class LowWater:
     output, then `advance` for the marks to commit with it. Nothing may be committed while `refolding`.
     """
 
-    def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, spine: str, horizon_records: int) -> None:
+    def __init__(
+        self, marks: LowWaterMarks, done: Done, factory: FoldFactory, *, spine: str, horizon_records: int
+    ) -> None:
         """`horizon_records` is the maximum number of control-stream records between a group's admission and its first
         record.
         """
@@ -232,7 +234,7 @@ class LowWater:
         """Whether some topic has not yet passed what was folded before the restart."""
         return any(self.position[topic] < high for topic, high in self.high.items())
 
-    def repeated(self, topic: str, offset: int) -> bool:
+    def is_repeated(self, topic: str, offset: int) -> bool:
         """Whether a committed transaction already folded the record; if it was rejected, it was dead-lettered then."""
         return offset < self.high[topic]
 
@@ -282,7 +284,7 @@ class LowWater:
         if group in self._done.scores:
             self._done.scores[group] = offset
 
-    def advance(self, ends: tuple[int, int]) -> Marks:
+    def advance(self, ends: tuple[int, int]) -> LowWaterMarks:
         """Return the current marks; every output must have been sent.
 
         `ends` holds lower bounds of the offsets of the next tree and the next score. Also forgets everything that a
@@ -296,11 +298,11 @@ class LowWater:
             self._done.trees = {session: at for session, at in self._done.trees.items() if session in kept}
             self._stale_trees = False
         self.high = dict(self.position)
-        return Marks(
+        return LowWaterMarks(
             low={topic: self._low(topic) for topic in self.position},
             high=self.high,
-            tree_low=min(_known(self._done.trees.values()), default=ends[0]),
-            score_low=next(iter(_known(self._done.scores.values())), ends[1]),
+            tree_low=min(_sent_offsets(self._done.trees.values()), default=ends[0]),
+            score_low=next(iter(_sent_offsets(self._done.scores.values())), ends[1]),
             horizon=self._horizon,
         )
 
@@ -309,7 +311,7 @@ class LowWater:
         return min((first for first in firsts if first is not None), default=self.position[topic])
 
 
-def _known(offsets: Iterable[int | None]) -> Iterable[int]:
+def _sent_offsets(offsets: Iterable[int | None]) -> Iterable[int]:
     for offset in offsets:
         assert offset is not None, "an output was not sent before the marks were taken"
         yield offset

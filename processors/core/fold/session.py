@@ -8,7 +8,7 @@ from functools import partial
 
 from turnlog.processors.core import FoldError
 from turnlog.processors.core.books import Ledger
-from turnlog.processors.core.fold.spine import Session
+from turnlog.processors.core.fold.spine import SessionFoldState
 from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
@@ -16,8 +16,8 @@ from turnlog.processors.core.methods.segments import Segments
 from turnlog.processors.core.turns import (
     Kinship,
     RefusedTokens,
-    Tokens,
     TurnKey,
+    TurnTokenDelta,
     key_of,
     kinship,
     refused_tokens,
@@ -47,7 +47,7 @@ NO_VERSION = (-1,)
 class SessionTree:
     """An assembled session. A rejected session has no turns and no segments."""
 
-    session: Session
+    session: SessionFoldState
     records: SessionRecords
     turns: tuple[Turn, ...]
     """Turns in order of (epoch, index)."""
@@ -74,7 +74,7 @@ class SessionTree:
             if snapshot.offset > end:
                 continue
             reason: MaskReason | None
-            if self.refused or not isinstance(snapshot, Tokens):
+            if self.refused or not isinstance(snapshot, TurnTokenDelta):
                 reason = MaskReason.refused
             elif turn in named:
                 reason = named[turn]
@@ -83,7 +83,7 @@ class SessionTree:
             yield output_tokens(snapshot), reason
 
 
-def named_turns(session: Session) -> tuple[TurnId, ...]:
+def named_turns(session: SessionFoldState) -> tuple[TurnId, ...]:
     """Return the turns of the effective finish, once each, in order of (epoch, index)."""
     assert session.finish is not None
     rank = {epoch: order for order, epoch in enumerate(session.epochs)}
@@ -92,18 +92,18 @@ def named_turns(session: Session) -> tuple[TurnId, ...]:
 
 
 def assemble(
-    session: Session, records: SessionRecords, rules: FoldRules, dialogues: Dialogues | None = None
+    session: SessionFoldState, records: SessionRecords, rules: FoldRules, dialogues: Dialogues | None = None
 ) -> SessionTree:
     """Build the tree of a settled session whose named turns have both records, by the trajectory rule of `rules`."""
     named = named_turns(session)
     keys = [key_of(turn) for turn in named]
-    refused = session.refused or records.refused(keys)
+    refused = session.refused or records.has_rejected(keys)
     turns = () if refused else tuple(map(partial(_turn, records, dialogues), named, keys))
     tree = lineages(turns)
     assert session.finish is not None
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
     segments = rules.cutting.cut(turns, tree, undelivered, rules)
-    masked = dict(segments.masked) | _masked(session.finish.outcome, turns, tree, segments, rules)
+    masked = dict(segments.masked) | _masked_turns(session.finish.outcome, turns, tree, segments, rules)
     trained = tuple(
         [sum([len(turns[order].tokens.output) for order in run if order not in masked]) for run in segments.runs]
     )
@@ -145,12 +145,12 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
 
 def _turn(records: SessionRecords, dialogues: Dialogues | None, turn: TurnId, key: TurnKey) -> Turn:
     tokens, kinship = records.snapshots[key], records.kinships[key]
-    assert isinstance(tokens, Tokens)
+    assert isinstance(tokens, TurnTokenDelta)
     assert kinship is not None
     return make_turn(turn, tokens, kinship, None if dialogues is None else dialogues[key])
 
 
-def _masked(
+def _masked_turns(
     outcome: Outcome, turns: Sequence[Turn], tree: Lineages, segments: Segments, rules: FoldRules
 ) -> dict[int, MaskReason]:
     """Return the turns of segments that the settings keep as context, or whose log-probs are not those of the sampling
@@ -202,7 +202,7 @@ class SessionRecords:
     def __init__(self) -> None:
         self.kinships: dict[TurnKey, Kinship | None] = {}
         """Turn -> its conversation data; None if the record was rejected."""
-        self.snapshots: dict[TurnKey, Tokens | RefusedTokens] = {}
+        self.snapshots: dict[TurnKey, TurnTokenDelta | RefusedTokens] = {}
         self._epochs: dict[str, str] = {}
 
     def add_turn(self, event: TurnCompleted) -> None:
@@ -219,12 +219,12 @@ class SessionRecords:
             return
         parent = self.snapshots.get(key_of(event.parent_turn)) if event.parent_turn is not None else None
         try:
-            self.snapshots[turn] = tokens(event, offset, parent if isinstance(parent, Tokens) else None)
+            self.snapshots[turn] = tokens(event, offset, parent if isinstance(parent, TurnTokenDelta) else None)
         except FoldError:
             self.snapshots[turn] = refused_tokens(event, offset)
             raise
 
-    def refused(self, named: Iterable[TurnKey]) -> bool:
+    def has_rejected(self, named: Iterable[TurnKey]) -> bool:
         """Whether a record of a named turn was rejected."""
         return any(self.kinships[turn] is None or isinstance(self.snapshots[turn], RefusedTokens) for turn in named)
 
@@ -248,11 +248,11 @@ class SessionRecords:
         return self._epochs.setdefault(turn.epoch, turn.epoch), turn.index
 
 
-def output_tokens(snapshot: Tokens | RefusedTokens) -> int:
+def output_tokens(snapshot: TurnTokenDelta | RefusedTokens) -> int:
     """Return the number of tokens that the turn sampled."""
-    return len(snapshot.output) if isinstance(snapshot, Tokens) else snapshot.output_tokens
+    return len(snapshot.output) if isinstance(snapshot, TurnTokenDelta) else snapshot.output_tokens
 
 
-def _snapshot_key(turn: TurnKey, snapshot: Tokens | RefusedTokens) -> tuple[TurnKey, int, int, str]:
-    about = snapshot.prompt_sha256 if isinstance(snapshot, Tokens) else "refused"
+def _snapshot_key(turn: TurnKey, snapshot: TurnTokenDelta | RefusedTokens) -> tuple[TurnKey, int, int, str]:
+    about = snapshot.prompt_sha256 if isinstance(snapshot, TurnTokenDelta) else "refused"
     return turn, snapshot.offset, output_tokens(snapshot), about

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.experts import LAYOUTS_DIFFER, WITHOUT_ROWS, own_rows
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, output_tokens
-from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.lineages import Turn
 from turnlog.processors.core.methods.catalogue import ChosenTransform, estimate
 from turnlog.processors.core.methods.estimators import Advantages, Trajectory, TurnReward
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.turns import Tokens
+from turnlog.processors.core.turns import TurnTokenDelta
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.events import (
     Event,
@@ -118,7 +118,7 @@ def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules)
         yield make_span(start, length, turn.id, version, trained, advantage, cache)
 
 
-def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
+def segment_rows(run: Sequence[TurnTokenDelta]) -> tuple[tuple[ExpertRows, ...], str]:
     """Return the references that cover a segment, or none and the reason ("" if no turn of it has rows).
 
     `run` holds the segment's turns in order, each a prefix of the next (see `policies.check`). Every stored turn is
@@ -130,7 +130,7 @@ def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
     shapes: set[tuple[int, int]] = set()
     done = 0
     for turn in run:
-        for owner, start, stop in _stored(turn, done):
+        for owner, start, stop in _stored_ranges(turn, done):
             if owner.experts is None:
                 return (), WITHOUT_ROWS
             if owner.experts_layout is not None:
@@ -141,10 +141,10 @@ def segment_rows(run: Sequence[Tokens]) -> tuple[tuple[ExpertRows, ...], str]:
     return (tuple(pieces), "") if len(shapes) <= 1 else ((), LAYOUTS_DIFFER)
 
 
-def _stored(turn: Tokens, done: int) -> list[tuple[Tokens, int, int]]:
+def _stored_ranges(turn: TurnTokenDelta, done: int) -> list[tuple[TurnTokenDelta, int, int]]:
     """Return (owner, first, end) of positions `done` to len - 2, first position first."""
-    found: list[tuple[Tokens, int, int]] = []
-    owner: Tokens | None = turn
+    found: list[tuple[TurnTokenDelta, int, int]] = []
+    owner: TurnTokenDelta | None = turn
     stop = turn.length - 1
     while owner is not None and stop > done:
         start = max(owner.base_len - 1, 0, done)
@@ -182,7 +182,7 @@ class Settlement:
         return Settlement(GroupStatus.discarded, "nothing_to_train", self.advantages)
 
 
-def excluded(tree: SessionTree, rules: FoldRules) -> str | None:
+def exclusion_reason(tree: SessionTree, rules: FoldRules) -> str | None:
     """Return why a member is not a valid trajectory; None if it is one."""
     finish = tree.session.finish
     assert finish is not None
@@ -209,7 +209,7 @@ def settle(purpose: Purpose, trajectories: Sequence[Trajectory], rules: FoldRule
 def score(
     group_id: str,
     floor: int,
-    spine: Spine,
+    spine: ControlStreamFold,
     records: Mapping[str, SessionRecords],
     trees: Mapping[str, SessionTree],
     rules: FoldRules,
@@ -221,7 +221,7 @@ def score(
     """
     assert spine.members is not None
     members = sorted((trees[member] for member in spine.members), key=_rollout)
-    judged = [(tree, excluded(tree, rules)) for tree in members]
+    judged = [(tree, exclusion_reason(tree, rules)) for tree in members]
     valid = [tree for tree, reason in judged if reason is None]
     purpose = spine.task.purpose if spine.task else Purpose.other
     transforms = rules.transforms
@@ -357,17 +357,17 @@ def trajectory(tree: SessionTree, transforms: Sequence[ChosenTransform]) -> Traj
     session, main = tree.session, tree.lineages.main
     steps = session.steps
     turns = tuple(
-        TurnReward(_transformed(steps.get(tree.turns[order].id), transforms), tree.lineages.of[order] == main)
+        TurnReward(_transform_reward(steps.get(tree.turns[order].id), transforms), tree.lineages.of[order] == main)
         for order in acted_on(tree)
     )
     verdict = session.reward
     if verdict is None:
         return Trajectory(math.fsum(turn.reward for turn in turns), 0.0, turns)
-    final = _transformed(verdict, transforms)
+    final = _transform_reward(verdict, transforms)
     return Trajectory(final, final, turns)
 
 
-def _transformed(reward: float | None, transforms: Sequence[ChosenTransform]) -> float:
+def _transform_reward(reward: float | None, transforms: Sequence[ChosenTransform]) -> float:
     if reward is None:
         return 0.0
     for transform in transforms:

@@ -37,7 +37,7 @@ MAX_REWARD = 1e100
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifierResult:
     """The first result of the verifier: a finite value, or None for a failure; `refused` if the value was not a usable
     number.
     """
@@ -73,12 +73,12 @@ class Tenure:
 
 
 @dataclass(slots=True)
-class Session(Tenure):
+class SessionFoldState(Tenure):
     """The state of one session in the control stream."""
 
     session_id: str
     started: SessionStarted | None = None
-    verdict: Verdict | None = None
+    verdict: VerifierResult | None = None
     steps: dict[TurnId, float | None] = field(default_factory=dict)
     """Turn -> first step reward; None if it was rejected. Once there is an effective finish, only turns that it
     names.
@@ -120,12 +120,12 @@ class Session(Tenure):
         )  # fmt: skip
 
 
-class Spine:
+class ControlStreamFold:
     """Fold of agent.sessions for one group. Nothing changes any more once `members` is set."""
 
     def __init__(self, version: FoldVersion) -> None:
         self._version = version
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, SessionFoldState] = {}
         """Every session that the stream mentions, in order of first mention."""
         self.task: SessionStarted | None = None
         """The first start: it names task, group size and purpose."""
@@ -160,7 +160,7 @@ class Spine:
                 | RewardFailed()
                 | StepRewardAssigned()
             ):
-                session = self.sessions.setdefault(event.session_id, Session(event.session_id))
+                session = self.sessions.setdefault(event.session_id, SessionFoldState(event.session_id))
             case _:
                 raise MisplacedRecord(
                     f"agent.sessions offset {offset}", f"holds a {type(event).__name__}", "write it to its own topic"
@@ -188,7 +188,7 @@ class Spine:
             tuple(self.settled), self.members, self.named_by_reaper, self.last,
         )  # fmt: skip
 
-    def _apply(self, session: Session, event: Any) -> None:
+    def _apply(self, session: SessionFoldState, event: Any) -> None:
         if session.settled:
             return
         match event:
@@ -201,11 +201,11 @@ class Spine:
             case RewardAssigned() if session.verdict is None:
                 session.verdict = _verdict(session, event)
             case RewardFailed() if session.verdict is None:
-                session.verdict = Verdict(None)
+                session.verdict = VerifierResult(None)
             case StepRewardAssigned() if event.turn not in session.steps:
                 self._step(session, event)
 
-    def _start(self, session: Session, event: SessionStarted) -> None:
+    def _start(self, session: SessionFoldState, event: SessionStarted) -> None:
         if event.event_id in session.epochs:
             return
         task = self.task or event
@@ -221,7 +221,7 @@ class Spine:
         session.started = event
         session.open_epoch(event.event_id)
 
-    def _finish(self, session: Session, event: SessionFinished) -> None:
+    def _finish(self, session: SessionFoldState, event: SessionFinished) -> None:
         if not session.counts(event):
             return
         unknown = sorted({turn.epoch for turn in event.turns} - set(session.epochs))
@@ -236,7 +236,7 @@ class Spine:
                 "name turns by the event_id of the Started or Adopted that opened their epoch",
             )  # fmt: skip
 
-    def _step(self, session: Session, event: StepRewardAssigned) -> None:
+    def _step(self, session: SessionFoldState, event: StepRewardAssigned) -> None:
         """Record a step reward. Before the effective finish nobody can tell whether the turn belongs to the session, so
         the reward waits.
         """
@@ -253,7 +253,7 @@ class Spine:
             session.refused = session.refused or not waits
             raise
 
-    def _settle(self, session: Session) -> None:
+    def _settle(self, session: SessionFoldState) -> None:
         if session.settled or session.started is None or not session.due():
             return
         session.settled = True
@@ -268,12 +268,12 @@ class Spine:
         the log.
         """
         if self.members is None:
-            self.members = self._named(event.members)
+            self.members = self._select_members(event.members)
         if event.reason in REAPED and self.named_by_reaper is None:
             self.named_by_reaper = frozenset(event.members)
             self.members = tuple(member for member in self.members if member in self.named_by_reaper)
 
-    def _named(self, named: tuple[str, ...]) -> tuple[str, ...]:
+    def _select_members(self, named: tuple[str, ...]) -> tuple[str, ...]:
         """Return the named sessions that are settled. If a rollout has several, its final session is chosen, else the
         latest.
         """
@@ -291,22 +291,22 @@ class Spine:
         return tuple(members.values())
 
 
-def _adopt(session: Session, event: SessionAdopted) -> None:
+def _adopt(session: SessionFoldState, event: SessionAdopted) -> None:
     if session.started is None:
         raise UnknownSession(session.session_id, "is adopted but never started", "write SessionStarted first")
     session.open_epoch(event.event_id)
 
 
-def _verdict(session: Session, event: RewardAssigned) -> Verdict:
-    session.verdict = Verdict(None, refused=True)
+def _verdict(session: SessionFoldState, event: RewardAssigned) -> VerifierResult:
+    session.verdict = VerifierResult(None, refused=True)
     try:
-        return Verdict(_finite(session, event))
+        return VerifierResult(_finite(session, event))
     except RewardNotFinite:
         session.refused = True
         raise
 
 
-def _finite(session: Session, event: RewardAssigned | StepRewardAssigned) -> float:
+def _finite(session: SessionFoldState, event: RewardAssigned | StepRewardAssigned) -> float:
     """Return the value. Components are checked too, because dashboards show them and they must be numbers as well."""
     for name, value in (("", event.value), *event.components.items()):
         if not abs(value) <= MAX_REWARD:

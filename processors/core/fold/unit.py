@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from turnlog.processors.core import FoldDefect, FoldError
-from turnlog.processors.core.fold.low_water import Done, FoldFactory, LowWater, Marks
+from turnlog.processors.core.fold.low_water import Done, FoldFactory, LowWater, LowWaterMarks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import SPINE
 from turnlog.schemas import UndecodableRecord
@@ -116,7 +116,9 @@ class UnitFold:
     per record.
     """
 
-    def __init__(self, marks: Marks, done: Done, factory: FoldFactory, *, run_id: str, horizon_records: int) -> None:
+    def __init__(
+        self, marks: LowWaterMarks, done: Done, factory: FoldFactory, *, run_id: str, horizon_records: int
+    ) -> None:
         """`run_id` is the run whose records are folded. For `horizon_records`, see LowWater."""
         self._run_id = run_id
         self.low_water = LowWater(marks, done, factory, spine=SPINE, horizon_records=horizon_records)

@@ -87,7 +87,7 @@ class Estimator:
         return f"{self.name}/{self.version}"
 
     @property
-    def centred(self) -> bool:
+    def is_group_relative(self) -> bool:
         """Whether it compares trajectories of one group, so that equal rewards give no learning signal."""
         return self.min_valid > 1
 
@@ -155,7 +155,7 @@ def step(trajectories: Sequence[Trajectory], options: EstimatorOptions) -> Advan
     the mean over all main turns of the group. A trajectory's scalar is the number of its first main turn, 0 without
     turns.
     """
-    placed = [_placed(trajectory, options.discount) for trajectory in trajectories]
+    placed = [_place_turns(trajectory, options.discount) for trajectory in trajectories]
     at: defaultdict[int, list[float]] = defaultdict(list)
     for turns in placed:
         for turn in turns:
@@ -172,7 +172,7 @@ def step(trajectories: Sequence[Trajectory], options: EstimatorOptions) -> Advan
     return Advantages(firsts, means.get(0, 0.0), None, per_turn)
 
 
-def _placed(trajectory: Trajectory, discount: float) -> list[_Placed]:
+def _place_turns(trajectory: Trajectory, discount: float) -> list[_Placed]:
     """Return the turns in order, with place and reward to go. Without a main lineage every turn counts as main."""
     mains = [turn.main for turn in trajectory.turns]
     if not any(mains):

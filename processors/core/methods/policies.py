@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from turnlog.processors.core import SegmentsDoNotFit
 from turnlog.processors.core.lineages import Lineages, Turn
-from turnlog.processors.core.methods.segments import PolicyOptions, Segments, cut, duplicated, one_row, taken_out
+from turnlog.processors.core.methods.segments import PolicyOptions, Segments, count_duplicates, cut, one_row, taken_out
 from turnlog.processors.core.methods.slime import Slime
 from turnlog.processors.core.token_tree import shared_prefix
 from turnlog.processors.core.turns import TurnKey
@@ -64,7 +64,7 @@ class LastTurn:
         """Return a run of one for each turn that an agent acted on."""
         out = taken_out(turns, tree, undelivered, rules.version)
         runs = tuple((order,) for order in range(len(turns)) if order not in out)
-        return Segments(runs, duplicated(turns, runs), out)
+        return Segments(runs, count_duplicates(turns, runs), out)
 
 
 class Checked:

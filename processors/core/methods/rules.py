@@ -75,7 +75,7 @@ class FoldRules(PolicyOptions):
     @property
     def filters(self) -> tuple[ChosenFilter, ...]:
         """The group filters, zero variance first. Raises SettingsError for an unknown name."""
-        flat = self.zero_variance == "discard" and self.formula.centred
+        flat = self.zero_variance == "discard" and self.formula.is_group_relative
         return ((ChosenFilter(ZERO_VARIANCE),) if flat else ()) + self.methods.filters(self.group_filters)
 
     @property
@@ -104,7 +104,7 @@ def recorded_settings(
         if unknown:
             raise SettingsError(f"unknown section [{unknown[0]}]")
         fold, batcher, assembler = (
-            _recorded(name, kind, tables.get(name), getattr(own, name)) for name, kind in kinds.items()
+            _parse_section(name, kind, tables.get(name), getattr(own, name)) for name, kind in kinds.items()
         )
     except (ValueError, TypeError, SettingsError) as error:
         raise RecordedSettingsError(
@@ -113,7 +113,7 @@ def recorded_settings(
     return fold, batcher, assembler
 
 
-def _recorded(name: str, kind: type, table: Any, own: Any) -> Any:
+def _parse_section(name: str, kind: type, table: Any, own: Any) -> Any:
     hints = declarations(kind)
     if table is None and all(_since(hints[key]) for key in recorded_keys(kind)):
         table = {}  # recorded by a release that had no key of this section

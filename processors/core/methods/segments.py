@@ -10,7 +10,7 @@ from itertools import pairwise
 from turnlog.processors.core.fold_versions import LATEST, FoldVersion
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.token_tree import TokenTree
-from turnlog.processors.core.turns import Tokens, TurnKey, agree, key_of
+from turnlog.processors.core.turns import TurnKey, TurnTokenDelta, agree, key_of
 from turnlog.schemas.events import FinishReason, MaskReason
 
 PARTIAL = frozenset({FinishReason.abort, FinishReason.error})
@@ -52,23 +52,23 @@ def taken_out(
     session. The last is chosen among the turns that were neither aborted nor named undelivered (among all, before fold
     version 2).
     """
-    continued = tree.continued
+    continued = tree.continued_turns
     leaves = [order for order in range(len(turns)) if order not in continued]
     out: dict[int, MaskReason] = {}
     for order in leaves:
-        if _aborted(turns[order], version):
+        if _is_aborted(turns[order], version):
             out[order] = MaskReason.aborted
         elif key_of(turns[order].id) in undelivered:
             out[order] = MaskReason.undelivered
     if guess_retries:
         mute = out.keys() if version.retries_need_answers else frozenset[int]()
         again = _asked_again(turns, continued, [order for order in leaves if order not in mute])
-        retried = [order for order in leaves if order not in out and again.get(_asked(turns[order]), -1) > order]
+        retried = [order for order in leaves if order not in out and again.get(_request_key(turns[order]), -1) > order]
         out |= dict.fromkeys(retried, MaskReason.undelivered)
     return out
 
 
-def _aborted(turn: Turn, version: FoldVersion) -> bool:
+def _is_aborted(turn: Turn, version: FoldVersion) -> bool:
     """Whether an agent cannot have acted on the leaf."""
     if version.aborted_leaves_train:
         return turn.kinship.finish_reason in PARTIAL
@@ -84,14 +84,14 @@ def _asked_again(
     Only continued turns and `leaves` are considered.
     """
     last = max((*continued, *leaves), default=-1)
-    asked = {_asked(turns[leaf]) for leaf in leaves if leaf != last}
+    asked = {_request_key(turns[leaf]) for leaf in leaves if leaf != last}
     if not asked:
         return {}
     answered = sorted({*continued, last})
-    return {_asked(turns[order]): order for order in answered if _asked(turns[order]) in asked}
+    return {_request_key(turns[order]): order for order in answered if _request_key(turns[order]) in asked}
 
 
-def _asked(turn: Turn) -> tuple[object, ...]:
+def _request_key(turn: Turn) -> tuple[object, ...]:
     """Return the key of a request, including the agent: two agents may send the same prompt."""
     return turn.kinship.agent_path, turn.tokens.prompt_sha256, turn.tokens.images
 
@@ -105,12 +105,12 @@ def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
     parents.
     """
     kept = [order for order in range(len(turns)) if order not in out]
-    if _chained([turns[order].tokens for order in kept]):
+    if _is_chain([turns[order].tokens for order in kept]):
         return Segments((tuple(kept),) if kept else (), 0, out)
     tree = _token_tree([turns[order].tokens for order in kept])
     for order in kept:
         tree.mark(turns[order].tokens, order)
-    before = {order: _extended(turns, tree, order) for order in kept}
+    before = {order: _find_extended(turns, tree, order) for order in kept}
     after = _heirs(turns, kept, before)
     runs: list[tuple[int, ...]] = []
     again = 0
@@ -122,12 +122,12 @@ def cut(turns: Sequence[Turn], out: Mapping[int, MaskReason]) -> Segments:
         while run[-1] in after:
             run.append(after[run[-1]])
         runs.append(tuple(run))
-        again += tree.shared(turns[order].tokens, order)
+        again += tree.shared_length(turns[order].tokens, order)
     tree.dissolve()
     return Segments(tuple(runs), again, out)
 
 
-def _chained(kept: Sequence[Tokens]) -> bool:
+def _is_chain(kept: Sequence[TurnTokenDelta]) -> bool:
     """Whether each turn extends exactly the one before it, as in most sessions: one segment, found at 0.5 us per turn
     instead of the 5 us of the tree.
     """
@@ -137,7 +137,7 @@ def _chained(kept: Sequence[Tokens]) -> bool:
     )
 
 
-def duplicated(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
+def count_duplicates(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
     """Count the context tokens of segments that an earlier turn of a segment already contains, for any trajectory
     rule.
     """
@@ -145,12 +145,12 @@ def duplicated(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
     tree = _token_tree([turns[order].tokens for order in held])
     for order in held:
         tree.mark(turns[order].tokens, order)
-    again = sum(tree.shared(turns[run[0]].tokens, run[0]) for run in runs)
+    again = sum(tree.shared_length(turns[run[0]].tokens, run[0]) for run in runs)
     tree.dissolve()
     return again
 
 
-def one_row(one: Tokens, other: Tokens) -> bool:
+def one_row(one: TurnTokenDelta, other: TurnTokenDelta) -> bool:
     """Whether a later turn can share a row with an earlier one whose tokens it extends.
 
     Both must have one temperature and one kind of log-prob, since a row has one of each, and the same images, because
@@ -159,11 +159,11 @@ def one_row(one: Tokens, other: Tokens) -> bool:
     return (one.temperature, one.logprob_kind) == (other.temperature, other.logprob_kind) and agree(one, other)
 
 
-def _token_tree(kept: Sequence[Tokens]) -> TokenTree:
+def _token_tree(kept: Sequence[TurnTokenDelta]) -> TokenTree:
     """Return the tree of these turns and of the turns that they are stored against."""
-    needed: dict[Tokens, None] = {}
+    needed: dict[TurnTokenDelta, None] = {}
     for turn in kept:
-        owner: Tokens | None = turn
+        owner: TurnTokenDelta | None = turn
         while owner is not None and owner not in needed:
             needed[owner] = None
             owner = owner.parent
@@ -173,9 +173,9 @@ def _token_tree(kept: Sequence[Tokens]) -> TokenTree:
     return tree
 
 
-def _extended(turns: Sequence[Turn], tree: TokenTree, order: int) -> int | None:
+def _find_extended(turns: Sequence[Turn], tree: TokenTree, order: int) -> int | None:
     mine = turns[order].tokens
-    for other in tree.extended(mine, order):
+    for other in tree.prefix_turns(mine, order):
         if one_row(turns[other].tokens, mine):
             return other
     return None

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from turnlog.processors.core.lineages import Lineages, Turn
-from turnlog.processors.core.messages import Dialogue, Message
-from turnlog.processors.core.methods.segments import PolicyOptions, Segments, duplicated, one_row, taken_out
+from turnlog.processors.core.messages import ComparableMessage, Dialogue
+from turnlog.processors.core.methods.segments import PolicyOptions, Segments, count_duplicates, one_row, taken_out
 from turnlog.processors.core.token_tree import shared_prefix
 from turnlog.processors.core.turns import TurnKey
 from turnlog.schemas.events import MaskReason
@@ -23,32 +23,32 @@ ASSISTANT = "assistant"
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class SlimeNode:
     """A message in the tree. `turn` is the order of the turn that generated it; None if it was only replayed."""
 
-    message: Message | None
+    message: ComparableMessage | None
     turn: int | None = None
-    below: list[Node] = field(default_factory=list)
-    assistants: list[Node] = field(default_factory=list)
+    below: list[SlimeNode] = field(default_factory=list)
+    assistants: list[SlimeNode] = field(default_factory=list)
     """Children with an assistant message."""
-    _said: dict[bytes, list[Node]] = field(default_factory=dict)
+    _said: dict[bytes, list[SlimeNode]] = field(default_factory=dict)
     """Digest of a message -> the children with it, in order of insertion."""
 
-    def add(self, message: Message, turn: int | None = None) -> Node:
+    def add(self, message: ComparableMessage, turn: int | None = None) -> SlimeNode:
         """Add a child at the end and return it."""
-        child = Node(message, turn)
+        child = SlimeNode(message, turn)
         self.below.append(child)
         self._said.setdefault(message.digest, []).append(child)
         if message.role == ASSISTANT:
             self.assistants.append(child)
         return child
 
-    def echoed(self, said: Message) -> Node | None:
+    def find_echo(self, said: ComparableMessage) -> SlimeNode | None:
         """Return the first child that the message `said` echoes."""
         same = self._said.get(said.digest, ())
         return next((node for node in same if node.message is not None and said.echoes(node.message)), None)
 
-    def rewrite(self, only: Node, message: Message) -> int | None:
+    def rewrite(self, only: SlimeNode, message: ComparableMessage) -> int | None:
         """Replace the only assistant message among the children by `message`; return the turn that had generated it."""
         assert only.message is not None
         self._said[only.message.digest].remove(only)
@@ -101,8 +101,8 @@ class Routes:
     """
 
     def __init__(self) -> None:
-        self.root = Node(None)
-        self._ends: dict[Dialogue, Node] = {}
+        self.root = SlimeNode(None)
+        self._ends: dict[Dialogue, SlimeNode] = {}
         """Dialogue -> the node of the last message of its request."""
 
     def mount(self, order: int, dialogue: Dialogue, outputs: Sequence[int], threshold: int) -> int | None:
@@ -121,7 +121,7 @@ class Routes:
                 continue
             said = line[number].new if number == len(line) - 1 else (line[number + 1].response, *line[number].new)
             for message in said:
-                found = node.echoed(message)  # a node that was just added has no children: the walk ends there
+                found = node.find_echo(message)  # a node that was just added has no children: the walk ends there
                 if found is None and message.role == ASSISTANT and _gives_way(node, outputs, threshold):
                     found = node.assistants[0]
                     rewritten = node.rewrite(found, message)
@@ -131,7 +131,7 @@ class Routes:
         return rewritten
 
 
-def _gives_way(above: Node, outputs: Sequence[int], threshold: int) -> bool:
+def _gives_way(above: SlimeNode, outputs: Sequence[int], threshold: int) -> bool:
     if len(above.assistants) != 1:
         return False
     (only,) = above.assistants
@@ -186,16 +186,16 @@ class Slime:
         """
         masked = taken_out(turns, tree, undelivered, rules.version, guess_retries=False)
         threshold = rules.fork_threshold_tokens
-        root = _routed(turns, masked, threshold)
+        root = _build_tree(turns, masked, threshold)
         runs: list[tuple[int, ...]] = []
         for line in root.lines():
             builders, lost = build(turns, line, threshold)
             masked |= dict.fromkeys(lost, MaskReason.realigned)
             runs += [tuple(builder.own) for builder in builders]
-        return Segments(tuple(runs), duplicated(turns, runs), masked)
+        return Segments(tuple(runs), count_duplicates(turns, runs), masked)
 
 
-def _routed(turns: Sequence[Turn], masked: dict[int, MaskReason], threshold: int) -> Node:
+def _build_tree(turns: Sequence[Turn], masked: dict[int, MaskReason], threshold: int) -> SlimeNode:
     """Return the tree of messages; add unrouted and rewritten turns to `masked`."""
     routes = Routes()
     outputs = [len(turn.tokens.output) for turn in turns]

@@ -18,23 +18,23 @@ from prometheus_client import Counter
 from starlette.responses import Response
 
 from turnlog.producers.gateway import BadRequest, ContextOverflow, GatewayError, ThreadNotHeld
-from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.dialects.dialect import (
     IGNORED,
     MODEL,
-    Asked,
     Constraint,
     Endpoint,
     Fields,
+    NonTurnRequest,
     TurnRequest,
     about,
     count_ignored,
-    offered,
+    parse_tools,
     stop_sequences,
 )
-from turnlog.producers.gateway.messages import BILLING, call_in, id_of_call, in_call_order, listed, parts_of
-from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
-from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, referred, typed
+from turnlog.producers.gateway.messages import BILLING, call_in, id_of_call, in_call_order, message_list, parts_of
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
+from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, resolve_reference, typed_field
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
@@ -103,13 +103,13 @@ class AnthropicMessages:
         values = object_of(body)
         count_ignored(values, FIELDS)
         _check_state(values)
-        history = History()
+        history = ConvertedHistory()
         if system := values.get("system"):
             history.add({"role": "system", "content": system}, "system")
-        for index, one in enumerate(listed(values.get("messages"))):
+        for index, one in enumerate(message_list(values.get("messages"))):
             history.add(one, f"messages[{index}]")
         raw = in_call_order(history.raw)
-        choice = typed(values, "tool_choice", dict, {})
+        choice = typed_field(values, "tool_choice", dict, {})
         if choice.get("disable_parallel_tool_use"):
             IGNORED.labels("disable_parallel_tool_use").inc()
         return TurnRequest(
@@ -118,13 +118,13 @@ class AnthropicMessages:
             raw=raw,
             messages=conversation.messages.read(raw, history.places),
             tools=_tools(values.get("tools")),
-            max_new_tokens=typed(values, "max_tokens", int, None),
+            max_new_tokens=typed_field(values, "max_tokens", int, None),
             stream=values.get("stream") is True,
             include_usage=True,
             stop=stop_sequences(values.get("stop_sequences"), "stop_sequences", STOPS),
             calls=choice.get("type") != "none",
             constraints=_constraints(values, choice),
-            base=self._continued(history.thinking),
+            base=self._find_base_turn(history.thinking),
             sha256=hashlib.sha256(body).hexdigest(),
             size=len(body),
         )
@@ -136,26 +136,26 @@ class AnthropicMessages:
 
     @staticmethod
     def refusal(error: GatewayError) -> bytes:
-        return orjson.dumps(_shown(error))
+        return orjson.dumps(_error_body(error))
 
     def endpoints(self) -> Sequence[Endpoint]:
         return (Endpoint("POST", f"{self.path}/count_tokens", self._count),)
 
-    async def _count(self, asked: Asked) -> Response:
+    async def _count(self, asked: NonTurnRequest) -> Response:
         counted = await asked.prompt_tokens()
         return Response(orjson.dumps({"input_tokens": counted}), media_type="application/json")
 
-    def _continued(self, thinking: Sequence[tuple[str, str]]) -> TurnId | None:
+    def _find_base_turn(self, thinking: Sequence[tuple[str, str]]) -> TurnId | None:
         """Return the turn whose thinking the last answer brings back, if every block of it has that turn's signature;
         else None."""
-        turns = {referred(signature, text, *self.keys.accepted) for text, signature in thinking}
+        turns = {resolve_reference(signature, text, *self.keys.accepted_keys) for text, signature in thinking}
         if None in turns:
             UNSIGNED.inc()
         return turns.pop() if len(turns) == 1 else None
 
 
 @dataclass(slots=True)
-class History:
+class ConvertedHistory:
     """Messages in the format of OpenAI's chat API, converted one by one from Anthropic's."""
 
     raw: list[dict[str, Any]] = field(default_factory=list)
@@ -173,11 +173,11 @@ class History:
         if role == "assistant":
             self._answer(_blocks(content, where), where)
         elif role == "user" and not isinstance(content, str):
-            self._asked(_blocks(content, where), where)
+            self._add_user_blocks(_blocks(content, where), where)
         else:
             self._put({"role": role, "content": _content(content, where)}, where)
 
-    def _asked(self, blocks: Sequence[dict[str, Any]], where: str) -> None:
+    def _add_user_blocks(self, blocks: Sequence[dict[str, Any]], where: str) -> None:
         """Convert a user's blocks. Results come first, because they follow the calls."""
         others = []
         for block in blocks:
@@ -200,7 +200,7 @@ class History:
             elif kind == "tool_use":
                 calls.append(_call(block, where))
             elif kind != "redacted_thinking":  # nobody can read these
-                raise _unserved(kind, where)
+                raise _unserved_block(kind, where)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if thought := "".join(text for text, _ in self.thinking):
             message["reasoning_content"] = thought
@@ -242,7 +242,7 @@ def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
         above = [_text(block, name, where) for name in ("title", "context") if block.get(name)]
         return {"type": "text", "text": "\n".join([*above, _text(source, "data", where)])}
     if kind != "image" or not isinstance(source, dict):
-        raise _unserved(kind, where)
+        raise _unserved_block(kind, where)
     data = f"data:{source.get('media_type')};base64,{source.get('data')}"
     return {"type": "image_url", "image_url": {"url": source.get("url") or data}}
 
@@ -254,7 +254,7 @@ def _text(block: dict[str, Any], name: str, where: str) -> str:
     return text
 
 
-def _unserved(kind: Any, where: str) -> BadRequest:
+def _unserved_block(kind: Any, where: str) -> BadRequest:
     return BadRequest(
         f"{where} has a block of type {kind!r}; text, image, document (of text), tool_use, tool_result, thinking are "
         "served",
@@ -268,13 +268,13 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
         raise BadRequest(f"{where} has a tool_use that lacks an id, a name or an object as its input", param=where)
     unparsed = given.get(UNPARSED) if len(given) == 1 else None
     arguments = unparsed if isinstance(unparsed, str) else orjson.dumps(given).decode()
-    return call_in(block["id"], Call(block["name"], arguments))
+    return call_in(block["id"], ParsedCall(block["name"], arguments))
 
 
 def _tools(raw: Any) -> list[Any] | None:
     """Return the functions in the format of OpenAI's chat API, or None. Raises BadRequest."""
     functions = []
-    for index, tool in enumerate(offered(raw)):
+    for index, tool in enumerate(parse_tools(raw)):
         where = f"tools[{index}]"
         if tool.get("type") not in (None, "custom"):
             IGNORED.labels("tools").inc()
@@ -303,7 +303,7 @@ def _constraints(values: dict[str, Any], choice: Mapping[str, Any]) -> tuple[Con
     if (kind := choice.get("type", "auto")) not in ("auto", "none"):
         named = {"any": "", "tool": choice.get("name")}.get(kind) if isinstance(kind, str) else None
         found.append(Constraint("tool_choice", tool=named if isinstance(named, str) else None))
-    if shape := typed(values, "output_config", dict, {}).get("format"):
+    if shape := typed_field(values, "output_config", dict, {}).get("format"):
         schema = shape.get("schema") if isinstance(shape, dict) else None
         found.append(Constraint.to("output_config", schema))
     return tuple(found)
@@ -325,10 +325,15 @@ class AnthropicMessage:
     _thought: str = ""
     """Thinking in the open block."""
 
-    def whole(self, turn: Turn) -> bytes:
+    def whole(self, turn: RecordedTurn) -> bytes:
         content = [self._block(part) for part in parts_of(turn.response_raw)]
         return orjson.dumps(
-            {**self._envelope(content), **_ended(turn), "usage": _usage(turn), "turnlog": about(self.session_id, turn)}
+            {
+                **self._envelope(content),
+                **_stop_fields(turn),
+                "usage": _usage(turn),
+                "turnlog": about(self.session_id, turn),
+            }
         )
 
     def beginning(self) -> bytes:
@@ -340,13 +345,13 @@ class AnthropicMessage:
     def part(self, part: Part) -> bytes:
         sent = b""
         if type(part) is not self._open:
-            empty = part if isinstance(part, Call) else type(part)("")
-            sent = self._closed() + _event(
+            empty = part if isinstance(part, ParsedCall) else type(part)("")
+            sent = self._close_block() + _event(
                 "content_block_start", index=self.blocks, content_block=self._block(empty, begun=True)
             )
             self._open = type(part)
-        if isinstance(part, Call):
-            sent += self._delta("input_json_delta", partial_json=_input(part).decode()) + self._closed()
+        if isinstance(part, ParsedCall):
+            sent += self._delta("input_json_delta", partial_json=_input(part).decode()) + self._close_block()
         elif isinstance(part, Reasoning):
             self._thought += part.text
             sent += self._delta("thinking_delta", thinking=part.text)
@@ -354,13 +359,15 @@ class AnthropicMessage:
             sent += self._delta("text_delta", text=part.text)
         return sent
 
-    def ending(self, turn: Turn) -> bytes:
+    def ending(self, turn: RecordedTurn) -> bytes:
         """Return the events with the stop reason and the token counts."""
-        last = _event("message_delta", delta=_ended(turn), usage=_usage(turn), turnlog=about(self.session_id, turn))
-        return self._closed() + last + _event("message_stop")
+        last = _event(
+            "message_delta", delta=_stop_fields(turn), usage=_usage(turn), turnlog=about(self.session_id, turn)
+        )
+        return self._close_block() + last + _event("message_stop")
 
-    def failed(self, error: GatewayError) -> bytes:
-        return _event("error", **_shown(error))
+    def error_events(self, error: GatewayError) -> bytes:
+        return _event("error", **_error_body(error))
 
     def _block(self, part: Part, *, begun: bool = False) -> dict[str, Any]:
         """Return a whole block, or one as it begins, without signature and input."""
@@ -373,7 +380,7 @@ class AnthropicMessage:
         given = {} if begun else orjson.Fragment(_input(part))
         return {"type": "tool_use", "id": named, "name": part.name, "input": given}
 
-    def _closed(self) -> bytes:
+    def _close_block(self) -> bytes:
         """Return the events that end the open block, if there is one."""
         if self._open is None:
             return b""
@@ -389,7 +396,7 @@ class AnthropicMessage:
         return {"id": name, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
 
-def _input(call: Call) -> bytes:
+def _input(call: ParsedCall) -> bytes:
     """Return arguments as the JSON object that an `input` must be."""
     try:
         parsed = None if deeper_than(call.arguments, INPUT_DEPTH) else orjson.loads(call.arguments)
@@ -398,13 +405,13 @@ def _input(call: Call) -> bytes:
     return call.arguments.encode() if isinstance(parsed, dict) else orjson.dumps({UNPARSED: call.arguments})
 
 
-def _ended(turn: Turn) -> dict[str, Any]:
+def _stop_fields(turn: RecordedTurn) -> dict[str, Any]:
     if turn.finish_reason is FinishReason.stop and turn.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": turn.stopped_by}
     return {"stop_reason": STOPPED[turn.finish_reason], "stop_sequence": None}
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
+def _usage(turn: RecordedTurn) -> dict[str, Any]:
     """Return the token counts. Cached tokens do not count as input; thinking counts as output."""
     cached = min(turn.cached_tokens, turn.prompt_tokens)  # a resubmitted turn finds its own output cached, too
     return {
@@ -416,7 +423,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _shown(error: GatewayError) -> dict[str, Any]:
+def _error_body(error: GatewayError) -> dict[str, Any]:
     """Return an error in Anthropic's format. An overflow is worded as Anthropic does, because agents recognise that
     text and compact their history."""
     message = error.message

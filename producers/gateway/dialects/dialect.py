@@ -22,12 +22,12 @@ from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
 from turnlog.producers.gateway import ERRORS, BadRequest, GatewayError, SessionEnded
-from turnlog.producers.gateway.conversation import Conversation, Turn
-from turnlog.producers.gateway.images import Admitted, Picture
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
+from turnlog.producers.gateway.images import Admitted, MessageImage
 from turnlog.producers.gateway.messages import Message, parts_of
-from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import UNKNOWN
-from turnlog.producers.gateway.sessions import Running, Session
+from turnlog.producers.gateway.sessions import GatewaySession, Running
 from turnlog.schemas.types import TurnId, float32s
 
 IGNORED = Counter("turnlog_gateway_ignored_fields", "Request fields that were not honoured", ("field",))
@@ -69,7 +69,7 @@ def openai_constraints(choice: Any, field: str, shape: Any, schema: Any) -> tupl
     return tuple(found)
 
 
-def offered(raw: Any) -> list[dict[str, Any]]:
+def parse_tools(raw: Any) -> list[dict[str, Any]]:
     """Return the tools of a request as received. Raises BadRequest."""
     if not isinstance(raw or [], list) or not all(isinstance(tool, dict) for tool in raw or ()):
         raise BadRequest("tools must be a list of objects", param="tools")
@@ -119,16 +119,16 @@ class TurnRequest:
     """Images by sha256, once they are in the store."""
 
     @property
-    def pictures(self) -> list[Picture]:
+    def pictures(self) -> list[MessageImage]:
         """All images of the messages, in order."""
         return [picture for one in self.messages for picture in one.pictures]
 
 
-class Answer(Protocol):
+class ResponseRenderer(Protocol):
     """Renders one turn in an API's format, whole or as the data of server-sent events. It belongs to one response, and
     may remember what it has sent."""
 
-    def whole(self, turn: Turn) -> bytes:
+    def whole(self, turn: RecordedTurn) -> bytes:
         """Return the body of a response that is not streamed."""
         ...
 
@@ -140,20 +140,20 @@ class Answer(Protocol):
         """Return the events for more of the output: further text or reasoning, or a whole call."""
         ...
 
-    def ending(self, turn: Turn) -> bytes:
+    def ending(self, turn: RecordedTurn) -> bytes:
         """Return the events after the last part."""
         ...
 
-    def failed(self, error: GatewayError) -> bytes:
+    def error_events(self, error: GatewayError) -> bytes:
         """Return the events that report an error in place of the ending."""
         ...
 
 
-class Asked(NamedTuple):
+class NonTurnRequest(NamedTuple):
     """A request about a session that is no request for a turn."""
 
     request: Request
-    session: Session
+    session: GatewaySession
     prompt_tokens: Callable[[], Awaitable[int]]
     """Returns the length of the prompt that a turn would submit now, if the body requested one. Raises BadRequest,
     ImagesNotServed, ContextOverflow."""
@@ -165,7 +165,7 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     """Path in Starlette's syntax."""
-    answer: Callable[[Asked], Awaitable[Response]]
+    answer: Callable[[NonTurnRequest], Awaitable[Response]]
     """Answers the request. Raises GatewayError."""
 
 
@@ -184,7 +184,7 @@ class Dialect(Protocol):
 
     def answer(
         self, request: TurnRequest, turn: TurnId, *, session_id: str, model: str, decode: Callable[[Sequence[int]], str]
-    ) -> Answer:
+    ) -> ResponseRenderer:
         """Return the renderer of the response to a request. `decode` returns the text of ids."""
         ...
 
@@ -201,7 +201,7 @@ class TurnResponse(Response):
     """Waits for a running turn, or has a recorded one, and answers with it."""
 
     def __init__(
-        self, turn: Running | Turn, request: TurnRequest, dialect: Dialect, *, session_id: str, model: str,
+        self, turn: Running | RecordedTurn, request: TurnRequest, dialect: Dialect, *, session_id: str, model: str,
         decode: Callable[[Sequence[int]], str], keep_alive_s: float,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -234,7 +234,7 @@ class TurnResponse(Response):
         if isinstance(self._turn, Running):
             self._turn.leave()
 
-    async def _recorded(self, left: asyncio.Event) -> Turn | None:
+    async def _wait_for_turn(self, left: asyncio.Event) -> RecordedTurn | None:
         """Return the completed turn, or None if the client has disconnected from a turn that was cut off. Raises
         SessionEnded, and whatever the turn raised."""
         turn = await asyncio.shield(self._turn.task) if isinstance(self._turn, Running) else self._turn
@@ -246,7 +246,7 @@ class TurnResponse(Response):
 
     async def _whole(self, send: Send, left: asyncio.Event) -> None:
         try:
-            turn = await self._recorded(left)
+            turn = await self._wait_for_turn(left)
         except GatewayError as error:
             ERRORS.labels(error.code).inc()
             await _send(send, error.status, self._dialect.refusal(error), *retry_headers(error))
@@ -263,10 +263,10 @@ class TurnResponse(Response):
         if running is not None:
             await self._follow(running, unsent, send, left)
         try:
-            turn = await self._recorded(left)
+            turn = await self._wait_for_turn(left)
         except GatewayError as error:
             ERRORS.labels(error.code).inc()
-            await send(_body(self._answer.failed(error), last=True))
+            await send(_body(self._answer.error_events(error), last=True))
             return
         if turn is not None:
             rest = unsent.of(parts_of(turn.response_raw) if running is None else running.parts)
@@ -302,7 +302,7 @@ class Unsent:
     def of(self, parts: Sequence[Part]) -> Iterator[Part]:
         """Yield what was not sent yet. The last part may grow."""
         for part in parts[self._sent :]:
-            if isinstance(part, Call):
+            if isinstance(part, ParsedCall):
                 yield part
             elif more := part.text[self._of_next :]:
                 yield type(part)(more)
@@ -329,7 +329,7 @@ def stop_sequences(raw: Any, name: str, most: int) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def about(session_id: str, turn: Turn) -> dict[str, Any]:
+def about(session_id: str, turn: RecordedTurn) -> dict[str, Any]:
     """Return what turnlog adds to an answer: the turn's id, its real finish reason, its weight versions."""
     return {
         "session_id": session_id,
@@ -343,7 +343,7 @@ def about(session_id: str, turn: Turn) -> dict[str, Any]:
     }
 
 
-def logprobs_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+def logprobs_of(turn: RecordedTurn, decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
     """Return the log-prob of every sampled token as recorded, in the format that OpenAI's APIs share. An auxiliary
     model's are not recorded."""
     content = []

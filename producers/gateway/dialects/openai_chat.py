@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import orjson
 
 from turnlog.producers.gateway import BadRequest, GatewayError
-from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.dialects.dialect import (
     MODEL,
     Constraint,
@@ -24,13 +24,13 @@ from turnlog.producers.gateway.dialects.dialect import (
     about,
     count_ignored,
     logprobs_of,
-    offered,
     openai_constraints,
+    parse_tools,
     stop_sequences,
 )
-from turnlog.producers.gateway.messages import call_in, id_of_call, in_call_order, listed
-from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning
-from turnlog.producers.gateway.requests import object_of, typed
+from turnlog.producers.gateway.messages import call_in, id_of_call, in_call_order, message_list
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning
+from turnlog.producers.gateway.requests import object_of, typed_field
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.types import TurnId
 
@@ -85,11 +85,11 @@ class OpenAIChat:
     def request(self, body: bytes, conversation: Conversation) -> TurnRequest:
         values = object_of(body)
         count_ignored(values, FIELDS)
-        tools = offered(values.get("tools")) or None
-        if typed(values, "n", int, 1) != 1:
+        tools = parse_tools(values.get("tools")) or None
+        if typed_field(values, "n", int, 1) != 1:
             raise BadRequest("n must be 1: ask again for another answer", param="n")
-        raw = in_call_order(listed(values.get("messages")))
-        limits = [typed(values, name, int, None) for name in ("max_completion_tokens", "max_tokens")]
+        raw = in_call_order(message_list(values.get("messages")))
+        limits = [typed_field(values, name, int, None) for name in ("max_completion_tokens", "max_tokens")]
         options = values.get("stream_options")
         return TurnRequest(
             api="chat",
@@ -134,7 +134,7 @@ class ChatCompletion:
     calls: int = 0
     """Number of calls that were sent."""
 
-    def whole(self, turn: Turn) -> bytes:
+    def whole(self, turn: RecordedTurn) -> bytes:
         choice = {
             "index": 0,
             "message": turn.response_raw,
@@ -156,14 +156,14 @@ class ChatCompletion:
         return self._chunk({"role": "assistant", "content": ""})
 
     def part(self, part: Part) -> bytes:
-        if isinstance(part, Call):
+        if isinstance(part, ParsedCall):
             named = id_of_call(self.session_id, self.id, self.calls)
             call = {"index": self.calls, **call_in(named, part)}
             self.calls += 1
             return self._chunk({"tool_calls": [call]})
         return self._chunk({"reasoning_content" if isinstance(part, Reasoning) else "content": part.text})
 
-    def ending(self, turn: Turn) -> bytes:
+    def ending(self, turn: RecordedTurn) -> bytes:
         """Return the events with finish reason and usage, and [DONE]."""
         parts = []
         last: dict[str, Any] = {"finish_reason": SHOWN[turn.finish_reason]}
@@ -176,10 +176,10 @@ class ChatCompletion:
             parts.append(self._chunk(None, usage=_usage(turn)))
         return b"".join([*parts, DONE])
 
-    def failed(self, error: GatewayError) -> bytes:
+    def error_events(self, error: GatewayError) -> bytes:
         return b"data: " + orjson.dumps(error.body()) + b"\n\n" + DONE
 
-    def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
+    def _logprobs(self, turn: RecordedTurn) -> dict[str, Any] | None:
         return {"content": logprobs_of(turn, self.decode), "refusal": None} if self.request.logprobs else None
 
     def _chunk(self, delta: dict[str, Any] | None, last: Mapping[str, Any] = NOT_LAST, **more: Any) -> bytes:
@@ -204,7 +204,7 @@ def _constraints(values: Mapping[str, Any]) -> tuple[Constraint, ...]:
     return openai_constraints(values.get("tool_choice"), "response_format", shape, schema)
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
+def _usage(turn: RecordedTurn) -> dict[str, Any]:
     return {
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.output_tokens,

@@ -20,25 +20,25 @@ import orjson
 from starlette.responses import Response
 
 from turnlog.producers.gateway import BadRequest, GatewayError, UnknownPrevious, UnknownResponse, WebSocketNotServed
-from turnlog.producers.gateway.conversation import Conversation, Turn
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.dialects.dialect import (
     IGNORED,
     MODEL,
-    Asked,
     Constraint,
     Endpoint,
     Fields,
+    NonTurnRequest,
     TurnRequest,
     about,
     count_ignored,
     logprobs_of,
-    offered,
     openai_constraints,
+    parse_tools,
 )
 from turnlog.producers.gateway.messages import id_of_call, in_call_order
-from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning
 from turnlog.producers.gateway.parsers.values import exact
-from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, referred, typed
+from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, resolve_reference, typed_field
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.types import TurnId
 
@@ -98,18 +98,20 @@ class OpenAIResponses:
         for name in REFUSED:
             if values.get(name):
                 raise BadRequest(f"{name}: {FIELDS[name][1]}", param=name)
-        include = typed(values, "include", list, [])
+        include = typed_field(values, "include", list, [])
         IGNORED.labels("include").inc(sum(one not in (ENCRYPTED, LOGPROBS) for one in include))
-        base, previous = None, typed(values, "previous_response_id", str, None)
-        if previous is not None and (base := _recorded(previous, conversation)) is None:
+        base, previous = None, typed_field(values, "previous_response_id", str, None)
+        if previous is not None and (base := _find_turn(previous, conversation)) is None:
             raise UnknownPrevious(
                 f"this session has no response {previous[:99]!r}, or it was deleted: send every item of it instead",
                 param="previous_response_id",
             )
-        items = Items(lambda reference: self._recalled(reference, conversation), lambda name: _item(name, conversation))
+        items = Items(
+            lambda reference: self._recall_reasoning(reference, conversation), lambda name: _item(name, conversation)
+        )
         items.take(values.get("input"))
         tools = [*_tools(values.get("tools")), *items.tools]
-        raw = _behind(base, typed(values, "instructions", str, None), items.messages)
+        raw = _behind(base, typed_field(values, "instructions", str, None), items.messages)
         return TurnRequest(
             api="responses",
             model=str(values.get("model") or ""),
@@ -117,7 +119,7 @@ class OpenAIResponses:
             messages=conversation.messages.read(raw, ["input"] * len(raw)),
             tools=[_function(tool) for tool in tools] or None,
             custom=frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
-            max_new_tokens=typed(values, "max_output_tokens", int, None),
+            max_new_tokens=typed_field(values, "max_output_tokens", int, None),
             stream=values.get("stream") is True,
             include_usage=True,
             constraints=_constraints(values),
@@ -129,10 +131,10 @@ class OpenAIResponses:
             size=len(body),
         )
 
-    def _recalled(self, reference: str, conversation: Conversation) -> str:
+    def _recall_reasoning(self, reference: str, conversation: Conversation) -> str:
         """Return the reasoning that a reference stands for; "" for a reference to no turn of the session, which agrees
         with any."""
-        named = referred(reference, "", *self.keys.accepted)
+        named = resolve_reference(reference, "", *self.keys.accepted_keys)
         turn = conversation.turns.get(named) if named is not None else None
         return turn.response.reasoning if turn is not None else ""
 
@@ -151,12 +153,12 @@ class OpenAIResponses:
     def endpoints(self) -> Sequence[Endpoint]:
         one = f"{self.path}/{{response_id}}"
         return (
-            Endpoint("GET", one, self._shown),
-            Endpoint("DELETE", one, self._deleted),
-            Endpoint("GET", self.path, self._upgraded),
+            Endpoint("GET", one, self._serve_get),
+            Endpoint("DELETE", one, self._serve_delete),
+            Endpoint("GET", self.path, self._refuse_upgrade),
         )
 
-    async def _shown(self, asked: Asked) -> Response:
+    async def _serve_get(self, asked: NonTurnRequest) -> Response:
         """Serve GET of a response as the log has it. The request's fields are not repeated, and no time was recorded
         (`created_at` is 0)."""
         turn, session, query = _asked_for(asked), asked.session, asked.request.query_params
@@ -167,7 +169,7 @@ class OpenAIResponses:
         shape = ResponseAnswer(turn.id, session.id, session.started.model, 0, reference)
         return Response(shape.whole(turn), media_type="application/json")
 
-    async def _deleted(self, asked: Asked) -> Response:
+    async def _serve_delete(self, asked: NonTurnRequest) -> Response:
         """Serve DELETE of a response: this gateway no longer shows it or continues it by name. The log keeps what was
         sampled."""
         turn = _asked_for(asked)
@@ -175,7 +177,7 @@ class OpenAIResponses:
         gone = {"id": _id("resp", turn.id), "object": "response", "deleted": True}
         return Response(orjson.dumps(gone), media_type="application/json")
 
-    async def _upgraded(self, _: Asked) -> Response:
+    async def _refuse_upgrade(self, _: NonTurnRequest) -> Response:
         raise WebSocketNotServed(f"responses are not served over WebSockets: POST {self.path}, with stream if need be")
 
 
@@ -293,32 +295,32 @@ class ResponseAnswer:
     open: dict[str, Any] | None = None
     """The text or reasoning item in progress."""
 
-    def whole(self, turn: Turn) -> bytes:
-        return orjson.dumps(self._finished(turn))
+    def whole(self, turn: RecordedTurn) -> bytes:
+        return orjson.dumps(self._final_response(turn))
 
     def beginning(self) -> bytes:
         begun = self._response("in_progress")
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def part(self, part: Part) -> bytes:
-        if isinstance(part, Call):
-            return self._closed("completed") + self._called(part)
+        if isinstance(part, ParsedCall):
+            return self._close_item("completed") + self._call_events(part)
         kind, events = "reasoning" if isinstance(part, Reasoning) else "message", b""
         if self.open is None or self.open["type"] != kind:
-            events = self._closed("completed") + self._opened(kind)
+            events = self._close_item("completed") + self._open_item(kind)
         return events + self._more(part.text)
 
-    def ending(self, turn: Turn) -> bytes:
+    def ending(self, turn: RecordedTurn) -> bytes:
         """Return the end of the item in progress, and the whole response."""
-        rest = b"" if self.calls or self.messages else self._closed("completed") + self._opened("message")
-        rest += self._closed(_status(turn))
-        return rest + self._event(f"response.{_status(turn)}", response=self._finished(turn))
+        rest = b"" if self.calls or self.messages else self._close_item("completed") + self._open_item("message")
+        rest += self._close_item(_status(turn))
+        return rest + self._event(f"response.{_status(turn)}", response=self._final_response(turn))
 
-    def failed(self, error: GatewayError) -> bytes:
+    def error_events(self, error: GatewayError) -> bytes:
         said = {"code": error.code, "message": error.message}
         return self._event("response.failed", response=self._response("failed", error=said))
 
-    def _opened(self, kind: str) -> bytes:
+    def _open_item(self, kind: str) -> bytes:
         if kind == "reasoning":
             self.open = self._reasoning("", "in_progress")
         else:
@@ -334,7 +336,7 @@ class ResponseAnswer:
         content["text"] += text
         return self._of_content(f"{content['type']}.delta", delta=text, **BESIDE[content["type"]])
 
-    def _closed(self, status: str) -> bytes:
+    def _close_item(self, status: str) -> bytes:
         if (item := self.open) is None:
             return b""
         [content] = item["content"]
@@ -344,7 +346,7 @@ class ResponseAnswer:
         self.open = None
         return done + self._of_item("done", item)
 
-    def _called(self, call: Call) -> bytes:
+    def _call_events(self, call: ParsedCall) -> bytes:
         item = self._call(self.calls, id_of_call(self.session_id, self.turn, self.calls), call)
         self.calls += 1
         self.items += 1
@@ -391,7 +393,7 @@ class ResponseAnswer:
             **more,
         }
 
-    def _finished(self, turn: Turn) -> dict[str, Any]:
+    def _final_response(self, turn: RecordedTurn) -> dict[str, Any]:
         return self._response(
             _status(turn),
             incomplete_details={"reason": "max_output_tokens"} if _status(turn) == "incomplete" else None,
@@ -406,7 +408,7 @@ class ResponseAnswer:
             turnlog=about(self.session_id, turn),
         )
 
-    def output(self, turn: Turn) -> Iterator[dict[str, Any]]:
+    def output(self, turn: RecordedTurn) -> Iterator[dict[str, Any]]:
         """Yield the output items as recorded."""
         said = turn.response_raw
         calls = said.get("tool_calls") or ()
@@ -418,7 +420,7 @@ class ResponseAnswer:
                 message["content"][0]["logprobs"] = logprobs_of(turn, self.decode)
             yield message
         for at, call in enumerate(calls):
-            yield self._call(at, call["id"], Call(**call["function"]))
+            yield self._call(at, call["id"], ParsedCall(**call["function"]))
 
     def _reasoning(self, text: str, status: str) -> dict[str, Any]:
         item: dict[str, Any] = {"type": "reasoning", "id": _id("rs", self.turn), "summary": [], "status": status}
@@ -430,7 +432,7 @@ class ResponseAnswer:
         item = {"type": "message", "id": _id("msg", self.turn, at), "role": "assistant", "status": status}
         return {**item, "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}
 
-    def _call(self, at: int, named: str, call: Call) -> dict[str, Any]:
+    def _call(self, at: int, named: str, call: ParsedCall) -> dict[str, Any]:
         item = {"call_id": named, "status": "completed", "name": call.name}
         if self.request is not None and call.name in self.request.custom:
             return {"type": "custom_tool_call", "id": _id("ctc", self.turn, at), **item, "input": _input(call)}
@@ -441,18 +443,18 @@ def _id(kind: str, turn: TurnId, at: int = 0) -> str:
     return f"{kind}_{turn.epoch}_{turn.index}" + (f"_{at}" if at else "")
 
 
-def _input(call: Call) -> str:
+def _input(call: ParsedCall) -> str:
     """Return the text of a custom tool's call, or all arguments if the policy wrote others."""
     arguments = exact(call.arguments)
     text = arguments.get("input") if isinstance(arguments, dict) else None
     return text if isinstance(text, str) else call.arguments
 
 
-def _status(turn: Turn) -> str:
+def _status(turn: RecordedTurn) -> str:
     return "incomplete" if turn.finish_reason is FinishReason.length else "completed"
 
 
-def _recorded(named: str, conversation: Conversation, names: re.Pattern[str] = ID) -> Turn | None:
+def _find_turn(named: str, conversation: Conversation, names: re.Pattern[str] = ID) -> RecordedTurn | None:
     """Return the completed turn with that id, unless it was deleted."""
     match = names.fullmatch(named)
     turn = conversation.turns.get(TurnId(match[1], int(match[2]))) if match else None
@@ -462,7 +464,7 @@ def _recorded(named: str, conversation: Conversation, names: re.Pattern[str] = I
 def _item(named: str, conversation: Conversation) -> dict[str, Any] | None:
     """Return the output item with that id as recorded. A stream gives ids to the pieces of a text that calls interrupt;
     the first piece stands for all of it, the others add nothing."""
-    if (turn := _recorded(named, conversation, OF_ITEM)) is None:
+    if (turn := _find_turn(named, conversation, OF_ITEM)) is None:
         return None
     shape = ResponseAnswer(turn.id, "", "", 0, None)
     pieces = range(1, 1 + len(turn.response_raw.get("tool_calls") or ()))
@@ -471,15 +473,15 @@ def _item(named: str, conversation: Conversation) -> dict[str, Any] | None:
     return next((item for item in items if item["id"] == named), None)
 
 
-def _asked_for(asked: Asked) -> Turn:
+def _asked_for(asked: NonTurnRequest) -> RecordedTurn:
     """Return the turn that a request names. Raises UnknownResponse."""
     named = asked.request.path_params["response_id"]
-    if (turn := _recorded(named, asked.session.conversation)) is None:
+    if (turn := _find_turn(named, asked.session.conversation)) is None:
         raise UnknownResponse(f"this session has no response {named[:99]!r}, or it was deleted", param="response_id")
     return turn
 
 
-def _behind(base: Turn | None, instructions: str | None, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _behind(base: RecordedTurn | None, instructions: str | None, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return all messages of a request. Instructions of the base are recognised by their mark, and not inherited."""
     raw: list[dict[str, Any]] = []
     if instructions:
@@ -491,7 +493,7 @@ def _behind(base: Turn | None, instructions: str | None, new: list[dict[str, Any
 
 
 def _constraints(values: dict[str, Any]) -> tuple[Constraint, ...]:
-    shape = typed(values, "text", dict, {}).get("format")
+    shape = typed_field(values, "text", dict, {}).get("format")
     schema = shape.get("schema") if isinstance(shape, dict) else None
     return openai_constraints(values.get("tool_choice"), "text.format", shape, schema)
 
@@ -500,7 +502,7 @@ def _tools(raw: Any, where: str = "tools", *, inside: bool = False) -> list[dict
     """Return functions and custom tools as received. Of namespaces, only the tools of `functions` are called by their
     bare names. Raises BadRequest."""
     tools = []
-    for index, tool in enumerate(offered(raw)):
+    for index, tool in enumerate(parse_tools(raw)):
         kind = tool.get("type")
         if kind == "namespace" and tool.get("name") == "functions" and not inside:
             tools += _tools(tool.get("tools"), f"{where}[{index}].tools", inside=True)

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from turnlog.producers.gateway.parsers.parser import Call, Part, Reasoning, Text
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.parsers.values import Schema, compact, exact, leading
 from turnlog.schemas.json_depth import MAX_DEPTH
 
-Reader = Callable[[str, Sequence[Any]], Sequence[Call] | None]
+Reader = Callable[[str, Sequence[Any]], Sequence[ParsedCall] | None]
 NAME = re.compile(r"[^\s<>{}\[\]\"]+")
 
 
@@ -26,9 +26,9 @@ def schemas(tools: Sequence[Any]) -> dict[str, Any]:
     return {one["name"]: one.get("parameters") for one in named}
 
 
-def call(name: str, arguments: Any) -> Call | None:
+def call(name: str, arguments: Any) -> ParsedCall | None:
     """Make a call; None if there is no name, or if the arguments are no object."""
-    return Call(name, compact(arguments)) if name and isinstance(arguments, dict) else None
+    return ParsedCall(name, compact(arguments)) if name and isinstance(arguments, dict) else None
 
 
 def pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
@@ -42,7 +42,7 @@ def pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:
 
 def by_schema(
     name: str, values: list[tuple[str, str]] | None, tools: Sequence[Any], otherwise: Sequence[str]
-) -> list[Call] | None:
+) -> list[ParsedCall] | None:
     """Return a call whose values are typed by the tool's schema; None if it is malformed."""
     if values is None or not NAME.fullmatch(name):
         return None
@@ -51,18 +51,18 @@ def by_schema(
     return [found] if found else None
 
 
-def tagged(name_ends: str, pair: str, closing: str) -> Reader:
+def tagged_reader(name_ends: str, pair: str, closing: str) -> Reader:
     """Return a reader of NAME, `name_ends`, and parameters that match `pair`, each up to `closing`. The schema types
     their values."""
 
-    def read(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+    def read(body: str, tools: Sequence[Any]) -> Sequence[ParsedCall] | None:
         name, ends, rest = body.partition(name_ends)
         return by_schema(name.strip(), pairs(rest, pair, closing) if ends else None, tools, ("string",))
 
     return read
 
 
-def dsml(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def dsml(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read NAME"> and parameters, each of which states whether it is text or JSON."""
     name, ends, rest = body.partition('">')
     pair = r'\s*<｜DSML｜parameter name="(?P<key>[^"]+" string="(?:true|false))">(?P<value>.*)'
@@ -90,7 +90,7 @@ def objects(body: str) -> list[Any] | None:
     return found[0] if len(found) == 1 and isinstance(found[0], list) else found
 
 
-def keyed_by_name(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def keyed_by_name(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read [{NAME: arguments}, ...]."""
     found = []
     for one in objects(body) or [None]:
@@ -100,7 +100,7 @@ def keyed_by_name(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return [one for one in found if one] if all(found) else None
 
 
-def pythonic(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def pythonic(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read a Python list of calls with keyword arguments: [NAME(key='text', other=1), ...]."""
     try:
         tree = ast.parse(body.strip(), mode="eval").body
@@ -139,7 +139,7 @@ QUOTE = '<|"|>'
 BARE = re.compile(r"[^,{}\[\]:]+")
 
 
-def gemma(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def gemma(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read call:NAME{key:value, ...}, with texts between delimiters of their own."""
     started = re.match(r"\s*call:([^\s{}]+)(?=\{)", body)
     if started is None:
@@ -201,7 +201,7 @@ NAMESPACE = "]<]minimax[>["
 TAG = re.compile(r"<(?P<ends>/?)(?P<key>[^<>]+)>(?P<text>.*)", re.DOTALL)
 
 
-def elements(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+def elements(body: str, tools: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read NAME"> and an element for each argument. An object has an element for each key, a list an `item` for each
     entry."""
     name, ends, rest = body.partition('">')
@@ -264,23 +264,23 @@ def xtml(answer: str, tools: Sequence[Any]) -> Sequence[Part] | None:
     return [*parts, *(one for one in found if one)] if tools and found and all(found) and not last.strip() else None
 
 
-def _xtml_call(block: str) -> Call | None:
+def _xtml_call(block: str) -> ParsedCall | None:
     said = XTML_CALL.fullmatch(block.strip())
     if said is None:
         return None
     if whole := XTML_JSON.fullmatch(said["arguments"]):
-        return call(_unescaped(said["name"]), exact(whole["text"]))
+        return call(_unescape(said["name"]), exact(whole["text"]))
     values: dict[str, Any] = {}
     found = pairs(said["arguments"], XTML_ARGUMENT, "<|close|>argument<|sep|>")
     for named, text in found or ():
         key, _, kind = named.partition('" type="')
-        values[_unescaped(key)] = value = text if kind == "string" else exact(text)
+        values[_unescape(key)] = value = text if kind == "string" else exact(text)
         if value is None and kind != "null":
             return None
-    return None if found is None else call(_unescaped(said["name"]), values)
+    return None if found is None else call(_unescape(said["name"]), values)
 
 
-def _unescaped(attribute: str) -> str:
+def _unescape(attribute: str) -> str:
     return attribute.replace("&quot;", '"').replace("&amp;", "&")
 
 

@@ -30,19 +30,19 @@ from turnlog.producers.gateway.parsers.families import (
     pythonic,
     recipients,
     schemas,
-    tagged,
+    tagged_reader,
     xtml,
 )
-from turnlog.producers.gateway.parsers.parser import JSON_STRING, Call, CallFormat, Marks
+from turnlog.producers.gateway.parsers.parser import JSON_STRING, CallFormat, Delimiters, ParsedCall
 from turnlog.producers.gateway.parsers.values import exact, leading
 
 
-def _listed(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _json_calls(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read objects of {"name", "arguments"}, in a list or one after the other."""
     return _calls(objects(body)) or None
 
 
-def _cohere(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _cohere(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read a list of {"tool_call_id", "tool_name", "parameters"}."""
     found = objects(body) or [None]
     if not all(isinstance(one, dict) and one.keys() <= {"tool_call_id", "tool_name", "parameters"} for one in found):
@@ -50,7 +50,7 @@ def _cohere(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return _calls([{"name": one.get("tool_name"), "parameters": one.get("parameters")} for one in found])
 
 
-def _solar(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _solar(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read ID, a mark, NAME, a mark, the arguments."""
     _, _, rest = body.partition("<|tool_call:name|>")
     name, _, arguments = rest.partition("<|tool_call:args|>")
@@ -58,21 +58,21 @@ def _solar(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return [made] if made else None
 
 
-def _function(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _function(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read NAME>{...}."""
     name, _, arguments = body.partition(">")
     made = call(name.strip(), exact(arguments))
     return [made] if made else None
 
 
-def _hermes(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _hermes(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read {"name", "arguments"}."""
     return _calls(exact(body))
 
 
-def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _llama(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read {"name", "parameters"}, or several separated by `;`."""
-    found, at = list[Call](), 0
+    found, at = list[ParsedCall](), 0
     body = body.strip()
     while at < len(body):
         value, at = leading(body, at)
@@ -84,7 +84,7 @@ def _llama(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return found or None
 
 
-def _llama_bare(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+def _llama_bare(body: str, tools: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read the same as a whole answer without a mark. Only the name of an offered tool, with arguments beside it,
     distinguishes it from an answer in JSON."""
     value = exact(body)
@@ -94,20 +94,20 @@ def _llama_bare(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     return found if found and all(one.name in schemas(tools) for one in found) else None
 
 
-CODER = tagged(">", r"\s*<parameter=(?P<key>[^<>\s]+)>\n?(?P<value>.*?)\n?", "</parameter>")
+CODER = tagged_reader(">", r"\s*<parameter=(?P<key>[^<>\s]+)>\n?(?P<value>.*?)\n?", "</parameter>")
 
 
-def _glm(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+def _glm(body: str, tools: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read NAME <arg_key>KEY</arg_key> <arg_value>value</arg_value> ..."""
     name, key, rest = body.partition("<arg_key>")
     values = pairs(key + rest, r"\s*<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>(?P<value>.*)", "</arg_value>")
     return by_schema(name.strip(), values, tools, otherwise=())
 
 
-def _glm4(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
+def _glm4(body: str, tools: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read NAME, a new line and the arguments, or several calls separated by <|assistant|>. The name must be that of an
     offered tool, because nothing else distinguishes a call from text."""
-    offered, found, at = schemas(tools), list[Call](), 0
+    offered, found, at = schemas(tools), list[ParsedCall](), 0
     body = body.strip()
     while at < len(body):
         name, _, _ = body[at:].partition("\n")
@@ -122,11 +122,11 @@ def _glm4(body: str, tools: Sequence[Any]) -> Sequence[Call] | None:
     return found or None
 
 
-def _mistral(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _mistral(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read a list of {"name", "arguments"}, or NAME[ARGS]{...}, or several of those separated by [TOOL_CALLS]."""
     if body.lstrip().startswith("["):
         return _calls(exact(body))
-    found, at = list[Call](), 0
+    found, at = list[ParsedCall](), 0
     while at < len(body):
         arguments = body.find("[ARGS]", at)
         value, end = leading(body, arguments + len("[ARGS]"))
@@ -138,7 +138,7 @@ def _mistral(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return found or None
 
 
-def _deepseek(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _deepseek(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read NAME, a separator, the arguments (V3.1); or "function", a separator, NAME, the arguments in a fence (V3,
     R1)."""
     name, _, arguments = body.partition("<｜tool▁sep｜>")
@@ -148,7 +148,7 @@ def _deepseek(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
     return [made] if made else None
 
 
-def _kimi(body: str, _: Sequence[Any]) -> Sequence[Call] | None:
+def _kimi(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read functions.NAME:COUNT, a mark, the arguments."""
     name, _, arguments = body.partition("<|tool_call_argument_begin|>")
     named = re.fullmatch(r"(?:functions\.)?([\w.-]+):\d+", name.strip())
@@ -166,98 +166,100 @@ def _kimi_id(tool: str, before: int, given: str) -> str:
     return f"functions.{tool}:{before}" if tool else given
 
 
-PARAMETER = Marks("<parameter=", "</parameter>")
+PARAMETER = Delimiters("<parameter=", "</parameter>")
 FORMATS: Mapping[str, CallFormat] = {
     "seed": CallFormat(
-        Marks("<function=", "</function>"), CODER, Marks("<seed:tool_call>", "</seed:tool_call>"), values=PARAMETER
+        Delimiters("<function=", "</function>"), CODER, Delimiters("<seed:tool_call>", "</seed:tool_call>"),
+        values=PARAMETER,
     ),
     "qwen3_coder": CallFormat(
-        Marks("<function=", "</function>"), CODER, Marks("<tool_call>", "</tool_call>"), values=PARAMETER
+        Delimiters("<function=", "</function>"), CODER, Delimiters("<tool_call>", "</tool_call>"), values=PARAMETER
     ),
     "glm45": CallFormat(
-        Marks("<tool_call>", "</tool_call>"), _glm, values=Marks("<arg_value>", "</arg_value>")
+        Delimiters("<tool_call>", "</tool_call>"), _glm, values=Delimiters("<arg_value>", "</arg_value>")
     ),
     "glm4": CallFormat(
-        Marks("<|assistant|>", ""), _glm4, bare=lambda tools: [f"{name}\n" for name in schemas(tools)],
+        Delimiters("<|assistant|>", ""), _glm4, bare=lambda tools: [f"{name}\n" for name in schemas(tools)],
         around_arguments=("NAME\n", ""),
     ),
     "llama3": CallFormat(
-        Marks("<|python_tag|>", ""), _llama, bare=lambda _: ("{",), read_bare=_llama_bare,
+        Delimiters("<|python_tag|>", ""), _llama, bare=lambda _: ("{",), read_bare=_llama_bare,
         around_arguments=('{"name": "NAME", "parameters": ', "}"),
     ),
     "mistral": CallFormat(
-        Marks("[TOOL_CALLS]", ""), _mistral, ids=_mistral_id,
+        Delimiters("[TOOL_CALLS]", ""), _mistral, ids=_mistral_id,
         around_arguments=('[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     ),
     "deepseek": CallFormat(
-        Marks("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), _deepseek,
-        Marks("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        Delimiters("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"), _deepseek,
+        Delimiters("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
     "kimi_k2": CallFormat(
-        Marks("<|tool_call_begin|>", "<|tool_call_end|>"), _kimi,
-        Marks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ids=_kimi_id,
+        Delimiters("<|tool_call_begin|>", "<|tool_call_end|>"), _kimi,
+        Delimiters("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ids=_kimi_id,
     ),
-    "gpt_oss": CallFormat(Marks(" to=functions.", ""), lambda _, __: None, whole=harmony),
-    "kimi_k3": CallFormat(Marks("<|open|>call", ""), lambda _, __: None, whole=xtml),
-    "functionary_v32": CallFormat(Marks(">>>", ""), lambda _, __: None, whole=recipients),
+    "gpt_oss": CallFormat(Delimiters(" to=functions.", ""), lambda _, __: None, whole=harmony),
+    "kimi_k3": CallFormat(Delimiters("<|open|>call", ""), lambda _, __: None, whole=xtml),
+    "functionary_v32": CallFormat(Delimiters(">>>", ""), lambda _, __: None, whole=recipients),
     "minimax_m3": CallFormat(
-        Marks(f'{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>"), elements,
-        Marks(f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"), values=None,
+        Delimiters(f'{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>"), elements,
+        Delimiters(f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"), values=None,
     ),
     "minimax_m2": CallFormat(
-        Marks('<invoke name="', "</invoke>"),
-        tagged('">', r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</parameter>"),
-        Marks("<minimax:tool_call>", "</minimax:tool_call>"), values=Marks('<parameter name="', "</parameter>"),
+        Delimiters('<invoke name="', "</invoke>"),
+        tagged_reader('">', r'\s*<parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</parameter>"),
+        Delimiters("<minimax:tool_call>", "</minimax:tool_call>"),
+        values=Delimiters('<parameter name="', "</parameter>"),
     ),
     "deepseek_v32": CallFormat(
-        Marks('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), dsml,
-        Marks("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-        values=Marks('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+        Delimiters('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), dsml,
+        Delimiters("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        values=Delimiters('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
     ),
     "deepseek_v4": CallFormat(
-        Marks('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), dsml,
-        Marks("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
-        values=Marks('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
+        Delimiters('<｜DSML｜invoke name="', "</｜DSML｜invoke>"), dsml,
+        Delimiters("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        values=Delimiters('<｜DSML｜parameter name="', "</｜DSML｜parameter>"),
     ),
-    "gemma4": CallFormat(Marks("<|tool_call>", "<tool_call|>"), gemma, values=Marks(QUOTE, QUOTE)),
-    "lfm2": CallFormat(Marks("<|tool_call_start|>", "<|tool_call_end|>"), pythonic, values=Marks("'", "'")),
-    "cohere": CallFormat(Marks("<|START_ACTION|>", "<|END_ACTION|>"), _cohere),
-    "nemotron": CallFormat(Marks("<TOOLCALL>", "</TOOLCALL>"), _listed),
-    "apertus": CallFormat(Marks("<|tools_prefix|>", "<|tools_suffix|>"), keyed_by_name),
+    "gemma4": CallFormat(Delimiters("<|tool_call>", "<tool_call|>"), gemma, values=Delimiters(QUOTE, QUOTE)),
+    "lfm2": CallFormat(Delimiters("<|tool_call_start|>", "<|tool_call_end|>"), pythonic, values=Delimiters("'", "'")),
+    "cohere": CallFormat(Delimiters("<|START_ACTION|>", "<|END_ACTION|>"), _cohere),
+    "nemotron": CallFormat(Delimiters("<TOOLCALL>", "</TOOLCALL>"), _json_calls),
+    "apertus": CallFormat(Delimiters("<|tools_prefix|>", "<|tools_suffix|>"), keyed_by_name),
     "hunyuan": CallFormat(
-        Marks("<tool_call:opensource>", "</tool_call:opensource>"),
-        tagged(
+        Delimiters("<tool_call:opensource>", "</tool_call:opensource>"),
+        tagged_reader(
             "<tool_sep:opensource>",
             r"\s*<arg_key:opensource>(?P<key>[^<>]+)</arg_key:opensource>\s*<arg_value:opensource>(?P<value>.*)",
             "</arg_value:opensource>",
         ),
-        Marks("<tool_calls:opensource>", "</tool_calls:opensource>"),
-        values=Marks("<arg_value:opensource>", "</arg_value:opensource>"),
+        Delimiters("<tool_calls:opensource>", "</tool_calls:opensource>"),
+        values=Delimiters("<arg_value:opensource>", "</arg_value:opensource>"),
     ),
     "minicpm": CallFormat(
-        Marks('<function name="', "</function>"),
-        tagged(
+        Delimiters('<function name="', "</function>"),
+        tagged_reader(
             '">', r'\s*<param name="(?P<key>[^"]+)">(?P<cdata><!\[CDATA\[)?(?P<value>.*?)(?(cdata)\]\]>)', "</param>"
         ),
-        values=Marks('<param name="', "</param>"),
+        values=Delimiters('<param name="', "</param>"),
     ),
     "muse": CallFormat(
-        Marks('<atem:invoke name="', "</atem:invoke>"),
-        tagged('">', r'\s*<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</atem:parameter>"),
-        Marks("<atem:function_calls>", "</atem:function_calls>"),
-        values=Marks('<atem:parameter name="', "</atem:parameter>"),
+        Delimiters('<atem:invoke name="', "</atem:invoke>"),
+        tagged_reader('">', r'\s*<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*)', "</atem:parameter>"),
+        Delimiters("<atem:function_calls>", "</atem:function_calls>"),
+        values=Delimiters('<atem:parameter name="', "</atem:parameter>"),
     ),
     "solar": CallFormat(
-        Marks("<|tool_call:begin|>", "<|tool_call:end|>"), _solar, Marks("<|tool_calls|>", "<|calls|>")
+        Delimiters("<|tool_call:begin|>", "<|tool_call:end|>"), _solar, Delimiters("<|tool_calls|>", "<|calls|>")
     ),
-    "gigachat": CallFormat(Marks("<|function_call|>", ""), _hermes),
-    "gigachat3": CallFormat(Marks("<|message_sep|>\n\nfunction call<|role_sep|>\n", ""), _hermes),
-    "granite": CallFormat(Marks("<|tool_call|>", ""), _listed),
-    "command_r": CallFormat(Marks("Action:\n```json\n", "```"), _cohere),
-    "functionary": CallFormat(Marks("<function=", "</function>"), _function),
-    "tool_calls": CallFormat(Marks("<tool_calls>", "</tool_calls>"), _listed),
+    "gigachat": CallFormat(Delimiters("<|function_call|>", ""), _hermes),
+    "gigachat3": CallFormat(Delimiters("<|message_sep|>\n\nfunction call<|role_sep|>\n", ""), _hermes),
+    "granite": CallFormat(Delimiters("<|tool_call|>", ""), _json_calls),
+    "command_r": CallFormat(Delimiters("Action:\n```json\n", "```"), _cohere),
+    "functionary": CallFormat(Delimiters("<function=", "</function>"), _function),
+    "tool_calls": CallFormat(Delimiters("<tool_calls>", "</tool_calls>"), _json_calls),
     "hermes": CallFormat(
-        Marks("<tool_call>", "</tool_call>"), _hermes,
+        Delimiters("<tool_call>", "</tool_call>"), _hermes,
         around_arguments=('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
     ),
 }  # fmt: skip
@@ -297,18 +299,18 @@ TOLD_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Marks that reveal a model's format, in its chat template or in what that writes; the first match wins. A model
 without any of them writes no calls in a known format."""
-THINKING: Mapping[str, Marks] = {
-    "think": Marks("<think>", "</think>"),
-    "thinking": Marks("<thinking>", "</thinking>"),
-    "thought": Marks("<thought>", "</thought>"),
-    "reasoning": Marks("<reasoning>", "</reasoning>"),
-    "seed": Marks("<seed:think>", "</seed:think>"),
-    "mistral": Marks("[THINK]", "[/THINK]"),
-    "kimi": Marks("◁think▷", "◁/think▷"),
-    "cohere": Marks("<|START_THINKING|>", "<|END_THINKING|>"),
-    "gemma4": Marks("<|channel>thought\n", "<channel|>"),
-    "minimax": Marks("<mm:think>", "</mm:think>"),
-    "hunyuan": Marks("<think:opensource>", "</think:opensource>"),
+THINKING: Mapping[str, Delimiters] = {
+    "think": Delimiters("<think>", "</think>"),
+    "thinking": Delimiters("<thinking>", "</thinking>"),
+    "thought": Delimiters("<thought>", "</thought>"),
+    "reasoning": Delimiters("<reasoning>", "</reasoning>"),
+    "seed": Delimiters("<seed:think>", "</seed:think>"),
+    "mistral": Delimiters("[THINK]", "[/THINK]"),
+    "kimi": Delimiters("◁think▷", "◁/think▷"),
+    "cohere": Delimiters("<|START_THINKING|>", "<|END_THINKING|>"),
+    "gemma4": Delimiters("<|channel>thought\n", "<channel|>"),
+    "minimax": Delimiters("<mm:think>", "</mm:think>"),
+    "hunyuan": Delimiters("<think:opensource>", "</think:opensource>"),
 }
 """Marks of reasoning by their names in [gateway] reasoning. A model has the first whose closing mark is in its chat
 template."""
@@ -339,7 +341,7 @@ MARKS = frozenset(
 
 def formats_of(
     template: str, tool_calls: str = "auto", reasoning: str = "auto"
-) -> tuple[CallFormat | None, Marks | None]:
+) -> tuple[CallFormat | None, Delimiters | None]:
     """Return how a model writes calls and reasoning; None for each that it lacks. `template` is its chat template
     together with what that writes; the other two are [gateway] tool_calls and reasoning."""
     if tool_calls == "auto":
@@ -350,7 +352,12 @@ def formats_of(
 
 
 def only_call(
-    calls: CallFormat | None, tools: Sequence[Any], wanted: str, thinking: Marks | None = None, *, inside: bool = False
+    calls: CallFormat | None,
+    tools: Sequence[Any],
+    wanted: str,
+    thinking: Delimiters | None = None,
+    *,
+    inside: bool = False,
 ) -> str | None:
     """Return the structural tag, as JSON, of an answer that consists of optional reasoning and one call of the tool
     `wanted` ("" for any). `inside`: the model is reasoning already. None if there is no such tool, or if the family
@@ -371,13 +378,13 @@ def only_call(
     return _tag(thinking, {"type": "or", "elements": told}, inside=inside)
 
 
-def only_json(schema: str, thinking: Marks, *, inside: bool = False) -> str:
+def only_json(schema: str, thinking: Delimiters, *, inside: bool = False) -> str:
     """Return the structural tag of an answer that consists of optional reasoning and JSON that fits a schema; see
     only_call."""
     return _tag(thinking, {"type": "json_schema", "json_schema": orjson.loads(schema)}, inside=inside)
 
 
-def _tag(thinking: Marks | None, answer: dict[str, Any], *, inside: bool) -> str:
+def _tag(thinking: Delimiters | None, answer: dict[str, Any], *, inside: bool) -> str:
     """Return the tag as SGLang takes it (xgrammar, `structural_tag`)."""
     elements = [answer]
     if thinking is not None:
@@ -397,9 +404,9 @@ BESIDE = frozenset({"name", "id", "type"})
 """Keys that carry no arguments."""
 
 
-def _calls(value: Any) -> list[Call] | None:
+def _calls(value: Any) -> list[ParsedCall] | None:
     """Read a call in JSON, or a list of calls. A call may lack its arguments, but not have them under another key."""
-    found: list[Call | None] = []
+    found: list[ParsedCall | None] = []
     for one in value if isinstance(value, list) else [value]:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             return None
@@ -408,5 +415,5 @@ def _calls(value: Any) -> list[Call] | None:
             return None
         arguments: Any = one[keys[0]] if keys else {}
         name: str = one["name"]
-        found.append(Call(name, arguments) if isinstance(arguments, str) else call(name, arguments))
+        found.append(ParsedCall(name, arguments) if isinstance(arguments, str) else call(name, arguments))
     return [one for one in found if one] if all(found) else None

@@ -29,24 +29,24 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A tool call; `arguments` is compact JSON text."""
 
     name: str
     arguments: str
 
 
-Part = Text | Reasoning | Call
+Part = Text | Reasoning | ParsedCall
 
 
-class Marks(NamedTuple):
+class Delimiters(NamedTuple):
     """Opening and closing text around an element of the output."""
 
     opening: str
     closing: str
 
 
-JSON_STRING = Marks('"', '"')
+JSON_STRING = Delimiters('"', '"')
 IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 """Matches a JSON string up to its end, or up to a backslash whose escape is incomplete."""
 
@@ -55,17 +55,17 @@ IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 class CallFormat:
     """The way in which a family of models writes calls: a block between marks, which `read` turns into calls."""
 
-    marks: Marks
+    marks: Delimiters
     """Marks of a block. An empty closing mark stands for the end of the output."""
-    read: Callable[[str, Sequence[Any]], Sequence[Call] | None]
+    read: Callable[[str, Sequence[Any]], Sequence[ParsedCall] | None]
     """(text between the marks, schemas of the offered tools) -> its calls; None if the text is malformed."""
-    around: Marks | None = None
+    around: Delimiters | None = None
     """Optional marks around blocks, which belong to the text only if there is no block."""
     bare: Callable[[Sequence[Any]], Sequence[str]] = lambda _: ()
     """Schemas of the tools -> possible beginnings of an answer that as a whole is one block without marks."""
-    read_bare: Callable[[str, Sequence[Any]], Sequence[Call] | None] | None = None
+    read_bare: Callable[[str, Sequence[Any]], Sequence[ParsedCall] | None] | None = None
     """Reader of such a block, with the signature of `read`; None: `read` itself."""
-    values: Marks | None = JSON_STRING
+    values: Delimiters | None = JSON_STRING
     """Delimiters of a value in which a block's closing mark is part of the value. None: no value can contain the
     mark."""
     around_arguments: tuple[str, str] | None = None
@@ -80,11 +80,11 @@ class CallFormat:
 
 
 @dataclass(slots=True)
-class Parser:
+class OutputParser:
     """Parser of one output. Without `calls` or `thinking`, the output has none of these: all is text."""
 
     calls: CallFormat | None
-    thinking: Marks | None = None
+    thinking: Delimiters | None = None
     inside: bool = False
     """True while reasoning goes on; at the start, if the prompt ended in its opening mark."""
     tools: Sequence[Any] = ()
@@ -137,7 +137,7 @@ class Parser:
             self._grow(Text, left)
         if calls is not None and calls.around is not None:
             opened = calls.around.opening in self._space
-        if opened or (self._space and not any(isinstance(part, Call) for part in self.parts)):
+        if opened or (self._space and not any(isinstance(part, ParsedCall) for part in self.parts)):
             self._append(Text, self._space)
 
     def _messages(self, found: Sequence[Part] | None) -> None:
@@ -169,7 +169,7 @@ class Parser:
         self._pending = ""
         return False
 
-    def _reasoning(self, thinking: Marks) -> bool:
+    def _reasoning(self, thinking: Delimiters) -> bool:
         self._given_out(Reasoning, thinking.closing)
         if not self._pending.startswith(thinking.closing):
             return False
@@ -197,7 +197,7 @@ class Parser:
             self._break(calls)
             return True
         self._pending = self._pending[end + len(closing) :]
-        self._called(found)
+        self._add_calls(found)
         return True
 
     def _end_of_block(self, calls: CallFormat) -> int | None:
@@ -248,24 +248,26 @@ class Parser:
         read = (calls.read_bare if self._bare_block else None) or calls.read
         found = None if body is None else read(body, self.tools)
         if found is not None:
-            self._called(found)
+            self._add_calls(found)
             return
         counted = calls.around is not None and calls.around.opening in self._space
         self.ill_formed += not counted and not self._bare_block
         self._sought, self._in_value, self._first = 0, False, -1
         self._grow(Text, whole)
 
-    def _called(self, found: Sequence[Call]) -> None:
+    def _add_calls(self, found: Sequence[ParsedCall]) -> None:
         """Add the calls of a block, and reset the search state."""
         self.parts += found
         self._space, self._bare = "", True
         self._sought, self._in_value, self._first = 0, False, -1
 
-    def _given_out(self, kind: type[Text | Reasoning], mark: str, around: Marks | None = None) -> None:
+    def _given_out(self, kind: type[Text | Reasoning], mark: str, around: Delimiters | None = None) -> None:
         """Emit the pending text before the mark, or before what may be its beginning."""
         at = beginning(self._pending, mark)
         if around is not None:
-            at = min(at, unfinished(self._pending, around.opening), unfinished(self._pending, around.closing))
+            at = min(
+                at, find_partial_mark(self._pending, around.opening), find_partial_mark(self._pending, around.closing)
+            )
         self._grow(kind, self._pending[:at])
         self._pending = self._pending[at:]
 
@@ -274,7 +276,7 @@ class Parser:
         text = self._space + text
         if self._bare:
             text = text.lstrip()
-            while around and self.parts and isinstance(self.parts[-1], Call) and text.startswith(around.closing):
+            while around and self.parts and isinstance(self.parts[-1], ParsedCall) and text.startswith(around.closing):
                 text = text.removeprefix(around.closing).lstrip()
         said = text.rstrip()
         while around and said.endswith(around.opening):
@@ -306,15 +308,15 @@ def beginning(text: str, mark: str) -> int:
     """Return the position at which the mark begins, or may begin at the end of a growing text; the text's length if
     nowhere."""
     at = text.find(mark)
-    return at if at >= 0 else unfinished(text, mark)
+    return at if at >= 0 else find_partial_mark(text, mark)
 
 
-def unfinished(text: str, mark: str) -> int:
+def find_partial_mark(text: str, mark: str) -> int:
     """Return the position at which the mark may begin at the end of a growing text; the text's length if nowhere."""
     return next((len(text) - size for size in range(len(mark) - 1, 0, -1) if text.endswith(mark[:size])), len(text))
 
 
-def shortened(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """Return (the text before the first stop sequence, that sequence); the whole text and None if it contains none."""
     at, stop = min(((found, stop) for stop in stops if (found := text.find(stop)) >= 0), default=(len(text), None))
     return text[:at], stop

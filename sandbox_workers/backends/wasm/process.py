@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.sandbox_workers.backends.wasm.guest import PR_SET_PDEATHSIG, THREADS, Unusable, become, engines_of
-from turnlog.sandbox_workers.inside.call import Become, Call, Reaped, Verdict, end_all
+from turnlog.sandbox_workers.inside.call import Become, CommandProcess, Reaped, Verdict, end_all
 from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, bounds, prctl
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, send
 from turnlog.sandbox_workers.inside.init import PR_SET_CHILD_SUBREAPER, Answer, Service, freeze
 from turnlog.sandbox_workers.inside.observables import Integrity
-from turnlog.sandbox_workers.inside.processes import Place
+from turnlog.sandbox_workers.inside.processes import InitEnvironment
 
 PR_SET_NO_NEW_PRIVS = 38
 OVERHEAD_BYTES = 192 << 20
 """Bytes that wasmtime and this interpreter may use beside a guest's own memory, including a compiler."""
 
 
-class GuestCall(Call):
+class GuestCall(CommandProcess):
     """A guest and its limits. The limits in `head` are the guest's; its process gets additional room for the host. The
     threads are wasmtime's alone: its file calls make some on a busy machine, and the rlimit ends that without harm."""
 
     def __init__(
-        self, place: Place, control: Control, head: dict[str, Any], become: Become, integrity: Integrity
+        self, place: InitEnvironment, control: Control, head: dict[str, Any], become: Become, integrity: Integrity
     ) -> None:
         super().__init__(place, control, head, None, become, integrity)
         memory, threads = self.limits["memory_bytes"] + OVERHEAD_BYTES, bounds(place, self.limits, THREADS)
@@ -71,11 +71,11 @@ def main(words: str) -> None:
     about = json.loads(words)
     modules = {name: Path(path) for name, path in about["modules"].items()}
     try:
-        engines = engines_of(modules, about["library"], about["fuel"], taken(about["filter"]))
+        engines = engines_of(modules, about["library"], about["fuel"], read_descriptor(about["filter"]))
     except Unusable as error:
         raise SystemExit(str(error)) from error
-    shed(about["uid"])
-    place = Place(about["folders"], about["uid"] is not None, namespace=False)
+    drop_privileges(about["uid"])
+    place = InitEnvironment(about["folders"], about["uid"] is not None, namespace=False)
     freeze()
     control = Socket(about["control"])
     with contextlib.suppress(ControlClosed):
@@ -84,7 +84,7 @@ def main(words: str) -> None:
     end_all(place, Reaped())
 
 
-def taken(descriptor: int | None) -> bytes:
+def read_descriptor(descriptor: int | None) -> bytes:
     """Read all bytes of a descriptor; empty for None."""
     if descriptor is None:
         return b""
@@ -92,7 +92,7 @@ def taken(descriptor: int | None) -> bytes:
         return file.read()
 
 
-def shed(uid: int | None) -> None:
+def drop_privileges(uid: int | None) -> None:
     """Become the slot's user permanently, and arrange to end with the worker."""
     if uid is not None:
         os.setgroups([])

@@ -30,7 +30,7 @@ def main(source: str) -> int:
     try:
         exec(compile(source, NAME, "exec"), program.__dict__)
     except SystemExit as request:
-        code = requested(request.code)
+        code = system_exit_code(request.code)
     except BaseException as error:  # the agent's code failed, which is a regular outcome
         code = 1
         report(error)
@@ -43,7 +43,7 @@ def main(source: str) -> int:
     return code
 
 
-def requested(code: object) -> int:
+def system_exit_code(code: object) -> int:
     """Return the exit code of a SystemExit."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF

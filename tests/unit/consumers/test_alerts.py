@@ -19,7 +19,7 @@ from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.dashboard.alarms import FAILED, Alarm
 from turnlog.consumers.outlets import BadOutlet
-from turnlog.consumers.outlets.alerts import PLACE, Told, Watch, targets
+from turnlog.consumers.outlets.alerts import PLACE, AlertCollector, Told, targets
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
@@ -115,7 +115,7 @@ async def test_a_role_whose_restarts_do_not_help_is_told_of_in_words_and_where_t
     (target,) = targets(role.settings)
     async with role.log.reader() as failures:
         failures.assign({PLACE: 0})
-        watch = Watch(role)
+        watch = AlertCollector(role)
         assert await watch.look(failures) == []
         await role.events.append(
             RoleFailed(

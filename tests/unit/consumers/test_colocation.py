@@ -39,7 +39,7 @@ from turnlog.processors.core.batches.progress import DeviceTurn
 from turnlog.schemas.events import EngineDraining, EngineGone, EngineRegistered, Event, SampleBatchFormed
 from turnlog.schemas.releases import example
 from turnlog.schemas.topics import ENGINES
-from turnlog.settings import EngineSettings, ModelSettings, RunSettings, Settings, SettingsError, changed
+from turnlog.settings import EngineSettings, ModelSettings, RunSettings, Settings, SettingsError, override_settings
 from turnlog.trainer.reading.shared_device import SharedDevice
 
 URL = "http://engine"
@@ -79,7 +79,7 @@ class Killable(MemoryEngineControl):
         super()._alive()
 
     def _needs(self, fits: bool) -> None:
-        self.misused = self.misused or not (fits or self._info.mixed)
+        self.misused = self.misused or not (fits or self._info.is_incomplete)
         super()._needs(fits)
 
 
@@ -277,4 +277,4 @@ async def test_a_run_whose_engines_take_turns_is_not_scaled(tmp_path: Path) -> N
 def test_a_device_of_which_somebody_would_not_let_go_is_refused_by_name(tables: dict[str, Any], why: str) -> None:
     shared = {**tables, "engine": {"colocate": True, **tables.get("engine", {})}}
     with pytest.raises(SettingsError, match=why):
-        changed(Settings(), shared, {}, source="settings.toml")
+        override_settings(Settings(), shared, {}, source="settings.toml")

@@ -28,9 +28,9 @@ from tests.fakes.stories import END, Story, spoken
 from tests.fakes.told_run import ToldRun
 from turnlog.consumers.dashboard import drawing, export, harmless
 from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S
-from turnlog.consumers.dashboard.conversation import aligned, conversation, prompts, said_alike
+from turnlog.consumers.dashboard.conversation import align_turns, conversation, prompts, said_alike
 from turnlog.consumers.dashboard.guard import FORM_BYTES
-from turnlog.consumers.dashboard.overview import overview, supervised
+from turnlog.consumers.dashboard.overview import is_supervised, overview
 from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
 from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.dashboard.timeline import timeline
@@ -38,7 +38,7 @@ from turnlog.consumers.index.fate import tally
 from turnlog.consumers.index.reader import Index, SessionView
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
-from turnlog.infra.run_folder import locked, write_state
+from turnlog.infra.run_folder import lock_run, write_state
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import Event, SampleBatchFormed, SkipRequested
 from turnlog.settings import DashboardSettings, IndexSettings
@@ -589,10 +589,10 @@ def test_a_conversation_is_read_from_every_api_and_hangs_together(told: ToldRun)
 
 def test_turns_of_two_sessions_are_aligned_by_line_and_number(told: ToldRun) -> None:
     whole, cut = conversation(view_of(told)).turns, conversation(view_of(told, "turns = 2 AND recipe = 'repair'")).turns
-    numbers = [tuple(one and one.number for one in pair) for pair in aligned(whole, cut)]
+    numbers = [tuple(one and one.number for one in pair) for pair in align_turns(whole, cut)]
     assert numbers == [(0, 0), (1, 1), *((number, None) for number in range(2, 7))]
     without = [turn for turn in whole if turn.kind != "sub_agent"]
-    numbers = [tuple(one and one.number for one in pair) for pair in aligned(whole, without)]
+    numbers = [tuple(one and one.number for one in pair) for pair in align_turns(whole, without)]
     assert numbers == [(at, None if at == 4 else at) for at in range(7)]
     assert said_alike(whole[0], cut[0]), "each has its own id of the same call"
     assert not said_alike(whole[0], whole[1])
@@ -730,11 +730,11 @@ async def test_a_run_whose_draws_are_all_trained_is_finished_whoever_serves_its_
 
 
 def test_the_supervisor_of_a_run_folder_says_whether_it_is_alive(tmp_path: Path) -> None:
-    assert supervised(tmp_path) is None
+    assert is_supervised(tmp_path) is None
     write_state(tmp_path, {"pid": 1})
-    assert supervised(tmp_path) is False
-    with locked(tmp_path):
-        assert supervised(tmp_path) is True
+    assert is_supervised(tmp_path) is False
+    with lock_run(tmp_path):
+        assert is_supervised(tmp_path) is True
 
 
 async def test_a_list_of_sessions_shows_prompts_totals_and_a_choice_to_compare(told: ToldRun) -> None:

@@ -14,7 +14,7 @@ from tests.unit.consumers.test_dashboard import check_harmless, site
 from turnlog.consumers.dashboard.drawing import number
 from turnlog.consumers.datasets import NotADataset
 from turnlog.consumers.index import NoIndex
-from turnlog.consumers.index.comparison import Other, changed, differences, settings_of
+from turnlog.consumers.index.comparison import Other, diff_settings, differences, settings_of
 from turnlog.consumers.index.reader import Index
 from turnlog.consumers.index.rows import mask_of
 from turnlog.consumers.replay.refold import Changes, Refold
@@ -42,7 +42,7 @@ async def test_samples_of_a_refold_are_set_beside_those_of_the_run(told: ToldRun
     with Index.open(told.index) as index:
         ours = {row["sample_id"]: row for row in index.rows("SELECT * FROM samples")}
         found = differences(index, Other.at(folder))
-        settings = changed(settings_of(index), Other.at(folder).settings(settings_of(index)))
+        settings = diff_settings(settings_of(index), Other.at(folder).settings(settings_of(index)))
         itself = differences(index, Other.at(told.folder))
     both = ours.keys() & theirs.keys()
     assert (found.both, found.only) == (len(both), [len(ours) - len(both), len(theirs) - len(both)])

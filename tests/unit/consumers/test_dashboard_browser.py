@@ -31,7 +31,7 @@ from tests.unit.consumers.test_dashboard import hostile, view_of
 from turnlog.consumers.dashboard import export
 from turnlog.consumers.dashboard.records import Vocabulary, session_tokens
 from turnlog.consumers.index.reader import Index
-from turnlog.infra.run_folder import locked, write_state
+from turnlog.infra.run_folder import lock_run, write_state
 
 try:
     from axe_playwright_python.sync_playwright import Axe
@@ -58,7 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
     asyncio.run(tell())
     write_state(told.folder, {"pid": os.getpid()})
-    with locked(told.folder), Served(told) as found:
+    with lock_run(told.folder), Served(told) as found:
         yield found
 
 

@@ -20,8 +20,8 @@ from starlette.types import Message
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import site
-from turnlog.consumers.dashboard import Looks, app
-from turnlog.consumers.dashboard.app import Stream
+from turnlog.consumers.dashboard import CachedQuery, app
+from turnlog.consumers.dashboard.app import LivePageStream
 from turnlog.consumers.dashboard.drawing import clock
 from turnlog.consumers.index import NoIndex
 from turnlog.consumers.index.reader import AsOf
@@ -72,7 +72,7 @@ async def test_more_live_pages_than_are_kept_are_refused_and_those_that_close_ma
 
 async def test_a_client_that_is_gone_before_the_first_event_gives_its_place_back() -> None:
     tabs: set[object] = set()
-    events = Stream(never(), tabs)
+    events = LivePageStream(never(), tabs)
     assert tabs == {events}
 
     async def gone(_: Message) -> None:
@@ -98,7 +98,7 @@ async def test_pages_that_ask_at_once_share_a_look_also_one_that_fails() -> None
             raise NoIndex("it is gone")
         return AsOf("run", len(taken), {})
 
-    looks = Looks(lambda: app.told(look), lambda: now)
+    looks = CachedQuery(lambda: app.read_as_of(look), lambda: now)
     for now in (0.0, 4.9, 5.0, 9.9, 10.0):
         found = await asyncio.gather(*(looks.within(5.0) for _ in range(20)))
         assert len({id(each) for each in found}) == 1

@@ -17,7 +17,7 @@ from tests.unit.consumers.test_dashboard import check_harmless, site
 from turnlog.consumers.dashboard import harmless
 from turnlog.consumers.dashboard.alarms import LINES, STANDS
 from turnlog.consumers.dashboard.app import filters
-from turnlog.consumers.dashboard.queues import STANDS_S, Queue, Queues, Standing
+from turnlog.consumers.dashboard.queues import STANDS_S, ConsumerStallTimes, Queue, Queues
 from turnlog.consumers.dashboard.records import Records, Vocabulary
 from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.lag import Lag, by_role, lag_of
@@ -33,7 +33,7 @@ def lag(taken: int, end: int) -> Lag:
 
 
 def test_a_role_stands_for_as_long_as_what_waits_is_the_same_and_an_empty_queue_begins_anew() -> None:
-    standing = Standing()
+    standing = ConsumerStallTimes()
     assert standing.look([lag(3, 3)], 0.0) == {}
     assert standing.look([lag(3, 5)], 100.0)["runner"][0] == 0.0, "the record came behind the look before"
     assert standing.look([lag(3, 9)], 160.0)["runner"][0] == 60.0

@@ -17,14 +17,14 @@ from tests.fakes.memory_backend import Memory
 from tests.fakes.stories import Story
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import HOSTILE, check_harmless, hostile, site
-from turnlog.consumers.dashboard.sandboxes import Pools as WorkersPools
+from turnlog.consumers.dashboard.sandboxes import WorkerPools as WorkersPools
 from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.reader import Index
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.roles.health import Health, QuietServer, application, configured
+from turnlog.infra.roles.health import Health, QuietServer, application, uvicorn_config
 from turnlog.infra.run_folder import Endpoints, write_endpoints
-from turnlog.sandbox_workers.pooling import LOCAL, Pools
+from turnlog.sandbox_workers.pooling import LOCAL, SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas import topics
@@ -124,14 +124,14 @@ async def test_pools_are_those_that_workers_tell_of_and_who_does_not_answer_is_n
     shape, (port, other, dead) = Shape(disk_bytes=1000), free_ports(3)
     pool = Pool(Memory(), slots=3, prewarm=1)
     await pool.prefill(shape)
-    pool.leaked(2)
+    pool.count_leaks(2)
     worker = Health("sandbox")
-    worker.expose("pools", Pools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
+    worker.expose("pools", SandboxPools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
     addresses = tuple(f"http://127.0.0.1:{each}" for each in (port, other, dead))
     elsewhere = dataclasses.replace(told.settings, status=StatusSettings(health=addresses))
     async with AsyncExitStack() as stack:
         for at, health in ((port, worker), (other, Health("gateway"))):
-            config = configured(application(health), host="127.0.0.1", port=at)
+            config = uvicorn_config(application(health), host="127.0.0.1", port=at)
             await stack.enter_async_context(QuietServer(config).running())
         url, _ = await stack.enter_async_context(serving(elsewhere, told.connect()))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))

@@ -11,7 +11,16 @@ import pytest
 
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, hostile, site
-from turnlog.consumers.dashboard.swimlanes import COLUMNS, PARTS, Span, Window, busiest, joined, running_by, swimlanes
+from turnlog.consumers.dashboard.swimlanes import (
+    COLUMNS,
+    PARTS,
+    LaneSpan,
+    TimeWindow,
+    busiest,
+    merge_spans,
+    running_by,
+    swimlanes,
+)
 from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.reader import Index, Row
 
@@ -71,14 +80,14 @@ async def test_steps_swaps_and_versions_stand_where_their_records_say(told: Told
 
 
 def test_neighbours_that_a_column_holds_are_one_span_so_that_a_lane_has_no_more_than_its_columns() -> None:
-    window = Window(0, COLUMNS * 1000)
-    many = [Span(at * 10, at * 10 + 10, "v0", f"number {at}") for at in range(COLUMNS * 100)]
-    found = list(joined(window, many))
+    window = TimeWindow(0, COLUMNS * 1000)
+    many = [LaneSpan(at * 10, at * 10 + 10, "v0", f"number {at}") for at in range(COLUMNS * 100)]
+    found = list(merge_spans(window, many))
     assert COLUMNS / 2 < len(found) <= 2 * COLUMNS
     assert found[0].says == "99 of them, the last: number 98"
     assert sum(one.end - one.start for one in found) == pytest.approx(COLUMNS * 1000)
-    few = [Span(0, 5000, "v0", "a"), Span(5000, 9000, "v1", "b"), Span(4990, 5000, "swap", "c")]
-    assert [one.says for one in joined(window, few)] == ["a", "b", "c"]
+    few = [LaneSpan(0, 5000, "v0", "a"), LaneSpan(5000, 9000, "v1", "b"), LaneSpan(4990, 5000, "swap", "c")]
+    assert [one.says for one in merge_spans(window, few)] == ["a", "b", "c"]
 
 
 def test_the_busiest_have_lanes_of_their_own_and_the_others_one() -> None:

@@ -34,7 +34,7 @@ from turnlog.consumers.datasets import (
 from turnlog.consumers.datasets import build as building
 from turnlog.consumers.datasets.build import verify
 from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
-from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
+from turnlog.consumers.datasets.manifest import DatasetManifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Filters, Joined, Query, version_key
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.blobs import MemoryBlobs
@@ -64,7 +64,7 @@ def sample(number: int, tokens: int = 8) -> SegmentSample:
     )  # fmt: skip
 
 
-def write(out: Path, format: str, count: int, **options: Any) -> Manifest:
+def write(out: Path, format: str, count: int, **options: Any) -> DatasetManifest:
     with DatasetWriter(out, "rl", format, **options) as writer:
         writer.add(sample(number) for number in range(count))
         return writer.close(Provenance())
@@ -404,8 +404,8 @@ def test_versions_are_ordered_as_people_mean_them() -> None:
 def test_every_text_that_a_session_may_have_as_its_version_has_a_place_in_the_order(version: str) -> None:
     query = Query(expire_before=("2",))
     environment = Environment(name="e", version=version)
-    assert Filters(query, Joined(), Counter()).expired(environment) in (None, "expire_before")
-    assert Filters(Query(expire_before=(version,)), Joined(), Counter()).expired(environment) is None
+    assert Filters(query, Joined(), Counter()).check_environment(environment) in (None, "expire_before")
+    assert Filters(Query(expire_before=(version,)), Joined(), Counter()).check_environment(environment) is None
 
 
 @pytest.fixture

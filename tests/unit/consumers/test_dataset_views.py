@@ -21,7 +21,7 @@ from tests.fakes.sessions import GroupName, SessionStory, Shape, bad_days
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.datasets import BadQuery, MissingContent, NothingMatched
 from turnlog.consumers.datasets.build import build, verify
-from turnlog.consumers.datasets.manifest import Manifest, Provenance, read_manifest
+from turnlog.consumers.datasets.manifest import DatasetManifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.archive import ArchiveLog, archive_name
@@ -174,7 +174,9 @@ async def world() -> AsyncIterator[World]:
         yield World(Role("dataset", "dataset-0", settings, log, events, MemoryBlobs(), Health("dataset")))
 
 
-async def rows(world: World, out: Path, view: str, query: Query | None = None) -> tuple[list[dict[str, Any]], Manifest]:
+async def rows(
+    world: World, out: Path, view: str, query: Query | None = None
+) -> tuple[list[dict[str, Any]], DatasetManifest]:
     """The rows of a build, by group, with its manifest."""
     manifest = await build(world.role, query or Query(), out, view=view, format="parquet")
     assert verify(out).to_json() == manifest.to_json()

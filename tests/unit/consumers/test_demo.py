@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from turnlog.consumers.demo import runnable_here
-from turnlog.consumers.replay.verify import Verdict
+from turnlog.consumers.replay.verify import ReplayResult
 from turnlog.consumers.report import Measured, failures, gaps, gather, summary, wanted_rise
 from turnlog.infra.roles.terminal import Terminal
-from turnlog.processors.core.books import Account
+from turnlog.processors.core.books import TokenAccount
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.schemas.events import StepCompleted, ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
@@ -64,7 +64,7 @@ async def test_a_report_counts_the_calls_that_ran_without_isolation(trained_run:
     await made.append(
         [answer(1, "sandbox-0"), answer(2, f"sandbox-1{UNISOLATED}"), answer(3, f"sandbox-1{UNISOLATED}")]
     )
-    report = await gather(made.role(), Verdict(), Measured())
+    report = await gather(made.role(), ReplayResult(), Measured())
     assert (report.body["tool_calls"], report.body["tool_calls_without_isolation"]) == ({"ok": 3}, 2)
     console = Terminal(file=io.StringIO(), width=200)
     console.print(summary(report))
@@ -76,7 +76,7 @@ def test_the_reward_is_judged_by_what_its_recipe_wants() -> None:
         "steps": 15, "reward_first_2": 0.5, "reward_last_5": 0.6, "weight_versions_unanswered": {},
         "weight_versions_acknowledged": 1,
     }  # fmt: skip
-    books, replayed = Account(), Verdict(records_compared=1)
+    books, replayed = TokenAccount(), ReplayResult(records_compared=1)
     assert failures(body | {"reward_rise_wanted": 0.0}, books, replayed) == []
     (said,) = failures(body | {"reward_rise_wanted": 0.25}, books, replayed)
     assert "rose by 0.100, the recipe wants at least 0.25 (its demo_rise)" in said

@@ -70,7 +70,7 @@ def folder_of(tmp_path: Path, content: bytes) -> Path:
 
 async def verify(event: WeightVersionPublished, folder: Path) -> tuple[TensorSpec, ...]:
     verification = Verification(event, base=None)
-    await verification.landed(folder / "model.safetensors")
+    await verification.hash_file(folder / "model.safetensors")
     return verification.check()
 
 
@@ -134,7 +134,7 @@ class Machine:
         self.directory, self.folders = directory, WeightFolders(directory, blobs, patience_s=patience_s)
 
     async def held(self, *chain: WeightVersionPublished) -> Held:
-        return await self.folders.held(chain, Timer())
+        return await self.folders.obtain_folder(chain, Timer())
 
     @property
     def there(self) -> list[str]:

@@ -16,10 +16,10 @@ from tests.fakes.sessions import GroupName, SessionStory, Shape
 from tests.unit.consumers.conftest import TrainedRun
 from tests.unit.producers.test_admission import emitted, requested
 from turnlog.consumers.evaluation import body, read, table
-from turnlog.consumers.run import Picture
+from turnlog.consumers.run import DisplayState
 from turnlog.infra.roles.terminal import Terminal
-from turnlog.processors.core.evaluation import Version, mean, pass_at, wilson
-from turnlog.producers.admission import DueGroup, Place
+from turnlog.processors.core.evaluation import VersionRewards, mean, pass_at, wilson
+from turnlog.producers.admission import DueGroup, RowVisit
 from turnlog.schemas.events import (
     Event,
     Expects,
@@ -55,7 +55,7 @@ def test_an_interval_is_where_the_score_test_would_not_reject() -> None:
 
 
 def test_a_version_with_few_tasks_does_not_lead_by_luck() -> None:
-    lucky, steady = Version(7), Version(3)
+    lucky, steady = VersionRewards(7), VersionRewards(3)
     lucky.rewards["t"] = [1.0]
     for task in range(40):
         steady.rewards[str(task)] = [1.0, 1.0, 1.0, float(task > 3)]
@@ -125,16 +125,16 @@ async def test_the_answer_names_the_best_version_and_its_checkpoint(evaluated: T
 
 
 def test_a_run_waits_for_its_last_round() -> None:
-    picture = Picture()
-    assert not picture.evaluated(1)
+    picture = DisplayState()
+    assert not picture.is_evaluated(1)
     for group in ("a", "b"):
-        picture.apply(dataclasses.replace(requested(DueGroup(Place(1, 0), 0), Purpose.eval), group_id=group))
+        picture.apply(dataclasses.replace(requested(DueGroup(RowVisit(1, 0), 0), Purpose.eval), group_id=group))
         picture.apply(dataclasses.replace(emitted("t"), group_id=group))
-    assert not picture.evaluated(1)
+    assert not picture.is_evaluated(1)
     for group in ("a", "b"):
-        assert not picture.evaluated(1)
+        assert not picture.is_evaluated(1)
         picture.apply(
             dataclasses.replace(emitted("e", status=GroupStatus.not_training), group_id=group, purpose=Purpose.eval)
         )
-    assert picture.evaluated(1)
-    assert not picture.evaluated(2)
+    assert picture.is_evaluated(1)
+    assert not picture.is_evaluated(2)

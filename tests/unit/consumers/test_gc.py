@@ -20,15 +20,15 @@ from tests.fakes.memory_broker import Owner as Producer
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.weights import Publications
 from tests.unit.consumers.conftest import CODEC
-from turnlog.consumers.life.gc import Marked, MarkTooOld, State, UnknownOwner, marked, swept
+from turnlog.consumers.life.gc import Marked, MarkTooOld, ObjectState, UnknownOwner, mark_objects, sweep_objects
 from turnlog.infra.blobs import REUSED_S, MemoryBlobs, Owner, key
 from turnlog.infra.log import Partition
-from turnlog.infra.tensors.versions import assembled, chain_of
+from turnlog.infra.tensors.versions import assemble_version, chain_of
 from turnlog.infra.topics_admin import specs
-from turnlog.infra.workspaces import Piece
+from turnlog.infra.workspaces import PackedRange
 from turnlog.names import RECORD_HEADER
 from turnlog.sandbox_workers.workspaces import stored
-from turnlog.sandbox_workers.workspaces.store import Known
+from turnlog.sandbox_workers.workspaces.store import PieceLocations
 from turnlog.schemas import topics
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import KafkaSettings, RunSettings, Settings
@@ -125,11 +125,11 @@ class House:
                 self.blobs._get(draw(st.sampled_from(found)))
 
     async def collect(self, *, delete: bool = True) -> Marked:
-        plan = await marked(
+        plan = await mark_objects(
             self.blobs, {"memory": self.connect}, grace_s=GRACE_S, unowned=True, roots={("memory", "team.")}
         )
         if delete:
-            await swept(self.blobs, plan)
+            await sweep_objects(self.blobs, plan)
         return plan
 
     def connect(self, prefix: str) -> MemoryLog:
@@ -180,7 +180,7 @@ def test_nothing_reachable_goes_and_everything_else_goes_within_two_graces(data:
     assert house.blobs._names("trash/") == []
 
 
-def states(plan: Marked) -> dict[str, State]:
+def states(plan: Marked) -> dict[str, ObjectState]:
     return {found.sha256: found.state for found in plan.found}
 
 
@@ -202,11 +202,11 @@ async def test_a_dry_run_changes_nothing_and_says_of_each_object_what_it_is() ->
     assert house.blobs.named == held
     found = states(plan)
 
-    def of(number: int) -> State:
+    def of(number: int) -> ObjectState:
         return found[hashlib.sha256(b"content %d" % number).hexdigest()]
 
     assert [of(number) for number in (0, 1, 2, 3, 9)] == [
-        State.REACHABLE, State.GARBAGE, State.REACHABLE, State.GARBAGE, State.YOUNG,
+        ObjectState.REACHABLE, ObjectState.GARBAGE, ObjectState.REACHABLE, ObjectState.GARBAGE, ObjectState.YOUNG,
     ]  # fmt: skip
     assert plan.read == {"team.runs": 1, "team.agent.turns": 2}
 
@@ -217,7 +217,7 @@ async def test_a_folder_whose_log_cannot_be_read_stops_everything_by_name_and_wi
     house.blobs._write(other.name, other.json(), "")
     with pytest.raises(UnknownOwner, match=r"theirs.*cluster elsewhere.*--also FILE.*--retired owned/elsewhere/"):
         await house.collect()
-    plan = await marked(house.blobs, {"memory": house.connect}, grace_s=GRACE_S, retired=[other.folder])
+    plan = await mark_objects(house.blobs, {"memory": house.connect}, grace_s=GRACE_S, retired=[other.folder])
     assert len(plan.owners) == 2
     await house.blobs.remove(other.name)
     house.blobs._write(key("0" * 64, other.folder), b"", "")
@@ -246,7 +246,7 @@ async def test_garbage_lies_in_the_trash_for_a_grace_and_what_was_put_again_mean
     plan = await house.collect(delete=False)
     house.now += 1
     await house.blobs.put(b"content 1")
-    assert await swept(house.blobs, plan) == {State.GARBAGE: 1}
+    assert await sweep_objects(house.blobs, plan) == {ObjectState.GARBAGE: 1}
     trashed = [f"trash/{key(garbage.sha256, OWNER.folder)}"]
     for _ in range(2):
         assert house.blobs._names("trash/") == trashed
@@ -273,12 +273,12 @@ async def test_a_checkpoint_goes_that_never_became_whole_and_no_other() -> None:
     house.now += 1
     plan = await house.collect(delete=False)
     found = {one.at.name: one.state for one in plan.found if one.at.name.startswith(saved)}
-    wanted = {State.WHOLE: whole, State.UNFINISHED: dead, State.YOUNG: [*slow, *young]}
+    wanted = {ObjectState.WHOLE: whole, ObjectState.UNFINISHED: dead, ObjectState.YOUNG: [*slow, *young]}
     assert found == {name: state for state, names in wanted.items() for name in names}
     await house.blobs.put_named(f"{saved}step-00000020-i0/MANIFEST.json", b"{}")
-    assert (await swept(house.blobs, plan))[State.UNFINISHED] == 0, "it became whole meanwhile"
+    assert (await sweep_objects(house.blobs, plan))[ObjectState.UNFINISHED] == 0, "it became whole meanwhile"
     await house.blobs.remove(f"{saved}step-00000020-i0/MANIFEST.json")
-    assert (await swept(house.blobs, plan))[State.UNFINISHED] == 2
+    assert (await sweep_objects(house.blobs, plan))[ObjectState.UNFINISHED] == 2
     left = {*whole, *slow, *young, f"{saved}latest-i0-nonce.json"}
     assert set(await house.blobs.names(saved)) == left
     assert not await house.blobs.names("trash/")
@@ -288,9 +288,9 @@ async def test_what_nobody_owns_stays_unless_it_is_asked_for() -> None:
     house = House()
     house.put(1, as_list=False, folder="")
     house.now += GRACE_S
-    plan = await marked(house.blobs, {"memory": house.connect}, grace_s=GRACE_S)
-    assert [found.state for found in plan.found] == [State.UNOWNED]
-    assert sum((await swept(house.blobs, plan)).values()) == 0
+    plan = await mark_objects(house.blobs, {"memory": house.connect}, grace_s=GRACE_S)
+    assert [found.state for found in plan.found] == [ObjectState.UNOWNED]
+    assert sum((await sweep_objects(house.blobs, plan)).values()) == 0
 
 
 async def test_a_mark_that_is_older_than_the_grace_is_not_acted_on() -> None:
@@ -301,7 +301,7 @@ async def test_a_mark_that_is_older_than_the_grace_is_not_acted_on() -> None:
     plan = await house.collect(delete=False)
     house.now += GRACE_S + 1
     with pytest.raises(MarkTooOld, match="run `turnlog gc` again"):
-        await swept(house.blobs, plan)
+        await sweep_objects(house.blobs, plan)
     assert len(house.names()) == 1
 
 
@@ -312,7 +312,7 @@ async def test_packs_of_a_workspace_that_a_call_names_are_reachable(tmp_path: Pa
     house.broker.write(PLACE, b"", named(ref), [])
     house.now += GRACE_S
     plan = await house.collect(delete=False)
-    assert [found.state for found in plan.found] == [State.REACHABLE] * 2
+    assert [found.state for found in plan.found] == [ObjectState.REACHABLE] * 2
 
 
 async def test_a_version_that_rests_on_others_can_be_fetched_after_any_number_of_collections(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ async def test_a_version_that_rests_on_others_can_be_fetched_after_any_number_of
         await house.collect()
     chain = chain_of(events[-1], {event.version: event for event in events})
     (tmp_path / "out").mkdir()
-    assert len(await assembled(chain, house.blobs, tmp_path / "out")) == 1
+    assert len(await assemble_version(chain, house.blobs, tmp_path / "out")) == 1
     assert len(await house.blobs.names(OWNER.folder)) == len({file.blob for event in events for file in event.files})
 
 
@@ -340,13 +340,13 @@ async def test_recordings_and_archives_name_blobs_without_any_log() -> None:
     house.put_at.clear()
     house.blobs._write("egress/cache/key/1.1", json.dumps({"body": {"sha256": ref.sha256}}).encode(), "")
     house.now += GRACE_S
-    assert [found.state for found in (await house.collect(delete=False)).found] == [State.REACHABLE]
+    assert [found.state for found in (await house.collect(delete=False)).found] == [ObjectState.REACHABLE]
 
 
 def test_a_worker_forgets_where_a_piece_lies_before_its_pack_may_be_collected() -> None:
     now = 0.0
-    known = Known(10, clock=lambda: now)
-    piece = Piece("ab" * 32, BlobRef("cd" * 32, 10), 0, 10)
+    known = PieceLocations(10, clock=lambda: now)
+    piece = PackedRange("ab" * 32, BlobRef("cd" * 32, 10), 0, 10)
     assert known.find(piece.sha256) is None, "a clock that has just begun makes nothing known"
     known.add(piece)
     now = REUSED_S

@@ -28,8 +28,8 @@ from turnlog.consumers.index import (
     schema,
 )
 from turnlog.consumers.index.indexer import build, indexing, opened_writer
-from turnlog.consumers.index.reader import Index, SessionRow, connected
-from turnlog.consumers.index.rows import Rows
+from turnlog.consumers.index.reader import Index, SessionRow, connect_read_only
+from turnlog.consumers.index.rows import IndexRows
 from turnlog.consumers.index.search import SORTS, USUAL, Effort, SessionFilter
 from turnlog.infra.archive import ArchiveDamaged
 from turnlog.infra.log import Partition
@@ -60,7 +60,7 @@ def content(path: Path) -> dict[str, list[tuple[Any, ...]]]:
     for table in (*schema.RECORDED, *schema.MADE):
         if table not in (schema.POSITIONS, schema.ABOUT):
             key = "place" if table.topic else table.key
-            found[table.name] = connection.execute(f"SELECT * FROM {table.stored} ORDER BY {key}").fetchall()
+            found[table.name] = connection.execute(f"SELECT * FROM {table.sql_name} ORDER BY {key}").fetchall()
     found["search"] = connection.execute("SELECT term, doc, offset FROM temp.words ORDER BY 1, 2, 3").fetchall()
     connection.close()
     return found
@@ -374,7 +374,7 @@ def test_what_a_page_and_a_histogram_take_does_not_grow_with_the_sessions(
     for count in (2_000, 4_000):
         path = tmp_path / f"{count}.sqlite"
         many(path, count)
-        with contextlib.closing(connected(path)) as connection:
+        with contextlib.closing(connect_read_only(path)) as connection:
             connection.row_factory = sqlite3.Row
             looks = itertools.count()
             connection.set_progress_handler(lambda looks=looks: next(looks) < 0, 10)  # type: ignore[misc]
@@ -419,7 +419,7 @@ async def test_one_process_writes_an_index_and_any_number_reads_it(tmp_path: Pat
         with pytest.raises(BusyIndex), opened_writer(path, "run", FOLD_VERSION, CODEC):
             pass
         with one.snapshot() as before:
-            writer.apply(Rows(), [], {Partition(topics.RUNS.name, 0): 999})
+            writer.apply(IndexRows(), [], {Partition(topics.RUNS.name, 0): 999})
             assert one.as_of() == before
         assert other.as_of().positions[Partition(topics.RUNS.name, 0)] == 999
 

@@ -16,10 +16,10 @@ import pytest
 from tests.unit.consumers.conftest import CODEC, SETTINGS, TrainedRun
 from turnlog.consumers.books import read_levels
 from turnlog.consumers.index import BadQuestion, NoIndex, RecordGone
-from turnlog.consumers.index.console import Wanted, as_json, drawn, line, resolved, tail, why_command
+from turnlog.consumers.index.console import EventFilter, as_json, build_turn_tree, line, resolve_id, tail, why_command
 from turnlog.consumers.index.fate import of_session, tally, tokens
 from turnlog.consumers.index.indexer import build, opened_writer
-from turnlog.consumers.index.query import Bounds, ask, write_parquet
+from turnlog.consumers.index.query import QueryLimits, ask, write_parquet
 from turnlog.consumers.index.reader import Index, path_of
 from turnlog.consumers.index.search import SessionFilter
 from turnlog.infra.log import Partition
@@ -90,13 +90,13 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
 @pytest.mark.parametrize(
     ("sql", "bounds", "why"),
     [
-        (ENDLESS + "SELECT count(*) FROM n", Bounds(timeout_s=0.2), "takes more than 0.2 s"),
-        (ENDLESS + "SELECT group_concat(i) FROM (SELECT i FROM n ORDER BY -i)", Bounds(memory_mb=16), "MB"),
-        ("SELECT zeroblob(100000000)", Bounds(), "too big"),
+        (ENDLESS + "SELECT count(*) FROM n", QueryLimits(timeout_s=0.2), "takes more than 0.2 s"),
+        (ENDLESS + "SELECT group_concat(i) FROM (SELECT i FROM n ORDER BY -i)", QueryLimits(memory_mb=16), "MB"),
+        ("SELECT zeroblob(100000000)", QueryLimits(), "too big"),
     ],
 )
 def test_a_question_that_would_not_end_or_fills_the_memory_is_ended(
-    empty: Path, sql: str, bounds: Bounds, why: str
+    empty: Path, sql: str, bounds: QueryLimits, why: str
 ) -> None:
     with pytest.raises(BadQuestion, match=why):
         ask(empty, sql, bounds)
@@ -112,7 +112,7 @@ def test_a_module_that_lies_where_it_is_asked_is_not_run(
 
 
 def test_more_rows_than_asked_for_are_said_and_a_missing_index_is_named(empty: Path, tmp_path: Path) -> None:
-    answer = ask(empty, ENDLESS + "SELECT i FROM n", Bounds(rows=3))
+    answer = ask(empty, ENDLESS + "SELECT i FROM n", QueryLimits(rows=3))
     assert (answer.rows, answer.more) == ([[1], [2], [3]], True)
     with pytest.raises(NoIndex, match="turnlog index build"):
         ask(tmp_path / "none.sqlite", "SELECT 1")
@@ -171,12 +171,12 @@ async def test_the_chain_of_a_session_names_every_record_that_decided(tmp_path: 
         view = index.session(index.sessions().rows[0].session_id)
         assert view is not None
         kinds = [link.kind for link in of_session(view)]
-        kind, name = resolved(index, view.row.session_id)
+        kind, name = resolve_id(index, view.row.session_id)
         with pytest.raises(BadQuestion, match="nothing"):
-            resolved(index, "nobody")
+            resolve_id(index, "nobody")
         shown = Terminal(width=200)
         with shown.capture() as said:
-            shown.print(drawn(view, await tokens(run.role(), index, view)))
+            shown.print(build_turn_tree(view, await tokens(run.role(), index, view)))
     assert (kind, name) == ("session", view.row.session_id)
     order = ("SessionStarted", "SessionFinished", "TurnTreeAssembled", "SegmentSample", "GroupScored",
              "SampleBatchFormed", "StepCompleted")  # fmt: skip
@@ -218,7 +218,7 @@ async def test_a_tail_shows_what_passes_one_line_each_and_no_escape_reaches_the_
 ) -> None:
     run = TrainedRun()
     await run.good_days(groups=2)
-    wanted = Wanted(group="group-1", kinds=frozenset({"SessionStarted", "GroupScored"}))
+    wanted = EventFilter(group="group-1", kinds=frozenset({"SessionStarted", "GroupScored"}))
     found = [each async for each in tail(run.role(), wanted, since_start=True, until_end=True)]
     assert {event.group_id for _, event in found} == {"group-1"}
     assert {type(event).__name__ for _, event in found} == wanted.kinds

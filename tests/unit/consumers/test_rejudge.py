@@ -261,8 +261,8 @@ async def test_the_same_reward_is_no_change_and_a_session_that_was_not_judged_ke
     assert verdicts.summary()["changed"] == 0
     other = next(event for event in await made.read(topics.SESSIONS) if isinstance(event, RewardAssigned))
     unknown = dataclasses.replace(other, session_id="unknown")
-    assert verdicts.placed(unknown) == unknown
-    assert verdicts.placed(other).verifier.name == "ok"  # type: ignore[attr-defined]
+    assert verdicts.substitute_event(unknown) == unknown
+    assert verdicts.substitute_event(other).verifier.name == "ok"  # type: ignore[attr-defined]
 
 
 async def test_a_recipe_that_is_not_installed_here_is_named(trained_run: Make) -> None:

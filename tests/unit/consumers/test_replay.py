@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
-from turnlog.consumers.replay.progress import Shown
+from turnlog.consumers.replay.progress import TerminalProgress
 from turnlog.consumers.replay.source import BrokenFold, HistoryPruned, NoSuchMoment, NothingToReplay
 from turnlog.consumers.replay.verify import Memory, run
 from turnlog.infra.log import Partition, Record, partition_of
@@ -369,7 +369,7 @@ async def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(trained_run: 
     await made.good_days(groups=6)
     for terminal in (True, False):
         out = io.StringIO()
-        with Shown(Console(file=out, force_terminal=terminal, width=100), lines_every_s=0.0) as progress:
+        with TerminalProgress(Console(file=out, force_terminal=terminal, width=100), lines_every_s=0.0) as progress:
             await run(made.role(), progress=progress)
         assert "folding again" in out.getvalue()
         assert ("\x1b[" in out.getvalue()) is terminal

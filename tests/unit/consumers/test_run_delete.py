@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.memory_broker import Group, Member, MemoryBroker
 from tests.fakes.memory_broker import Owner as Producer
 from tests.fakes.memory_log import Died, MemoryLog
-from turnlog.consumers.life.delete import Plan, Run, RunIsUp, StillNeeded, deleted, needed_elsewhere, planned
+from turnlog.consumers.life.delete import Plan, Run, RunIsUp, StillNeeded, delete_run, needed_elsewhere, plan_deletion
 from turnlog.infra.blobs import MemoryBlobs, Owner, key
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.roles.runs import OtherRun
@@ -90,7 +90,7 @@ class House:
                 clusters={"memory": lambda prefix: MemoryLog({"fork.": fork}[prefix])},
             ))  # fmt: skip
 
-        return await planned(run, needed)
+        return await plan_deletion(run, needed)
 
     async def delete(self, run: Run | None = None) -> list[str]:
         """What was done to the run's phase."""
@@ -100,7 +100,7 @@ class House:
             said.append("closed")
 
         run = run or self.run()
-        await deleted(run, await self.plan(run), close)
+        await delete_run(run, await self.plan(run), close)
         return said
 
     def rest(self) -> tuple[set[str], set[str], set[str], bool]:
@@ -156,7 +156,7 @@ async def test_a_call_that_is_killed_anywhere_is_completed_by_the_next(tmp_path:
         async def close() -> None: ...
 
         try:
-            await deleted(run, plan, close)
+            await delete_run(run, plan, close)
             break
         except Died:
             if "runs" in house.broker.specs:
@@ -197,7 +197,7 @@ async def test_a_run_whose_roles_are_at_work_is_refused(house: House) -> None:
     async def close() -> None: ...
 
     with pytest.raises(RunIsUp):
-        await deleted(house.run(), plan, close)
+        await delete_run(house.run(), plan, close)
     assert "ours.archive" in house.broker.groups
 
 

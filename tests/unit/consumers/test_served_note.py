@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.unit.consumers.test_loader import URL, control, publish, role, said
 from turnlog.consumers.loader import Loader
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.served import ServedNote, weight_folders
 from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded
@@ -32,12 +32,12 @@ async def loading(role: Role, control: MemoryEngineControl) -> AsyncIterator[Non
     await task
 
 
-def engine_of(role: Role, tiny_model: Path, *extra_args: str) -> Engine:
+def engine_of(role: Role, tiny_model: Path, *extra_args: str) -> EngineServer:
     """Engine-0 of the run, as it is started."""
     run = role.settings.run
     settings = EngineSettings(extra_args=extra_args)
     note = ServedNote.of(run.directory, run.id, "engine-0")
-    return Engine(tiny_model, settings, log=Path(run.directory) / "engine.log", served=note)
+    return EngineServer(tiny_model, settings, log=Path(run.directory) / "engine.log", served=note)
 
 
 async def serve(role: Role, control: MemoryEngineControl) -> None:

@@ -17,9 +17,9 @@ from tests.fakes.sessions import bad_days
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.conftest import TrainedRun
 from turnlog.cli import parser
-from turnlog.consumers.outlets.spans import Span, sampled, span_of, trace_of
+from turnlog.consumers.outlets.spans import TraceSpan, is_sampled, span_of, trace_of
 from turnlog.consumers.outlets.tracing import Collector as Otlp
-from turnlog.consumers.outlets.tracing import CollectorFailed, Exporter, command, tracing
+from turnlog.consumers.outlets.tracing import CollectorFailed, SpanExporter, command, tracing
 from turnlog.infra.roles import is_unreachable
 from turnlog.infra.roles.role import Role
 from turnlog.schemas import topics
@@ -40,9 +40,9 @@ class Kept:
     """An exporter that keeps what it was given."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TraceSpan] = []
 
-    def export(self, spans: Sequence[Span]) -> None:
+    def export(self, spans: Sequence[TraceSpan]) -> None:
         self.spans += spans
 
 
@@ -59,13 +59,13 @@ def collector() -> Iterator[Collector]:
         yield found
 
 
-async def rounds(role: Role, exporter: Exporter, *, count: int = 2, marks: bool = False, batch: int = 512) -> None:
+async def rounds(role: Role, exporter: SpanExporter, *, count: int = 2, marks: bool = False, batch: int = 512) -> None:
     async with tracing(role, exporter, marks=marks, batch=batch) as tracer:
         for _ in range(count):
             await tracer.turn()
 
 
-async def whole(run: TrainedRun) -> list[Span]:
+async def whole(run: TrainedRun) -> list[TraceSpan]:
     """As one process makes them of the finished log."""
     kept = Kept()
     await rounds(run.role("trace"), kept)
@@ -227,8 +227,8 @@ async def test_sampling_keeps_whole_traces_and_the_same_ones(told: TrainedRun) -
     for ratio in (0.0, 0.4, 1.0):
         settings = dataclasses.replace(told.settings, trace=TraceSettings(ratio=ratio))
         some = await whole(dataclasses.replace(told, settings=settings))
-        assert some == [span for span in every if sampled(span.trace_id, ratio)]
-    assert 0 < sum(sampled(trace, 0.4) for trace in {span.trace_id for span in every}) < len(every)
+        assert some == [span for span in every if is_sampled(span.trace_id, ratio)]
+    assert 0 < sum(is_sampled(trace, 0.4) for trace in {span.trace_id for span in every}) < len(every)
 
 
 async def test_a_token_is_sent_to_the_collector_alone(told: TrainedRun, collector: Collector) -> None:

@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 from tests.unit.consumers.conftest import TrainedRun
 from turnlog.consumers.outlets import BadOutlet, BusyOutlet, OtherHistory, one_writer
 from turnlog.consumers.outlets.event_files import event_files
-from turnlog.consumers.outlets.history import History, Point, Tracker
+from turnlog.consumers.outlets.history import Point, StepHistory, Tracker
 from turnlog.consumers.outlets.offline_runs import offline_runs, whole_records
 from turnlog.consumers.outlets.tracking import outlets, track
 from turnlog.consumers.report import newest_incarnations
@@ -68,7 +68,7 @@ OUTLETS = {"tensorboard": (event_files, in_tensorboard), "wandb": (offline_runs,
 
 
 def written(opened: Opened, folder: Path, steps: list[StepCompleted]) -> None:
-    history = History()
+    history = StepHistory()
     with opened(folder, "run") as tracker:
         for offset, each in enumerate(steps):
             if history.take(Point(2 * offset, float(offset), each)):
@@ -87,7 +87,7 @@ async def test_every_step_that_counts_is_there_once_however_often_it_is_started(
 
 
 def test_the_history_is_what_the_report_counts() -> None:
-    history = History()
+    history = StepHistory()
     taken = [history.take(Point(offset, 0.0, each)) for offset, each in enumerate([*STEPS, step(3, 0)])]
     assert [(point.step.step, point.step.loss) for point in history.points] == COUNTS
     assert (taken[-1], history.life) == (False, 2)
@@ -119,8 +119,8 @@ CHILD = """
 import sys
 from pathlib import Path
 from tests.unit.consumers.test_track import OUTLETS, STEPS
-from turnlog.consumers.outlets.history import History, Point
-history = History()
+from turnlog.consumers.outlets.history import StepHistory, Point
+history = StepHistory()
 with OUTLETS[sys.argv[1]][0](Path(sys.argv[2]), "run") as tracker:
     for offset, each in enumerate(STEPS[: int(sys.argv[3])]):
         if history.take(Point(2 * offset, float(offset), each)):

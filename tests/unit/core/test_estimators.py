@@ -22,7 +22,7 @@ from turnlog.processors.core.methods.estimators import (
 )
 
 NAMES = sorted(BUILT_IN.estimators)
-CENTRED = sorted(name for name, estimator in BUILT_IN.estimators.items() if estimator.centred)
+CENTRED = sorted(name for name, estimator in BUILT_IN.estimators.items() if estimator.is_group_relative)
 OPTIONS = EstimatorOptions()
 AS_IT_IS = ("reinforce", "reinforce_pp", "none")
 """No baseline of the group: the advantage is the reward (reinforce_pp is whitened in the batcher)."""

@@ -17,10 +17,10 @@ from turnlog.processors.core.experts import (
     BrokenExperts,
     ExpertsDoNotCover,
     NoExperts,
-    assembled,
+    assemble_experts,
     own_rows,
-    packed,
-    unpacked,
+    pack_experts,
+    unpack_experts,
 )
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import ExpertsLayout, GroupStatus
@@ -87,9 +87,9 @@ def told(story, turns, blobs):
     for index, asked in enumerate(turns):
         more = {}
         if asked.routed:
-            content, layout = packed(rows_of(asked, index))
+            content, layout = pack_experts(rows_of(asked, index))
             ref = BlobRef(hashlib.sha256(content).hexdigest(), len(content))
-            blobs[ref] = unpacked(content)
+            blobs[ref] = unpack_experts(content)
             more = {"experts": ref, "experts_layout": layout}
         parent = None if asked.parent is None else (record.id("a", asked.parent[0]), asked.parent[1])
         if parent is None and index:  # else the notation finds one
@@ -113,7 +113,7 @@ def test_every_segment_of_every_route_has_the_rows_that_its_engine_computed(stor
         if len(text) == 1:
             continue
         assert sample.experts_gap == ""
-        rows = assembled(sample, blobs)
+        rows = assemble_experts(sample, blobs)
         assert rows.shape == (len(text) - 1, 1, 2)
         assert rows[:, 0, 0].tolist() == [routing(text, at, 0)[0] for at in range(len(text) - 1)]
         for span in sample.spans:
@@ -129,12 +129,12 @@ def test_a_segment_with_a_turn_that_has_no_rows_has_none_and_says_so(story, turn
         named = {span.turn.index for span in sample.spans}
         if sample.experts:
             assert all(turns[index].routed for index in named)
-            assembled(sample, blobs)
+            assemble_experts(sample, blobs)
         else:
             if any(turns[index].routed for index in named):
                 assert sample.experts_gap == "turn_without_rows"
             with pytest.raises(NoExperts, match=sample.experts_gap or "none were recorded"):
-                assembled(sample, blobs)
+                assemble_experts(sample, blobs)
 
 
 def test_a_token_sampled_in_the_segment_keeps_its_row_although_another_turn_stores_what_follows(story) -> None:
@@ -146,7 +146,7 @@ def test_a_token_sampled_in_the_segment_keeps_its_row_although_another_turn_stor
     blobs = {}
     (sample,) = told(story, turns, blobs).fold(RULES).samples
     assert [span.turn.index for span in sample.spans] == [0, 2]
-    assert assembled(sample, blobs)[:, 0, 1].tolist() == [0, 0, 1, 2]
+    assert assemble_experts(sample, blobs)[:, 0, 1].tolist() == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -187,19 +187,19 @@ def test_turns_of_two_models_give_no_rows(story) -> None:
 @given(st.sampled_from([0, 1, 255, 256, 65535, 65536, 2**31 - 1]), st.integers(0, 3))
 def test_a_blob_keeps_its_ids_in_the_narrowest_dtype(largest, count) -> None:
     rows = np.full((count, 2, 3), largest, dtype=np.int32)
-    content, layout = packed(rows)
+    content, layout = pack_experts(rows)
     name = "uint8" if largest < 256 or not count else "uint16" if largest < 65536 else "int32"
     assert layout == ExpertsLayout(count, 2, 3, name)
-    assert unpacked(content).tolist() == rows.tolist()
+    assert unpack_experts(content).tolist() == rows.tolist()
     assert len(content) - rows.size * np.dtype(name).itemsize == 128
 
 
-@pytest.mark.parametrize("content", [b"", b"no array", packed(np.zeros((1, 1, 1), np.int32))[0][:-1]])
+@pytest.mark.parametrize("content", [b"", b"no array", pack_experts(np.zeros((1, 1, 1), np.int32))[0][:-1]])
 def test_bytes_that_are_no_rows_are_refused(content) -> None:
     with pytest.raises(BrokenExperts):
-        unpacked(content)
+        unpack_experts(content)
     with pytest.raises(BrokenExperts, match="from 0 on"):
-        packed(np.full((1, 1, 1), -1, np.int32))
+        pack_experts(np.full((1, 1, 1), -1, np.int32))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_an_array_of_something_else_is_refused_with_what_it_is(numbers, says) ->
     file = io.BytesIO()
     np.save(file, numbers)
     with pytest.raises(BrokenExperts, match=says):
-        unpacked(file.getvalue())
+        unpack_experts(file.getvalue())
 
 
 @pytest.mark.parametrize("damage", [{"row_count": 1}, {"row_start": 1}, {"target_start": 1}, {"row_count": 3}])
@@ -224,6 +224,6 @@ def test_references_that_do_not_cover_the_segment_are_refused(story, damage) -> 
     first, *rest = sample.experts
     broken = replace(sample, experts=(replace(first, **damage), *rest))
     with pytest.raises(ExpertsDoNotCover, match=sample.sample_id):
-        assembled(broken, blobs)
+        assemble_experts(broken, blobs)
     with pytest.raises(ExpertsDoNotCover, match="2 rows for 4"):
-        assembled(replace(sample, experts=(first,)), blobs)
+        assemble_experts(replace(sample, experts=(first,)), blobs)

@@ -31,22 +31,22 @@ def test_after_any_scaling_as_many_are_hosted_and_no_number_is_used_while_its_la
     fleet, there = Fleet(), {"engine-0"}
     asked(fleet, ("engine-0", SERVING), by=SETTINGS)
     for count, all_leave in steps:
-        before = {engine.id for engine in fleet.hosted()}
-        changes = fleet.scaled(count)
+        before = {engine.id for engine in fleet.hosted_engines()}
+        changes = fleet.plan_scaling(count)
         came = {name for name, wanted in changes if wanted == SERVING}
         assert not came & there, "a number is free once whoever had it has gone"
         asked(fleet, *changes)
         for name in came:
             said(fleet, name)
         there |= came
-        hosted = {engine.id for engine in fleet.hosted()}
+        hosted = {engine.id for engine in fleet.hosted_engines()}
         assert len(hosted) == count
         assert len(hosted ^ before) == abs(count - len(before)), "no engine goes for another one to come"
         if all_leave:
             for name in there - hosted:
                 said(fleet, name, GONE)
             there &= hosted
-        assert not fleet.scaled(count)
+        assert not fleet.plan_scaling(count)
 
 
 @given(st.permutations(range(6)))
@@ -68,20 +68,24 @@ def test_requests_and_reports_may_be_folded_in_any_order_of_the_two_topics(order
 def test_settings_are_asked_for_once_and_count_below_what_anybody_else_said() -> None:
     fleet = Fleet()
     two = [("engine-0", ""), ("engine-1", "")]
-    assert fleet.declared(two) == [("engine-0", "", SERVING), ("engine-1", "", SERVING)]
+    assert fleet.compare_settings(two) == [("engine-0", "", SERVING), ("engine-1", "", SERVING)]
     asked(fleet, ("engine-0", SERVING), ("engine-1", SERVING), by=SETTINGS)
-    assert fleet.declared(two) == []
-    assert fleet.declared(two[:1]) == [("engine-1", "", GONE)]
+    assert fleet.compare_settings(two) == []
+    assert fleet.compare_settings(two[:1]) == [("engine-1", "", GONE)]
     asked(fleet, ("engine-0", GONE), ("engine-2", SERVING))
-    assert fleet.declared(two) == [], "what an operator drained stays away, what he asked for stays"
+    assert fleet.compare_settings(two) == [], "what an operator drained stays away, what he asked for stays"
     asked(fleet, ("engine-1", GONE), by=AUTOSCALE)
-    assert fleet.declared(two) == []
+    assert fleet.compare_settings(two) == []
     other = [("engine-2", "http://one")]
-    assert fleet.declared(other) == [("engine-2", "http://one", SERVING)], "it is the user's own from now on"
+    assert fleet.compare_settings(other) == [("engine-2", "http://one", SERVING)], "it is the user's own from now on"
 
 
 def test_an_engine_is_found_by_name_or_address_and_one_that_stays_before_one_that_left() -> None:
     fleet = Fleet()
     asked(fleet, ("old", SERVING), ("old", GONE), url="http://a:1")
     asked(fleet, ("new", SERVING), url="http://a:1")
-    assert [getattr(fleet.named(name), "id", None) for name in ("http://a:1/", "old", "nobody")] == ["new", "old", None]
+    assert [getattr(fleet.find_engine(name), "id", None) for name in ("http://a:1/", "old", "nobody")] == [
+        "new",
+        "old",
+        None,
+    ]

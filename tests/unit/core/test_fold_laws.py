@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from turnlog.processors.core.fold.group import GroupFold, fold_history, offline
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.watch import Limits, Watch
+from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
 from turnlog.schemas.events import (
     GroupClosed,
     GroupStatus,
@@ -223,7 +223,7 @@ def bad_day(rng, s):
 
 def reaped(rng, log, folded, rules):
     """The records of a log with what a reaper writes that has read it up to some point."""
-    watch, ends, group, records = Watch(), Counter(), None, []
+    watch, ends, group, records = GroupWatch(), Counter(), None, []
 
     def write(topic, event):
         nonlocal group
@@ -236,7 +236,7 @@ def reaped(rng, log, folded, rules):
     late = rng.randint(0, len(log))
     for topic, event in log[:late]:
         write(topic, event)
-    due = watch.overdue(2.0, caught_up_at=0.0, limits=Limits(silence_s=9.0, deadline_s=1.0), seen=ends[TOPICS[0]])
+    due = watch.overdue(2.0, caught_up_at=0.0, limits=ReaperLimits(silence_s=9.0, deadline_s=1.0), seen=ends[TOPICS[0]])
     for close in [event for event in due if isinstance(event, GroupClosed)]:
         write(TOPICS[0], close)
     for topic, event in log[late:]:

@@ -8,7 +8,7 @@ import pytest
 
 from turnlog.processors.core import RewardNotFinite, UnknownTurn
 from turnlog.processors.core.fold.settlement import figures
-from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import FOLD_VERSION, VERSIONS, UnknownFoldVersion, fold_version
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules
 from turnlog.schemas.events import (
@@ -58,7 +58,7 @@ def test_a_reward_for_each_of_many_turns_walks_through_the_finish_a_few_times_in
     s.finish("a", expects=Expects(reward=False, step_rewards=200))
     for index in range(200):
         step(s, "a", index, 0.5)
-    spine = Spine(TWO.version)
+    spine = ControlStreamFold(TWO.version)
     Walked.walks = 0
     for topic, offset, event in s.arrivals:
         if topic == "agent.sessions":

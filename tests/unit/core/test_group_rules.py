@@ -64,7 +64,7 @@ def turn_advantages(folded):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_of_one_is_trained_only_where_the_group_is_no_baseline(story, name):
     score = pair(story, 1.0, estimator=name).score
-    trained = not BUILT_IN.estimator(name).centred
+    trained = not BUILT_IN.estimator(name).is_group_relative
     assert (score.status, score.reason) == ((GroupStatus.trained, "") if trained else
                                             (GroupStatus.discarded, "too_few_valid"))  # fmt: skip
     assert score.estimator == f"{name}/1"
@@ -140,7 +140,7 @@ def test_equal_rewards_are_kept_or_discarded_where_the_group_is_the_baseline(sto
     kept = pair(story, 1.0, 1.0, estimator=name)
     discarded = pair(story, 1.0, 1.0, estimator=name, zero_variance="discard")
     assert kept.score.status is GroupStatus.trained
-    if not BUILT_IN.estimator(name).centred:
+    if not BUILT_IN.estimator(name).is_group_relative:
         assert turn_advantages(kept) == turn_advantages(discarded) == {("s0", 0): 1.0, ("s1", 0): 1.0}
         return
     assert set(turn_advantages(kept).values()) == {0.0}

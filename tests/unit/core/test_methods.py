@@ -20,7 +20,7 @@ from turnlog.processors.core.methods.estimators import Advantages, Estimator, Tr
 from turnlog.processors.core.methods.reward_transforms import RewardTransform, clip, scale, shift, threshold
 from turnlog.processors.core.methods.rules import RecordedSettingsError, fold_rules, recorded_settings
 from turnlog.schemas.events import Purpose
-from turnlog.setting_types import notes, offered
+from turnlog.setting_types import find_offered, notes
 from turnlog.settings import (
     FOLD_SECTIONS,
     BatcherSettings,
@@ -38,7 +38,7 @@ def rules(methods=BUILT_IN, **fold):
 
 
 def test_the_settings_list_what_is_built_in():
-    listed = {key: own.built_in for key, hint in declarations(FoldSettings).items() if (own := offered(hint))}
+    listed = {key: own.built_in for key, hint in declarations(FoldSettings).items() if (own := find_offered(hint))}
     assert set(listed.pop("policy")) == set(BUILT_IN.policies.named)
     assert set(listed.pop("estimator")) == set(BUILT_IN.estimators)
     assert set(listed.pop("group_filters")) == set(BUILT_IN.group_filters)

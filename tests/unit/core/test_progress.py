@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from turnlog.processors.core.batches.progress import OFF_CHAIN, Progress
+from turnlog.processors.core.batches.progress import OFF_CHAIN, BatchProgress
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
@@ -55,8 +55,8 @@ def stepped(batch: int) -> Event:
     )  # fmt: skip
 
 
-def progress(publish_every: int, *events: Event) -> Progress:
-    found = Progress(publish_every=publish_every)
+def progress(publish_every: int, *events: Event) -> BatchProgress:
+    found = BatchProgress(publish_every=publish_every)
     for event in events:
         found.apply(event)
     return found
@@ -90,22 +90,22 @@ def test_a_draw_of_several_batches_fits_whole_or_waits(batches: int, ready: int,
 
 def test_a_taken_group_is_remembered_only_while_it_may_be_read_again() -> None:
     found = progress(1, formed(0, 0, 0), formed(1, 1, 0), formed(2, 2, 2))
-    assert [found.taken(f"g{draw}") for draw in range(3)] == [False, True, True]
+    assert [found.is_taken(f"g{draw}") for draw in range(3)] == [False, True, True]
     found.forget("g1")
-    assert [found.taken(f"g{draw}") for draw in range(3)] == [False, False, True]
+    assert [found.is_taken(f"g{draw}") for draw in range(3)] == [False, False, True]
 
 
 def test_a_taken_group_is_remembered_until_a_position_is_behind_its_score() -> None:
     """A batcher of an earlier release may have left its positions among the records of a group that it had taken."""
-    assert progress(1, formed(0, 0, 1)).taken("g0")
-    assert not progress(1, formed(0, 0, 2)).taken("g0")
+    assert progress(1, formed(0, 0, 1)).is_taken("g0")
+    assert not progress(1, formed(0, 0, 2)).is_taken("g0")
 
 
 def test_a_taken_group_stands_where_the_last_of_its_samples_does_whether_that_trains_or_is_dropped() -> None:
     fallen = DroppedSample("s", "g1", "stale", 1, 0, 3)
     first = replace(formed(0, 0), parts=2, dropped=(fallen,))
     second = replace(formed(1, 1), draw_index=0, part=1, parts=2, positions=(SourcePosition(0, 4),))
-    assert progress(1, first, second).taken("g1")
+    assert progress(1, first, second).is_taken("g1")
 
 
 def test_weights_of_a_checkpoint_under_a_new_number_make_its_draws_due_again() -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.arguments import fold_arguments
-from turnlog.consumers.fold import NoSuchSession, Scope, compare, drawings, listed, sessions, totals
-from turnlog.infra.blobs import MemoryBlobs, externalized
+from turnlog.consumers.fold import NoUniqueSession, Scope, compare, drawings, rows_to_show, sessions, totals
+from turnlog.infra.blobs import MemoryBlobs, externalize_payloads
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import events as events_of_topic
 from turnlog.infra.log import TopicSpec
@@ -58,7 +58,7 @@ async def role(story) -> AsyncIterator[Role]:
     async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
         await events.append(configured)
         for _, _, event in told.arrivals:
-            await events.append(await externalized(event, blobs, limit=20))
+            await events.append(await externalize_payloads(event, blobs, limit=20))
         for _, _, event in going_on.arrivals:
             await events.append(replace(event, group_id="h"))
         yield Role("fold", "fold-0", SETTINGS, log, events, blobs, Health("fold"))
@@ -90,7 +90,7 @@ async def test_who_comes_from_slime_sees_what_was_lost(role: Role) -> None:
         │ in all rows            │    20 │     31 │        +11 │
         └────────────────────────┴───────┴────────┴────────────┘
     """)
-    assert lines(text(sessions(found, listed(found)))) == lines("""
+    assert lines(text(sessions(found, rows_to_show(found)))) == lines("""
                                  sessions that differ most
         ┏━━━━━━━━━┳━━━━━━━┳━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━┓
         ┃ session ┃ turns ┃ policy ┃ segments ┃ trained ┃ masked      ┃ context again ┃
@@ -140,14 +140,14 @@ async def test_the_beginning_of_an_id_is_enough_where_only_one_begins_with_it(ro
         await role.events.append(replace(started, event_id=session, session_id=session, group_id=f"of-{session}"))
     found = await compare(role, ["slime"], Scope(session="long-1", group="of"))
     assert (found.sessions, found.open_groups) == (0, 1)
-    with pytest.raises(NoSuchSession, match="2 sessions or groups 'long'"):
+    with pytest.raises(NoUniqueSession, match="2 sessions or groups 'long'"):
         await compare(role, ["slime"], Scope(session="long"))
-    with pytest.raises(NoSuchSession, match="2 sessions or groups 'of-'"):
+    with pytest.raises(NoUniqueSession, match="2 sessions or groups 'of-'"):
         await compare(role, ["slime"], Scope(group="of-"))
 
 
 async def test_what_is_not_there_is_named(role: Role) -> None:
-    with pytest.raises(NoSuchSession, match="'nobody'"):
+    with pytest.raises(NoUniqueSession, match="'nobody'"):
         await compare(role, ["slime"], Scope(session="nobody"))
     with pytest.raises(SettingsError, match=r"fold\.policy must be one of last-turn, prefix, slime"):
         await compare(role, ["unheard-of"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core import PayloadNotFetched
-from turnlog.processors.core.messages import Dialogue, Message, NotMessages, message, messages, response
+from turnlog.processors.core.messages import ComparableMessage, Dialogue, NotMessages, message, messages, response
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.slime import Routes
 from turnlog.producers.gateway.messages import message as at_the_gateway
@@ -232,7 +232,7 @@ def test_messages_are_kept_once_however_many_turns_repeat_them(story):
     assert sum(len(dialogue.new) for dialogue in kept) == 50
 
 
-class Compared(Message):
+class Compared(ComparableMessage):
     """A message that counts how often it is held against another."""
 
     times = 0

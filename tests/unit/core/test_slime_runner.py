@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.blobs import MemoryBlobs, externalized
+from turnlog.infra.blobs import MemoryBlobs, externalize_payloads
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, TopicSpec
-from turnlog.infra.offers import installed, installed_policies
+from turnlog.infra.offers import installed_policies, load_methods
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
@@ -20,7 +20,7 @@ from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.segments import Segments
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.events import Event, MaskReason, TurnCompleted, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE
@@ -48,8 +48,8 @@ async def assembled(events: Sequence[Event], policy: str, blobs: MemoryBlobs) ->
     async with EventLog.open(log, MemoryRegistry(), writer="test") as appender:
         for event in events:
             await appender.append(event)
-        runner = Runner(plan, log, appender, blobs, Health("assembler"), clock=lambda: 0.0)
-        async with runner.joined("0") as reader:
+        runner = AssemblerRunner(plan, log, appender, blobs, Health("assembler"), clock=lambda: 0.0)
+        async with runner.join_group("0") as reader:
             for _ in range(4):
                 await runner.turn(reader, poll_s=0.001)
         name = Partition("turn-trees", 0)
@@ -60,7 +60,7 @@ async def assembled(events: Sequence[Event], policy: str, blobs: MemoryBlobs) ->
 async def test_the_runner_fetches_messages_for_slime_and_leaves_them_in_the_store_for_prefix(story) -> None:
     blobs = MemoryBlobs()
     stored = [
-        await externalized(event, blobs, limit=40) if isinstance(event, TurnCompleted) else event
+        await externalize_payloads(event, blobs, limit=40) if isinstance(event, TurnCompleted) else event
         for event in rewritten(story)
     ]
     tree = await assembled(stored, "slime", blobs)
@@ -135,7 +135,7 @@ def offered(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("offered")
 def test_a_package_offers_a_policy_by_entry_point():
     settings = from_tables({"fold": {"policy": "backwards"}}, {}, source="t")
-    assert installed(settings.fold).policies["backwards"].needs_messages is True
+    assert load_methods(settings.fold).policies["backwards"].needs_messages is True
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from turnlog.processors.core.fold.group import offline
-from turnlog.processors.core.fold.spine import Spine
+from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.watch import Limits, Watch
+from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, Purpose, RewardFailed, StepRewardAssigned, Verifier
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -187,7 +187,7 @@ def test_a_group_that_was_closed_before_anybody_started_is_of_no_task(story):
     s = story()
     s.reward("a", 1.0)
     s.close(reason="orphan")
-    spine = Spine(LATEST)
+    spine = ControlStreamFold(LATEST)
     for _, offset, event in s.arrivals:
         spine.fold(offset, event)
     assert spine.task is None
@@ -280,13 +280,13 @@ def test_zero_variance_is_kept_with_advantage_zero_or_discarded(story):
 
 def reaped(s, folded):
     """The story's records, then what the reaper writes that has read them."""
-    watch, group, records = Watch(), None, list(s.arrivals)
+    watch, group, records = GroupWatch(), None, list(s.arrivals)
     for record in records:
         result = folded([record], RULES, group)
         group = result.group
         watch.saw(record[2], 0.0, refused=bool(result.refused))
     spine = [offset for topic, offset, _ in records if topic == "agent.sessions"]
-    due = watch.overdue(9.0, caught_up_at=0.0, limits=Limits(silence_s=99.0, deadline_s=1.0), seen=spine[-1] + 1)
+    due = watch.overdue(9.0, caught_up_at=0.0, limits=ReaperLimits(silence_s=99.0, deadline_s=1.0), seen=spine[-1] + 1)
     return records + [("agent.sessions", spine[-1] + 1, close) for close in due]
 
 

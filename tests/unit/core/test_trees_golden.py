@@ -6,7 +6,7 @@ import gc
 from dataclasses import replace
 
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.token_tree import Node
+from turnlog.processors.core.token_tree import RadixNode
 from turnlog.schemas.events import FinishReason, Outcome
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
@@ -571,6 +571,6 @@ def test_a_forgotten_session_leaves_nothing_for_the_collector_of_garbage(story) 
     gc.disable()
     try:
         s.fold(RULES)
-        assert not [each for each in gc.get_objects() if type(each) is Node]
+        assert not [each for each in gc.get_objects() if type(each) is RadixNode]
     finally:
         gc.enable()

@@ -36,13 +36,13 @@ def lags(held: HeldVersion, *versions: int) -> list[int]:
 
 
 def test_without_a_death_lag_is_the_difference_of_the_numbers_and_is_recorded_all_the_same():
-    held = chain(*BEFORE).held(1, range(5))
+    held = chain(*BEFORE).expected_version(1, range(5))
     assert (held.number, lags(held, *range(5))) == (5, [5, 4, 3, 2, 1])
-    assert held.recorded((4, 0, 4)) == {"0": 5, "4": 1}
+    assert held.recorded_lags((4, 0, 4)) == {"0": 5, "4": 1}
 
 
 def test_weights_that_are_published_again_are_as_old_as_they_were():
-    held = chain(*BEFORE, published(5, 2, incarnation=1)).held(0, range(6))
+    held = chain(*BEFORE, published(5, 2, incarnation=1)).expected_version(0, range(6))
     assert held.number == 5
     assert lags(held, 0, 1, 2, 5) == [2, 1, 0, 0]
     assert lags(held, 3, 4) == [OFF_CHAIN, OFF_CHAIN]
@@ -50,7 +50,7 @@ def test_weights_that_are_published_again_are_as_old_as_they_were():
 
 def test_the_repeated_steps_take_their_dead_twins_back_onto_the_chain():
     again = [published(5 + n, 2 + n, incarnation=1) for n in range(3)]
-    held = chain(*BEFORE, *again).held(1, range(8))
+    held = chain(*BEFORE, *again).expected_version(1, range(8))
     assert (held.number, lags(held, *range(8))) == (8, [5, 4, 3, 2, 1, 3, 2, 1])
 
 
@@ -61,14 +61,14 @@ def test_a_version_has_the_steps_of_its_weights_behind_it_while_they_are_on_the_
 
 def test_weights_that_came_out_otherwise_are_others():
     again = [published(5, 2, incarnation=1), published(6, 3, incarnation=1, bytes_of="other")]
-    held = chain(*BEFORE, *again).held(0, range(7))
+    held = chain(*BEFORE, *again).expected_version(0, range(7))
     assert lags(held, 2, 5, 6) == [1, 1, 0]
     assert lags(held, 3, 4) == [OFF_CHAIN, OFF_CHAIN]
 
 
 def test_a_reader_of_the_manifest_alone_finds_the_same_lags():
-    held = chain(*BEFORE, published(5, 2, incarnation=1)).held(2, range(6))
-    again = recorded_version(held.number, held.recorded(range(6)))
+    held = chain(*BEFORE, published(5, 2, incarnation=1)).expected_version(2, range(6))
+    again = recorded_version(held.number, held.recorded_lags(range(6)))
     assert lags(again, *range(6)) == lags(held, *range(6))
     assert recorded_version(7, {}).lag(4) == 3
 
@@ -84,7 +84,7 @@ def test_whatever_dies_where_lag_is_the_distance_of_steps_when_repeats_give_the_
             found.apply(published(version, step, incarnation=incarnation))
             step_of[version] = step
             version += 1
-    held = found.held(0, step_of)
+    held = found.expected_version(0, step_of)
     for number, steps in step_of.items():
         assert held.lag(number) == (step - steps if steps <= step else OFF_CHAIN)
 

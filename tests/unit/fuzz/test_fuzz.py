@@ -26,7 +26,7 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.datasets.query import Filters, Joined, Query
 from turnlog.infra.archive.files import CorruptArchive, RangeFile, read_range
 from turnlog.infra.batch_files import CorruptBatch, read_rows
-from turnlog.infra.embedded.registry_app import Refused, parsed
+from turnlog.infra.embedded.registry_app import RegistryErrorResponse, parse_avro_schema
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.registry import MemoryRegistry
@@ -145,8 +145,8 @@ def test_any_json_is_a_schema_or_refused(schema: Any) -> None:
         codec.hold(THEIRS, schema)
     with pytest.raises(SchemaError):
         codec.decode(HEADER.pack(0, THEIRS))
-    with contextlib.suppress(Refused):
-        parsed(json.dumps(schema))
+    with contextlib.suppress(RegistryErrorResponse):
+        parse_avro_schema(json.dumps(schema))
 
 
 @often
@@ -250,7 +250,7 @@ def test_an_environment_variable_gives_settings_or_is_refused(key: str, text: st
 @given(version=st.text(), asked=st.text(min_size=1))
 def test_every_version_of_an_environment_passes_a_filter_or_not(version: str, asked: str) -> None:
     filters = Filters(Query(expire_before=(asked,)), Joined(), Counter())
-    assert filters.expired(Environment(name="e", version=version)) in (None, "expire_before")
+    assert filters.check_environment(Environment(name="e", version=version)) in (None, "expire_before")
 
 
 @settings(suppress_health_check=list(HealthCheck))

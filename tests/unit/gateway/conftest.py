@@ -164,7 +164,7 @@ class Rig:
         role = Role("gateway", instance, self.settings, log, self.events, self.blobs, Health("gateway"))
         listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0, "[gateway] port")))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.gateway = await Gateway.assembled(role, self.url, connect=self.connect)
+        self.gateway = await Gateway.create(role, self.url, connect=self.connect)
         await stack.enter_async_context(self.gateway.current())
         await stack.enter_async_context(serving(self.gateway, listener))
         self.http = await stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=30))

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.gateway.conftest import rigged
-from turnlog.producers.gateway.conversation import Conversation, MessageTree, Place, Turn, continued
-from turnlog.producers.gateway.messages import message, normalised
+from turnlog.producers.gateway.conversation import Conversation, MessageTree, RecordedTurn, TokenCursor, extend_hash
+from turnlog.producers.gateway.messages import message, normalise_messages
 from turnlog.schemas.events import FinishReason, ImageRef
 from turnlog.schemas.types import BlobRef, TurnId, int32s, pack_int32s
 from turnlog.settings import Settings
@@ -33,18 +33,18 @@ IMAGES = [BlobRef(name * 64, 1, "image/png") for name in "ab"]
 
 
 def turn_of(
-    conversation: Conversation, number: int, prompt: list[int], output: list[int], known: Place, **more: Any
-) -> Turn:
+    conversation: Conversation, number: int, prompt: list[int], output: list[int], known: TokenCursor, **more: Any
+) -> RecordedTurn:
     """A turn as the gateway records it, whose prompt passes `known`."""
     raw = [{"role": "user", "content": f"{number}"}]
     response = {"role": "assistant", "content": f"said {number}"}
     new = prompt[known.depth :]
-    turn = Turn(
+    turn = RecordedTurn(
         id=TurnId("e", number), base=None, request_sha256=f"{number}", tools_sha256="", system_sha256="", new_raw=raw,
-        new=normalised(raw), response_raw=response, response=message(response, "response"), aborted=False,
+        new=normalise_messages(raw), response_raw=response, response=message(response, "response"), aborted=False,
         finish_reason=FinishReason.stop, stopped_by=None, logprobs=b"", cached_tokens=0, output_tokens=len(output),
         versions=(0, 0),
-        hashed=continued(conversation.hashed(known), [*new, *output]), boundary_reason="first",
+        hashed=extend_hash(conversation.hash_path(known), [*new, *output]), boundary_reason="first",
         total=len(prompt) + len(output), **more,
     )  # fmt: skip
     conversation.record(turn, new, output, known)
@@ -66,7 +66,7 @@ HISTORIES = st.lists(
 @given(HISTORIES)
 @hypothesis.settings(deadline=None)
 def test_every_prompt_is_stored_against_the_longest_prefix_and_every_token_is_held_once(steps: Any) -> None:
-    conversation, lines = Conversation(), list[tuple[Turn, list[int]]]()
+    conversation, lines = Conversation(), list[tuple[RecordedTurn, list[int]]]()
     for number, (of, share, tail, output, knows) in enumerate(steps):
         prompt, known = [1, *tail], conversation.strands.start
         if lines:
@@ -88,7 +88,7 @@ def test_every_prompt_is_stored_against_the_longest_prefix_and_every_token_is_he
 @given(st.lists(st.lists(st.tuples(st.sampled_from([0, 1, None]), st.booleans()), min_size=1, max_size=4), max_size=8))
 @hypothesis.settings(deadline=None)
 def test_prompts_part_at_an_image_that_differs_and_covered_turns_are_found_wherever_they_are(steps: Any) -> None:
-    conversation, lines = Conversation(), list[tuple[Turn, list[Any]]]()
+    conversation, lines = Conversation(), list[tuple[RecordedTurn, list[Any]]]()
     for number, step in enumerate(steps):
         ids, images, line = list[int](), list[ImageRef](), list[Any]()
         for which, _ in step:
@@ -123,17 +123,17 @@ SHAPES = st.sampled_from(
 def test_reading_by_what_is_known_gives_what_reading_anew_gives(requests: Any) -> None:
     tree = MessageTree()
     for raw, recorded in requests:
-        read, anew = tree.read(copy.deepcopy(raw)), normalised(raw)
+        read, anew = tree.read(copy.deepcopy(raw)), normalise_messages(raw)
         assert [(one.template, one.digest, one.reasoning) for one in read] == [
             (one.template, one.digest, one.reasoning) for one in anew
         ]
-        passed = list(tree.passed(read))
-        assert [each.chain for each in passed] == [each.chain for each in tree.passed(anew)]
+        passed = list(tree.walk(read))
+        assert [each.chain for each in passed] == [each.chain for each in tree.walk(anew)]
         if recorded:
             said = tree.start
             for one, this in zip(raw, anew, strict=True):
                 said = tree.add(said, one, this)
-            assert len(list(tree.passed(tree.read(raw)))) == len(raw)
+            assert len(list(tree.walk(tree.read(raw)))) == len(raw)
 
 
 async def test_a_retry_of_the_first_turn_is_stored_against_the_whole_prompt_that_it_repeats(rig: Any) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from turnlog.infra.blobs import expert_rows
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_moe
-from turnlog.infra.engine import Generate, Piece, SGLang
+from turnlog.infra.engine import Generate, OutputChunk, SGLang
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import RewardAssigned, SegmentSample, Verifier
@@ -34,7 +34,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def moe_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of an SGLang that serves it and returns routed experts."""
     settings = EngineSettings(extra_args=("--enable-return-routed-experts", "--weight-version", "0"))
-    with Engine(model_folder, settings, log=tmp_path_factory.mktemp("engine") / "engine.log") as engine:
+    with EngineServer(model_folder, settings, log=tmp_path_factory.mktemp("engine") / "engine.log") as engine:
         yield engine.url
 
 
@@ -64,8 +64,8 @@ class Seen(SGLang):
         super().__init__(url)
         self.requests: list[Generate] = []
 
-    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
-        """See Engine."""
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
+        """See EngineServer."""
         self.requests.append(request)
         async for piece in super().generate(request, stream=stream, timeout_s=timeout_s):
             yield piece

@@ -11,7 +11,7 @@ import pytest
 
 from turnlog.producers.gateway.dialects.dialect import IGNORED
 from turnlog.producers.gateway.dialects.openai_chat import FIELDS
-from turnlog.producers.gateway.parsers.parser import certain, shortened
+from turnlog.producers.gateway.parsers.parser import certain, cut_at_stop
 from turnlog.schemas.events import Boundary, FinishReason
 from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import Settings
@@ -53,7 +53,7 @@ async def test_a_stop_sequence_shortens_the_text_and_not_the_record(
     assert content == text
     [completed], [snapshot] = await rig.written("TurnCompleted"), await rig.written("TokenSnapshot")
     sampled = rig.tokens.literal(int32s(snapshot.output_ids).tolist())
-    found = shortened(said, [stop] if isinstance(stop, str) else stop)[1]
+    found = cut_at_stop(said, [stop] if isinstance(stop, str) else stop)[1]
     assert (completed.stopped_by, completed.finish_reason) == (found, FinishReason.stop)
     assert sampled.startswith(text + (found or "")), "what ended the text was sampled, and stands on the log"
     assert orjson.loads(completed.response)["content"] == text

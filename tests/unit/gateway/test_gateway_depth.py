@@ -18,7 +18,7 @@ from tests.unit.gateway.conftest import model_in, settings_of
 from turnlog.consumers.datasets.conversations import messages_of, response_of, tools_json
 from turnlog.processors.core.messages import messages, response
 from turnlog.producers.gateway.parsers.formats import HERMES
-from turnlog.producers.gateway.parsers.parser import Parser, Text
+from turnlog.producers.gateway.parsers.parser import OutputParser, Text
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.settings import Settings
 
@@ -134,6 +134,6 @@ async def test_a_calls_text_that_is_no_object_comes_back_as_it_was_sampled(rig: 
 @pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, 1023, 1024, 5000])
 def test_a_call_that_is_too_deep_stays_in_the_content(depth: int) -> None:
     text = f'<tool_call>{{"name":"f","arguments":{nested(depth, "object")}}}</tool_call>'
-    parser = Parser(HERMES)
+    parser = OutputParser(HERMES)
     parser.push(text)
     assert (parser.parts == [Text(text)]) == deeper_than(text) == bool(parser.ill_formed)

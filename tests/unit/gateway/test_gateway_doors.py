@@ -27,7 +27,7 @@ from turnlog.infra.tools import GATEWAY_INSIDE
 from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.dialects.openai_chat import FIELDS
 from turnlog.producers.gateway.images import ImageTokens, picture
-from turnlog.producers.gateway_client import Answer, EnginesBusy, refusal
+from turnlog.producers.gateway_client import EnginesBusy, HttpResponse, refusal
 from turnlog.schemas.events import Outcome
 from turnlog.settings import Settings
 
@@ -211,7 +211,7 @@ async def test_a_session_has_so_many_turns_at_a_time_and_in_a_minute(impatient: 
     assert (await impatient.chat(session, [QUESTION])).status_code == 200
     fourth = await impatient.chat(session, [QUESTION])
     assert (fourth.status_code, "session_turns_per_minute" in fourth.text) == (429, True)
-    assert isinstance(refusal(Answer("u", 429, fourth.content)), EnginesBusy)
+    assert isinstance(refusal(HttpResponse("u", 429, fourth.content)), EnginesBusy)
     assert (await impatient.chat(await impatient.open("rollout-1"), [QUESTION])).status_code == 200
 
 
@@ -228,7 +228,7 @@ RULE = ImageTokens(7, lambda height, width: 1, most_pixels=1_000_000)
 
 async def admitted(rig: Any, content: bytes) -> None:
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    await RULE.admitted([picture({"image_url": {"url": url}}, "messages[0]")], {}, rig.blobs)
+    await RULE.admit_all([picture({"image_url": {"url": url}}, "messages[0]")], {}, rig.blobs)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1001, 1000), (12_000, 12_000), (60_000, 60_000), (2**31 - 1, 2**30)])

@@ -18,13 +18,13 @@ from tests.fakes.memory_engine import MemoryEngine
 from tests.secured import Authority
 from tests.unit.gateway.conftest import WINDOW, rigged, until
 from tests.unit.producers.test_admission import published
-from turnlog.infra.engine import EngineDead, Generate, Piece
+from turnlog.infra.engine import EngineDead, Generate, OutputChunk
 from turnlog.infra.roles import tls
 from turnlog.infra.run_folder import GATEWAY_KEY
 from turnlog.producers.gateway import NoEngine, Unauthorized
-from turnlog.producers.gateway.engines import SILENCE_S, Engines, Wanted
+from turnlog.producers.gateway.engines import SILENCE_S, EnginePool, WeightRequirement
 from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
-from turnlog.producers.gateway_client import Answer, GatewayFailed, refusal
+from turnlog.producers.gateway_client import GatewayFailed, HttpResponse, refusal
 from turnlog.schemas.events import EngineRegistered, FinishReason
 from turnlog.schemas.types import int32s
 from turnlog.settings import GatewaySettings, Settings
@@ -142,7 +142,7 @@ class Clock:
 
 async def test_requests_that_fail_together_are_one_outage_and_a_rest_grows_with_each_in_vain() -> None:
     clock = Clock()
-    engines = Engines(connect=lambda _: MemoryEngine(vocabulary=8, context=8), clock=clock)
+    engines = EnginePool(connect=lambda _: MemoryEngine(vocabulary=8, context=8), clock=clock)
     engines.apply(
         EngineRegistered(event_id="e", run_id="r", engine_id="e0", url="u", state="serving", version=0, model="m")
     )
@@ -151,18 +151,18 @@ async def test_requests_that_fail_together_are_one_outage_and_a_rest_grows_with_
     def rest(requests: int, lasting: float) -> float:
         began, clock.now = clock.now, clock.now + lasting
         for _ in range(requests):
-            engines.failed(engine, began, EngineDead("refused"))
+            engines.record_failure(engine, began, EngineDead("refused"))
         return engine.rests_until - clock.now
 
     assert rest(64, 3.0) == 0.5
     late = clock.now - 1.0  # began before the outage, ended long after it
     for expected in (1.0, 2.0, 4.0, 8.0, 15.0, 15.0):
         clock.now = engine.rests_until
-        engines.failed(engine, late, EngineDead("silent"))
+        engines.record_failure(engine, late, EngineDead("silent"))
         assert engine.rests_until == clock.now
         assert rest(64, 0.1) == expected
-    engines.served(engine)
-    assert await engines.choose("s", Wanted(), timeout_s=0.0) is engine
+    engines.record_success(engine)
+    assert await engines.choose("s", WeightRequirement(), timeout_s=0.0) is engine
     clock.now += 1
     assert rest(64, 0.1) == 0.5
 
@@ -172,7 +172,7 @@ async def test_an_engine_that_gives_more_tokens_than_asked_is_refused_by_name(ri
     class Unbounded(MemoryEngine):
         """Samples on, whatever it was asked."""
 
-        def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+        def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
             more = dataclasses.replace(request, max_new_tokens=request.max_new_tokens + 3)
             return super().generate(more, stream=stream, timeout_s=timeout_s)
 
@@ -203,7 +203,7 @@ async def test_an_engine_that_samples_what_the_model_has_not_is_refused_by_name(
 async def test_a_turn_waits_for_its_weights_and_says_so_when_they_do_not_come(rig: Any) -> None:
     session = await rig.open(min_weight_version=3)
     with pytest.raises(NoEngine, match="weight version >= 3"):
-        await rig.gateway.engines.choose("s", Wanted(3), timeout_s=0.2)
+        await rig.gateway.engines.choose("s", WeightRequirement(3), timeout_s=0.2)
     ask = asyncio.create_task(rig.chat(session, [QUESTION]))
     await rig.engine_says(version=2)
     await rig.engine_says(version=3)
@@ -218,23 +218,23 @@ async def test_a_turn_waits_for_weights_of_its_step_or_a_later_one_whatever_thei
         await rig.events.append(published(version, step))
     await rig.events.append(published(6, 4, incarnation=1))
     await rig.engine_says(version=6)
-    choosing = asyncio.create_task(rig.gateway.engines.choose("s", Wanted(5), timeout_s=20.0))
+    choosing = asyncio.create_task(rig.gateway.engines.choose("s", WeightRequirement(5), timeout_s=20.0))
     await until(lambda: rig.gateway.engines.live["e0"].version == 6)
-    assert (await rig.gateway.engines.choose("s", Wanted(4), timeout_s=0.0)).version == 6
+    assert (await rig.gateway.engines.choose("s", WeightRequirement(4), timeout_s=0.0)).version == 6
     with pytest.raises(NoEngine):
-        await rig.gateway.engines.choose("s", Wanted(5), timeout_s=0.0)
+        await rig.gateway.engines.choose("s", WeightRequirement(5), timeout_s=0.0)
     assert not choosing.done()
     await rig.events.append(published(7, 5, incarnation=1))
     await rig.engine_says(version=7)
     assert (await choosing).version == 7
     await rig.engine_says(version=5)
     await until(lambda: rig.gateway.engines.live["e0"].version == 5)
-    assert (await rig.gateway.engines.choose("s", Wanted(6), timeout_s=0.0)).version == 5
+    assert (await rig.gateway.engines.choose("s", WeightRequirement(6), timeout_s=0.0)).version == 5
 
 
 async def test_a_turn_waits_for_as_long_as_the_trainer_has_the_engines_device(rig: Any) -> None:
     await rig.engine_says("e0", state="released")
-    choosing = asyncio.create_task(rig.gateway.engines.choose("s", Wanted(), timeout_s=0.0))
+    choosing = asyncio.create_task(rig.gateway.engines.choose("s", WeightRequirement(), timeout_s=0.0))
     await asyncio.sleep(0)
     assert not choosing.done()
     await rig.engine_says("e0", version=1)
@@ -326,7 +326,7 @@ async def test_a_turn_that_an_engine_samples_for_too_long_fails_and_is_not_waite
         answer = await rig.chat(await rig.open(), [QUESTION])
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
         assert "[engine] request_timeout_s (0.3 s)" in answer.json()["error"]["message"]
-        assert isinstance(refusal(Answer("u", answer.status_code, answer.content)), GatewayFailed)
+        assert isinstance(refusal(HttpResponse("u", answer.status_code, answer.content)), GatewayFailed)
 
 
 async def test_a_pinned_session_is_sampled_by_that_version_alone(rig: Any) -> None:
@@ -348,7 +348,7 @@ async def test_a_version_that_every_engine_has_left_is_refused_at_once(rig: Any)
     assert asyncio.get_running_loop().time() - began < rig.settings.engine.request_timeout_s
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "weight_version_gone")
     assert answer.headers["x-should-retry"] == "false"
-    assert isinstance(refusal(Answer("u", 503, answer.content)), GatewayFailed)
+    assert isinstance(refusal(HttpResponse("u", 503, answer.content)), GatewayFailed)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -434,7 +434,7 @@ def test_a_token_is_good_for_its_claims_and_its_key_alone() -> None:
 
 def test_the_signing_key_is_made_once_and_private(tmp_path: Any) -> None:
     key = SigningKeys(GatewaySettings(), tmp_path).first
-    assert SigningKeys(GatewaySettings(), tmp_path).accepted == (key,)
+    assert SigningKeys(GatewaySettings(), tmp_path).accepted_keys == (key,)
     assert (tmp_path / GATEWAY_KEY).stat().st_mode & 0o777 == 0o600
     assert SigningKeys(GatewaySettings(signing_key="mine"), tmp_path).first == b"mine"
 

@@ -10,7 +10,7 @@ import pytest
 
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.producers.gateway import PrefillNotServed
-from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier
@@ -149,4 +149,4 @@ async def test_what_cannot_be_continued_is_refused_by_name(rig: Any, last: Any, 
 def test_a_template_that_does_not_leave_it_open_is_named(model_folder: Path, source: str) -> None:
     prompts = Prompts(TextTokens(model_folder), ChatTemplate(source, {}))
     with pytest.raises(PrefillNotServed, match="chat template"):
-        prompts.full(normalised([QUESTION, PREFILL]), None)
+        prompts.full(normalise_messages([QUESTION, PREFILL]), None)

@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from tests.fakes.memory_engine import MemoryEngine
 from tests.unit.gateway.conftest import until
-from turnlog.infra.engine import Generate, Piece
-from turnlog.infra.roles.health import QuietServer, configured, listening
-from turnlog.producers.gateway_client import GatewayClient, Session
+from turnlog.infra.engine import Generate, OutputChunk
+from turnlog.infra.roles.health import QuietServer, listening, uvicorn_config
+from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.schemas.events import Boundary, FinishReason
 from turnlog.schemas.types import TurnId, int32s
 from turnlog.settings import GatewaySettings, Settings
@@ -45,11 +45,11 @@ class SlowToAbort(MemoryEngine):
 class AbortedAtTheStop(MemoryEngine):
     """Calls `abort` what its last token had stopped already."""
 
-    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[Piece]:
+    async def generate(self, request: Generate, *, stream: bool, timeout_s: float) -> AsyncIterator[OutputChunk]:
         """See Engine."""
         async for piece in super().generate(request, stream=stream, timeout_s=timeout_s):
             finish = "abort" if piece.finish == "stop" else piece.finish
-            yield Piece(ids=piece.ids, logprobs=piece.logprobs, finish=finish, versions=piece.versions)
+            yield OutputChunk(ids=piece.ids, logprobs=piece.logprobs, finish=finish, versions=piece.versions)
 
 
 async def with_engine(rig: Any, kind: type[MemoryEngine]) -> Any:
@@ -284,8 +284,8 @@ async def test_the_runners_client_asks_a_gateway_of_release_v2_for_another_turn_
     with closing(listening("127.0.0.1", 0, "none")) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         settings = Settings(gateway=GatewaySettings(url=url, signing_key="k"))
-        async with QuietServer(configured(app)).running(listener), GatewayClient(settings) as client:
+        async with QuietServer(uvicorn_config(app)).running(listener), GatewayClient(settings) as client:
             for _ in range(2):
-                turn = await client.complete(Session("s", url, "t", "t"), [QUESTION], None, step=0)
+                turn = await client.complete(OpenSession("s", url, "t", "t"), [QUESTION], None, step=0)
                 assert (turn.message["content"], turn.turn) == ("2", TurnId("e", 2))
     assert [orjson.loads(body).get("metadata") for body in turns] == [None, {"again": 1}, {"again": 2}]

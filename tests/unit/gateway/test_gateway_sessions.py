@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.conftest import PARTITIONS, until
-from turnlog.producers.gateway.conversation import Said, Strand, Turn
+from turnlog.producers.gateway.conversation import MessageNode, RecordedTurn, Strand
 from turnlog.producers.gateway.recovery import SessionTail
 from turnlog.producers.gateway.requests import traceparent
 from turnlog.producers.gateway.sessions import KEPT
@@ -212,14 +212,14 @@ async def test_finished_sessions_are_forgotten_and_read_again_when_somebody_asks
         for session in done:
             await rig.finish(session)
         ids = [session["session_id"] for session in done]
-        await until(lambda: [tail.known(each) is not None for each in ids] == [False, False, False, True, True])
-        assert tail.known(open_still["session_id"]) is not None, "what is not finished is kept"
+        await until(lambda: [tail.find_records(each) is not None for each in ids] == [False, False, False, True, True])
+        assert tail.find_records(open_still["session_id"]) is not None, "what is not finished is kept"
         spine = await tail.session(ids[0], "group-0", 0)
         assert spine is not None
         assert spine.started is not None
-        assert spine.finished is not None
-        await until(lambda: sum(tail.known(each) is not None for each in ids) == 2)
-        assert tail.known(ids[0]) is spine, "it was asked for last"
+        assert spine.effective_finish is not None
+        await until(lambda: sum(tail.find_records(each) is not None for each in ids) == 2)
+        assert tail.find_records(ids[0]) is spine, "it was asked for last"
         reading.cancel()
 
 
@@ -235,7 +235,9 @@ async def test_a_session_that_is_let_go_leaves_nothing_for_the_collector_of_garb
         for number in range(KEPT):
             await rig.open(f"rollout-{number}")
         left = Counter(type(each) for each in gc.get_objects())
-        assert (left[Turn], left[Said], left[Strand]) == (0, KEPT, KEPT), "a session without a turn has one of each"
+        assert (left[RecordedTurn], left[MessageNode], left[Strand]) == (0, KEPT, KEPT), (
+            "a session without a turn has one of each"
+        )
     finally:
         gc.enable()
     assert len((await rig.describe(first))["turns"]) == 3, "it is read again when somebody asks"

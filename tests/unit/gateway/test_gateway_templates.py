@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.unit.gateway.conftest import Rig, rigged, settings_of
 from tests.unit.gateway.test_gateway_tokens import ALTERNATING
 from turnlog.producers.gateway.dialects.dialect import IGNORED
-from turnlog.producers.gateway.messages import in_call_order, normalised
+from turnlog.producers.gateway.messages import in_call_order, normalise_messages
 from turnlog.producers.gateway.prompts import Prompts
 from turnlog.producers.gateway.rendering.template import TemplateUnusable
 from turnlog.schemas.events import Boundary, FinishReason, TokenSnapshot, TurnCompleted
@@ -178,8 +178,8 @@ PLANS = st.builds(Plan, WORDS | st.just(""), WORDS, st.booleans(), st.lists(STEP
 
 def sampled(prompts: Prompts, asked: list[Any], said: dict[str, Any], tools: Any, family: Family) -> list[int]:
     """What a policy samples that says this as its template writes it."""
-    messages = [dict(one.template) for one in normalised(asked)]
-    before = prompts.text(normalised(asked), tools)
+    messages = [dict(one.template) for one in normalise_messages(asked)]
+    before = prompts.text(normalise_messages(asked), tools)
     whole = prompts.template.render([*messages, said], tools, generate=False)
     assert whole.startswith(before)
     end = family.called if said.get("tool_calls") else family.end
@@ -260,7 +260,7 @@ async def _checked(
         assert snapshot.prompt_sha256 == hashlib.sha256(np.array(prompt, dtype="<i4").tobytes()).hexdigest()
         assert int32s(snapshot.output_ids).tolist() == ids
         lines[snapshot.turn] = [*prompt, *ids]
-        whole = prompts.text(normalised(in_call_order(messages)), tools)
+        whole = prompts.text(normalise_messages(in_call_order(messages)), tools)
         base = lines[turn.base_turn] if turn.base_turn else []
         if snapshot.boundary is Boundary.append:
             appended += 1

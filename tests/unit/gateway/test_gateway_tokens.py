@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from turnlog.producers.gateway import TemplateSpent
-from turnlog.producers.gateway.messages import normalised, parts_of, response_of
+from turnlog.producers.gateway.messages import normalise_messages, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
-from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
-from turnlog.producers.gateway.prompts import ModelMissing, Prompts, TextStream, TextTokens
+from turnlog.producers.gateway.parsers.parser import OutputParser, ParsedCall, Part, Reasoning, Text
+from turnlog.producers.gateway.prompts import Prompts, TextStream, TextTokens, TokenizerMissing
 from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateMissing, TemplateUnbounded, check_ends
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "ü <b>", "parameters": {"type": "object"}}}]
@@ -72,7 +72,7 @@ def test_rendering_and_tokens_equal_transformers(model_folder: Path, source: str
     text = source or (model_folder / "chat_template.jinja").read_text()
     for conversation in CONVERSATIONS:
         for tools in (None, TOOLS):
-            messages = normalised(conversation)
+            messages = normalise_messages(conversation)
             expected = theirs.apply_chat_template(
                 [dict(one.template) for one in messages],
                 tools=tools,
@@ -82,7 +82,7 @@ def test_rendering_and_tokens_equal_transformers(model_folder: Path, source: str
             )
             assert ours.text(messages, tools) == expected
             assert ours.full(messages, tools) == theirs(expected, add_special_tokens=False)["input_ids"]
-            prefilled = normalised([*conversation, {"role": "assistant", "content": "It is"}])
+            prefilled = normalise_messages([*conversation, {"role": "assistant", "content": "It is"}])
             assert ours.text(prefilled, tools) == theirs.apply_chat_template(
                 [dict(one.template) for one in prefilled],
                 tools=tools,
@@ -106,17 +106,17 @@ def test_a_continuation_is_what_a_full_render_puts_after_the_answer(
         [{"role": "user", "content": "and 2?"}, {"role": "assistant", "content": "It is "}],
     ):
         answer = {"role": "assistant", "content": "x", **({"tool_calls": [CALL]} if new[0]["role"] == "tool" else {})}
-        whole = prompts.full(normalised([{"role": "user", "content": "q"}, answer, *new]), tools)
-        more = prompts.continuation(prompts.end_of_turn or -1, normalised(new), tools)
+        whole = prompts.full(normalise_messages([{"role": "user", "content": "q"}, answer, *new]), tools)
+        more = prompts.continuation(prompts.end_of_turn or -1, normalise_messages(new), tools)
         assert more is not None
         assert whole[-len(more) - 1 :] == [prompts.end_of_turn, *more]
-        cut = prompts.continuation(100, normalised(new), tools)
+        cut = prompts.continuation(100, normalise_messages(new), tools)
         assert cut == [prompts.end_of_turn, *more]
 
 
 def test_a_base_that_ends_in_the_next_roles_mark_keeps_it_once(model_folder: Path) -> None:
     prompts = _prompts(model_folder, NEXT_ROLE_ENDS)
-    new = normalised([{"role": "user", "content": "b"}])
+    new = normalise_messages([{"role": "user", "content": "b"}])
     mark = prompts.tokens.encode("<|im_start|>")[0]
     whole = prompts.continuation(7, new, None)
     assert whole is not None
@@ -126,8 +126,8 @@ def test_a_base_that_ends_in_the_next_roles_mark_keeps_it_once(model_folder: Pat
 
 def test_a_kind_that_the_template_refuses_falls_back_alone(model_folder: Path) -> None:
     prompts = _prompts(model_folder, ALTERNATING)
-    assert prompts.continuation(2, normalised([{"role": "tool", "content": "8"}]), None) is None
-    assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), None) is not None
+    assert prompts.continuation(2, normalise_messages([{"role": "tool", "content": "8"}]), None) is None
+    assert prompts.continuation(2, normalise_messages([{"role": "user", "content": "8"}]), None) is not None
 
 
 LISTS_TOOLS = (
@@ -138,7 +138,7 @@ LISTS_TOOLS = (
 
 
 def test_tools_whose_keys_come_in_another_order_have_an_opening_of_their_own(model_folder: Path) -> None:
-    prompts, new = _prompts(model_folder, LISTS_TOOLS), normalised([{"role": "user", "content": "b"}])
+    prompts, new = _prompts(model_folder, LISTS_TOOLS), normalise_messages([{"role": "user", "content": "b"}])
     reordered = [dict(reversed(TOOLS[0].items()))]
     assert prompts.continuation(2, new, TOOLS) == prompts.continuation(2, new, reordered) is not None
 
@@ -147,7 +147,7 @@ def test_a_template_that_prints_the_date_appends_on_every_day(model_folder: Path
     source = (
         "{{ strftime_now('%d %b') }}{% if messages | length > 2 %}{{ strftime_now('%H') }}{% endif %}" + LISTS_TOOLS
     )
-    prompts, new = _prompts(model_folder, source), normalised([{"role": "user", "content": "b"}])
+    prompts, new = _prompts(model_folder, source), normalise_messages([{"role": "user", "content": "b"}])
     for now in (datetime(2026, 1, 1, 23, tzinfo=UTC), datetime(2026, 1, 2, 0, tzinfo=UTC)) * 2:
         assert prompts.text(new, None, now).startswith(f"{now:%d %b}<|im_start|>")
         appended = prompts.continuation(2, new, None, now)
@@ -157,7 +157,7 @@ def test_a_template_that_prints_the_date_appends_on_every_day(model_folder: Path
             {"role": "assistant", "content": "x"},
             {"role": "user", "content": "b"},
         ]
-        assert prompts.full(normalised(asked), None, now)[-len(appended) :] == appended
+        assert prompts.full(normalise_messages(asked), None, now)[-len(appended) :] == appended
 
 
 RESULT = (
@@ -172,10 +172,10 @@ RESULT = (
 )
 def test_a_result_that_is_written_by_its_call_is_not_appended(model_folder: Path, finds: str) -> None:
     prompts = _prompts(model_folder, LISTS_TOOLS.replace("{{ m.content }}", finds + "{{ m.content }}"))
-    assert not any(appended for kind, appended in prompts.appended().items() if "tool+" in kind or kind == "tool")
+    assert not any(appended for kind, appended in prompts.check_appends().items() if "tool+" in kind or kind == "tool")
     for result in ({"tool_call_id": "c1"}, {"tool_call_id": "c1", "name": "calc"}, {}):
-        assert prompts.continuation(2, normalised([{"role": "tool", "content": "8", **result}]), TOOLS) is None
-    assert prompts.continuation(2, normalised([{"role": "user", "content": "8"}]), TOOLS) is not None
+        assert prompts.continuation(2, normalise_messages([{"role": "tool", "content": "8", **result}]), TOOLS) is None
+    assert prompts.continuation(2, normalise_messages([{"role": "user", "content": "8"}]), TOOLS) is not None
 
 
 def test_a_template_that_lists_the_properties_of_a_tool_appends_where_tools_are_offered(model_folder: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_template_that_lists_the_properties_of_a_tool_appends_where_tools_are_
         "{% for name, one in tool.function.parameters.properties.items() %}{{ name + one.description }}{% endfor %}"
     )
     prompts = _prompts(model_folder, LISTS_TOOLS.replace("{{ tool | tojson }}", listed))
-    assert all(prompts.appended().values())
+    assert all(prompts.check_appends().values())
 
 
 NAMED = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}", "rag": "no"}
@@ -230,7 +230,7 @@ def test_a_template_that_joins_arguments_as_text_gets_text(model_folder: Path) -
     for arguments in ('{"expr": "1<2"}', "no json"):
         call = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": arguments}}
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        asked = normalised([{"role": "user", "content": "q"}, said, {"role": "tool", "content": "8"}])
+        asked = normalise_messages([{"role": "user", "content": "q"}, said, {"role": "tool", "content": "8"}])
         assert f"<|im_start|>assistant\ncalc\n{arguments}<|im_end|>\n<|im_start|>tool\n8" in prompts.text(asked, TOOLS)
     assert prompts.continuation(prompts.end_of_turn or -1, asked[2:], TOOLS) is not None
 
@@ -242,7 +242,7 @@ def test_a_template_that_rewrites_history_is_not_incremental(model_folder: Path)
         "[{{ messages | length }}]{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     prompts = _prompts(model_folder, source)
-    assert prompts.continuation(2, normalised([{"role": "user", "content": "a"}]), None) is None
+    assert prompts.continuation(2, normalise_messages([{"role": "user", "content": "a"}]), None) is None
 
 
 @example([99, 0, 0, 0, 131, 0, 0, 0, 99], random.Random(0))
@@ -260,7 +260,7 @@ def test_a_stream_never_takes_back_what_it_gave(model_folder: Path, ids: list[in
 
 
 def parsed(*pieces: str, inside: bool = False) -> tuple[list[Part], int]:
-    parser = Parser(HERMES, THINK, inside)
+    parser = OutputParser(HERMES, THINK, inside)
     for piece in pieces:
         parser.push(piece)
     parser.end()
@@ -271,9 +271,13 @@ def parsed(*pieces: str, inside: bool = False) -> tuple[list[Part], int]:
     ("text", "parts", "ill_formed"),
     [
         ("plain ", [Text("plain ")], 0),
-        ('<tool_call>{"name":"f"}</tool_call>', [Call("f", "{}")], 0),
-        ('a <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> ', [Text("a"), Call("f", '{"x":1}')], 0),
-        ('<tool_call>{"name":"f"}</tool_call>\nb ', [Call("f", "{}"), Text("b")], 0),
+        ('<tool_call>{"name":"f"}</tool_call>', [ParsedCall("f", "{}")], 0),
+        (
+            'a <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call> ',
+            [Text("a"), ParsedCall("f", '{"x":1}')],
+            0,
+        ),
+        ('<tool_call>{"name":"f"}</tool_call>\nb ', [ParsedCall("f", "{}"), Text("b")], 0),
         ("<tool_call>{broken</tool_call>", [Text("<tool_call>{broken</tool_call>")], 1),
         ('a <tool_call>{"name":"f"}', [Text('a <tool_call>{"name":"f"}')], 1),
         ("<tool_call>[1]</tool_call>x", [Text("<tool_call>[1]</tool_call>x")], 1),
@@ -293,7 +297,7 @@ def test_reasoning_that_the_prompt_opened_goes_on_to_its_end() -> None:
 
 
 def test_a_recorded_response_has_the_parts_that_made_it() -> None:
-    parts: list[Part] = [Reasoning("why"), Text("so"), Call("f", "{}"), Call("g", '{"x":1}')]
+    parts: list[Part] = [Reasoning("why"), Text("so"), ParsedCall("f", "{}"), ParsedCall("g", '{"x":1}')]
     assert parts_of(response_of(parts, str)) == parts
 
 
@@ -351,7 +355,7 @@ def test_a_template_that_ends_or_refuses_a_question_is_not_refused(source: str, 
 
 
 def test_a_folder_without_a_model_or_template_is_named(tmp_path: Path, model_folder: Path) -> None:
-    with pytest.raises(ModelMissing, match=r"tokenizer\.json"):
+    with pytest.raises(TokenizerMissing, match=r"tokenizer\.json"):
         TextTokens(tmp_path)
     with pytest.raises(TemplateMissing, match=str(tmp_path)):
         ChatTemplate.load(tmp_path)

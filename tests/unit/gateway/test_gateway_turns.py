@@ -14,7 +14,7 @@ from turnlog.infra.recipes import Episode
 from turnlog.producers.gateway.conversation import Conversation
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.parsers.formats import THINK
-from turnlog.producers.gateway.parsers.parser import Call, Reasoning, Text
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Reasoning, Text
 from turnlog.producers.gateway.requests import verify
 from turnlog.producers.recipes.calc import judge
 from turnlog.schemas.events import Boundary, FinishReason, Outcome, TokenSnapshot, TurnCompleted
@@ -283,7 +283,7 @@ async def test_reasoning_is_told_apart_and_counted_where_the_template_has_it(rig
     recorded = await turn.task
     assert recorded.response_raw["reasoning_content"] == "of 3 and 5"
     assert recorded.response_raw["content"] == "let me see"
-    assert [type(part) for part in turn.parts] == [Reasoning, Text, Call]
+    assert [type(part) for part in turn.parts] == [Reasoning, Text, ParsedCall]
     [completed] = await rig.written("TurnCompleted")
     output = int32s((await rig.written("TokenSnapshot"))[0].output_ids).tolist()
     thought = completed.reasoning_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.producers.gateway.messages import normalised
+from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.profiles import AmbiguousProfile, BrokenProfile, UnknownHarness, harness, system_text
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "parameters": {}}}]
@@ -27,7 +27,7 @@ def path(
 ) -> str | None:  # fmt: skip
     """The path of a request with one system message and the task."""
     raw = [{"role": "system", "content": system}, TASK]
-    return harness(name).agent_path(agent, headers, raw, tools, normalised(raw))
+    return harness(name).agent_path(agent, headers, raw, tools, normalise_messages(raw))
 
 
 def billed(more: str = "") -> list[dict[str, str]]:

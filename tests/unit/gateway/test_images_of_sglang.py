@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.fakes.pictures import data_url, encoded, painted
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.engine import Adapter, EngineImage, Generate, SGLang, SGLangControl
 from turnlog.schemas.events import Boundary, TokenSnapshot
@@ -36,7 +36,7 @@ def serving(folder: Path, log: Path, lora_rank: int = 0) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("TORCHDYNAMO_DISABLE", "1")  # it would compile C++ for a minute at its first image
         settings = EngineSettings(extra_args=("--weight-version", "0"))
-        with Engine(folder, settings, log=log, lora_rank=lora_rank) as engine:
+        with EngineServer(folder, settings, log=log, lora_rank=lora_rank) as engine:
             yield engine.url
 
 
@@ -128,7 +128,7 @@ def seen(folder: Path, image: Any) -> tuple[list[int], Any]:
     """PROMPT with the tokens of an image, and the image as a row has it."""
     from transformers import AutoImageProcessor
 
-    from turnlog.trainer.models.vision import Picture
+    from turnlog.trainer.models.vision import RowImage
     from turnlog.trainer.shape import read_shape
 
     loader: Any = AutoImageProcessor
@@ -137,13 +137,13 @@ def seen(folder: Path, image: Any) -> tuple[list[int], Any]:
     laid_out = loader.from_pretrained(folder)(images=[image], return_tensors="np")
     _, high, wide = (int(side) // vision.merge for side in laid_out["image_grid_thw"][0])
     before, behind = PROMPT
-    picture = Picture("image", len(before), high, wide, laid_out["pixel_values"])
+    picture = RowImage("image", len(before), high, wide, laid_out["pixel_values"])
     return [*before, *[vision.token] * picture.tokens, *behind], picture
 
 
 def row_of(prompt: list[int], output: list[int], said: list[float], picture: Any) -> Any:
     """A batch of one, whose output trains."""
-    from turnlog.trainer.models.vision import pictured
+    from turnlog.trainer.models.vision import attach_pictures
     from turnlog.trainer.reference import synthetic_rows
 
     trained = np.repeat([0, 1], [len(prompt), len(output)]).astype("u1")
@@ -155,7 +155,7 @@ def row_of(prompt: list[int], output: list[int], said: list[float], picture: Any
         advantages=trained.astype("<f4"),
         logprobs=np.array([0.0] * len(prompt) + said, "<f4"),
     )
-    return pictured(row, [[picture]])
+    return attach_pictures(row, [[picture]])
 
 
 @pytest.mark.engine

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from turnlog.producers.gateway.parsers.formats import FORMATS, MARKS, THINKING, TOLD_BY, formats_of
-from turnlog.producers.gateway.parsers.parser import Call, Parser, Part, Reasoning, Text
+from turnlog.producers.gateway.parsers.parser import OutputParser, ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import TextStream, TextTokens
 from turnlog.settings import GatewaySettings
 
@@ -34,8 +34,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": PROPERTIES}}},
     {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}}},
 ]
-OSLO, FIVE = Call("weather", '{"city":"Oslo ü","days":5}'), Call("weather", '{"days":5}')
-STOP = Call("stop", "{}")
+OSLO, FIVE = ParsedCall("weather", '{"city":"Oslo ü","days":5}'), ParsedCall("weather", '{"days":5}')
+STOP = ParsedCall("stop", "{}")
 
 
 def coder(body: str) -> str:
@@ -59,9 +59,9 @@ JSON_MARKS = {
 CITY, MARKED = '{"city":"%s"}', '{"%s": "weather", "%s": {"city": "%s"}}'
 
 
-def call_of(city: str) -> Call:
+def call_of(city: str) -> ParsedCall:
     """A call of weather."""
-    return Call("weather", CITY % city)
+    return ParsedCall("weather", CITY % city)
 
 
 WELL_FORMED: dict[str, dict[str, list[Part]]] = {
@@ -152,13 +152,13 @@ FAMILIES: list[tuple[str, str, list[Part]]] = [
     (
         "gemma4",
         '<|tool_call>call:f{a:[1,true,null,{<|"|>b<|"|>:<|"|>c<|"|>}],d:{}}<tool_call|>',
-        [Call("f", '{"a":[1,true,null,{"b":"c"}],"d":{}}')],
+        [ParsedCall("f", '{"a":[1,true,null,{"b":"c"}],"d":{}}')],
     ),
     ("lfm2", "<|tool_call_start|>[weather(city='Oslo ü', days=5), stop()]<|tool_call_end|>", [OSLO, STOP]),
     (
         "lfm2",
         "<|tool_call_start|>[f(a=[1, None, true], b={'c': -1})]<|tool_call_end|>so",
-        [Call("f", '{"a":[1,null,true],"b":{"c":-1}}'), Text("so")],
+        [ParsedCall("f", '{"a":[1,null,true],"b":{"c":-1}}'), Text("so")],
     ),
     (
         "cohere",
@@ -198,7 +198,7 @@ FAMILIES: list[tuple[str, str, list[Part]]] = [
         "kimi_k3",
         '<|open|>tools<|sep|><|open|>call tool="a&amp;&quot;" index="1"<|sep|><|open|>json type="object"<|sep|>'
         f"{ARGS}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
-        [Call('a&"', OSLO.arguments)],
+        [ParsedCall('a&"', OSLO.arguments)],
     ),
     ("functionary_v32", f"weather\n{ARGS}>>>stop\n{{}}", [OSLO, STOP]),
     ("functionary_v32", f"all\nas in\n>>> 5\n>>>six\n5>>>weather\n{ARGS}", [Text("as in\n>>> 5\n>>>six\n5"), OSLO]),
@@ -213,13 +213,17 @@ FAMILIES: list[tuple[str, str, list[Part]]] = [
         "minimax_m3",
         f'{M3}<invoke name="weather">{M3}<city>"</invoke>{M3}</city>{M3}<where>{M3}<a>{M3}<item>x{M3}</item>'
         f"{M3}<item>{M3}<b>5{M3}</b>{M3}</item>{M3}</a>{M3}</where>{M3}</invoke>",
-        [Call("weather", '{"city":"\\"</invoke>","where":{"a":["x",{"b":"5"}]}}')],
+        [ParsedCall("weather", '{"city":"\\"</invoke>","where":{"a":["x",{"b":"5"}]}}')],
     ),
-    ("minimax_m3", f'{M3}<invoke name="stop">{M3}<where>{M3}</where>{M3}</invoke>', [Call("stop", '{"where":""}')]),
+    (
+        "minimax_m3",
+        f'{M3}<invoke name="stop">{M3}<where>{M3}</where>{M3}</invoke>',
+        [ParsedCall("stop", '{"where":""}')],
+    ),
     (
         "minimax_m3",
         f'{M3}<invoke name="weather">{M3}<where>{M3}</where>{M3}</invoke>',
-        [Call("weather", '{"where":{}}')],
+        [ParsedCall("weather", '{"where":{}}')],
     ),
     ("gigachat3", f"so<|message_sep|>\n\nfunction call<|role_sep|>\n{LISTED}", [Text("so"), OSLO]),
     ("granite", f"<|tool_call|>[{LISTED}, {LISTED}]", [OSLO, OSLO]),
@@ -364,7 +368,7 @@ ALL = [
 def parsed(
     name: str, pieces: Sequence[str], thinking: str = "think", *, inside: bool = False
 ) -> tuple[list[Part], int]:
-    parser = Parser(FORMATS[name], THINKING[thinking], inside, TOOLS)
+    parser = OutputParser(FORMATS[name], THINKING[thinking], inside, TOOLS)
     for piece in pieces:
         parser.push(piece)
     parser.end()
@@ -406,7 +410,7 @@ def test_a_value_without_json_has_the_type_that_its_schema_says(key: str, text: 
         ("glm45", f"<tool_call>weather\n<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
     ):
         [found], _ = parsed(name, [call])
-        assert isinstance(found, Call)
+        assert isinstance(found, ParsedCall)
         assert json.loads(found.arguments) == {key: value}
 
 
@@ -459,11 +463,11 @@ def test_a_type_is_found_wherever_a_schema_says_it(name: str, schema: Any, text:
         {"$ref": "#/$defs/Own", "$defs": DEFINED | {"Own": own}},
         {"allOf": [{"type": "object"}, own], "$defs": DEFINED},
     ):
-        parser = Parser(FORMATS[name], tools=[{"function": {"name": "f", "parameters": parameters}}])
+        parser = OutputParser(FORMATS[name], tools=[{"function": {"name": "f", "parameters": parameters}}])
         parser.push(call)
         parser.end()
         [found] = parser.parts
-        assert isinstance(found, Call)
+        assert isinstance(found, ParsedCall)
         assert (read := json.loads(found.arguments)) == {"p": value}
         assert type(read["p"]) is type(value)
 
@@ -471,9 +475,9 @@ def test_a_type_is_found_wherever_a_schema_says_it(name: str, schema: Any, text:
 def test_a_schema_that_refers_to_itself_many_times_over_is_read_at_once() -> None:
     definitions: dict[str, Any] = {f"D{at}": {"anyOf": [{"$ref": f"#/$defs/D{(at + 1) % 40}"}] * 3} for at in range(40)}
     schema = {"properties": {"p": {"$ref": "#/$defs/D0"}}, "allOf": [{"$ref": "#"}] * 3, "$defs": definitions}
-    parser = Parser(FORMATS["qwen3_coder"], tools=[{"function": {"name": "f", "parameters": schema}}])
+    parser = OutputParser(FORMATS["qwen3_coder"], tools=[{"function": {"name": "f", "parameters": schema}}])
     parser.push("<function=f><parameter=p>5</parameter></function>")
-    assert parser.parts == [Call("f", '{"p":"5"}')]
+    assert parser.parts == [ParsedCall("f", '{"p":"5"}')]
 
 
 IN_JSON = {
@@ -506,11 +510,11 @@ def test_arguments_in_json_are_what_was_said_whatever_marks_and_digits_they_have
     family = FORMATS[name.removesuffix("_v3")]
     tools = [{"function": {"name": "f", "parameters": {}}}]
     places = sorted(cuts.randint(0, len(text)) for _ in range(cuts.randint(0, 9)))
-    parser = Parser(family, tools=tools)
+    parser = OutputParser(family, tools=tools)
     for start, end in itertools.pairwise([0, *places, len(text)]):
         parser.push(text[start:end])
     parser.end()
-    assert parser.parts == [Call("f", json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))]
+    assert parser.parts == [ParsedCall("f", json.dumps(arguments, ensure_ascii=False, separators=(",", ":")))]
     assert parser.ill_formed == 0
 
 
@@ -537,7 +541,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data(), schema=VALUES, value=VALUES)
 def test_no_schema_and_no_output_ends_a_parser(name: str, data: st.DataObject, schema: Any, value: Any) -> None:
-    parser = Parser(FORMATS[name], tools=[schema, {"function": {"name": "weather", "parameters": schema}}])
+    parser = OutputParser(FORMATS[name], tools=[schema, {"function": {"name": "weather", "parameters": schema}}])
     for word in [*data.draw(st.lists(st.sampled_from(WORDS[name]), max_size=4)), json.dumps(value)]:
         parser.push(word)
     for body in (
@@ -550,7 +554,7 @@ def test_no_schema_and_no_output_ends_a_parser(name: str, data: st.DataObject, s
         parser.push(f"{FORMATS[name].marks.opening}{body}{json.dumps(value)}")
     parser.push("[" * 5000)
     parser.end()
-    assert all(isinstance(json.loads(one.arguments), dict) for one in parser.parts if isinstance(one, Call))
+    assert all(isinstance(json.loads(one.arguments), dict) for one in parser.parts if isinstance(one, ParsedCall))
 
 
 @pytest.mark.parametrize("schema", [None, 5, [], {"properties": 5}, {"properties": {"a": {"type": 5, "anyOf": {}}}}])
@@ -560,11 +564,11 @@ def test_values_that_no_schema_tells_of_are_text_to_qwen_and_json_to_glm(schema:
         ("qwen3_coder", "<function=f><parameter=a>5</parameter></function>", "5"),
         ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>5</arg_value></tool_call>", 5),
     ):
-        parser = Parser(FORMATS[name], tools=tools)
+        parser = OutputParser(FORMATS[name], tools=tools)
         parser.push(call)
         parser.end()
         [found] = parser.parts
-        assert isinstance(found, Call)
+        assert isinstance(found, ParsedCall)
         assert json.loads(found.arguments) == {"a": value}
 
 
@@ -573,7 +577,7 @@ def test_reasoning_in_each_spelling_also_where_the_prompt_opened_it(name: str) -
     opening, closing = THINKING[name]
     expected = ([Reasoning("why"), Text("so")], 0)
     assert parsed("hermes", f"{opening}\nwhy\n{closing}\n\nso", name) == expected
-    parser = Parser(FORMATS["hermes"], THINKING[name], inside=True)
+    parser = OutputParser(FORMATS["hermes"], THINKING[name], inside=True)
     parser.push(f"why\n{closing}\n\nso")
     parser.end()
     assert parser.parts == expected[0]
@@ -590,7 +594,7 @@ def test_however_a_text_is_split_its_parts_are_the_same_and_stay(
 ) -> None:
     text, inside = data.draw(outputs(name)), data.draw(st.booleans())
     places = sorted(cuts.randint(0, len(text)) for _ in range(cuts.randint(0, 9)))
-    parser, given_out = Parser(FORMATS[name], THINKING["think"], inside, TOOLS), list[Part]()
+    parser, given_out = OutputParser(FORMATS[name], THINKING["think"], inside, TOOLS), list[Part]()
     for start, end in itertools.pairwise([0, *places, len(text)]):
         parser.push(text[start:end])
         assert grown(given_out, parser.parts)
@@ -599,9 +603,9 @@ def test_however_a_text_is_split_its_parts_are_the_same_and_stay(
     assert grown(given_out, parser.parts)
     assert (parser.parts, parser.ill_formed) == parsed(name, [text], inside=inside)
     if FORMATS[name].whole is not None:  # the headers of its messages belong to no part
-        assert all(part.text in text for part in parser.parts if not isinstance(part, Call))
-    elif not any(isinstance(part, Call) for part in parser.parts):
-        kept = "".join(part.text for part in parser.parts if not isinstance(part, Call))
+        assert all(part.text in text for part in parser.parts if not isinstance(part, ParsedCall))
+    elif not any(isinstance(part, ParsedCall) for part in parser.parts):
+        kept = "".join(part.text for part in parser.parts if not isinstance(part, ParsedCall))
         closed = text.replace("</think>", "", 1)
         nothing_lost = [text, closed, closed.replace("<think>", "", 1)]
         assert "".join(kept.split()) in ["".join(one.split()) for one in nothing_lost]
@@ -610,7 +614,7 @@ def test_however_a_text_is_split_its_parts_are_the_same_and_stay(
 def grown(before: list[Part], after: list[Part]) -> bool:
     """Whether what was given out stays: only the last part of it may have grown."""
     return len(before) <= len(after) and all(
-        old == new or (not isinstance(old, Call) and type(old) is type(new) and new.text.startswith(old.text))
+        old == new or (not isinstance(old, ParsedCall) and type(old) is type(new) and new.text.startswith(old.text))
         for old, new in zip(before, after, strict=False)
     )
 
@@ -642,7 +646,7 @@ def test_however_tokens_come_their_parts_are_the_same_and_stay(
     ids = byte_level.encode(data.draw(outputs(name)))
     for _ in range(cuts.randint(0, 2)):  # a token out of place: parts of characters, marks, ids beyond the tokenizer
         ids.insert(cuts.randint(0, len(ids)), cuts.randrange(byte_level.vocabulary))
-    stream, parser = TextStream(byte_level), Parser(FORMATS[name], THINKING["think"], tools=TOOLS)
+    stream, parser = TextStream(byte_level), OutputParser(FORMATS[name], THINKING["think"], tools=TOOLS)
     given_out, read, at = list[Part](), 0, 0
     while at < len(ids):
         size = cuts.randint(1, 5)
@@ -724,6 +728,6 @@ def test_parsers_of_sglang_read_the_same_calls() -> None:
     told = [line for line in done.stdout.splitlines() if line.startswith('["')]
     expected = [parts for one in WELL_FORMED.values() for parts in one.values()]
     for (name, _), line, parts in zip(corpus, told, expected, strict=True):
-        text = "".join(part.text for part in parts if not isinstance(part, Call))
-        calls = [[part.name, json.loads(part.arguments)] for part in parts if isinstance(part, Call)]
+        text = "".join(part.text for part in parts if not isinstance(part, ParsedCall))
+        calls = [[part.name, json.loads(part.arguments)] for part in parts if isinstance(part, ParsedCall)]
         assert json.loads(line) == [text, calls], name

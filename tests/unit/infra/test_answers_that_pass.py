@@ -22,7 +22,7 @@ from turnlog.infra.registry import (
     SchemaNotRegistered,
 )
 from turnlog.infra.roles import is_unreachable
-from turnlog.producers.gateway_client import Answer, EnginesBusy, GatewayClient, GatewayFailed, refusal
+from turnlog.producers.gateway_client import EnginesBusy, GatewayClient, GatewayFailed, HttpResponse, refusal
 from turnlog.settings import GatewaySettings, RegistrySettings, RunnerSettings, Settings
 
 PAGE = "<html>Welcome, please log in</html>"
@@ -115,7 +115,7 @@ async def test_a_gateway_that_cannot_now_is_asked_again(status: int) -> None:
 
 
 def test_a_gateway_that_broke_is_told_from_what_stands_before_it() -> None:
-    own = Answer("u", 502, b'{"error": {"code": "engine_refused"}}')
+    own = HttpResponse("u", 502, b'{"error": {"code": "engine_refused"}}')
     assert isinstance(refusal(own), GatewayFailed)
     assert isinstance(refusal(dataclasses.replace(own, content=b"<html>Bad Gateway")), EnginesBusy)
 

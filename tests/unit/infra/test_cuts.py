@@ -8,12 +8,12 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.archive import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fold.low_water import FoldName, Marks, encode_marks
+from turnlog.processors.core.fold.low_water import FoldName, LowWaterMarks, encode_marks
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 
 
 def commits(unit: int, high: int) -> dict[Partition, Commit]:
-    marks = Marks(low=dict.fromkeys(INPUTS, 1), high=dict.fromkeys(INPUTS, high))
+    marks = LowWaterMarks(low=dict.fromkeys(INPUTS, 1), high=dict.fromkeys(INPUTS, high))
     return {Partition(t, unit): Commit(1, encode_marks(marks, FoldName("1", "0" * 64), t)) for t in INPUTS}
 
 

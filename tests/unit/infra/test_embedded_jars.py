@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.embedded import JarMismatch, JarsUnavailable
-from turnlog.infra.embedded.broker import REPOSITORY, Jar, class_path, fetch, pinned
+from turnlog.infra.embedded.broker import REPOSITORY, Jar, class_path, fetch, pinned_jars
 from turnlog.infra.embedded.ports import HOST, free_ports
 
 CONTENTS = {"org.one:a:1.0": b"first jar", "org.two.deep:b:2.1": b"second jar"}
@@ -88,7 +88,7 @@ def test_a_repository_without_the_jar_is_told_at_once(repository: str, tmp_path:
 
 
 def test_the_lock_pins_every_jar_with_hash_and_size() -> None:
-    jars = pinned()
+    jars = pinned_jars()
     assert any(jar.file == "kafka_2.13-4.3.1.jar" for jar in jars)
     assert len({jar.file for jar in jars}) == len(jars) == 46
     assert all(len(jar.sha256) == 64 and jar.size > 0 for jar in jars)

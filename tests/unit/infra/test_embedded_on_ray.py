@@ -15,7 +15,7 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded import EngineDied
 from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import LaunchPlan
-from turnlog.infra.embedded.supervisor import State, Supervisor, Watched
+from turnlog.infra.embedded.supervisor import ChildState, Supervisor, Watched
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
 from turnlog.infra.on_ray.actor import members_of
@@ -25,7 +25,7 @@ from turnlog.infra.roles import fleet
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fleet import GONE, SERVING, Engine
+from turnlog.processors.core.fleet import GONE, SERVING, FleetEngine
 from turnlog.schemas.events import EngineGone, EngineRegistered
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import (
@@ -83,7 +83,7 @@ async def role(settings: Settings) -> AsyncIterator[Role]:
         yield Role("supervisor", "supervisor", settings, log, events, MemoryBlobs(), Health("supervisor"))
 
 
-async def until(role: Role, state: str, cause: str = "") -> Engine:
+async def until(role: Role, state: str, cause: str = "") -> FleetEngine:
     """Of engine-0."""
     async with asyncio.timeout(20):
         while True:
@@ -112,21 +112,21 @@ async def test_an_engine_that_took_its_loader_with_it_is_said_to_be_gone_unless_
     (holder,) = [Watched(member) for member in plan.members if member.launch.name == "engine-0"]
     on_log = OnLog(role.settings, plan, Supervisor([], lambda _: None), lambda: None)
 
-    def becomes(state: State, error: str) -> None:
+    def becomes(state: ChildState, error: str) -> None:
         holder.state, holder.error = state, EngineDied(error)
-        on_log.changed(holder)
+        on_log.on_change(holder)
 
     following = asyncio.create_task(on_log.follow(role))
     await serves(role, 1)
     said = "turnlog engine: ActorLost: its node died"
-    becomes(State.RESTARTING, f"engine-0 ended with status 2\nINFO of before\n{said}\nINFO of Ray")
+    becomes(ChildState.RESTARTING, f"engine-0 ended with status 2\nINFO of before\n{said}\nINFO of Ray")
     gone = await until(role, GONE, said)
     assert (gone.url, gone.version, gone.wanted, gone.by) == ("http://node-1:1", 1, "serving", "settings")
     await serves(role, 2)
-    becomes(State.RESTARTING, "nobody reads of that one")
-    becomes(State.READY, "")
+    becomes(ChildState.RESTARTING, "nobody reads of that one")
+    becomes(ChildState.READY, "")
     assert (await until(role, SERVING)).url == "http://node-2:1"
-    becomes(State.FAILED, "it died twice")
+    becomes(ChildState.FAILED, "it died twice")
     await until(role, GONE, "it died twice")
     causes = [event.cause for event in await all_events(role, ENGINES) if isinstance(event, EngineGone)]
     assert causes == [said, "it died twice"]

@@ -9,7 +9,7 @@ import pytest
 
 from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.ports import HOST
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.settings import (
     ArchiveSettings,
     DashboardSettings,
@@ -121,12 +121,12 @@ def test_only_the_trainer_computes_with_more_than_one_thread(own_servers: Settin
 
 def test_ranks_of_the_trainer_and_of_an_engine_meet_on_the_loopback(own_servers: Settings, tiny_model: Path) -> None:
     trainer = LaunchPlan(own_servers, ("trainer",)).members[-1].launch
-    engine = Engine(tiny_model, EngineSettings(), log=tiny_model / "engine-0.log").launch()
+    engine = EngineServer(tiny_model, EngineSettings(), log=tiny_model / "engine-0.log").launch()
     for launch in (trainer, engine):
         assert (launch.env["GLOO_SOCKET_IFNAME"], launch.env["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     assert engine.env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].startswith("file:///")
     spread = EngineSettings(extra_args=("--nnodes=2", "--dist-init-addr=10.0.0.1:5000"))
-    far = Engine(tiny_model, spread, log=tiny_model / "engine-0.log").launch().env
+    far = EngineServer(tiny_model, spread, log=tiny_model / "engine-0.log").launch().env
     assert not {"GLOO_SOCKET_IFNAME", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"} & far.keys()
 
 

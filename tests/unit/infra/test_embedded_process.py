@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.embedded import NotReady, ServerDied
-from turnlog.infra.embedded.process import Child, Launch, cause_of, marked, sweep
+from turnlog.infra.embedded.process import Child, Launch, cause_of, find_marked_pids, sweep
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -66,9 +66,9 @@ def test_stop_ends_a_child_that_ignores_sigterm_and_what_it_started(tmp_path: Pa
     )
     child = Child(_launch(tmp_path, code, ready=up.exists, stop_timeout_s=0.1)).start()
     child.wait_ready()
-    assert len(marked(child.mark)) == 2
+    assert len(find_marked_pids(child.mark)) == 2
     assert child.stop() == -signal.SIGKILL
-    assert marked(child.mark) == []
+    assert find_marked_pids(child.mark) == []
 
 
 def test_a_child_does_not_inherit_what_slows_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_when_the_parent_is_killed_children_and_grandchildren_end(tmp_path: Path
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         mark, child = parent.stdout.readline().split()
-        family = marked(mark)
+        family = find_marked_pids(mark)
         assert int(child) in family
         assert len(family) == 2
         parent.kill()

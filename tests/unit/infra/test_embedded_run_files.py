@@ -19,7 +19,7 @@ from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.embedded import AlreadyUp, PortTaken
 from turnlog.infra.embedded import up as of_up
 from turnlog.infra.embedded.servers import ObjectStore
-from turnlog.infra.embedded.supervisor import State
+from turnlog.infra.embedded.supervisor import ChildState
 from turnlog.infra.embedded.up import supervise, up
 from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.run_folder import (
@@ -38,10 +38,10 @@ from turnlog.infra.run_folder import (
     kafka_of,
     kept_secret,
     lacks_room,
-    locked,
+    lock_run,
     private_folder,
     read_endpoints,
-    resolved,
+    resolve_endpoints,
     run_settings,
     write_endpoints,
     write_settings,
@@ -105,7 +105,7 @@ def test_a_secret_that_is_empty_cut_off_or_no_text_is_refused_by_file_and_settin
     doors: dict[Path, Callable[[], object]] = {
         GATEWAY_KEY: lambda: SigningKeys(settings.gateway, tmp_path),
         CREDENTIAL_KEY: lambda: CredentialKeys("", tmp_path),
-        STORE_KEY: lambda: resolved(settings),
+        STORE_KEY: lambda: resolve_endpoints(settings),
         DASHBOARD_KEY: lambda: Keys("", tmp_path),
     }
     for ask in (doors[path], lambda: up(settings, say=lambda _: None), lambda: supervise(settings)):
@@ -141,7 +141,7 @@ def test_every_run_has_store_keys_of_its_own_and_its_roles_find_them(tmp_path: P
         directory = Path(run.run.directory)
         server = ObjectStore(directory / "store", run.store)
         write_endpoints(directory, Endpoints(kafka="k:1", registry="http://r", store=server.endpoint))
-        assert resolved(run).store == server.settings
+        assert resolve_endpoints(run).store == server.settings
         assert ObjectStore(directory / "store", run.store).settings.secret_key == server.settings.secret_key
         found.append(server.settings.secret_key)
     assert len({*found, "", "turnlog-embedded"}) == 4
@@ -151,7 +151,7 @@ def test_a_store_of_ones_own_gets_its_own_key_and_none_is_an_error(tmp_path: Pat
     mine = StoreSettings(endpoint="https://s3.example", secret_key="mine")
     write_endpoints(tmp_path, Endpoints(kafka="k:1", registry="http://r", store=mine.endpoint))
     kept_secret(tmp_path / STORE_KEY)
-    assert resolved(Settings(run=RunSettings(directory=str(tmp_path)), store=mine)).store == mine
+    assert resolve_endpoints(Settings(run=RunSettings(directory=str(tmp_path)), store=mine)).store == mine
     with pytest.raises(StoreUnavailable, match="TURNLOG_STORE_SECRET_KEY"):
         S3Blobs(dataclasses.replace(mine, secret_key=""))
 
@@ -159,11 +159,11 @@ def test_a_store_of_ones_own_gets_its_own_key_and_none_is_an_error(tmp_path: Pat
 def test_clients_log_in_at_embedded_servers_whose_secrets_there_are(tmp_path: Path) -> None:
     write_endpoints(tmp_path, Endpoints(kafka="k:1", registry="http://r", store="http://s"))
     run = Settings(run=RunSettings(directory=str(tmp_path)))
-    of_earlier_release = resolved(run)
+    of_earlier_release = resolve_endpoints(run)
     assert of_earlier_release.kafka == KafkaSettings(bootstrap="k:1")
     assert of_earlier_release.registry == RegistrySettings(url="http://r")
     passwords = [kept_secret(tmp_path / path) for path in (KAFKA_KEY, REGISTRY_KEY)]
-    found = resolved(run)
+    found = resolve_endpoints(run)
     check_kafka(found.kafka, "resolved")
     assert found.kafka == kafka_of(run)
     assert (found.kafka.security_protocol, found.kafka.sasl_mechanism) == ("SASL_PLAINTEXT", "PLAIN")
@@ -174,11 +174,11 @@ def test_clients_log_in_at_embedded_servers_whose_secrets_there_are(tmp_path: Pa
         registry=RegistrySettings(url="http://mine"),
         store=StoreSettings(endpoint="http://mine", secret_key="mine"),
     )
-    assert (resolved(mine).kafka, resolved(mine).registry) == (mine.kafka, mine.registry)
+    assert (resolve_endpoints(mine).kafka, resolve_endpoints(mine).registry) == (mine.kafka, mine.registry)
     for path in (KAFKA_KEY, REGISTRY_KEY):
         (tmp_path / path).write_text("")
         with pytest.raises(SecretUnusable, match=path.name):
-            resolved(run)
+            resolve_endpoints(run)
         with pytest.raises(SecretUnusable, match=path.name):
             check_secrets(tmp_path)
         (tmp_path / path).unlink()
@@ -186,9 +186,9 @@ def test_clients_log_in_at_embedded_servers_whose_secrets_there_are(tmp_path: Pa
 
 def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
     assert not is_live(tmp_path)
-    with locked(tmp_path):
+    with lock_run(tmp_path):
         assert is_live(tmp_path)
-        with pytest.raises(AlreadyUp, match="turnlog down"), locked(tmp_path):
+        with pytest.raises(AlreadyUp, match="turnlog down"), lock_run(tmp_path):
             pass
     assert not is_live(tmp_path)
 
@@ -292,7 +292,7 @@ def test_up_says_each_member_that_it_goes_on_without_on_a_line_of_its_own(
 ) -> None:
     """Its output takes one line at a time, and none where nobody is waited for."""
     write_endpoints(tmp_path, Endpoints(kafka="k", registry="r", store="s"))
-    of_members = [{"name": name, "state": State.RESTARTING, "error": "", "waiting": ""} for name in waiting]
+    of_members = [{"name": name, "state": ChildState.RESTARTING, "error": "", "waiting": ""} for name in waiting]
     write_state(tmp_path, {"children": of_members})
     lines: list[str] = []
     reading, writing = os.pipe()

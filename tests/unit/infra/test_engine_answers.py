@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.engine import EngineImage, EngineRefused, Generate, Piece, SGLang
+from turnlog.infra.engine import EngineImage, EngineRefused, Generate, OutputChunk, SGLang
 
 PROMPT = [7, 9, 9, 8]
 
@@ -42,7 +42,7 @@ async def engine(*, body: bytes = b"", **more: Any) -> AsyncIterator[tuple[SGLan
     await client.close()
 
 
-async def answer(client: SGLang, **more: Any) -> Piece:
+async def answer(client: SGLang, **more: Any) -> OutputChunk:
     """The one piece of a request."""
     request = Generate(**{"rid": "r", "input_ids": PROMPT, "temperature": 1.0, "max_new_tokens": 1, **more})
     (piece,) = [piece async for piece in client.generate(request, stream=False, timeout_s=30)]

@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[[KafkaLog], Awaitable[object]]] = {
     "since": lambda log: log.offset_since(PLACE, 1),
     "groups": KafkaLog.groups,
     "commits": lambda log: log.commits("group", [PLACE]),
-    "committed": lambda log: log.committed("group"),
+    "committed": lambda log: log.committed_partitions("group"),
     "members": lambda log: log.members("group"),
     "forget": lambda log: log.delete_groups(["nobody"]),
     "sizes": lambda log: log.sizes(["in"]),

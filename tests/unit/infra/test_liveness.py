@@ -30,7 +30,7 @@ STEP_S = LIVENESS.every_s
 def _silence_after(looks: list[dict[str, tuple[float, float]] | None], *, step_s: float = STEP_S) -> str:
     silence = Silence(LIVENESS, 0.0)
     for number, loops in enumerate(looks, start=1):
-        silence.looked(loops, number * step_s)
+        silence.record_check(loops, number * step_s)
     return silence.hung()
 
 
@@ -65,17 +65,17 @@ def test_a_loop_that_is_over_is_not_waited_for() -> None:
 
 def test_the_time_in_which_the_watcher_itself_was_stopped_accuses_nobody() -> None:
     silence = Silence(LIVENESS, 0.0)
-    silence.looked({"work": (7.0, 10.0)}, 1.0)
-    silence.looked(None, 3600.0)  # the machine slept for an hour, and so did every child
+    silence.record_check({"work": (7.0, 10.0)}, 1.0)
+    silence.record_check(None, 3600.0)  # the machine slept for an hour, and so did every child
     assert silence.hung() == ""
-    silence.looked({"work": (7.0, 10.0)}, 3601.0)
+    silence.record_check({"work": (7.0, 10.0)}, 3601.0)
     assert silence.hung() == ""
 
 
 def test_who_starts_is_given_longer() -> None:
     silence = Silence(LIVENESS, 0.0)
     for now in range(1, 20):
-        silence.looked(None, float(now))
+        silence.record_check(None, float(now))
     assert silence.hung(at_least_s=300.0) == ""
     assert silence.hung() != ""
 

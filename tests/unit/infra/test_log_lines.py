@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.infra.roles.log_lines import OVER_S, escaped, handler
+from turnlog.infra.roles.log_lines import OVER_S, escape_controls, handler
 
 
 class Clock:
@@ -69,8 +69,8 @@ def test_a_tracebacks_lines_stand_below_its_record(log: tuple[logging.Logger, io
 @settings(deadline=None, database=None, derandomize=True)
 @given(st.text())
 def test_any_text_is_one_printable_line(text: str) -> None:
-    assert escaped(text).isprintable()
-    assert escaped(text) == text or not text.isprintable()
+    assert escape_controls(text).isprintable()
+    assert escape_controls(text) == text or not text.isprintable()
 
 
 def test_an_outage_is_told_at_once_then_at_growing_intervals_with_a_count(

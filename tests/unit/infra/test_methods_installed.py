@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.offers import installed
+from turnlog.infra.offers import load_methods
 from turnlog.processors.core.batches.draws import draw_rules
 from turnlog.processors.core.methods.catalogue import BUILT_IN, estimate
 from turnlog.processors.core.methods.estimators import Trajectory
@@ -53,7 +53,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_users_methods_are_chosen_by_the_settings_that_name_them() -> None:
     tables = {"fold": {"estimator": "best", "group_filters": ["loud:3"], "reward_transforms": ["square", "clip:0:9"]}}
     fold = from_tables(tables, {}, source="settings.toml").fold
-    methods = installed(fold)
+    methods = load_methods(fold)
     rules = fold_rules(fold, run_id="r", settings_sha256="", methods=methods)
     assert (rules.formula.label, rules.least_valid) == ("best/3", 4)
     assert [chosen.label for chosen in rules.filters] == ["loud/1:3"]
@@ -68,7 +68,7 @@ def test_a_users_methods_are_chosen_by_the_settings_that_name_them() -> None:
 
 
 def test_built_in_methods_need_no_package() -> None:
-    assert installed(FoldSettings()).estimators == BUILT_IN.estimators
+    assert load_methods(FoldSettings()).estimators == BUILT_IN.estimators
 
 
 @pytest.mark.usefixtures("package")
@@ -90,7 +90,7 @@ def test_built_in_methods_need_no_package() -> None:
 )
 def test_a_method_that_cannot_be_had_is_named_with_what_exists(fold: FoldSettings, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        installed(fold)
+        load_methods(fold)
 
 
 @pytest.mark.usefixtures("package")
@@ -102,7 +102,7 @@ def test_two_packages_that_offer_one_name_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         SettingsError, match=r"own_methods_of_a_user:BEST and rival:BEST .* two packages offer the name"
     ):
-        installed(FoldSettings(estimator="best"))
+        load_methods(FoldSettings(estimator="best"))
 
 
 @pytest.mark.usefixtures("package")
@@ -113,7 +113,7 @@ def test_a_policy_that_two_packages_offer_is_refused_alike(tmp_path: Path) -> No
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
         (info / "entry_points.txt").write_text(f"[turnlog.policies]\nours = {name}:POLICY\n")
     with pytest.raises(SettingsError, match=r"fold.policy 'ours', .* two packages offer the name"):
-        installed(FoldSettings(policy="ours"))
+        load_methods(FoldSettings(policy="ours"))
 
 
 @pytest.mark.usefixtures("package")

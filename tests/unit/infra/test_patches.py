@@ -17,12 +17,12 @@ from tests.fakes.grounds import Grounds, grounds
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.recipes import Episode, SandboxCall
 from turnlog.infra.verifiers import Grading, PatchVerifier
-from turnlog.infra.verifiers.grading import protected
+from turnlog.infra.verifiers.grading import is_protected
 from turnlog.infra.verifiers.judges import NoVerdict
-from turnlog.infra.verifiers.patches import Trees, judged
-from turnlog.infra.workspaces import kept
+from turnlog.infra.verifiers.patches import Trees, grade_patch
+from turnlog.infra.workspaces import store_files
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling import unisolated
+from turnlog.sandbox_workers.pooling import find_isolation_failure
 from turnlog.schemas.events import Outcome, SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
 from turnlog.schemas.types import BlobRef
 
@@ -50,7 +50,7 @@ VERIFIER = PatchVerifier(name="patch", version="1", grading=lambda task: task["g
 async def sandboxes() -> AsyncIterator[Grounds]:
     if shutil.which("git", path="/usr/local/bin:/usr/bin:/bin") is None:
         pytest.skip("git is not installed")
-    if await unisolated(SandboxSettings(first_uid=292_000)):
+    if await find_isolation_failure(SandboxSettings(first_uid=292_000)):
         pytest.skip("user namespaces are off")
     async with grounds() as found:
         yield found
@@ -250,11 +250,14 @@ async def refused(
         await asyncio.sleep(0)
         return run(part)
 
-    trees = Trees(first=await kept(FILES, blobs) if first else None, last=await kept({**FILES, "calc.py": ""}, blobs))
+    trees = Trees(
+        first=await store_files(FILES, blobs) if first else None,
+        last=await store_files({**FILES, "calc.py": ""}, blobs),
+    )
     verifier = dataclasses.replace(VERIFIER, grading=lambda _: grading, **changed)
     episode = Episode(task={}, messages=(), outcome=Outcome.completed, reason="")
     with pytest.raises(NoVerdict) as failed:
-        await judged(verifier, episode, trees, blobs, ran)
+        await grade_patch(verifier, episode, trees, blobs, ran)
     return failed.value
 
 
@@ -267,7 +270,7 @@ async def test_a_sandbox_without_git_or_an_answer_to_a_diff_is_no_verdict() -> N
 
 async def test_a_repository_that_fits_no_sandbox_is_no_verdict_and_one_that_does_is_the_agents() -> None:
     blobs = MemoryBlobs()
-    diff = await kept({"patch.diff": "--- a/calc.py\n"}, blobs)
+    diff = await store_files({"patch.diff": "--- a/calc.py\n"}, blobs)
     taken = completed(output=b'{"bytes": 9, "files": 1, "binary": [], "diff": "--- a"}', workspace=diff)
     full = completed(status=ToolStatus.resource_limit, reason="disk_bytes", attempt=0)
 
@@ -275,12 +278,12 @@ async def test_a_repository_that_fits_no_sandbox_is_no_verdict_and_one_that_does
         await asyncio.sleep(0)
         return taken if part == "capture" else full
 
-    trees = Trees(first=await kept(FILES, blobs), last=await kept({**FILES, "calc.py": ""}, blobs))
+    trees = Trees(first=await store_files(FILES, blobs), last=await store_files({**FILES, "calc.py": ""}, blobs))
     episode = Episode(task={"grading": BY_TESTS}, messages=(), outcome=Outcome.completed, reason="")
     with pytest.raises(NoVerdict, match=r"refused: the repository of \d+ bytes meets disk_bytes"):
-        await judged(VERIFIER, episode, trees, blobs, run)
+        await grade_patch(VERIFIER, episode, trees, blobs, run)
     full = dataclasses.replace(full, attempt=1, output=b"so far")
-    found = await judged(VERIFIER, episode, trees, blobs, run)
+    found = await grade_patch(VERIFIER, episode, trees, blobs, run)
     assert (found.value, found.evidence["outcome"], found.evidence["log"]) == (0.0, "limit", "so far")
 
 
@@ -309,4 +312,4 @@ async def test_a_row_that_cannot_be_graded_is_no_verdict() -> None:
     ],
 )
 def test_patterns_name_files_folders_and_paths(path: str, patterns: list[str], found: bool) -> None:
-    assert protected(path, patterns) is found
+    assert is_protected(path, patterns) is found

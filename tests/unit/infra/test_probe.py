@@ -14,7 +14,7 @@ import pytest
 
 from turnlog.infra.embedded.ports import HOST, is_free
 from turnlog.infra.roles.health import Health, listening, serve_health
-from turnlog.infra.roles.probe import bindable, bracketed, reached
+from turnlog.infra.roles.probe import bindable, bracket_ipv6, client_url
 
 PROBE = [sys.executable, "-m", "turnlog.cli", "health"]
 
@@ -45,12 +45,12 @@ async def test_a_role_is_asked_where_this_container_serves_its_health() -> None:
     async with served(health) as port:
         env = {"TURNLOG_HEALTH_PORT": str(port), "TURNLOG_HEALTH_HOST": HOST}
         assert await asked("assembler", **env) == (1, "assembler is not ready: starting")
-        health.started()
+        health.mark_started()
         health.unmet("unit 3", "stopped at agent.turns[3]@17\nmend it")
         assert await asked("assembler", "--ready", **env) == (
             1, "assembler is not ready: stopped at agent.turns[3]@17\\nmend it",
         )  # fmt: skip
-        health.met("unit 3")
+        health.mark_ready("unit 3")
         assert await asked("assembler", **env) == (0, "assembler is ready")
         assert await asked("assembler", "--live", **env) == (0, "assembler is alive")
         assert await asked("assembler", "--url", f"http://{HOST}:{port}") == (0, "assembler is ready")
@@ -58,7 +58,7 @@ async def test_a_role_is_asked_where_this_container_serves_its_health() -> None:
 
 async def test_a_loop_that_stands_still_is_named() -> None:
     health = Health("runner")
-    health.started()
+    health.mark_started()
     health.beat("reaper", within_s=1e-9)
     async with served(health) as port:
         status, said = await asked("runner", "--live", TURNLOG_HEALTH_PORT=str(port))
@@ -75,7 +75,7 @@ async def test_another_role_at_the_address_is_not_the_one_that_was_asked_for() -
 
 async def test_views_and_lag_are_asked_where_their_own_settings_say() -> None:
     health = Health("lag")
-    health.started()
+    health.mark_started()
     async with served(health) as port:
         assert await asked("lag", TURNLOG_LAG_PORT=str(port), TURNLOG_HEALTH_PORT="1") == (0, "lag is ready")
 
@@ -102,7 +102,7 @@ async def test_a_role_that_listens_everywhere_is_asked_at_home(host: str) -> Non
 
 async def test_a_wildcard_of_both_families_answers_ipv4_and_ipv6() -> None:
     health = Health("lag")
-    health.started()
+    health.mark_started()
     with listening("::", 0, "") as free:
         port = int(free.getsockname()[1])
     async with serve_health(health, ("::", port)):
@@ -134,7 +134,7 @@ def test_a_wildcard_is_that_of_ipv4_where_the_kernel_has_no_ipv6(monkeypatch: py
     ],
 )
 def test_an_address_of_a_pod_stands_in_brackets_in_a_url(written: str, meant: str) -> None:
-    assert bracketed(written) == meant
+    assert bracket_ipv6(written) == meant
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_address_of_a_pod_stands_in_brackets_in_a_url(written: str, meant: st
     [("::", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("fd00::2", "http://[fd00::2]:80")],
 )
 def test_a_server_is_reached_from_its_own_machine(host: str, url: str) -> None:
-    assert reached(host, 80) == url
+    assert client_url(host, 80) == url
 
 
 def test_a_probe_imports_nothing_that_makes_it_slow() -> None:

@@ -21,11 +21,11 @@ from tests.fakes.otlp_collector import collecting
 from tests.unit.consumers.test_alerts import listening
 from turnlog.cli import main
 from turnlog.consumers.outlets.alerts import targets
-from turnlog.consumers.outlets.spans import Span
+from turnlog.consumers.outlets.spans import TraceSpan
 from turnlog.consumers.outlets.tracing import Collector as Exporter
 from turnlog.infra.embedded import liveness
 from turnlog.infra.embedded.plan import waiting_for
-from turnlog.infra.embedded.servers import Engine
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import SGLang, SGLangControl
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import http_clients
@@ -89,7 +89,7 @@ async def test_every_client_of_our_servers_goes_past_a_proxy(url: str) -> None:
 
 
 async def test_the_supervisor_finds_healthy_what_is_healthy(url: str, tiny_model: Path, tmp_path: Path) -> None:
-    engine = Engine(tiny_model, Settings().engine, log=tmp_path / "engine.log")
+    engine = EngineServer(tiny_model, Settings().engine, log=tmp_path / "engine.log")
     engine.port = int(url.rpartition(":")[2])
     looks = (
         lambda: liveness.http_answers(url),
@@ -97,7 +97,7 @@ async def test_the_supervisor_finds_healthy_what_is_healthy(url: str, tiny_model
         lambda: liveness.is_well(url, timeout_s=5.0),
         lambda: liveness.role_loops(url) == {},
         lambda: waiting_for(url) == "",
-        lambda: http_clients.answered(url, timeout_s=5.0)[0],
+        lambda: http_clients.fetch_json(url, timeout_s=5.0)[0],
         engine.serves,
     )
     assert [await asyncio.to_thread(look) for look in looks] == [True] * len(looks)
@@ -136,7 +136,7 @@ def test_a_collector_and_a_hook_on_this_machine_are_asked_directly(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "kept.example")  # and so it is set back afterwards
     main(["run", "list"])
-    span = Span(trace_id=f"{1:032x}", span_id=f"{1:016x}", name="turn", start_ns=1, end_ns=2)
+    span = TraceSpan(trace_id=f"{1:032x}", span_id=f"{1:016x}", name="turn", start_ns=1, end_ns=2)
     with collecting() as collector, listening() as hook:
         exporter = Exporter(TraceSettings(timeout_s=5.0), collector.url, {})
         exporter.export([span])

@@ -34,7 +34,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 @asynccontextmanager
 async def serving(settings: RegistrySettings, url: str = "http://127.0.0.1:8081") -> AsyncIterator[httpx.AsyncClient]:
     """Who does not log in, at that address."""
-    async with SchemaStore.opened(MemoryLog()) as store:
+    async with SchemaStore.open(MemoryLog()) as store:
         transport = httpx.ASGITransport(app=RegistryApi(store, settings).application())
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             yield client

@@ -17,7 +17,7 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.fold_settings import FOLD_SECTIONS, Since
 from turnlog.infra.blobs import MemoryBlobs, Owner
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.history import EVERY_RUN, Reading, all_events, events_of
+from turnlog.infra.history import EVERY_RUN, ReadStatistics, all_events, events_of
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles import Unreachable, is_unreachable
@@ -30,11 +30,11 @@ from turnlog.infra.roles.runs import (
     OtherSettings,
     RunClosed,
     RunUnreadable,
-    claimed,
+    claim_log,
     configuration,
     configure,
-    configured,
     life,
+    load_configuration,
     set_phase,
 )
 from turnlog.infra.topics_admin import specs
@@ -112,9 +112,9 @@ async def test_a_registry_that_was_restored_with_other_ids_is_no_empty_log(conne
         ):
             await configure(role)
         with pytest.raises(OtherRegistry):
-            await configured(role, wait=False)
+            await load_configuration(role, wait=False)
         with pytest.raises(OtherRegistry):
-            async with claimed(role):
+            async with claim_log(role):
                 pass
     there = Partition("runs", 0)
     assert (await role.log.end_offsets([there]))[there] == 2, "RunConfigured and RunPlanned, once"
@@ -131,14 +131,14 @@ async def test_a_record_with_another_kind_in_its_header_is_no_other_registry(con
             await appender.append(topic.name, b"k", value, headers=[(RECORD_HEADER, b"EngineRegistered")])
             await appender.append(topic.name, b"k", value[:-4], headers=[(RECORD_HEADER, b"RunConfigured")])
     await configure(role)
-    async with claimed(role):
+    async with claim_log(role):
         assert await all_events(role, topics.ENGINES) == []
-        reading = Reading()
+        reading = ReadStatistics()
         end = (await role.log.end_offsets([place]))[place]
         assert [one async for one in events_of(role, place, end, ("EngineRegistered",), reading=reading)] == []
         assert reading.undecodable == {topics.ENGINES.name: 1}
         for record in role.log.broker.read(place, 0, 9)[0]:
-            assert await role.events.known(record) is None
+            assert await role.events.decode_known(record) is None
     moved = MemoryRegistry()
     for name in reversed(ALL):
         await moved.register(name, stored_schema(name))
@@ -166,7 +166,7 @@ async def test_a_run_is_configured_once_and_a_restart_finds_it_so(connect: Conne
 async def test_blobs_of_a_run_lie_in_its_folder_and_the_store_says_whose_that_is(connect: Connect) -> None:
     one, other = await connect(OURS), await connect(OURS)
     owner = Owner("memory", "team.", "ours")
-    async with claimed(other):
+    async with claim_log(other):
         assert other.blobs.folder == "", "nobody has configured the run"
         await configure(one)
         await set_phase(one, RunPhase.CLOSED)
@@ -233,12 +233,12 @@ async def test_other_recorded_values_are_refused_key_by_key_and_operational_ones
     said = (
         r"run 'ours': fold.min_valid was recorded as 0 and is 3 here; batcher.max_lag was recorded as 0 and is 1 here"
     )
-    for look in (configure, configured):
+    for look in (configure, load_configuration):
         with pytest.raises(OtherSettings, match=said):
             await look(await connect(other))
     nearer = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=9, max_records=1))
     with pytest.raises(OtherSettings, match=r"ours': assembler.horizon_records was recorded as 20000 and is 9 here:"):
-        await configured(await connect(nearer))
+        await load_configuration(await connect(nearer))
 
 
 async def test_a_key_that_each_role_took_from_its_own_settings_is_still_taken_from_there(connect: Connect) -> None:
@@ -246,7 +246,7 @@ async def test_a_key_that_each_role_took_from_its_own_settings_is_still_taken_fr
     await (await connect(OURS)).events.append(of_release("v2"))
     for horizon in (9, 20_000):
         own = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=horizon))
-        found = await configured(await connect(own))
+        found = await load_configuration(await connect(own))
         assert found is not None
         assert found.rules().horizon_records == found.assembler.horizon_records == horizon
 
@@ -258,7 +258,7 @@ async def test_a_run_that_an_earlier_release_configured_goes_on_under_its_own_ha
     recorded = of_release(version)
     await (await connect(OURS)).events.append(recorded)
     same = dataclasses.replace(OURS, fold=FoldSettings(min_valid=2 if version == "v1" else 0))
-    found = await configured(await connect(same))
+    found = await load_configuration(await connect(same))
     assert found is not None
     assert found == await configure(await connect(same))
     assert found.settings_sha256 == recorded.settings_sha256 != Configured.today(same).settings_sha256
@@ -283,13 +283,13 @@ async def test_a_key_that_the_run_lacks_is_compared_by_what_its_release_did(
     monkeypatch.setitem(FOLD_SECTIONS, "fold", Fold)
     monkeypatch.setitem(FOLD_SECTIONS, "batcher", Draws)
     kept = dataclasses.replace(OURS, fold=Fold(fresh=1), batcher=Draws(later="as ever"))
-    found = await configured(await connect(kept))
+    found = await load_configuration(await connect(kept))
     assert found is not None
     assert (found.fold, found.batcher) == (kept.fold, kept.batcher)
     with pytest.raises(
         OtherSettings, match=r"fold.fresh was recorded as 1 and is 2.*batcher.later was recorded as 'as"
     ):
-        await configured(await connect(dataclasses.replace(OURS, fold=Fold(), batcher=Draws())))
+        await load_configuration(await connect(dataclasses.replace(OURS, fold=Fold(), batcher=Draws())))
 
 
 async def test_a_plan_is_written_again_when_it_changes_and_the_latest_counts(connect: Connect) -> None:
@@ -308,7 +308,7 @@ async def test_a_role_does_not_start_on_the_log_of_another_run(connect: Connect)
     await configure(await connect(THEIRS))
     worked = False
     with pytest.raises(OtherRun, match="belongs to run 'theirs', this is 'ours'"):
-        async with claimed(await connect(OURS)):
+        async with claim_log(await connect(OURS)):
             worked = True
     assert not worked
 
@@ -317,7 +317,7 @@ async def test_a_role_that_started_first_ends_as_soon_as_another_run_is_configur
     started, ended = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
-        async with claimed(await connect(OURS)):
+        async with claim_log(await connect(OURS)):
             started.set()
             try:
                 await asyncio.Event().wait()
@@ -337,9 +337,9 @@ async def test_a_role_goes_on_when_its_own_run_is_configured_and_what_it_raises_
     connect: Connect,
 ) -> None:
     async def work() -> None:
-        async with claimed(await connect(OURS)):
+        async with claim_log(await connect(OURS)):
             await configure(await connect(OURS))
-            assert await configured(await connect(OURS))
+            assert await load_configuration(await connect(OURS))
             raise ZeroDivisionError
 
     async with asyncio.timeout(20):
@@ -349,7 +349,7 @@ async def test_a_role_goes_on_when_its_own_run_is_configured_and_what_it_raises_
 
 async def test_what_a_role_ends_with_keeps_the_silence_of_a_server_that_it_was_raised_from(connect: Connect) -> None:
     with pytest.raises(ZeroDivisionError) as ended:
-        async with claimed(await connect(OURS)):
+        async with claim_log(await connect(OURS)):
             raise ZeroDivisionError from Unreachable("nobody listens")
     assert is_unreachable(ended.value)
 
@@ -357,7 +357,10 @@ async def test_what_a_role_ends_with_keeps_the_silence_of_a_server_that_it_was_r
 async def test_a_role_waits_ready_until_its_run_is_configured_or_it_is_asked_to_stop(connect: Connect) -> None:
     waits, stops = await connect(OURS), await connect(OURS)
     async with asyncio.timeout(20):
-        waiting, stopping = asyncio.create_task(configured(waits)), asyncio.create_task(configured(stops))
+        waiting, stopping = (
+            asyncio.create_task(load_configuration(waits)),
+            asyncio.create_task(load_configuration(stops)),
+        )
         await asyncio.wait((waiting, stopping), timeout=0.1)
         assert not waits.health.waiting
         stops.stopping.set()
@@ -413,13 +416,13 @@ async def test_a_role_obeys_while_it_works_and_does_not_start_for_a_closed_run(c
     role, owner = await connect(OURS), await connect(OURS)
     await configure(owner)
     await set_phase(owner, RunPhase.PAUSED)
-    async with asyncio.timeout(20), claimed(role):
+    async with asyncio.timeout(20), claim_log(role):
         assert role.phase is RunPhase.PAUSED, "it is known before the role begins"
         await set_phase(owner, RunPhase.CLOSED)
         await role.stopping.wait()
     worked = False
     with pytest.raises(RunClosed):
-        async with claimed(await connect(OURS)):
+        async with claim_log(await connect(OURS)):
             worked = True
     assert not worked
 
@@ -430,7 +433,7 @@ async def test_who_copies_and_who_shows_outlive_their_run(connect: Connect, name
     await configure(role)
     await set_phase(role, RunPhase.CLOSED)
     role.name = name
-    async with claimed(role):
+    async with claim_log(role):
         assert role.phase is RunPhase.CLOSED
         assert not role.stopping.is_set()
 

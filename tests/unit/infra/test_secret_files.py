@@ -184,28 +184,28 @@ def test_keys_are_rotated_without_a_restart_and_without_a_refused_token(keys: Si
 
     old = signed()
     mounted.write(signs=OLD, accepted=NEW)
-    require_key(f"Bearer {NEW}", *keys.accepted)
+    require_key(f"Bearer {NEW}", *keys.accepted_keys)
     assert signed() == old
     mounted.write(signs=NEW, accepted=f"{OLD} {OTHER}\n")
     new = signed()
     assert new != old
     for token in (old, new):
-        assert verify(token, *keys.accepted).session_id == "s"
+        assert verify(token, *keys.accepted_keys).session_id == "s"
     for key in (OLD, NEW, OTHER):
-        require_key(f"Bearer {key}", *keys.accepted)
+        require_key(f"Bearer {key}", *keys.accepted_keys)
     mounted.write(signs=NEW, accepted=NEW)
-    assert verify(new, *keys.accepted).session_id == "s"
+    assert verify(new, *keys.accepted_keys).session_id == "s"
     with pytest.raises(Unauthorized):
-        verify(old, *keys.accepted)
+        verify(old, *keys.accepted_keys)
     with pytest.raises(Unauthorized):
-        require_key(f"Bearer {OLD}", *keys.accepted)
+        require_key(f"Bearer {OLD}", *keys.accepted_keys)
 
 
 def test_no_key_is_not_a_key() -> None:
     keys = SigningKeys(load(None, {"TURNLOG_GATEWAY_SIGNING_KEY": OLD}).gateway, Path("nowhere"))
-    assert keys.accepted == (OLD.encode(),)
+    assert keys.accepted_keys == (OLD.encode(),)
     with pytest.raises(Unauthorized):
-        require_key("Bearer ", *keys.accepted)
+        require_key("Bearer ", *keys.accepted_keys)
 
 
 @pytest.mark.parametrize(

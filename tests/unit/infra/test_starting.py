@@ -12,7 +12,7 @@ from turnlog.infra.log import LogUnreachable, TopicMissing
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles import starting
 from turnlog.infra.roles.health import Health
-from turnlog.infra.roles.starting import Server, Servers, lived, watched
+from turnlog.infra.roles.starting import RequiredServer, Servers, run_until_stopped, watch_servers
 
 
 class Far:
@@ -21,7 +21,9 @@ class Far:
     def __init__(self, name: str = "Kafka", **more: bool) -> None:
         self.trouble: Exception | None = LogUnreachable("nobody listens")
         self.asked = asyncio.Semaphore(0)
-        self.server = Server(name=name, address="kafka:9092", setting="[kafka] bootstrap", answers=self.answers, **more)
+        self.server = RequiredServer(
+            name=name, address="kafka:9092", setting="[kafka] bootstrap", answers=self.answers, **more
+        )
 
     async def answers(self) -> None:
         self.asked.release()
@@ -90,7 +92,7 @@ async def test_pauses_grow_up_to_a_bound_and_differ_between_roles(health: Health
 
 async def test_a_server_that_is_silent_is_away(health: Health) -> None:
     never = asyncio.Event().wait
-    silent = Server(name="registry", address="http://r", setting="[registry] url", answers=never, look_s=0.05)
+    silent = RequiredServer(name="registry", address="http://r", setting="[registry] url", answers=never, look_s=0.05)
     there = asyncio.create_task(Servers([silent], health).there())
     await until(lambda: "gave no answer within" in health.waiting.get("registry", ""))
     there.cancel()
@@ -120,9 +122,9 @@ async def test_an_outage_is_said_hangs_nobody_and_is_over_when_it_is_over() -> N
     kafka.trouble = registry.trouble = None
     servers = Servers([kafka.server, registry.server], health, watch_s=0.05, longest_s=0.1)
     await servers.there()
-    health.started()
+    health.mark_started()
     health.beat()  # and never again
-    async with watched(servers):
+    async with watch_servers(servers):
         await kafka.looked_at(2)
         assert health.waiting == {}
         kafka.trouble = registry.trouble = LogUnreachable("nobody listens")
@@ -147,16 +149,16 @@ async def test_asked_to_stop_before_it_works_a_role_is_cancelled_and_afterwards_
         return "never"
 
     async def works() -> str:
-        health.started()
+        health.mark_started()
         await stopping.wait()
         drained.set()
         return "drained"
 
     asyncio.get_running_loop().call_later(0.05, stopping.set)
-    assert await asyncio.wait_for(lived(waits(), stopping, health), 20) is None
+    assert await asyncio.wait_for(run_until_stopped(waits(), stopping, health), 20) is None
     stopping.clear()
     asyncio.get_running_loop().call_later(0.05, stopping.set)
-    assert await asyncio.wait_for(lived(works(), stopping, health), 20) == "drained"
+    assert await asyncio.wait_for(run_until_stopped(works(), stopping, health), 20) == "drained"
     assert drained.is_set()
     assert health.waiting == {"stop": "asked to stop"}
 
@@ -169,6 +171,6 @@ async def test_what_ends_a_role_comes_out_and_a_role_that_is_cancelled_by_itself
         raise asyncio.CancelledError
 
     with pytest.raises(ZeroDivisionError):
-        await lived(fails(), asyncio.Event(), health)
+        await run_until_stopped(fails(), asyncio.Event(), health)
     with pytest.raises(asyncio.CancelledError):
-        await lived(cancels(), asyncio.Event(), health)
+        await run_until_stopped(cancels(), asyncio.Event(), health)

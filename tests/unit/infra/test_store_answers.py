@@ -86,11 +86,11 @@ async def test_a_checkpoint_whose_shard_is_not_stored_is_not_sealed(
     blobs: S3Blobs, faulty: FaultyStore, large: Path, tmp_path: Path
 ) -> None:
     place = StorePlace(blobs._settings, f"checkpoints/{tmp_path.name}", tmp_path / "cache")
-    folder = await asyncio.to_thread(place.begun, "step-00000001-i0")
+    folder = await asyncio.to_thread(place.create_folder, "step-00000001-i0")
     await asyncio.to_thread(shutil.copy, large, folder / "0.distcp")
     faulty.fault = Fault("COMPLETE", 200, error("InternalError"))
     with pytest.raises(StoreBusy):
-        await asyncio.to_thread(place.finished, folder, {}, {"cursor": {}})
+        await asyncio.to_thread(place.store_files, folder, {}, {"cursor": {}})
     assert await asyncio.to_thread(place.names) == []
 
 

@@ -43,10 +43,10 @@ def test_tasks_that_ended_together_are_told_by_the_first_unless_one_is_a_fault_o
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tail = ExceptionGroup("tail", [LogUnreachable("no broker"), LogUnavailable("not authorised")])
-    assert cli.ended("gateway", ExceptionGroup("tasks", [tail])) == ExitStatus.UNREACHABLE
+    assert cli.report_failure("gateway", ExceptionGroup("tasks", [tail])) == ExitStatus.UNREACHABLE
     assert capsys.readouterr().err == "turnlog gateway: LogUnreachable: no broker\n"
     with pytest.raises(ExceptionGroup, match="tasks"):
-        cli.ended("gateway", ExceptionGroup("tasks", [tail, ValueError("x")]))
+        cli.report_failure("gateway", ExceptionGroup("tasks", [tail, ValueError("x")]))
 
 
 async def test_a_registry_that_is_not_there_is_unreachable() -> None:

@@ -24,7 +24,7 @@ from turnlog.infra.verifiers import (
     is_late,
     rewarding_steps,
 )
-from turnlog.infra.verifiers.groups import Group
+from turnlog.infra.verifiers.groups import JudgedGroup
 from turnlog.infra.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
 from turnlog.schemas.events import Outcome
 
@@ -336,9 +336,9 @@ def by_length(number: int, body: dict[str, Any]) -> Answer:
     return 200, {"choices": [{"message": {"content": f"WINNER: {winner}"}}], "usage": usage}
 
 
-def of_lengths(*lengths: int) -> Group:
+def of_lengths(*lengths: int) -> JudgedGroup:
     prompt = {"role": "user", "content": "say a"}
-    return Group(
+    return JudgedGroup(
         {
             f"s{at}": replace(EPISODE, messages=(prompt, {"role": "assistant", "content": "a" * length}))
             for at, length in enumerate(lengths)
@@ -346,7 +346,7 @@ def of_lengths(*lengths: int) -> Group:
     )
 
 
-async def each_of(verifier: Judged, group: Group, means: Means) -> dict[str, Verdict | BaseException]:
+async def each_of(verifier: Judged, group: JudgedGroup, means: Means) -> dict[str, Verdict | BaseException]:
     judging = [judge(verifier, episode, replace(means, session_id=name, group=group)) for name, episode in
                group.episodes.items()]  # fmt: skip
     return dict(zip(group.episodes, await asyncio.gather(*judging, return_exceptions=True), strict=True))
@@ -389,7 +389,7 @@ def test_who_meets_is_met_as_often_as_anybody_whoever_came_first(size: int, most
     assert {len(others) for others in met.values()} == {min(most + most % 2, size - 1)}
     assert all(name in met[other] and name != other for name, others in met.items() for other in others)
     assert all(len(set(others)) == len(others) for others in met.values())
-    backwards = Group(dict(reversed(group.episodes.items())))
+    backwards = JudgedGroup(dict(reversed(group.episodes.items())))
     assert met == {name: backwards.opponents(name, most) for name in group.episodes}
 
 

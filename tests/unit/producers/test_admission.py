@@ -15,9 +15,9 @@ from turnlog.producers.admission import (
     AdmissionRules,
     DueGroup,
     PassRates,
-    Place,
     Readiness,
-    Rows,
+    RowVisit,
+    TaskDataset,
     nth_place,
     position_of,
 )
@@ -38,7 +38,7 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.types import BlobRef
 
-RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, sources=(Rows("d", 3),), seed=0)
+RULES = AdmissionRules(prompts_per_draw=2, draws=5, max_lag=0, publish_every=1, sources=(TaskDataset("d", 3),), seed=0)
 
 
 DATASETS = ("d", "e", "f")
@@ -139,7 +139,12 @@ def test_lag_lets_groups_run_ahead_by_whole_draws_but_not_past_the_last(
     max_lag: int, publish_every: int, groups: int
 ) -> None:
     rules = AdmissionRules(
-        prompts_per_draw=2, draws=5, max_lag=max_lag, publish_every=publish_every, sources=(Rows("d", 3),), seed=0
+        prompts_per_draw=2,
+        draws=5,
+        max_lag=max_lag,
+        publish_every=publish_every,
+        sources=(TaskDataset("d", 3),),
+        seed=0,
     )
     admission = Admission(rules)
     ask(admission)
@@ -176,9 +181,9 @@ def test_without_repeats_a_discarded_task_comes_again_in_the_next_epoch() -> Non
 @pytest.mark.parametrize("repeats", [0, 1, 3])
 @pytest.mark.parametrize("teaching", [1, 3, 99])
 def test_a_run_trains_all_its_draws_though_most_of_its_tasks_are_always_discarded(repeats: int, teaching: int) -> None:
-    rules = dataclasses.replace(RULES, draws=50, sources=(Rows("d", 100),), discarded_repeats=repeats)
+    rules = dataclasses.replace(RULES, draws=50, sources=(TaskDataset("d", 100),), discarded_repeats=repeats)
     admission, waiting, draws = Admission(rules), [], 0
-    while not admission.finished:
+    while not admission.is_finished:
         for group in ask(admission):
             row = int(group.split(".")[1])
             teaches = row >= 100 - teaching
@@ -188,7 +193,7 @@ def test_a_run_trains_all_its_draws_though_most_of_its_tasks_are_always_discarde
             admission.apply(formed(draws, draws, waiting, waiting))
             admission.apply(stepped(draws, draws))
             waiting, draws = [], draws + 1
-        assert admission.asked <= 100 * (100 // teaching + 2) * (repeats + 1)
+        assert admission.requested_count <= 100 * (100 // teaching + 2) * (repeats + 1)
     assert draws == 50
 
 
@@ -209,13 +214,13 @@ def test_a_group_dropped_whole_by_a_manifest_is_drawn_again_for_the_next_draw() 
     admission.apply(formed(0, 0, first, first[:1]))
     assert admission.due() == []
     admission.apply(stepped(0, 0))
-    assert admission.due() == [DueGroup(Place(0, 1), 1), DueGroup(Place(0, 2), 0)]
+    assert admission.due() == [DueGroup(RowVisit(0, 1), 1), DueGroup(RowVisit(0, 2), 0)]
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_however_many_groups_draws_drop_no_more_run_ahead(max_lag: int) -> None:
     rules = AdmissionRules(
-        prompts_per_draw=2, draws=99, max_lag=max_lag, publish_every=1, sources=(Rows("d", 3),), seed=0
+        prompts_per_draw=2, draws=99, max_lag=max_lag, publish_every=1, sources=(TaskDataset("d", 3),), seed=0
     )
     admission = Admission(rules)
     running: list[str] = []
@@ -229,7 +234,9 @@ def test_however_many_groups_draws_drop_no_more_run_ahead(max_lag: int) -> None:
 
 def test_a_group_may_be_as_old_as_the_draw_allows_that_it_has_a_slot_in() -> None:
     """Two draws per version, lag 1: of three draws ahead, the third one meets the next version."""
-    rules = AdmissionRules(prompts_per_draw=1, draws=9, max_lag=1, publish_every=2, sources=(Rows("d", 9),), seed=0)
+    rules = AdmissionRules(
+        prompts_per_draw=1, draws=9, max_lag=1, publish_every=2, sources=(TaskDataset("d", 9),), seed=0
+    )
     admission = Admission(rules)
     assert [due.versions_ahead for due in admission.due()] == [0, 0, 1]
     groups = ask(admission)
@@ -288,13 +295,13 @@ def test_a_skipped_draw_gives_all_its_slots_back_and_does_not_count() -> None:
 
 def test_evaluation_is_outside_admission() -> None:
     admission = Admission(RULES)
-    admission.apply(requested(DueGroup(Place(0, 0), 0), Purpose.eval))
+    admission.apply(requested(DueGroup(RowVisit(0, 0), 0), Purpose.eval))
     assert (admission.open, len(admission.due())) == (0, 2)
 
 
 def test_epochs_after_the_first_are_shuffled_by_the_seed_and_visit_every_row() -> None:
     rows = 50
-    assert [nth_place(n, rows, 1) for n in range(rows)] == [Place(0, row) for row in range(rows)]
+    assert [nth_place(n, rows, 1) for n in range(rows)] == [RowVisit(0, row) for row in range(rows)]
     second = [nth_place(rows + n, rows, 1).row for n in range(rows)]
     assert sorted(second) == list(range(rows))
     assert second != list(range(rows))
@@ -304,16 +311,16 @@ def test_epochs_after_the_first_are_shuffled_by_the_seed_and_visit_every_row() -
 
 def test_a_row_that_comes_again_is_another_draw_of_the_same_task() -> None:
     admission = Admission(
-        AdmissionRules(prompts_per_draw=4, draws=1, max_lag=0, publish_every=1, sources=(Rows("d", 2),), seed=0)
+        AdmissionRules(prompts_per_draw=4, draws=1, max_lag=0, publish_every=1, sources=(TaskDataset("d", 2),), seed=0)
     )
     assert sorted((d.place, d.draw) for d in admission.due()) == [
-        (Place(0, 0), 0), (Place(0, 1), 0), (Place(1, 0), 1), (Place(1, 1), 1),
+        (RowVisit(0, 0), 0), (RowVisit(0, 1), 0), (RowVisit(1, 0), 1), (RowVisit(1, 1), 1),
     ]  # fmt: skip
 
 
 MIXED = dataclasses.replace(
     RULES, prompts_per_draw=8, max_lag=9, draws=10,
-    sources=(Rows("d", 7, weight=3.0), Rows("e", 5, weight=1.0), Rows("f", 50, weight=4.0)),
+    sources=(TaskDataset("d", 7, weight=3.0), TaskDataset("e", 5, weight=1.0), TaskDataset("f", 50, weight=4.0)),
 )  # fmt: skip
 
 
@@ -326,20 +333,22 @@ def test_fresh_tasks_come_from_several_datasets_by_their_weights_at_every_moment
 
 
 def test_rows_of_the_same_number_in_two_datasets_are_two_tasks() -> None:
-    rules = dataclasses.replace(RULES, prompts_per_draw=4, sources=(Rows("d", 2), Rows("e", 2)))
+    rules = dataclasses.replace(RULES, prompts_per_draw=4, sources=(TaskDataset("d", 2), TaskDataset("e", 2)))
     admission = Admission(rules)
     assert [(due.place, due.draw) for due in admission.due()] == [
-        (Place(0, 0, 0), 0), (Place(0, 0, 1), 0), (Place(0, 1, 0), 0), (Place(0, 1, 1), 0),
+        (RowVisit(0, 0, 0), 0), (RowVisit(0, 0, 1), 0), (RowVisit(0, 1, 0), 0), (RowVisit(0, 1, 1), 0),
     ]  # fmt: skip
     groups = ask(admission)
     admission.apply(scored(groups[1], GroupStatus.discarded))
     assert admission.due()[0].place.source == 0, "no epoch of the dataset that it came from is through"
     admission.apply(skipped(0, 0, groups[:1]))
-    assert admission.due()[0] == DueGroup(Place(0, 0, 0), 1), "drawn again from the dataset that it came from"
+    assert admission.due()[0] == DueGroup(RowVisit(0, 0, 0), 1), "drawn again from the dataset that it came from"
 
 
 def test_what_is_drawn_again_changes_no_share_of_fresh_tasks() -> None:
-    rules = dataclasses.replace(RULES, prompts_per_draw=1, draws=99, sources=(Rows("d", 99), Rows("e", 99)))
+    rules = dataclasses.replace(
+        RULES, prompts_per_draw=1, draws=99, sources=(TaskDataset("d", 99), TaskDataset("e", 99))
+    )
     admission, fresh = Admission(rules), []
     for draw in range(20):
         (group,) = ask(admission)
@@ -353,7 +362,7 @@ def test_what_is_drawn_again_changes_no_share_of_fresh_tasks() -> None:
 
 
 def test_discarded_tasks_of_two_datasets_come_again_at_the_end_of_each_ones_epoch() -> None:
-    rules = dataclasses.replace(RULES, prompts_per_draw=1, draws=99, sources=(Rows("d", 2), Rows("e", 4)))
+    rules = dataclasses.replace(RULES, prompts_per_draw=1, draws=99, sources=(TaskDataset("d", 2), TaskDataset("e", 4)))
     admission, asked = Admission(rules), []
     for _ in range(10):
         (group,) = ask(admission)
@@ -401,7 +410,7 @@ class World:
 
 
 def lived(seed: int, max_lag: int, steps: int, *, mixed: bool = False) -> tuple[World, Admission]:
-    sources = (Rows("d", 5), Rows("e", 3, weight=0.4))[: 1 + mixed]
+    sources = (TaskDataset("d", 5), TaskDataset("e", 3, weight=0.4))[: 1 + mixed]
     rules = AdmissionRules(
         prompts_per_draw=3, draws=6, max_lag=max_lag, publish_every=1, sources=sources, seed=seed
     )  # fmt: skip
@@ -428,31 +437,33 @@ def test_a_new_feeder_knows_the_same_whatever_order_topics_come_in_and_however_o
 def test_every_run_trains_all_its_draws_and_asks_for_no_group_twice(seed: int, max_lag: int) -> None:
     world, admission = lived(seed, max_lag, 1500)
     asked = [event.group_id for event in world.history if isinstance(event, GroupRequested)]
-    assert admission.finished
-    assert len(asked) == len(set(asked)) == admission.asked
+    assert admission.is_finished
+    assert len(asked) == len(set(asked)) == admission.requested_count
 
 
 @given(st.integers(0, 10_000), st.integers(0, 2), st.integers(1, 150))
 def test_fresh_rows_are_asked_for_in_order(seed: int, max_lag: int, steps: int) -> None:
     world, _ = lived(seed, max_lag, steps)
-    places = [Place(e.dataset_epoch, e.index) for e in world.history if isinstance(e, GroupRequested)]
+    places = [RowVisit(e.dataset_epoch, e.index) for e in world.history if isinstance(e, GroupRequested)]
     fresh = list(dict.fromkeys(places))
     assert fresh == [nth_place(n, world.rules.sources[0].count, world.rules.seed) for n in range(len(fresh))]
 
 
 def test_a_fork_asks_first_for_what_its_parent_left_and_goes_on_behind_what_it_passed() -> None:
-    rules = dataclasses.replace(RULES, sources=(Rows("d", 10, passed=4, left=frozenset({Place(0, 1)})),))
+    rules = dataclasses.replace(RULES, sources=(TaskDataset("d", 10, passed=4, left=frozenset({RowVisit(0, 1)})),))
     admission = Admission(rules)
     first = admission.due()
-    assert [due.place for due in first] == [Place(0, 1), Place(0, 4)]
+    assert [due.place for due in first] == [RowVisit(0, 1), RowVisit(0, 4)]
     for due in first:
         admission.apply(requested(due))
     admission.apply(skipped(0, 0, ["g0.1.0"]))
-    assert [(due.place, due.draw) for due in admission.due()] == [(Place(0, 1), 1)], "what was left fails as any other"
+    assert [(due.place, due.draw) for due in admission.due()] == [(RowVisit(0, 1), 1)], (
+        "what was left fails as any other"
+    )
     wider = Admission(dataclasses.replace(rules, max_lag=1))
     for due in first:
         wider.apply(requested(due))
-    assert [due.place for due in wider.due()] == [Place(0, 5), Place(0, 6)]
+    assert [due.place for due in wider.due()] == [RowVisit(0, 5), RowVisit(0, 6)]
 
 
 def test_groups_from_outside_take_no_slot_and_are_not_asked_for_again() -> None:

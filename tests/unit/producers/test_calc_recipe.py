@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from turnlog.infra.recipes import AmbiguousRecipe, BrokenRecipe, Episode, Recipe, SandboxCall, UnknownRecipe, recipe
-from turnlog.producers.gateway.messages import normalised, tools_digest
+from turnlog.producers.gateway.messages import normalise_messages, tools_digest
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.recipes.calc import RECIPE, judge
@@ -211,14 +211,14 @@ def test_a_written_dataset_is_the_stream_of_tasks(tmp_path: Path) -> None:
 def _played(prompts: Prompts, messages: tuple[dict[str, Any], ...]) -> tuple[list[int], list[int]]:
     """Ids and mask of the conversation as the gateway would build it around what the policy says."""
     tools, key = list(RECIPE.tools), tools_digest(list(RECIPE.tools))
-    ids = prompts.full(normalised(list(messages[:1])), tools)
+    ids = prompts.full(normalise_messages(list(messages[:1])), tools)
     mask = [0] * len(ids)
     for index, message in enumerate(messages[1:], start=1):
         if message["role"] == "assistant":
             said = prompts.tokens.encode(_said(message) + "<|im_end|>")
             ids, mask = ids + said, mask + [1] * len(said)
         else:
-            more = prompts.continuation(ids[-1], normalised([messages[index]]), tools, key)
+            more = prompts.continuation(ids[-1], normalise_messages([messages[index]]), tools, key)
             assert more is not None
             ids, mask = ids + more, mask + [0] * len(more)
     return ids, mask

@@ -19,10 +19,10 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tools import UnknownTool, tool_declarations
 from turnlog.infra.topics_admin import apply
-from turnlog.infra.workspaces import opened, read
+from turnlog.infra.workspaces import fetch_manifest, read
 from turnlog.producers.environments import Environments, policy_sha256
 from turnlog.producers.recipes.calc import RECIPE, Calc
-from turnlog.producers.tool_calls import Results, ToolCalls, begins_with, json_of
+from turnlog.producers.tool_calls import ToolCalls, ToolResults, begins_with, json_of
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.schemas.events import (
     Limits,
@@ -110,7 +110,7 @@ async def test_sessions_of_a_recipe_with_files_start_from_them() -> None:
     await apply(log, settings)
     async with EventLog.open(log, MemoryRegistry(), writer="runner") as events:
         role = Role("runner", "runner-0", settings, log, events, MemoryBlobs(), Health("runner"))
-        results = Results()
+        results = ToolResults()
         results.expect("o")
         calls = ToolCalls(events, results, REQUEST, "s", Seeded.sandbox, 60.0)
         calls.begin(await begins_with(Seeded(), {}, role.blobs))
@@ -134,7 +134,7 @@ async def test_sessions_on_rows_with_files_start_from_those_of_their_row() -> No
     refs = [await begins_with(Held(), {"files": {"calc.py": text}}, blobs) for text in ("a", "b", "a")]
     assert refs[0] == refs[2] != refs[1]
     assert refs[0] is not None
-    assert await read(await opened(refs[0], blobs), blobs) == {"calc.py": b"a"}
+    assert await read(await fetch_manifest(refs[0], blobs), blobs) == {"calc.py": b"a"}
     assert await begins_with(RECIPE, {}, blobs) is None
     for task, said in (({"files": {"../x": ""}}, r"'held': file '../x'"), ({"files": 3}, "int says"), ({}, "KeyError")):
         with pytest.raises(BrokenRecipe, match=said):

@@ -11,7 +11,7 @@ import pytest
 
 from turnlog import cli
 from turnlog.names import ExitStatus
-from turnlog.producers.recipes.new import BadName, FolderExists, NameTaken, NotCreated, create
+from turnlog.producers.recipes.new import BadEnvironmentName, EnvironmentNameTaken, FolderExists, NotCreated, create
 
 
 def test_a_package_is_written_with_its_name_in_all_its_places(tmp_path: Path) -> None:
@@ -38,10 +38,12 @@ def test_what_is_written_is_formatted_and_lints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("", BadName), ("My-Game", BadName), ("my_game", BadName), ("7up", BadName), ("a--b", BadName), ("a/b", BadName),
-     ("../a", BadName), ("spiel-ä", BadName), ("a" * 41, BadName), ("a\n", BadName), ("class", BadName),
-     ("json", BadName), ("match", BadName), ("calc", NameTaken), ("household", NameTaken), ("turnlog", NameTaken),
-     ("pyarrow", NameTaken)],
+    [
+        *((name, BadEnvironmentName) for name in (
+            "", "My-Game", "my_game", "7up", "a--b", "a/b", "../a", "spiel-ä", "a" * 41, "a\n", "class", "json", "match"
+        )),
+        *((name, EnvironmentNameTaken) for name in ("calc", "household", "turnlog", "pyarrow")),
+    ],
 )  # fmt: skip
 def test_a_name_that_would_not_work_is_refused(tmp_path: Path, name: str, why: type[NotCreated]) -> None:
     with pytest.raises(why, match=r"take another|words of lower-case"):

@@ -10,11 +10,11 @@ import pytest
 from turnlog.producers.recipes.calc import RECIPE, Calc
 from turnlog.producers.tasks import (
     DatasetEmpty,
-    DatasetError,
     DatasetMissing,
     RowNotJson,
     RowRefused,
     RowWithoutPrompt,
+    TaskDatasetError,
     provided_dataset,
     read_dataset,
 )
@@ -75,7 +75,7 @@ def test_a_changed_file_is_another_dataset(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_row_is_named_with_file_line_and_remedy(
-    tmp_path: Path, content: str, error: type[DatasetError], says: str
+    tmp_path: Path, content: str, error: type[TaskDatasetError], says: str
 ) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(content)

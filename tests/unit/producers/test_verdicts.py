@@ -22,10 +22,10 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.infra.verifiers import Grading, PatchVerifier
 from turnlog.infra.verifiers.judges import Means, client
-from turnlog.infra.workspaces import kept
-from turnlog.producers.gateway_client import GatewayClient, Session
+from turnlog.infra.workspaces import store_files
+from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.recipes.calc import Calc
-from turnlog.producers.tool_calls import Results
+from turnlog.producers.tool_calls import ToolResults
 from turnlog.producers.verdicts import Bench, verdict
 from turnlog.schemas.events import (
     Limits,
@@ -123,7 +123,7 @@ class Mending(Calc):
 
 
 async def answered(
-    log: MemoryLog, events: EventLog, results: Results, statuses: list[ToolStatus], left: BlobRef
+    log: MemoryLog, events: EventLog, results: ToolResults, statuses: list[ToolStatus], left: BlobRef
 ) -> None:
     """As a worker and the runner's reader do: captures leave `left`, gradings end as they are told, the last passes."""
     role = Role("runner", "runner-0", Settings(), log, events, MemoryBlobs(), Health("runner"))
@@ -154,9 +154,9 @@ async def answered(
 async def test_a_diff_is_graded_again_while_the_sandbox_fails_and_then_has_no_verdict(
     statuses: list[ToolStatus], kind: type, calls: int
 ) -> None:
-    log, results, blobs = MemoryLog(), Results(), MemoryBlobs()
+    log, results, blobs = MemoryLog(), ToolResults(), MemoryBlobs()
     await apply(log, Settings())
-    left = await kept({"calc.py": "x = 2\n", "patch.diff": "--- a\n"}, blobs)
+    left = await store_files({"calc.py": "x = 2\n", "patch.diff": "--- a\n"}, blobs)
     verifier = PatchVerifier(name="patch", version="1", grading=lambda _: Grading(command="true"))
     results.expect("ro")
     results.feed(dataclasses.replace(LEFT, workspace=left))
@@ -164,7 +164,7 @@ async def test_a_diff_is_graded_again_while_the_sandbox_fails_and_then_has_no_ve
         bench = Bench(
             http=http, events=events, gateway=GatewayClient(Settings()), results=results, blobs=blobs,
             request=dataclasses.replace(REQUEST, run_id="local"), recipe=Mending(),
-            session=Session("s", "", "", ""), asked={},
+            session=OpenSession("s", "", "", ""), asked={},
         )  # fmt: skip
         working = asyncio.create_task(answered(log, events, results, list(statuses), left))
         judging = asyncio.create_task(bench.verdict(verifier, EPISODE))

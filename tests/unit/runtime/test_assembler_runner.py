@@ -27,7 +27,7 @@ from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.processors.runtime.assembler import Runner, assembler_plan, main
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan, main
 from turnlog.processors.runtime.unit import REFOLD_SECONDS, AssemblerPlan, records_between
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.events import (
@@ -83,10 +83,10 @@ class Cluster:
         async with log.appender() as appender:
             await appender.append(topic, key, value, headers=self.events(log).headers(event))
 
-    def runner(self, plan: AssemblerPlan = PLAN) -> Runner:
+    def runner(self, plan: AssemblerPlan = PLAN) -> AssemblerRunner:
         log = MemoryLog(self.broker)
         self.health = Health("assembler")
-        return Runner(plan, log, self.events(log), self.blobs, self.health, clock=lambda: 0.0)
+        return AssemblerRunner(plan, log, self.events(log), self.blobs, self.health, clock=lambda: 0.0)
 
     async def fold(self, plan: AssemblerPlan = PLAN) -> dict[str, str]:
         """One process until nothing is left to read, then a clean stop; what it says on /readyz before that."""
@@ -97,8 +97,8 @@ class Cluster:
                 idle = 0 if await runner.turn(reader, poll_s=0.001) else idle + 1
             return self.health.waiting
 
-    def joined(self, runner: Runner) -> AbstractAsyncContextManager[GroupReader]:
-        return runner.joined("assembler-0")
+    def joined(self, runner: AssemblerRunner) -> AbstractAsyncContextManager[GroupReader]:
+        return runner.join_group("assembler-0")
 
     async def read(self, topic: str) -> list[Event]:
         log = MemoryLog(self.broker)

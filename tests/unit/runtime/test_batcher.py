@@ -22,7 +22,7 @@ from turnlog.infra.log import Partition, Reader, Record, partition_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import configuration, configured
+from turnlog.infra.roles.runs import configuration, load_configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.processors.core.batches.rows import rows_sha256
@@ -193,7 +193,7 @@ class World:
             async with self.log.reader() as reader:
                 reader.assign({where: 0})
                 while reader.position(where) < end:
-                    known = [await events.known(record) for record in await reader.poll(timeout_s=0.01)]
+                    known = [await events.decode_known(record) for record in await reader.poll(timeout_s=0.01)]
                     found += [event for event in known if event is not None]
             return found
 
@@ -320,7 +320,7 @@ async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_scor
     made: list[Batcher] = []
 
     async def life(role: Role) -> None:
-        run = await configured(role)
+        run = await load_configuration(role)
         assert run is not None
         async with role.log.transactor("local.batcher") as transactor:
             made.append(Batcher(role, run, transactor))
@@ -335,7 +335,7 @@ async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_scor
     await here.write(step(0, 0), *(row for name in ("g1", "g2") for row in (sample(name, 0), score(name))))
     await here.live(draws=2, log=OneByOne, life=life)
     assert [set(manifest.groups) for manifest in await here.manifests()] == [{"empty", "g0"}, {"g1", "g2"}]
-    assert not made[-1].progress.taken("empty")
+    assert not made[-1].progress.is_taken("empty")
 
 
 def lags() -> tuple[float, float]:

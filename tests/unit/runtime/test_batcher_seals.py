@@ -13,14 +13,14 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.replay.batches import batch_difference
-from turnlog.infra.batch_files import read_rows, sealed, write_rows
+from turnlog.infra.batch_files import build_batch_file, read_rows, write_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import configuration, configured
+from turnlog.infra.roles.runs import configuration, load_configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, form_draw, laid_out, reform_batch
 from turnlog.processors.core.batches.progress import HeldVersion
@@ -161,7 +161,7 @@ class World:
 
 async def live(role: Role, **pieces: Any) -> None:
     """One life of a batcher of these pieces."""
-    run = await configured(role)
+    run = await load_configuration(role)
     assert run is not None
     async with role.log.transactor("local.batcher") as transactor:
         await Batcher(role, run, transactor, **pieces).run()
@@ -208,7 +208,9 @@ async def test_columns_that_are_corrupted_on_their_way_into_the_file_are_never_p
 
 
 async def test_a_file_that_holds_other_columns_than_were_formed_is_never_published() -> None:
-    seal = partial(sealed, write=lambda rows: write_rows(replace(rows, weight_divisor=rows.weight_divisor * 2)))
+    seal = partial(
+        build_batch_file, write=lambda rows: write_rows(replace(rows, weight_divisor=rows.weight_divisor * 2))
+    )
     here = World()
     with pytest.raises(WeightsDoNotAddUp, match="has divisors"):
         await here.batches(sample("a", advantage=1.0), sample("b", advantage=0.0), expected=1, seal=seal)

@@ -27,8 +27,8 @@ from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.runtime.assembler import Runner
-from turnlog.processors.runtime.unit import AssemblerPlan, Unit, records_between
+from turnlog.processors.runtime.assembler import AssemblerRunner
+from turnlog.processors.runtime.unit import AssemblerPlan, FoldPartitionTask, records_between
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, Event, GroupScored, SegmentSample, TurnTreeAssembled
 from turnlog.schemas.topics import CATALOGUE, TOPIC_OF, TREES
@@ -48,7 +48,7 @@ def events_of(log: MemoryLog) -> EventLog:
     return EventLog(log, MemoryRegistry(), CODEC, "test")
 
 
-class Watched(Runner):
+class Watched(AssemblerRunner):
     """Notes the state of each unit whenever everything of it is committed."""
 
     def __init__(self, world: World, log: MemoryLog) -> None:
@@ -125,7 +125,7 @@ class World:
             if self.partitions > 1 or commits != self.commits(number):
                 continue
             log = MemoryLog(self.broker)
-            unit = Unit(number, PLAN, log, events_of(log), MemoryBlobs(), clock=lambda: 0.0, skips={})
+            unit = FoldPartitionTask(number, PLAN, log, events_of(log), MemoryBlobs(), clock=lambda: 0.0, skips={})
             await unit.open()
             parts = [await self.chunks(log, number, topic, unit) for topic in INPUTS]
             while any(parts):
@@ -137,7 +137,7 @@ class World:
             assert self.commits(number) == commits, "a refold committed something"
             self.probed += 1
 
-    async def chunks(self, log: MemoryLog, number: int, topic: str, unit: Unit) -> list[list[Record]]:
+    async def chunks(self, log: MemoryLog, number: int, topic: str, unit: FoldPartitionTask) -> list[list[Record]]:
         high = unit._fold.low_water.high[topic]
         found = [r async for r in records_between(log, Partition(topic, number), unit.start[topic], high)]
         cut = self.rng.randrange(1, 9)
@@ -242,7 +242,7 @@ def test_the_torture_really_tortures() -> None:
 
 async def test_a_unit_opens_once_nothing_of_what_its_owner_before_wrote_is_hidden() -> None:
     log = MemoryLog(World(random.Random(0), 1).broker)
-    unit = Unit(0, PLAN, log, events_of(log), MemoryBlobs(), clock=lambda: 0.0, skips={})
+    unit = FoldPartitionTask(0, PLAN, log, events_of(log), MemoryBlobs(), clock=lambda: 0.0, skips={})
     async with log.transactor("whose markers are missing") as before:
         await before.begin()
         await (await before.send(TREES.name, 0, b"g", b"a tree"))

@@ -9,7 +9,7 @@ from turnlog.processors.core.fold.low_water import (
     Done,
     FoldName,
     LowWater,
-    Marks,
+    LowWaterMarks,
     MigrationNeeded,
     decode_marks,
     encode_marks,
@@ -18,7 +18,7 @@ from turnlog.schemas.events import Event
 
 TOPICS = ("spine", "data")
 FOLD = FoldName("1", "a" * 64)
-MARKS = Marks({"spine": 3, "data": 5}, {"spine": 10, "data": 7}, tree_low=2, score_low=4, horizon=1)
+MARKS = LowWaterMarks({"spine": 3, "data": 5}, {"spine": 10, "data": 7}, tree_low=2, score_low=4, horizon=1)
 
 
 class CountingFold:
@@ -41,13 +41,13 @@ class CountingFold:
         return self.count
 
 
-def commits(marks: Marks, fold: FoldName = FOLD) -> dict[str, tuple[int, str]]:
+def commits(marks: LowWaterMarks, fold: FoldName = FOLD) -> dict[str, tuple[int, str]]:
     return {topic: (marks.low[topic], encode_marks(marks, fold, topic)) for topic in TOPICS}
 
 
-def low_water(marks: Marks | None = None, done: Done | None = None, horizon_records: int = 2) -> LowWater:
+def low_water(marks: LowWaterMarks | None = None, done: Done | None = None, horizon_records: int = 2) -> LowWater:
     return LowWater(
-        marks or Marks.start(TOPICS),
+        marks or LowWaterMarks.start(TOPICS),
         done or Done(),
         lambda group, floor: CountingFold(),
         spine="spine",
@@ -73,7 +73,7 @@ def test_a_unit_without_any_commit_has_no_marks() -> None:
 
 def test_metadata_fits_the_broker_at_the_largest_offsets() -> None:
     far = dict.fromkeys(TOPICS, 2**63 - 1)
-    marks = Marks(far, far, tree_low=2**63 - 1, score_low=2**63 - 1, horizon=2**63 - 1)
+    marks = LowWaterMarks(far, far, tree_low=2**63 - 1, score_low=2**63 - 1, horizon=2**63 - 1)
     assert len(encode_marks(marks, FOLD, "spine").encode()) < 400
 
 
@@ -96,7 +96,7 @@ def test_metadata_of_another_program_is_broken(metadata: str) -> None:
 
 def test_commits_of_two_transactions_are_broken() -> None:
     mixed = commits(MARKS)
-    mixed["data"] = commits(Marks(MARKS.low, MARKS.high, horizon=9))["data"]
+    mixed["data"] = commits(LowWaterMarks(MARKS.low, MARKS.high, horizon=9))["data"]
     with pytest.raises(BrokenMetadata, match="not of one transaction"):
         decode_marks(mixed, TOPICS, FOLD)
 
@@ -190,11 +190,11 @@ def test_marks_are_not_taken_before_an_output_was_sent() -> None:
 
 
 def test_refolding_ends_when_every_topic_has_passed_what_was_folded() -> None:
-    water = low_water(Marks({"spine": 0, "data": 0}, {"spine": 1, "data": 2}))
+    water = low_water(LowWaterMarks({"spine": 0, "data": 0}, {"spine": 1, "data": 2}))
     fold(water, "spine", "a", 0)
     fold(water, "data", "a", 0)
     assert water.refolding
-    assert water.repeated("data", 1)
+    assert water.is_repeated("data", 1)
     fold(water, "data", "a", 0)
     assert not water.refolding
-    assert not water.repeated("data", 2)
+    assert not water.is_repeated("data", 2)

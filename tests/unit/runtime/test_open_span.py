@@ -12,8 +12,8 @@ def batch(topic: str, *offsets: int) -> list[Record]:
 
 def test_the_span_is_what_was_passed_above_the_marks_of_every_topic() -> None:
     span = OpenSpan()
-    span.passed(batch("a", 0, 1))
-    span.passed(batch("a", 2, 3, 4) + batch("b", 0))
+    span.add_records(batch("a", 0, 1))
+    span.add_records(batch("a", 2, 3, 4) + batch("b", 0))
     assert span.above({"a": 0, "b": 0}) == 60
     assert span.above({"a": 2, "b": 0}) == 40
     assert span.above({"a": 3, "b": 0}) == 40, "to the resolution of a batch"

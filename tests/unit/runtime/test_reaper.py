@@ -20,10 +20,10 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.names import ConsumerGroup
-from turnlog.processors.runtime.assembler import Runner, assembler_plan
+from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.reaper import EnginesServe, Reaper, RunnersServe
 from turnlog.processors.runtime.unit import records_between
-from turnlog.processors.runtime.watch import Limits, Watch
+from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
 from turnlog.schemas.events import (
     EngineGone,
     EngineRegistered,
@@ -41,17 +41,17 @@ from turnlog.settings import AssemblerSettings, Settings
 
 PLAN = assembler_plan(Configured.today(Settings()), AssemblerSettings(commit_interval_s=0.0))
 SILENCE_S, DEADLINE_S = 10.0, 100.0
-LIMITS = Limits(silence_s=SILENCE_S, deadline_s=DEADLINE_S)
+LIMITS = ReaperLimits(silence_s=SILENCE_S, deadline_s=DEADLINE_S)
 
 
 class Assembler:
     """One process on one partition, whose time is a number."""
 
-    def __init__(self, log: MemoryLog, events: EventLog, limits: Limits) -> None:
+    def __init__(self, log: MemoryLog, events: EventLog, limits: ReaperLimits) -> None:
         self.log = log
         self.events = events
         self.now = 1000.0
-        self.runner = Runner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=self.clock)
+        self.runner = AssemblerRunner(PLAN, log, events, MemoryBlobs(), Health("assembler"), clock=self.clock)
         self.reaper = Reaper(self.runner.units, log, events, clock=self.clock, limits=limits)
         self.reader: GroupReader
 
@@ -89,7 +89,7 @@ async def assembler(request: pytest.FixtureRequest) -> AsyncIterator[Assembler]:
     await log.create_topics([TopicSpec(topic.name, 1, 1, {}) for topic in CATALOGUE])
     async with EventLog.open(log, MemoryRegistry(), writer="test") as events:
         process = Assembler(log, events, request.param if hasattr(request, "param") else LIMITS)
-        async with process.runner.joined() as process.reader:
+        async with process.runner.join_group() as process.reader:
             yield process
 
 
@@ -188,7 +188,7 @@ async def test_a_unit_that_went_has_no_gauge_of_its_lag_here(assembler: Assemble
     await assembler.fold()
     await assembler.reaper.look()
     assert gauge() == 0
-    await assembler.runner._revoked(frozenset({0}))
+    await assembler.runner._on_revoked(frozenset({0}))
     await assembler.reaper.look()
     assert gauge() is None
 
@@ -303,14 +303,14 @@ async def test_a_close_that_lost_a_race_is_void_and_is_asked_for_again(assembler
 
 def test_a_close_waits_for_the_turns_of_a_session_that_finished_a_moment_ago() -> None:
     done = story("g", size=2)
-    watch = Watch()
+    watch = GroupWatch()
     watch.saw(done.started(), 0.0)
     completed, _ = done.turn(Shape())
     watch.saw(completed, 0.0)
     watch.saw(done.finished(), 50.0)
 
     def closed(now: float) -> list[tuple[str, ...]]:
-        due = watch.overdue(now, caught_up_at=0.0, limits=Limits(silence_s=99.0, deadline_s=10.0), seen=2)
+        due = watch.overdue(now, caught_up_at=0.0, limits=ReaperLimits(silence_s=99.0, deadline_s=10.0), seen=2)
         return [event.members for event in due if isinstance(event, GroupClosed)]
 
     assert closed(49.0) == [], "its snapshot is on the log, maybe not folded yet"

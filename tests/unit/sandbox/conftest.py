@@ -27,10 +27,10 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.egress import Egress
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Command, Execution, OnOutput, Provider, Sandbox, SandboxDied, Shape
-from turnlog.sandbox_workers.worker import Worker
+from turnlog.sandbox_workers.worker import SandboxWorker
 from turnlog.schemas.events import (
     DeadLetter,
     Event,
@@ -137,8 +137,8 @@ class House:
             provider = Mortal(await self.backend.open(settings), self.deaths)
             self.shapes = provider.shapes
             pool = Pool(provider, slots=slots, prewarm=prewarm)
-            pools = Pools(dict.fromkeys(("bubblewrap", "subprocess"), pool), fallback=fallback)
-            worker = Worker(role, pools, egress=egress, clock=self.clock, **self.pace)
+            pools = SandboxPools(dict.fromkeys(("bubblewrap", "subprocess"), pool), fallback=fallback)
+            worker = SandboxWorker(role, pools, egress=egress, clock=self.clock, **self.pace)
             running = asyncio.create_task(worker.run())
             try:
                 yield role

@@ -22,9 +22,9 @@ from turnlog.sandbox_workers.backends.cgroups import (
     BASELINE_PIDS,
     KILL,
     LEAF,
+    CgroupFolders,
     Cgroups,
-    Group,
-    Tree,
+    ControlGroup,
     find,
     hand_down,
     sweep,
@@ -63,7 +63,7 @@ def made() -> Cgroups:
 
 
 @pytest.fixture
-def group(made: Cgroups) -> Iterator[Group]:
+def group(made: Cgroups) -> Iterator[ControlGroup]:
     """A group on this machine's kernel."""
     group = made.group()
     yield group
@@ -85,7 +85,7 @@ def machine(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found_on(machine: Path) -> Tree | None:
+def found_on(machine: Path) -> CgroupFolders | None:
     """What is found on a machine in a folder."""
     return find(machine / "proc", machine)
 
@@ -95,32 +95,32 @@ def started(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-I", "-c", code], stdin=subprocess.PIPE)
 
 
-def test_the_kernel_ends_a_process_above_the_memory_limit_and_says_so(group: Group) -> None:
+def test_the_kernel_ends_a_process_above_the_memory_limit_and_says_so(group: ControlGroup) -> None:
     with started(HOARD) as process:
         group.adopt(process.pid)
         group.begin(LIMITS)
-        assert group.exceeded() is None
+        assert group.exceeded_limit() is None
         process.communicate(b"\n")
     assert process.returncode == -9
-    assert group.exceeded() == "memory_bytes"
+    assert group.exceeded_limit() == "memory_bytes"
     group.begin(LIMITS)
-    assert group.exceeded() is None, "a new call begins at the counters that it finds"
+    assert group.exceeded_limit() is None, "a new call begins at the counters that it finds"
 
 
-def test_the_kernel_refuses_processes_above_the_limit_and_says_so(group: Group) -> None:
+def test_the_kernel_refuses_processes_above_the_limit_and_says_so(group: ControlGroup) -> None:
     with started(FORKS) as process:
         group.adopt(process.pid)
         group.begin(LIMITS)
         process.communicate(b"\n")
         assert process.returncode == 1
-        assert group.exceeded() == "pids"
+        assert group.exceeded_limit() == "pids"
         alive = [pid for pid in map(int, (group.places[0] / "cgroup.procs").read_text().split()) if pid]
         assert len(alive) == LIMITS.pids + 1
         group.close()
     assert not [pid for pid in alive if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def test_a_whole_tree_is_adopted_and_what_it_starts_later_follows(group: Group) -> None:
+def test_a_whole_tree_is_adopted_and_what_it_starts_later_follows(group: ControlGroup) -> None:
     code = "import subprocess, sys; p = subprocess.Popen(['sleep', '30']); print(p.pid, flush=True); input(); p.kill()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -132,7 +132,7 @@ def test_a_whole_tree_is_adopted_and_what_it_starts_later_follows(group: Group) 
         process.communicate(b"\n")
 
 
-def test_cpu_time_is_counted_of_children_that_nobody_waits_for(group: Group) -> None:
+def test_cpu_time_is_counted_of_children_that_nobody_waits_for(group: ControlGroup) -> None:
     burn = """
         import os, signal, time
         input()
@@ -174,7 +174,7 @@ def test_cores_are_bounded(made: Cgroups) -> None:
 def test_a_call_with_the_same_limits_writes_nothing(machine: Path) -> None:
     tree = found_on(machine)
     assert tree is not None
-    group = Group(tree, "turnlog-sandbox-0-0-0-0", 1.5)
+    group = ControlGroup(tree, "turnlog-sandbox-0-0-0-0", 1.5)
     group.begin(LIMITS)
     written = list((tree.folders["memory"] / "turnlog-sandbox-0-0-0-0").iterdir())
     assert {"memory.max", "memory.swap.max", "pids.max"} <= {path.name for path in written}
@@ -184,7 +184,7 @@ def test_a_call_with_the_same_limits_writes_nothing(machine: Path) -> None:
     assert {path.read_text() for path in written} == {"as it was"}
 
 
-def test_limits_go_up_and_down(group: Group) -> None:
+def test_limits_go_up_and_down(group: ControlGroup) -> None:
     more = SandboxLimits(memory_bytes=256 << 20, disk_bytes=8 << 20, pids=32)
     for limits in (LIMITS, more, LIMITS):
         group.begin(limits)
@@ -194,7 +194,7 @@ def test_limits_go_up_and_down(group: Group) -> None:
         assert int((group.folders["pids"] / "pids.max").read_text()) == limits.pids + 1, "nobody stands in it yet"
 
 
-def test_a_lower_limit_than_what_is_in_use_ends_nobody_by_itself(group: Group) -> None:
+def test_a_lower_limit_than_what_is_in_use_ends_nobody_by_itself(group: ControlGroup) -> None:
     """On version 1 the old bound then holds; version 2 ends whom it must, which is the limit's meaning."""
     if group.version == 2:
         return
@@ -212,14 +212,14 @@ def test_a_lower_limit_than_what_is_in_use_ends_nobody_by_itself(group: Group) -
         assert process.poll() is None
         assert int((group.folders["memory"] / "memory.limit_in_bytes").read_text()) > 256 << 20
         process.communicate(b"\n")
-    assert group.exceeded() is None
+    assert group.exceeded_limit() is None
     group.begin(LIMITS)
     assert int((group.folders["memory"] / "memory.limit_in_bytes").read_text()) < 256 << 20
 
 
 def test_version_2_is_found_with_its_controllers(machine: Path) -> None:
     own = machine / "sys/fs/cgroup/user.slice/app"
-    assert found_on(machine) == Tree(2, {KILL: own, "memory": own, "pids": own, "cpu": own})
+    assert found_on(machine) == CgroupFolders(2, {KILL: own, "memory": own, "pids": own, "cpu": own})
     (own / "cgroup.controllers").write_text("hugetlb\n")
     assert found_on(machine) is None
 
@@ -232,7 +232,7 @@ def test_version_1_is_found_below_our_own_memory_group(machine: Path) -> None:
         (top / folder).mkdir(parents=True)
         (top / folder / "cgroup.procs").touch()
     processors = top / "cpu,cpuacct"
-    assert found_on(machine) == Tree(
+    assert found_on(machine) == CgroupFolders(
         1, {"memory": top / "memory/job", "pids": top / "pids", "cpu": processors, "cpuacct": processors}
     )
 
@@ -240,7 +240,7 @@ def test_version_1_is_found_below_our_own_memory_group(machine: Path) -> None:
 def test_a_machine_without_control_groups_has_none(tmp_path: Path) -> None:
     assert found_on(tmp_path) is None
     with pytest.raises(BackendUnavailable, match=r'cgroups = "required".*as root'):
-        Cgroups.open(SandboxSettings(cgroups="required"), tree=Tree(1, {}))
+        Cgroups.open(SandboxSettings(cgroups="required"), tree=CgroupFolders(1, {}))
     assert Cgroups.open(SandboxSettings(cgroups="off")) is None
     with pytest.raises(BackendUnavailable, match="none of auto, required, off"):
         Cgroups.open(SandboxSettings(cgroups="maybe"))
@@ -249,7 +249,7 @@ def test_a_machine_without_control_groups_has_none(tmp_path: Path) -> None:
 def test_what_is_written_to_and_read_from_version_2(machine: Path) -> None:
     tree = found_on(machine)
     assert tree is not None
-    group = Group(tree, "turnlog-sandbox-0-0-0-0", 1.5)
+    group = ControlGroup(tree, "turnlog-sandbox-0-0-0-0", 1.5)
     place = machine / "sys/fs/cgroup/user.slice/app/turnlog-sandbox-0-0-0-0"
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as alone:  # our own process has servers below it
         group.adopt(alone.pid)
@@ -266,20 +266,20 @@ def test_what_is_written_to_and_read_from_version_2(machine: Path) -> None:
     (place / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 2000000\nsystem_usec 500000\n")
     assert group.cpu_s() == 2.5
     (place / "pids.events").write_text("max 3\n")
-    assert group.exceeded() == "pids"
+    assert group.exceeded_limit() == "pids"
     (place / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 1\noom_group_kill 0\n")
-    assert group.exceeded() == "memory_bytes"
+    assert group.exceeded_limit() == "memory_bytes"
     (place / "memory.stat").write_text(f"anon 4096\nshmem {9 << 20}\n")
-    assert group.exceeded() == "disk_bytes", "the pages that filled it were those of its tmpfs"
+    assert group.exceeded_limit() == "disk_bytes", "the pages that filled it were those of its tmpfs"
     group.begin(LIMITS)
-    assert group.exceeded() is None
+    assert group.exceeded_limit() is None
     assert group.cpu_s() == 0.0
 
 
 def test_closing_a_version_2_group_kills_it_with_one_write_and_removes_it(machine: Path) -> None:
     tree = found_on(machine)
     assert tree is not None
-    group = Group(tree, "turnlog-sandbox-0-0-0-1", 0)
+    group = ControlGroup(tree, "turnlog-sandbox-0-0-0-1", 0)
     place = machine / "sys/fs/cgroup/user.slice/app/turnlog-sandbox-0-0-0-1"
     (place / "cgroup.procs").write_text("1\n")
     (place / "cgroup.kill").touch()
@@ -331,7 +331,7 @@ def test_no_processes_in_a_group_that_hands_down_so_the_worker_moves_to_a_leaf()
 
 def test_one_write_kills_a_real_version_2_group_with_everything_in_it() -> None:
     unified = find_real_version_2()
-    group = Group(Tree(2, {KILL: unified}), f"{leftovers.owned_prefix()}kill", 0)
+    group = ControlGroup(CgroupFolders(2, {KILL: unified}), f"{leftovers.owned_prefix()}kill", 0)
     with started("import os, time; [os.fork() for _ in range(3)]; print(input()); time.sleep(30)") as process:
         group.adopt(process.pid)
         group.close()

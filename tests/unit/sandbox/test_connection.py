@@ -13,7 +13,14 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.connection import PATIENCE, Account, Bounds, InitSandbox, Patience, started
+from turnlog.sandbox_workers.backends.connection import (
+    PATIENCE,
+    HostUser,
+    InitSandbox,
+    InitTimeouts,
+    KernelLimits,
+    start_sandbox,
+)
 from turnlog.sandbox_workers.backends.init_wire import call
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import (
@@ -23,7 +30,7 @@ from turnlog.sandbox_workers.protocol import (
     SandboxDied,
     SandboxUnavailable,
     Shape,
-    attributed,
+    attribute_death,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -49,11 +56,11 @@ def about(**changes: Any) -> dict[str, Any]:
     return ENTRY | changes
 
 
-async def saying(program: str, bounds: Bounds | None = None, patience: Patience = PATIENCE) -> InitSandbox:
+async def saying(program: str, bounds: KernelLimits | None = None, patience: InitTimeouts = PATIENCE) -> InitSandbox:
     """A sandbox whose init is this program."""
-    return await started(
+    return await start_sandbox(
         lambda control: [sys.executable, "-c", program, str(control)],
-        account=Account(None),
+        account=HostUser(None),
         env={},
         bounds=bounds,
         disk_bytes=1 << 20,
@@ -195,27 +202,27 @@ class Kernel:
         self.seen: list[Any] = []
 
     def adopt(self, pid: int) -> None:
-        """See Bounds."""
+        """See KernelLimits."""
         self.seen.append(pid)
 
     def begin(self, limits: SandboxLimits) -> None:
-        """See Bounds."""
+        """See KernelLimits."""
         self.seen.append(limits)
 
     def cpu_s(self) -> float:
-        """See Bounds."""
+        """See KernelLimits."""
         return self.used_s
 
     def overdrawn(self) -> str | None:
-        """See Bounds."""
+        """See KernelLimits."""
         return self.beyond
 
-    def exceeded(self) -> str | None:
-        """See Bounds."""
+    def exceeded_limit(self) -> str | None:
+        """See KernelLimits."""
         return self.met
 
     def close(self) -> None:
-        """See Bounds."""
+        """See KernelLimits."""
         self.seen.append("closed")
 
 
@@ -233,7 +240,7 @@ async def test_what_the_kernel_stopped_is_that_limit_whoever_it_killed(program: 
 async def test_bounds_that_cannot_be_set_are_no_calls_doing() -> None:
     class Gone(Kernel):
         def begin(self, limits: SandboxLimits) -> None:
-            """See Bounds."""
+            """See KernelLimits."""
             raise FileNotFoundError("no such group")
 
     sandbox = await saying(READY + "heard()", Gone(None))
@@ -246,14 +253,14 @@ async def test_bounds_that_cannot_be_set_are_no_calls_doing() -> None:
 async def test_a_time_out_is_the_calls_where_the_init_is_silent_and_ours_where_we_did_not_listen(
     stalled: bool,
 ) -> None:
-    sandbox = await saying(READY + "heard()", patience=Patience(grace_s=0.1, stalled_s=0.5 if stalled else 60.0))
+    sandbox = await saying(READY + "heard()", patience=InitTimeouts(grace_s=0.1, stalled_s=0.5 if stalled else 60.0))
     limits = dataclasses.replace(LIMITS, wall_s=0.1)
     calling = asyncio.create_task(sandbox.exec(Command(kind=Kind.shell, source="true"), limits))
     if stalled:
         asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
         with pytest.raises(SandboxDied) as died:
             await calling
-        assert attributed(died.value.evidence) is None
+        assert attribute_death(died.value.evidence) is None
     else:
         answer = await calling
         assert (answer.status, answer.reason) == (ToolStatus.timeout, "wall_s")

@@ -27,10 +27,10 @@ from turnlog.sandbox_workers.backends.docker.sandbox import (
     Daemon,
     boot_id,
     connect,
-    described,
-    known,
+    container_arguments,
     listening_in,
     reachable,
+    wait_for_process,
 )
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.protocol import (
@@ -166,7 +166,7 @@ async def test_a_runtime_goes_by_the_name_that_the_daemon_has_for_it(
 ) -> None:
     shape = Shape(disk_bytes=4 << 20)
     daemon = Daemon(connect(), {"CpuCfsQuota": True}, "kata-runtime")
-    made = described(daemon, settings(cpus=0.5), 0, shape, None)["host_config"]
+    made = container_arguments(daemon, settings(cpus=0.5), 0, shape, None)["host_config"]
     assert (made["Runtime"], made["NanoCpus"]) == ("kata-runtime", 500_000_000)
     daemon.client.close()
 
@@ -261,7 +261,7 @@ async def test_the_ca_of_the_proxy_is_shown_where_there_is_a_network(server: Doc
 async def test_an_entrypoint_that_is_not_executed_yet_is_waited_for() -> None:
     late = 'read -r name; exec sh -c "read -r _" "$name"'
     process = await asyncio.create_subprocess_exec("sh", "-c", late, stdin=asyncio.subprocess.PIPE)
-    waiting = asyncio.create_task(asyncio.to_thread(known, process.pid, "its-name", time.monotonic() + 20))
+    waiting = asyncio.create_task(asyncio.to_thread(wait_for_process, process.pid, "its-name", time.monotonic() + 20))
     assert not (await asyncio.wait({waiting}, timeout=0.1))[0]
     assert process.stdin is not None
     process.stdin.write(b"its-name\n")

@@ -75,13 +75,13 @@ def test_what_the_kernel_killed_for_memory_is_that_limit_and_only_once(counters:
 
 def test_a_limit_that_was_named_already_is_not_renamed() -> None:
     answer = {"status": "timeout", "reason": "wall_s", "exit_code": None}
-    assert attached.judged(answer, {"memory_bytes": 0}, {"memory_bytes": 1}) == answer
+    assert attached.apply_limits(answer, {"memory_bytes": 0}, {"memory_bytes": 1}) == answer
 
 
 def test_where_no_control_group_is_shown_nothing_is_counted(counters: Path) -> None:
-    assert attached.counted(events(counters)) == {"memory_bytes": 2}
+    assert attached.count_limit_events(events(counters)) == {"memory_bytes": 2}
     counters.unlink()
-    assert attached.counted(events(counters)) == {}
+    assert attached.count_limit_events(events(counters)) == {}
 
 
 def test_a_child_is_waited_for_where_there_is_no_pidfd() -> None:

@@ -17,7 +17,7 @@ from tests.fakes import e2b_server
 from tests.fakes.e2b_server import ProcessEvent, event
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import E2b, said, template_missing
+from turnlog.sandbox_workers.backends.e2b import E2b, describe_error, template_missing
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.protocol import BackendUnavailable, Command, ImageMissing, Kind, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus
@@ -168,7 +168,7 @@ async def test_without_the_right_key_nothing_starts_and_it_is_in_no_text(
         texts += [str(refused.value), repr(refused.value.__cause__)]
     assert "E2B_API_KEY" in texts[0]
     assert KEY not in caplog.text + "".join(texts)
-    assert said(ValueError(f"the service says {KEY} is wrong")) == "the service says <key> is wrong"
+    assert describe_error(ValueError(f"the service says {KEY} is wrong")) == "the service says <key> is wrong"
     monkeypatch.delenv("E2B_API_KEY")
     with pytest.raises(BackendUnavailable, match="E2B_API_KEY"):
         await E2b.open(SETTINGS)

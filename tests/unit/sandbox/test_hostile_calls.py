@@ -22,7 +22,7 @@ import pytest
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.leftovers import remove_tree
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
-from turnlog.sandbox_workers.protocol import Evidence, attributed
+from turnlog.sandbox_workers.protocol import Evidence, attribute_death
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 LIMITS = SandboxLimits(cpu_s=2.0, wall_s=5.0, memory_bytes=96 << 20, pids=24, disk_bytes=4 << 20)
@@ -310,7 +310,7 @@ assert libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, 50_000_000), No
     ],
 )
 def test_a_sandbox_s_end_is_the_agents_on_evidence_alone(evidence: dict[str, Any], verdict: object) -> None:
-    assert attributed(Evidence(**evidence)) == verdict
+    assert attribute_death(Evidence(**evidence)) == verdict
 
 
 def test_a_folder_is_removed_however_deep_and_locked_it_is(tmp_path: Path) -> None:

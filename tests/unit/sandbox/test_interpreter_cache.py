@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.sandbox_workers.backends.roots import init_program, interpreter, published
+from turnlog.sandbox_workers.backends.roots import ensure_cached_folder, init_program, interpreter
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 
 
@@ -43,17 +43,17 @@ def test_a_fill_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(SandboxUnavailable, match=r"disk full.*XDG_CACHE_HOME"):
-        published(tmp_path, "thing", ["v1"], fill)
+        ensure_cached_folder(tmp_path, "thing", ["v1"], fill)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_of_two_who_fill_wins(tmp_path: Path) -> None:
     def fill(root: Path) -> None:
         (root / "by").write_text("second")
-        other = published(tmp_path, "thing", ["v1"], lambda root: (root / "by").write_text("first") and None)
+        other = ensure_cached_folder(tmp_path, "thing", ["v1"], lambda root: (root / "by").write_text("first") and None)
         assert (other / "by").read_text() == "first"
 
-    assert (published(tmp_path, "thing", ["v1"], fill) / "by").read_text() == "first"
+    assert (ensure_cached_folder(tmp_path, "thing", ["v1"], fill) / "by").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -62,4 +62,4 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)
     with pytest.raises(SandboxUnavailable, match="written by others"):
-        published(cache, "thing", ["v1"], lambda root: None)
+        ensure_cached_folder(cache, "thing", ["v1"], lambda root: None)

@@ -16,11 +16,11 @@ from turnlog.sandbox_workers.protocol import (
     FileMissing,
     FileRefused,
     Kind,
+    OutputStream,
     Provider,
     QuotaExceeded,
     SandboxDied,
     Shape,
-    Stream,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -49,10 +49,10 @@ async def shell(sandbox: MemorySandbox, source: str, **limits: float) -> Executi
 
 async def test_commands_answer_as_their_namesakes_do(sandbox: MemorySandbox) -> None:
     await sandbox.write("a/b", b"text")
-    seen: list[tuple[Stream, bytes]] = []
+    seen: list[tuple[OutputStream, bytes]] = []
     command = Command(kind=Kind.program, argv=("cat", "a/b"))
     answer = await sandbox.exec(command, SandboxLimits(), on_output=lambda stream, chunk: seen.append((stream, chunk)))
-    assert (answer.status, answer.output, seen) == (ToolStatus.ok, b"text", [(Stream.stdout, b"text")])
+    assert (answer.status, answer.output, seen) == (ToolStatus.ok, b"text", [(OutputStream.stdout, b"text")])
     assert (await shell(sandbox, "cat nothing")).exit_code == 1
     assert (await shell(sandbox, "nonsense")).exit_code == 127
     assert (await shell(sandbox, "ls")).output == b"a\na/b\n"

@@ -140,12 +140,12 @@ def test_every_observable_is_soiled_here() -> None:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", SOILED)
 async def test_what_a_call_soils_is_as_new_after_a_reset(sandbox: InitSandbox, name: str) -> None:
-    await sandbox.compared()
+    await sandbox.matches_first_init()
     assert await said(sandbox, SOILED[name]) == {"refused" if name in REFUSED else "soiled"}
     in_place = await InitFiles.reset(sandbox)
     assert in_place == (name not in OUTLIVES), "a reset in place restores it, or says that it cannot"
     assert await sandbox.reset()
-    assert await sandbox.compared(), "the init that came up finds every observable as the first one did"
+    assert await sandbox.matches_first_init(), "the init that came up finds every observable as the first one did"
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -15,7 +15,7 @@ from tests.fakes.memory_backend import Memory
 from turnlog.names import EntryPointGroup
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.pooling import Pools, found, unisolated
+from turnlog.sandbox_workers.pooling import SandboxPools, find_isolation_failure, load_backend
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
@@ -61,8 +61,8 @@ def offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 async def test_a_package_offers_a_backend_of_its_own(offer: Callable[..., None]) -> None:
     offer("own", "own = tests.fakes.memory_backend:Memory")
     chosen = value_of("sandbox.backends", declarations(SandboxSettings)["backends"], ["own"], "settings.toml")
-    async with Pools.opened(dataclasses.replace(SETTINGS, backends=chosen)) as pools:
-        assert pools.served == (*LOCAL, "own")
+    async with SandboxPools.open(dataclasses.replace(SETTINGS, backends=chosen)) as pools:
+        assert pools.served_backends == (*LOCAL, "own")
         own = pools.pool("own")
         assert own is not None
         assert isinstance(own.provider, Memory)
@@ -74,13 +74,13 @@ async def test_a_backend_that_nobody_or_two_packages_offer_or_that_does_not_impo
     with pytest.raises(SettingsError, match=r"one of wasm, docker, e2b.*turnlog.sandbox_backends"):
         value_of("sandbox.backends", declarations(SandboxSettings)["backends"], ["own"], "settings.toml")
     with pytest.raises(BackendUnavailable, match="there is no backend 'own'"):
-        found("own")
+        load_backend("own")
     offer("gone", "own = no_such_module:Own")
     with pytest.raises(BackendUnavailable, match=r"own \(no_such_module:Own.*ModuleNotFoundError.*uninstall"):
-        found("own")
+        load_backend("own")
     offer("thief", "bubblewrap = tests.fakes.memory_backend:Memory")
     with pytest.raises(BackendUnavailable, match="two packages offer the name"):
-        found("bubblewrap")
+        load_backend("bubblewrap")
 
 
 async def test_no_bubblewrap_names_the_setting_and_the_remedy(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ async def test_without_bubblewrap_a_worker_does_not_start_unless_a_setting_says_
     monkeypatch.setenv("PATH", f"{broken_bwrap(tmp_path).parent}:/usr/bin:/bin")
     isolating = dataclasses.replace(SETTINGS, backend="bubblewrap")
     with pytest.raises(BackendUnavailable, match="allow_unisolated = true") as caught:
-        async with Pools.opened(isolating):
+        async with SandboxPools.open(isolating):
             pass
-    assert await unisolated(isolating) == str(caught.value)
-    assert await unisolated(SETTINGS) == "", "who chose subprocess knows"
+    assert await find_isolation_failure(isolating) == str(caught.value)
+    assert await find_isolation_failure(SETTINGS) == "", "who chose subprocess knows"
 
 
 async def test_where_a_setting_says_so_subprocess_stands_in_for_bubblewrap_and_it_is_said_loudly(
@@ -112,7 +112,9 @@ async def test_where_a_setting_says_so_subprocess_stands_in_for_bubblewrap_and_i
 ) -> None:
     monkeypatch.setenv("PATH", f"{broken_bwrap(tmp_path).parent}:/usr/bin:/bin")
     with caplog.at_level(logging.WARNING):
-        async with Pools.opened(dataclasses.replace(SETTINGS, backend="bubblewrap", allow_unisolated=True)) as pools:
+        async with SandboxPools.open(
+            dataclasses.replace(SETTINGS, backend="bubblewrap", allow_unisolated=True)
+        ) as pools:
             assert (pools.local.provider.name, pools.fallback) == ("subprocess", True)
             async with pools.local.lease(SHAPE) as lease:
                 assert (await lease.sandbox.exec(SUM, SandboxLimits())).output == b"8\n"
@@ -121,9 +123,9 @@ async def test_where_a_setting_says_so_subprocess_stands_in_for_bubblewrap_and_i
 
 
 async def test_subprocess_by_choice_is_no_fallback_and_serves_either_name() -> None:
-    async with Pools.opened(Settings(run=RunSettings(id="r"), sandbox=SETTINGS)) as pools:
+    async with SandboxPools.open(Settings(run=RunSettings(id="r"), sandbox=SETTINGS)) as pools:
         assert pools.fallback is False
-        assert pools.served == ("bubblewrap", "subprocess")
+        assert pools.served_backends == ("bubblewrap", "subprocess")
         assert pools.pool("bubblewrap") is pools.pool("subprocess") is pools.local
         assert pools.pool("docker") is None
         (shown,) = pools.snapshot()["pools"]  # type: ignore[misc]
@@ -136,13 +138,13 @@ async def test_a_backend_that_is_named_and_cannot_work_ends_the_worker_at_its_st
 ) -> None:
     monkeypatch.delenv("E2B_API_KEY", raising=False)
     with pytest.raises(BackendUnavailable, match=backend):
-        async with Pools.opened(dataclasses.replace(SETTINGS, backends=(backend,))):
+        async with SandboxPools.open(dataclasses.replace(SETTINGS, backends=(backend,))):
             pass
 
 
 async def test_a_local_backend_must_be_one_of_this_machine() -> None:
     with pytest.raises(BackendUnavailable, match="backends"):
-        async with Pools.opened(dataclasses.replace(SETTINGS, backend="wasm")):
+        async with SandboxPools.open(dataclasses.replace(SETTINGS, backend="wasm")):
             pass
 
 
@@ -157,12 +159,12 @@ class Refusing(Memory):
 async def test_a_backend_whose_sandboxes_do_not_start_is_unavailable(offer: Callable[..., None]) -> None:
     offer("own", f"own = {__name__}:Refusing")
     with pytest.raises(BackendUnavailable, match="no space"):
-        async with Pools.opened(dataclasses.replace(SETTINGS, backends=("own",))):
+        async with SandboxPools.open(dataclasses.replace(SETTINGS, backends=("own",))):
             pass
 
 
 async def test_idle_sandboxes_are_looked_at_every_health_s() -> None:
-    async with Pools.opened(dataclasses.replace(SETTINGS, health_s=0.05)) as pools:
+    async with SandboxPools.open(dataclasses.replace(SETTINGS, health_s=0.05)) as pools:
         async with pools.local.lease(SHAPE) as lease:
             pass
         async with pools.local.lease(SHAPE, session="s") as lease:

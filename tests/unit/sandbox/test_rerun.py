@@ -26,14 +26,14 @@ from turnlog.sandbox_workers.console.recorded import (
     BadPattern,
     NoSuchCall,
     NoSuchSession,
+    load_session,
     print_session,
-    recorded,
     session_body,
 )
-from turnlog.sandbox_workers.console.rerun import Report, RerunOptions, exit_status, patterns, print_report, rerun
+from turnlog.sandbox_workers.console.rerun import RerunOptions, RerunReport, exit_status, patterns, print_report, rerun
 from turnlog.sandbox_workers.egress import Egress
-from turnlog.sandbox_workers.pooling import Pools
-from turnlog.sandbox_workers.worker import Worker
+from turnlog.sandbox_workers.pooling import SandboxPools
+from turnlog.sandbox_workers.worker import SandboxWorker
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import digest
 from turnlog.settings import EgressSettings, KafkaSettings, RunSettings, Settings
@@ -73,8 +73,8 @@ class House:
             folder.chmod(0o755)  # noqa: ASYNC240 - sandboxes of other users read what is in it
             role = await stack.enter_async_context(self.role("sandbox"))
             egress = await stack.enter_async_context(Egress.open(role.settings.egress, self.blobs, folder))
-            pools = await stack.enter_async_context(Pools.opened(role.settings, ca=egress.ca))
-            running = asyncio.create_task(Worker(role, pools, egress=egress, clock=lambda: LOG_EPOCH).run())
+            pools = await stack.enter_async_context(SandboxPools.open(role.settings, ca=egress.ca))
+            running = asyncio.create_task(SandboxWorker(role, pools, egress=egress, clock=lambda: LOG_EPOCH).run())
             try:
                 for seq, (tool, arguments) in enumerate(calls):
                     workspace = answers[-1].workspace if answers else None
@@ -88,15 +88,15 @@ class House:
 
     async def _answer(self, role: Role, session: str, seq: int) -> ToolCallCompleted:
         while True:
-            found = [call for call in (await recorded(role, session)).calls if call.request.call_seq == seq]
+            found = [call for call in (await load_session(role, session)).calls if call.request.call_seq == seq]
             if found and found[0].completed is not None:
                 return found[0].completed
             await self.log.broker.changed(0.05)
 
-    async def again(self, session: str, options: RerunOptions = UNCHANGED) -> list[Report]:
+    async def again(self, session: str, options: RerunOptions = UNCHANGED) -> list[RerunReport]:
         """Run them again."""
         async with self.role("session") as role:
-            return await rerun(role, await recorded(role, session), options)
+            return await rerun(role, await load_session(role, session), options)
 
 
 def requested(session: str, seq: int, tool: str, arguments: dict[str, object]) -> ToolCallRequested:
@@ -200,7 +200,7 @@ async def test_status_and_exit_code_that_differ_are_named(house: House) -> None:
     forged = dataclasses.replace(answers[0], event_id=digest("forged"), exit_code=0, session_id="forged", call_id="c")
     request = requested("forged", 0, "shell", {"command": "exit 1"})
     async with house.role("sandbox") as role:
-        begun = (await recorded(role, "ends")).calls[0].started[0]
+        begun = (await load_session(role, "ends")).calls[0].started[0]
         await role.events.append(dataclasses.replace(request, call_id="c"))
         await role.events.append(
             dataclasses.replace(begun, session_id="forged", call_id="c", environment_sha256="0" * 64)
@@ -216,7 +216,7 @@ async def test_status_and_exit_code_that_differ_are_named(house: House) -> None:
 async def test_other_surroundings_are_said_and_count_when_asked_to(house: House) -> None:
     (answer,) = await house.record("moved", ("python", {"code": "print(1)"}))
     async with house.role("sandbox") as role:
-        begun = (await recorded(role, "moved")).calls[0].started[0]
+        begun = (await load_session(role, "moved")).calls[0].started[0]
         name = {"session_id": "elsewhere", "call_id": "c"}
         request = requested("elsewhere", 0, "python", {"code": "print(1)"})
         await role.events.append(dataclasses.replace(request, call_id="c"))
@@ -274,14 +274,14 @@ async def test_a_session_is_named_by_any_beginning_that_only_it_has(house: House
     for name in ("abc1", "abd2", "ab"):
         await house.events.append(requested(name, 0, "python", {"code": "1"}))
     async with house.role("session") as role:
-        assert (await recorded(role, "abc")).session_id == "abc1"
-        assert (await recorded(role, "ab")).session_id == "ab"
+        assert (await load_session(role, "abc")).session_id == "abc1"
+        assert (await load_session(role, "ab")).session_id == "ab"
         with pytest.raises(AmbiguousSession, match="3 sessions begin with 'a': ab, abc1, abd2"):
-            await recorded(role, "a")
+            await load_session(role, "a")
         with pytest.raises(NoSuchSession, match="see also --from archive"):
-            await recorded(role, "zz")
+            await load_session(role, "zz")
         with pytest.raises(NoSuchCall, match="has no call 7; it has 0"):
-            await rerun(role, await recorded(role, "abc"), RerunOptions(call=7))
+            await rerun(role, await load_session(role, "abc"), RerunOptions(call=7))
     with pytest.raises(BadPattern, match=r"--ignore .*\[0-9"):
         patterns(["[0-9"])
 
@@ -289,7 +289,7 @@ async def test_a_session_is_named_by_any_beginning_that_only_it_has(house: House
 async def test_show_lists_what_is_recorded(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     await house.record("shown", ("shell", {"command": "echo hi > f; cat f"}), ("shell", {"command": "exit 4"}))
     async with house.role("session") as role:
-        session = await recorded(role, "shown")
+        session = await load_session(role, "shown")
     first, second = session_body(session)["calls"]
     assert (first["call_seq"], first["tool"], first["status"], first["attempts"]) == (0, "shell", "ok", 1)
     assert (len(first["workspace"]), len(first["environment_sha256"]), first["output_bytes"]) == (64, 64, 3)

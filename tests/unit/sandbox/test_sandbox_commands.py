@@ -24,7 +24,7 @@ from turnlog.infra.roles.health import Health, QuietServer, application
 from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.console.actions import NotText, command_of, findings
-from turnlog.sandbox_workers.pooling import LOCAL, Pools
+from turnlog.sandbox_workers.pooling import LOCAL, SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Kind, Shape
 
@@ -95,7 +95,7 @@ async def test_pool_shows_the_slots_of_every_worker_that_answers(
     pool = Pool(Memory(), slots=3, prewarm=1)
     await pool.prefill(SHAPE)
     health = Health("sandbox")
-    health.expose("pools", Pools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
+    health.expose("pools", SandboxPools(dict.fromkeys(LOCAL, pool), fallback=False).snapshot)
     port, dead = free_ports(2)
     config = uvicorn.Config(application(health), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
     workers = {"sandbox-0": f"http://127.0.0.1:{port}", "sandbox-1": f"http://127.0.0.1:{dead}"}

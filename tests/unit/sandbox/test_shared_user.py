@@ -10,7 +10,7 @@ import pytest
 
 from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.backends.bubblewrap import init_command
-from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, started
+from turnlog.sandbox_workers.backends.connection import InitSandbox, own_account, start_sandbox
 from turnlog.sandbox_workers.backends.roots import init_program, interpreter
 from turnlog.sandbox_workers.inside.child import SPARE_PIDS
 from turnlog.sandbox_workers.inside.processes import processes_of
@@ -37,7 +37,7 @@ async def sandbox() -> AsyncIterator[InitSandbox]:
     with tempfile.TemporaryDirectory(prefix="turnlog-sandbox-", ignore_cleanup_errors=True) as folder:
         if account.uid is not None:
             os.chown(folder, account.uid, account.uid)
-        sandbox = await started(
+        sandbox = await start_sandbox(
             lambda control: init_command([binary], control, "plain", "shared", "none", folder),
             account=account,
             env={"PYTHONPATH": str(init), "LD_LIBRARY_PATH": str(found.root / "lib")},
@@ -64,7 +64,7 @@ async def test_an_init_refuses_to_empty_what_is_not_its_own() -> None:
     found, init = interpreter(cache), init_program(cache)
     binary = str(found.root / "bin" / found.python)
     with pytest.raises(SandboxUnavailable, match="belong to somebody else"):
-        await started(
+        await start_sandbox(
             lambda control: init_command([binary], control, "plain", "own", "none", "/"),
             account=own_account(260_000, 0),
             env={"PYTHONPATH": str(init), "LD_LIBRARY_PATH": str(found.root / "lib")},

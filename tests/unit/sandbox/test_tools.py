@@ -11,7 +11,7 @@ import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
-from turnlog.sandbox_workers.protocol import Execution, Sandbox, SandboxDied, Shape, Stream
+from turnlog.sandbox_workers.protocol import Execution, OutputStream, Sandbox, SandboxDied, Shape
 from turnlog.sandbox_workers.tools import Prepared, prepared
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
@@ -84,11 +84,11 @@ async def test_shell_ends_at_its_own_time_out(sandbox: Sandbox) -> None:
 
 
 async def test_output_streams_while_a_program_runs(sandbox: Sandbox) -> None:
-    heard: list[tuple[Stream, bytes]] = []
+    heard: list[tuple[OutputStream, bytes]] = []
     call = prepared("shell", b'{"command": "echo out; echo err >&2"}', SPEC, LIMITS)
     assert isinstance(call, Prepared)
     await call.run(sandbox, LIMITS, {}, lambda stream, part: heard.append((stream, part)))
-    assert sorted(heard) == [(Stream.stderr, b"err\n"), (Stream.stdout, b"out\n")]
+    assert sorted(heard) == [(OutputStream.stderr, b"err\n"), (OutputStream.stdout, b"out\n")]
 
 
 async def test_a_file_is_read_whole_or_by_lines_with_a_note_of_what_is_left(sandbox: Sandbox) -> None:

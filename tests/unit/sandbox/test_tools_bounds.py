@@ -150,7 +150,7 @@ def test_lines_of_a_text_in_parts_are_those_of_the_whole_text(
         if left < 0:
             break
         wanted.append(line)
-    assert (lines.taken, lines.count, lines.ended) == (wanted, len(whole), text.endswith(b"\n"))
+    assert (lines.taken, lines.count, lines.has_final_newline) == (wanted, len(whole), text.endswith(b"\n"))
 
 
 @pytest.mark.parametrize("value", ["[],", '{"a":[1.5]},', '"a",', "1,", "[" * 60 + "]" * 60 + ","])

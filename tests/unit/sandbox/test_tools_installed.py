@@ -16,7 +16,7 @@ from turnlog.infra.tools import AmbiguousTool, BrokenTool, UnknownTool, versions
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.placements import Scheduler
-from turnlog.sandbox_workers.pooling import Pools
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.protocol import SandboxDied, Shape
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
@@ -184,7 +184,7 @@ def test_a_broken_tool_is_named_with_its_entry_point(
     with pytest.raises(error, match=said):
         tools()
     with pytest.raises(error, match=said):  # a worker ends at its start
-        Scheduler(SandboxSettings(), Pools({}, fallback=False), egress=False)
+        Scheduler(SandboxSettings(), SandboxPools({}, fallback=False), egress=False)
 
 
 def test_two_packages_that_offer_one_name_are_named(offer: Callable[..., None]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from turnlog.sandbox_workers.inside.processes import ROUNDING_S, Task, Unclaimed
+from turnlog.sandbox_workers.inside.processes import ROUNDING_S, ProcessInfo, Unclaimed
 
 
-def process(pid: int, parent: int, cpu_s: float, reaped_s: float = 0.0) -> Task:
+def process(pid: int, parent: int, cpu_s: float, reaped_s: float = 0.0) -> ProcessInfo:
     """One of them."""
-    return Task(pid, parent, 1, cpu_s, reaped_s, 0, False)
+    return ProcessInfo(pid, parent, 1, cpu_s, reaped_s, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def process(pid: int, parent: int, cpu_s: float, reaped_s: float = 0.0) -> Task:
         "a grandchild that its parent ignored", "one of many that its parent waited for", "a pid that came round again",
     ],
 )  # fmt: skip
-def test_what_was_not_claimed_is_counted(looks: list[tuple[list[Task], float]], unclaimed: float) -> None:
+def test_what_was_not_claimed_is_counted(looks: list[tuple[list[ProcessInfo], float]], unclaimed: float) -> None:
     counted = Unclaimed()
     for found, children_s in looks:
         counted.look(found, children_s)

@@ -20,7 +20,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.backends.leftovers import sweep_folders
-from turnlog.sandbox_workers.backends.wasm.backend import Wasm, compiled, python_library
+from turnlog.sandbox_workers.backends.wasm.backend import Wasm, compile_module, python_library
 from turnlog.sandbox_workers.backends.wasm.guest import DENIED
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -29,9 +29,9 @@ from turnlog.sandbox_workers.protocol import (
     FileRefused,
     ImageMissing,
     Kind,
+    OutputStream,
     SandboxUnavailable,
     Shape,
-    Stream,
 )
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
@@ -223,7 +223,7 @@ async def test_every_limit_ends_a_guest_and_is_named(
 
 async def test_a_call_has_input_environment_folder_and_streams(sandbox: InitSandbox) -> None:
     await sandbox.write("deep/name", b"x")
-    came: list[tuple[Stream, bytes]] = []
+    came: list[tuple[OutputStream, bytes]] = []
     source = (
         "import os, sys; print(sys.stdin.buffer.read(), os.environ['A'], os.getcwd(), os.listdir())\n"
         "print('loud', file=sys.stderr)"
@@ -231,7 +231,7 @@ async def test_a_call_has_input_environment_folder_and_streams(sandbox: InitSand
     command = python(source, stdin=b"in\0put", env={"A": "b"}, cwd="deep")
     answer = await sandbox.exec(command, LIMITS, on_output=lambda stream, part: came.append((stream, part)))
     assert answer.output == b"b'in\\x00put' b /workspace/deep ['name']\nloud\n"
-    assert {stream for stream, _ in came} == {Stream.stdout, Stream.stderr}
+    assert {stream for stream, _ in came} == {OutputStream.stdout, OutputStream.stderr}
     assert b"".join(part for _, part in came) == answer.output
 
 
@@ -334,18 +334,18 @@ def test_a_module_is_compiled_once_for_each_engine(tmp_path: Path, caplog: pytes
     caplog.set_level("INFO")
     module = tmp_path / "hello.wasm"
     module.write_bytes(wat2wasm(HELLO))
-    first = compiled(tmp_path / "cache", module, fuel=False)
-    assert compiled(tmp_path / "cache", module, fuel=False) == first
+    first = compile_module(tmp_path / "cache", module, fuel=False)
+    assert compile_module(tmp_path / "cache", module, fuel=False) == first
     assert [record.message.split()[0] for record in caplog.records] == ["compiling", "compiled"]
-    assert compiled(tmp_path / "cache", module, fuel=True) != first
+    assert compile_module(tmp_path / "cache", module, fuel=True) != first
     module.write_bytes(wat2wasm("(module)"))
-    assert compiled(tmp_path / "cache", module, fuel=False) != first
+    assert compile_module(tmp_path / "cache", module, fuel=False) != first
 
 
 def test_a_file_of_the_image_folder_that_is_no_module_says_so(tmp_path: Path) -> None:
     (tmp_path / "bad.wasm").write_bytes(b"#!/bin/sh\n")
     with pytest.raises(ImageMissing, match="is no WebAssembly module"):
-        compiled(tmp_path / "cache", tmp_path / "bad.wasm", fuel=False)
+        compile_module(tmp_path / "cache", tmp_path / "bad.wasm", fuel=False)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

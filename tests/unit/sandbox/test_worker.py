@@ -148,12 +148,12 @@ async def test_a_commit_keeps_what_a_newer_release_says_and_one_that_expired_is_
             commits[place] = Commit(commit.offset, json.dumps({**json.loads(commit.metadata), "later": "kept"}))
     commits[Partition("agent.more", 0)] = Commit(1)
     with pytest.raises(OtherInputs, match=r"run\.sandbox has commits of agent\.more"):
-        await calls.Recovery(role, "run.sandbox").units([0, 1])
+        await calls.PartitionRecovery(role, "run.sandbox").units([0, 1])
     commits.clear()
     for number in range(2):
         house.log.broker.truncate(Partition(TOOL_CALLS.name, number), 1)
     with pytest.raises(CommitsExpired, match=r"agent\.tool-calls\[\d\] begins at 1: .*offsets\.retention\.minutes"):
-        await calls.Recovery(role, "run.sandbox").units([0, 1])
+        await calls.PartitionRecovery(role, "run.sandbox").units([0, 1])
 
 
 async def test_the_committed_offset_waits_for_the_oldest_unanswered_call(house: Any) -> None:

@@ -14,9 +14,9 @@ import pytest
 from turnlog import cli
 from turnlog.schemas import releases as cutting
 from turnlog.schemas.avsc import stored_schema
-from turnlog.schemas.compatibility import Rule
+from turnlog.schemas.compatibility import CompatibilityRule
 from turnlog.schemas.events import ALL
-from turnlog.schemas.releases import altered, changed, history, problems, releases
+from turnlog.schemas.releases import altered_files, changed_records, history, problems, releases
 
 PRESENT = {name: stored_schema(name) for name in ALL}
 Schema = dict[str, Any]
@@ -73,17 +73,17 @@ def other_packing(schema: Schema) -> None:
     packed["logicalType"] = "turnlog-float32-le"
 
 
-DOCTORED: list[tuple[str, Callable[[Schema], None], Rule, str]] = [
-    ("SessionFinished", new_field, Rule.new_without_default, "turnlog.v1.SessionFinished.later"),
-    ("SessionFinished", fewer_fields, Rule.field_removed, "turnlog.v1.SessionFinished.reason"),
-    ("SessionFinished", another_type, Rule.type_changed, "turnlog.v1.SessionFinished.reason"),
-    ("SessionFinished", another_name, Rule.name_changed, "the schema"),
-    ("SessionFinished", another_enum_name, Rule.name_changed, "turnlog.v1.SessionFinished.outcome"),
-    ("TokenSnapshot", narrower_union, Rule.union_arm_lost, "turnlog.v1.TokenSnapshot.experts"),
-    ("SessionFinished", fewer_symbols, Rule.enum_symbol_lost, "turnlog.v1.Outcome"),
-    ("SessionFinished", no_default, Rule.enum_without_default, "turnlog.v1.Outcome"),
-    ("SessionFinished", another_default, Rule.enum_default_moved, "turnlog.v1.Outcome"),
-    ("TokenSnapshot", other_packing, Rule.packing_changed, "turnlog.v1.TokenSnapshot.delta_ids"),
+DOCTORED: list[tuple[str, Callable[[Schema], None], CompatibilityRule, str]] = [
+    ("SessionFinished", new_field, CompatibilityRule.new_without_default, "turnlog.v1.SessionFinished.later"),
+    ("SessionFinished", fewer_fields, CompatibilityRule.field_removed, "turnlog.v1.SessionFinished.reason"),
+    ("SessionFinished", another_type, CompatibilityRule.type_changed, "turnlog.v1.SessionFinished.reason"),
+    ("SessionFinished", another_name, CompatibilityRule.name_changed, "the schema"),
+    ("SessionFinished", another_enum_name, CompatibilityRule.name_changed, "turnlog.v1.SessionFinished.outcome"),
+    ("TokenSnapshot", narrower_union, CompatibilityRule.union_arm_lost, "turnlog.v1.TokenSnapshot.experts"),
+    ("SessionFinished", fewer_symbols, CompatibilityRule.enum_symbol_lost, "turnlog.v1.Outcome"),
+    ("SessionFinished", no_default, CompatibilityRule.enum_without_default, "turnlog.v1.Outcome"),
+    ("SessionFinished", another_default, CompatibilityRule.enum_default_moved, "turnlog.v1.Outcome"),
+    ("TokenSnapshot", other_packing, CompatibilityRule.packing_changed, "turnlog.v1.TokenSnapshot.delta_ids"),
 ]
 
 
@@ -93,7 +93,7 @@ def test_todays_schemas_may_follow_every_release() -> None:
 
 @pytest.mark.parametrize(("name", "doctor", "rule", "where"), DOCTORED, ids=[case[1].__name__ for case in DOCTORED])
 def test_a_doctored_schema_breaks_its_rule_by_name(
-    name: str, doctor: Callable[[Schema], None], rule: Rule, where: str
+    name: str, doctor: Callable[[Schema], None], rule: CompatibilityRule, where: str
 ) -> None:
     schema = copy.deepcopy(PRESENT[name])
     doctor(schema)
@@ -113,11 +113,11 @@ def test_a_new_symbol_may_not_come_where_an_old_reader_has_no_default_for_it(fol
     old = json.loads(path.read_text())
     del outcome(old)["default"]
     path.write_text(json.dumps(old))
-    assert problems(PRESENT, releases(folder)[:1])[0].rule is Rule.enum_default_moved
+    assert problems(PRESENT, releases(folder)[:1])[0].rule is CompatibilityRule.enum_default_moved
     newer = copy.deepcopy(PRESENT["SessionFinished"])
     outcome(newer)["symbols"].append("preempted")
     found = problems({**PRESENT, "SessionFinished": newer}, releases(folder)[:1])
-    (told,) = [problem for problem in found if problem.rule is Rule.enum_without_default]
+    (told,) = [problem for problem in found if problem.rule is CompatibilityRule.enum_without_default]
     assert str(told) == "turnlog.v1.Outcome: gained preempted, for which readers of the release have no default"
 
 
@@ -125,7 +125,7 @@ def test_a_new_kind_is_read_by_one_release_and_written_by_the_next() -> None:
     """On a topic that the last release reads; on one of its own it has no reader that could stumble."""
     past = releases()
     (told,) = problems(PRESENT, past[:2])
-    assert (told.where, told.rule) == ("RunPlanned", Rule.written_too_soon)
+    assert (told.where, told.rule) == ("RunPlanned", CompatibilityRule.written_too_soon)
     assert "a new kind on runs, which v2 reads" in told.what
     assert problems(PRESENT, past[:2], unwritten={"RunPlanned"}) == []
 
@@ -136,7 +136,7 @@ def test_a_new_arm_of_a_union_is_read_by_one_release_and_written_by_the_next() -
     field(schema, "delta_ids")["type"].append(arm)
     present = {**PRESENT, "TokenSnapshot": schema}
     (told,) = problems(present, releases())
-    assert (told.where, told.rule) == ("turnlog.v1.TokenSnapshot.delta_ids", Rule.written_too_soon)
+    assert (told.where, told.rule) == ("turnlog.v1.TokenSnapshot.delta_ids", CompatibilityRule.written_too_soon)
     assert "Packed" in told.what
     assert problems(present, releases(), unwritten={"Packed"}) == []
 
@@ -144,7 +144,7 @@ def test_a_new_arm_of_a_union_is_read_by_one_release_and_written_by_the_next() -
 def test_a_record_that_was_released_stays() -> None:
     present = {name: schema for name, schema in PRESENT.items() if name != "EngineGone"}
     (problem,) = problems(present, releases())
-    assert (problem.where, problem.rule) == ("EngineGone", Rule.record_removed)
+    assert (problem.where, problem.rule) == ("EngineGone", CompatibilityRule.record_removed)
 
 
 @pytest.fixture
@@ -166,7 +166,9 @@ def test_every_earlier_release_counts_not_only_the_last(folder: Path) -> None:
     past = releases(folder)
     assert problems({"EngineGone": again}, past[-1:]) == []
     found = problems({**PRESENT, "EngineGone": again}, past)
-    assert [(problem.where, problem.rule) for problem in found] == [("turnlog.v1.EngineGone.cause", Rule.type_changed)]
+    assert [(problem.where, problem.rule) for problem in found] == [
+        ("turnlog.v1.EngineGone.cause", CompatibilityRule.type_changed)
+    ]
 
 
 def test_releases_stand_in_the_order_of_their_numbers(folder: Path) -> None:
@@ -184,15 +186,17 @@ def test_a_file_of_a_release_never_changes(folder: Path, change: str) -> None:
         path.unlink()
     else:
         path.write_text('{"type": "record", "name": "EngineGone", "fields": []}')
-    (problem,) = altered(releases(folder)[0])
-    assert (problem.where, problem.rule) == (f"v1/{path.name}", Rule.release_altered)
+    (problem,) = altered_files(releases(folder)[0])
+    assert (problem.where, problem.rule) == (f"v1/{path.name}", CompatibilityRule.release_altered)
 
 
 def test_golden_bytes_that_no_longer_say_what_they_said_are_told(folder: Path) -> None:
     for name, was, now in (("EngineGone", b"cause", b"CAUSE"), ("GroupClosed", b"reason", b"\xffeason")):
         path = folder / "v1" / f"{name}.bin"
         path.write_bytes(path.read_bytes().replace(was, now))
-    found = [problem for problem in cutting.check(releases(folder)) if problem.rule is Rule.golden_unreadable]
+    found = [
+        problem for problem in cutting.check(releases(folder)) if problem.rule is CompatibilityRule.golden_unreadable
+    ]
     assert [problem.where for problem in found] == ["v1/EngineGone.bin", "v1/GroupClosed.bin"]
     assert "another record" in found[0].what
     assert "Avro body is broken" in found[1].what
@@ -205,7 +209,7 @@ def test_a_release_is_what_has_changed_since_the_last_and_is_cut_once(folder: Pa
     )
     cutting.write_sums(folder / "v1")
     before = {path: path.read_bytes() for path in (folder / "v1").iterdir()}
-    due = changed(releases(folder))  # and what has changed since the last release was cut
+    due = changed_records(releases(folder))  # and what has changed since the last release was cut
     assert "EngineGone" in due
     assert cutting.cut(folder) == (f"v{last + 1}", due)
     assert {path: path.read_bytes() for path in (folder / "v1").iterdir()} == before

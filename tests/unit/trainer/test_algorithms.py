@@ -16,10 +16,10 @@ import torch
 
 from turnlog.learning_settings import WANTS
 from turnlog.names import EntryPointGroup
-from turnlog.setting_types import offered
+from turnlog.setting_types import find_offered
 from turnlog.settings import SettingsError, TrainerSettings, declarations, from_tables
-from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen
-from turnlog.trainer.algorithms.objective import Numbers as Passes
+from turnlog.trainer.algorithms.catalogue import BUILT_IN, choose_algorithm
+from turnlog.trainer.algorithms.objective import ForwardPassResults as Passes
 from turnlog.trainer.algorithms.objective import PolicyGradient, estimate
 from turnlog.trainer.algorithms.tokens import Tokens
 from turnlog.trainer.plan import learning_plan
@@ -116,7 +116,7 @@ def found(objective: PolicyGradient, given: Numbers, *, entropy: float = 0.0) ->
 
 
 def gradient(name: str, **options: Any) -> PolicyGradient:
-    algorithm, its = chosen(name)
+    algorithm, its = choose_algorithm(name)
     return PolicyGradient(LOW, HIGH, algorithm=algorithm, numbers=its, **options)
 
 
@@ -244,7 +244,7 @@ def test_measures_are_those_of_the_ratios() -> None:
 
 
 def test_the_settings_list_what_is_built_in() -> None:
-    own = offered(declarations(TrainerSettings)["algorithm"])
+    own = find_offered(declarations(TrainerSettings)["algorithm"])
     assert own is not None
     assert own.group == EntryPointGroup.ALGORITHMS
     assert set(own.built_in) == set(BUILT_IN) == set(WANTS)
@@ -254,7 +254,7 @@ def test_an_objective_can_be_sent_to_other_ranks() -> None:
     plan = learning_plan(from_tables({"trainer": {"algorithm": "sapo:0.5:2"}}, {}, source="test"))
     assert plan.objective.numbers == (0.5, 2.0)
     assert pickle.loads(pickle.dumps(plan.objective)) == plan.objective
-    assert math.isclose(chosen("sapo")[1][1], 1.05)
+    assert math.isclose(choose_algorithm("sapo")[1][1], 1.05)
 
 
 REFUSED = [
@@ -359,7 +359,7 @@ def test_an_auxiliary_loss_of_a_package_is_added_as_the_guide_says(
     tables = {"trainer": {"auxiliary": "foresee", "auxiliary_coefficient": 0.01}}
     objective = learning_plan(from_tables(tables, {}, source="test")).objective
     rows = synthetic_rows(0)
-    _, columns = objective.prepared(rows, Passes(), None)
+    _, columns = objective.prepare(rows, Passes(), None)
     assert columns.auxiliary is not None
     context = rows.trained == 0
     wanted = 0.01 * context / context.sum()

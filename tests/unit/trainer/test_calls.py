@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
-from turnlog.trainer.algorithms.objective import Numbers
+from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.gang.calls import laid_out
 from turnlog.trainer.models.experts import RoutedRows
 from turnlog.trainer.reference import synthetic_rows, with_random_experts
@@ -17,7 +17,7 @@ ROWS = with_random_experts(synthetic_rows(0), TINY_MIXTURE, 0)
 
 
 def test_what_is_mapped_is_what_was_laid_out_and_outlives_it() -> None:
-    numbers = Numbers(proximal=np.arange(5, dtype="<f4"))
+    numbers = ForwardPassResults(proximal=np.arange(5, dtype="<f4"))
     with laid_out(("step", (ROWS, numbers, 0.5))) as there:
         assert there is not None
         method, (rows, told, rate) = there.read()

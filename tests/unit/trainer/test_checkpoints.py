@@ -20,8 +20,8 @@ from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import SettingsError, StoreSettings
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
-from turnlog.trainer.checkpoints.places import MARKERS, SUMS, FolderPlace, Marker, Place
-from turnlog.trainer.checkpoints.state import regrouped
+from turnlog.trainer.checkpoints.places import MARKERS, SUMS, CheckpointStorage, FolderPlace, Marker
+from turnlog.trainer.checkpoints.state import regroup_optimizers
 from turnlog.trainer.checkpoints.store import CACHE, StorePlace
 
 
@@ -29,7 +29,7 @@ from turnlog.trainer.checkpoints.store import CACHE, StorePlace
 class Ground:
     """Where the checkpoints of a run lie."""
 
-    place: Callable[[], Place]
+    place: Callable[[], CheckpointStorage]
     """As another process sees it, on a machine of its own where machines need not share a disk."""
     write: Callable[[str, bytes | None], None]
     """Give a file of a checkpoint (NAME/FILE) that content, or remove it, behind everybody's back."""
@@ -114,7 +114,7 @@ def test_a_checkpoint_killed_before_it_was_sealed_does_not_count_and_goes(ground
     assert ground.opened(1).newest() is not None
     assert ground.newest() == name
     with pytest.raises(CheckpointDamaged, match=r"step-00000010-i0.* is gone"):
-        ground.place().opened("step-00000010-i0")
+        ground.place().open_folder("step-00000010-i0")
 
 
 def test_one_that_is_whole_counts_although_its_writer_was_killed_before_it_said_so(ground: Ground) -> None:
@@ -122,7 +122,7 @@ def test_one_that_is_whole_counts_although_its_writer_was_killed_before_it_said_
     save(first, 0)
     place = ground.place()
     part = begun(first, 10)
-    place.finished(part, {}, {})
+    place.store_files(part, {}, {})
     assert place.seal(part) == "step-00000010-i0" == ground.newest()
 
 
@@ -222,7 +222,7 @@ def test_a_claim_that_was_killed_before_it_was_confirmed_names_nothing(stored: S
     assert folder.name == name
 
 
-def claimed(place: Place) -> Checkpoints:
+def claimed(place: CheckpointStorage) -> Checkpoints:
     checkpoints = Checkpoints(place, keep=3)
     checkpoints.claim(0)
     return checkpoints
@@ -234,7 +234,7 @@ def test_a_zombie_that_wakes_up_within_seal_changes_nothing_that_its_successor_g
     class Sleeping:
         """The place of one whose second look comes when it is too late."""
 
-        def __init__(self, place: Place) -> None:
+        def __init__(self, place: CheckpointStorage) -> None:
             self._place = place
             self.sleeps = False
 
@@ -276,7 +276,7 @@ def test_an_optimizer_goes_on_whether_or_not_ranks_share_the_experts() -> None:
     """Megatron gives shared experts one of their own; shards are known by name, what is not sharded by place."""
     groups = [{"is_expert_parallel": False, "wd_mult": mult, "step": 3} for mult in (1.0, 0.0)]
     alone = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "all"}
-    two = regrouped({**alone, 0: {"param_state": "a"}, 1: {"param_state": "b"}}, 2)
+    two = regroup_optimizers({**alone, 0: {"param_state": "a"}, 1: {"param_state": "b"}}, 2)
     assert two == {
         0: {"param_state": "a", **alone},
         1: {
@@ -286,9 +286,9 @@ def test_an_optimizer_goes_on_whether_or_not_ranks_share_the_experts() -> None:
         },
     }
     own = {place: {name: one[name] for name in alone} for place, one in two.items()}
-    assert regrouped({"param_state": "c", **own}, 1) == {"param_state": "c", **alone}
-    assert regrouped(two, 2) is two
-    assert regrouped(alone, 1) is alone
+    assert regroup_optimizers({"param_state": "c", **own}, 1) == {"param_state": "c", **alone}
+    assert regroup_optimizers(two, 2) is two
+    assert regroup_optimizers(alone, 1) is alone
 
 
 @pytest.mark.parametrize("damage", [b"2O", None], ids=["altered", "gone"])
@@ -299,7 +299,7 @@ def test_where_a_file_is_not_what_was_written_the_checkpoint_before_it_is_taken(
     before, last = save(first, 10), save(first, 20)
     ground.write(f"{last}/content", damage)
     with pytest.raises(CheckpointDamaged, match=f"{last}/content"):
-        ground.place().opened(last)
+        ground.place().open_folder(last)
     found = ground.opened(1).newest()
     assert found is not None
     assert found.name == before == ground.newest()
@@ -330,7 +330,7 @@ def test_sums_that_list_no_files_are_damage(tmp_path: Path) -> None:
     before, last = save(checkpoints, 10), save(checkpoints, 20)
     (tmp_path / last / SUMS).write_bytes(b"\xffgarbage\n")
     with pytest.raises(CheckpointDamaged, match=f"{SUMS} does not list sums of files"):
-        place.opened(last)
+        place.open_folder(last)
     assert Checkpoints(place, keep=3).newest() == tmp_path / before
 
 
@@ -348,7 +348,7 @@ def test_a_shard_that_a_rank_finds_damaged_is_found_by_who_needs_it_and_the_one_
     assert folder is not None
     assert sorted(path.name for path in folder.iterdir()) == ["content"], "shards are fetched where they are needed"
     with pytest.raises(CheckpointDamaged, match=shard) as damage:
-        there.fetched(folder.name, ["__0_0.distcp"])
+        there.fetch_files(folder.name, ["__0_0.distcp"])
     second.condemn(folder.name, damage.value)
     taken = second.newest()
     assert taken is not None
@@ -380,7 +380,7 @@ def test_a_manifest_names_every_file_and_where_the_checkpoint_stands(stored: Sto
         file: {"bytes": ref.size, "sha256": ref.sha256} for file, ref in stored.manifest(name).items()
     }
     assert {file: ref.size for file, ref in stored.manifest(name).items()} == {"__0_0.distcp": 7, "content": 2}
-    assert checkpoints.said(name) == f"s3://{stored.settings.bucket}/{stored.prefix}/{name}"
+    assert checkpoints.checkpoint_address(name) == f"s3://{stored.settings.bucket}/{stored.prefix}/{name}"
 
 
 def test_a_machine_keeps_the_files_of_the_last_two(stored: StorePlace) -> None:
@@ -405,7 +405,7 @@ def test_a_run_whose_checkpoints_went_to_a_folder_goes_on_in_its_store_and_not_b
     assert after.claim(0) == 5
     folder = after.newest()
     assert folder is not None
-    assert (folder.name, after.said(name)) == (name, stored.said(name))
+    assert (folder.name, after.checkpoint_address(name)) == (name, stored.checkpoint_address(name))
     save(after, 20)
     bring(tmp_path, stored)
     newest = after.newest()

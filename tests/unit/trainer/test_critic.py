@@ -14,8 +14,8 @@ import torch
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
-from turnlog.trainer.algorithms.gae import CriticRules, credited, value_loss
-from turnlog.trainer.algorithms.objective import Numbers, PolicyGradient
+from turnlog.trainer.algorithms.gae import CriticRules, compute_gae, value_loss
+from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
 from turnlog.trainer.checkpoints.state import Save
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
@@ -66,7 +66,7 @@ def test_advantages_and_returns_are_those_of_the_recursion_token_by_token(whiten
         rows = synthetic_rows(seed)
         values, plain = told(rows, seed)
         truncated = np.random.default_rng(seed).random(len(rows)) < 0.5
-        advantages, lesson = credited(rows, values, truncated, np.zeros(len(rows.token_ids)), rules)
+        advantages, lesson = compute_gae(rows, values, truncated, np.zeros(len(rows.token_ids)), rules)
         wanted = credits(rows, plain, rules, truncated.tolist())
         column = np.concatenate([[0.0, *its] for its, _ in wanted])
         trained = rows.trained == 1
@@ -81,7 +81,7 @@ def test_with_lambda_and_discount_1_a_token_is_credited_with_its_reward_less_its
     rows = synthetic_rows(3)
     values, _ = told(rows, 3)
     rules = CriticRules(whiten=False)
-    advantages, lesson = credited(rows, values, np.zeros(16, bool), np.zeros(len(rows.token_ids)), rules)
+    advantages, lesson = compute_gae(rows, values, np.zeros(16, bool), np.zeros(len(rows.token_ids)), rules)
     np.testing.assert_allclose(lesson.returns, rows.advantages, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(advantages, rows.advantages - lesson.values.numpy(), rtol=1e-5, atol=1e-6)
 
@@ -93,8 +93,8 @@ def test_a_divergence_in_the_reward_costs_its_own_token_and_those_before() -> No
     proximal, reference = (random.normal(size=len(rows.token_ids)).astype("f4") * rows.trained for _ in range(2))
     objective = dataclasses.replace(ruled(whiten=False), kl="k1", kl_coefficient=0.1, kl_in="reward")
     assert objective.passes(1) == {"values", "proximal", "reference"}
-    found, _ = objective.prepared(rows, Numbers(proximal=proximal, reference=reference, values=values), None)
-    plain, _ = ruled(whiten=False).prepared(rows, Numbers(values=values), None)
+    found, _ = objective.prepare(rows, ForwardPassResults(proximal=proximal, reference=reference, values=values), None)
+    plain, _ = ruled(whiten=False).prepare(rows, ForwardPassResults(values=values), None)
     penalty = 0.1 * (proximal.astype("f8") - reference)
     for start, length in zip(rows.starts, rows.lengths, strict=True):
         cost, fall = 0.0, 0.99 * 0.9
@@ -126,9 +126,9 @@ def test_values_are_those_of_transformers_before_each_trained_token_and_behind_t
     rows, one, plain = synthetic_rows(0), learner(), PlainCritic(TINY, random_weights(TINY, 1), ONE)
     assert PPO.critic is not None
     assert not one.values(rows).any()
-    one.step(rows, PPO, RATE, Numbers(values=one.values(rows)))
-    plain.step(rows, plain.told(rows), PPO.critic)
-    found, wanted = one.values(rows), plain.told(rows)
+    one.step(rows, PPO, RATE, ForwardPassResults(values=one.values(rows)))
+    plain.step(rows, plain.row_values(rows), PPO.critic)
+    found, wanted = one.values(rows), plain.row_values(rows)
     for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True)):
         its = found[start + row : start + row + length + 1]
         trained = rows.trained[start : start + length]
@@ -151,21 +151,21 @@ def test_further_updates_of_a_batch_are_the_critics_alone() -> None:
     rows, one, plain = synthetic_rows(0), learner(), PlainCritic(TINY, random_weights(TINY, 1), ONE)
     objective = ruled(updates=3)
     assert objective.critic is not None
-    result = one.step(rows, objective, RATE, Numbers(values=one.values(rows)))
-    before = plain.told(rows)
+    result = one.step(rows, objective, RATE, ForwardPassResults(values=one.values(rows)))
+    before = plain.row_values(rows)
     for _ in range(3):
         plain.step(rows, before, objective.critic)
     assert result.metrics["value_updates"] == 3.0
-    np.testing.assert_allclose(one.values(rows).max(), max(map(max, plain.told(rows))), atol=5e-3)
+    np.testing.assert_allclose(one.values(rows).max(), max(map(max, plain.row_values(rows))), atol=5e-3)
     once = Learner(TINY, random_weights(TINY, 1), ONE, critic=True)
-    once.step(rows, PPO, RATE, Numbers(values=once.values(rows)))
+    once.step(rows, PPO, RATE, ForwardPassResults(values=once.values(rows)))
     assert all(torch.equal(tensor, once.export()[name]) for name, tensor in one.export().items())
     assert not np.array_equal(one.values(rows), once.values(rows))
 
 
 def test_a_step_of_the_critics_warm_up_leaves_the_policy_and_its_optimizer() -> None:
     rows, one, other = synthetic_rows(0), learner(), learner()
-    result = one.step(rows, PPO, 0.0, Numbers(values=one.values(rows)))
+    result = one.step(rows, PPO, 0.0, ForwardPassResults(values=one.values(rows)))
     assert result.grad_norm > 0
     assert not result.skipped
     assert one.values(rows).any()
@@ -178,7 +178,7 @@ def test_a_gradient_of_either_that_is_not_finite_moves_neither() -> None:
     one, rows = learner(), synthetic_rows(0)
     huge = np.where(rows.trained, np.float32(3e38), np.float32(0))
     broken = dataclasses.replace(rows, advantages=huge)
-    result = one.step(broken, PPO, RATE, Numbers(values=one.values(rows)))
+    result = one.step(broken, PPO, RATE, ForwardPassResults(values=one.values(rows)))
     assert result.skipped
     assert result.metrics["value_updates"] == 0.0
     assert not one.values(rows).any()
@@ -190,13 +190,13 @@ def test_a_checkpoint_goes_on_bit_for_bit_with_its_critic(tmp_path: Path, reshar
     one = learner()
     for seed in range(2):
         rows = synthetic_rows(seed)
-        one.step(rows, PPO, RATE, Numbers(values=one.values(rows)))
-    Save(*one.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=reshardable).done(wait=True)
+        one.step(rows, PPO, RATE, ForwardPassResults(values=one.values(rows)))
+    Save(*one.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=reshardable).finish(wait=True)
     rows = synthetic_rows(2)
-    wanted = one.step(rows, PPO, RATE, Numbers(values=one.values(rows)))
+    wanted = one.step(rows, PPO, RATE, ForwardPassResults(values=one.values(rows)))
     other = Learner(TINY, random_weights(TINY, 9), ONE, critic=True)
     other.restore(tmp_path)
-    assert other.step(rows, PPO, RATE, Numbers(values=other.values(rows))) == wanted
+    assert other.step(rows, PPO, RATE, ForwardPassResults(values=other.values(rows))) == wanted
     assert np.array_equal(other.values(rows), one.values(rows))
     assert all(torch.equal(tensor, one.export()[name]) for name, tensor in other.export().items())
     without = Learner(TINY, random_weights(TINY, 9), ONE)
@@ -220,7 +220,7 @@ def test_figures_say_how_well_values_told_returns() -> None:
     rows, one = synthetic_rows(0), learner()
     values, plain = told(rows, 0)
     assert PPO.critic is not None
-    metrics = one.step(rows, PPO, RATE, Numbers(values=values)).metrics
+    metrics = one.step(rows, PPO, RATE, ForwardPassResults(values=values)).metrics
     trained = rows.trained == 1
     returns = np.concatenate([[0.0, *its] for _, its in credits(rows, plain, PPO.critic)])[trained]
     before = np.concatenate([[0.0, *its[:-1]] for its in plain])[trained]

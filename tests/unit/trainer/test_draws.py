@@ -364,7 +364,7 @@ async def test_tokens_that_a_step_does_not_compute_are_trained_and_told(tmp_path
             batches.append(rows)
     await run.train()
     for rows, step in zip(batches, await run.steps(4), strict=True):
-        computed = PolicyGradient().computed(rows)
+        computed = PolicyGradient().rows_to_compute(rows)
         trained = int(rows.trained.sum())
         assert (step.trained_tokens, step.masked, step.skipped) == (trained, {}, False)
         assert step.metrics["zero_advantage_tokens"] == trained - int(computed.trained.sum()) > 0

@@ -33,7 +33,7 @@ from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.reference import synthetic_model, synthetic_rows
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
-from turnlog.trainer.weights import Of, published, upload
+from turnlog.trainer.weights import Of, upload, version_event
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = torch.tensor([[1, 5, 9, 200, 7, 2]])
@@ -82,7 +82,7 @@ async def publish(
         assert written is not None
         files = await upload(Path(folder), written.sha256, Path(run.settings.model.path), run.objects)
     cursor = Cursor(step=2 * version, next_batch=2 * version)
-    await run.append([published(written, files, run_id="run", version=version, incarnation=0, cursor=cursor,
+    await run.append([version_event(written, files, run_id="run", version=version, incarnation=0, cursor=cursor,
                                 checkpoint=str(checkpoint) if checkpoint else None,
                                 adapts=0 if of == "adapter" else None)])  # fmt: skip
 
@@ -136,7 +136,7 @@ async def test_a_checkpoint_in_the_store_gives_the_weights_of_one_in_a_folder(
     versions = await published_versions(steps.run.role())
 
     def exported() -> Exported:
-        place.finished(steps.checkpoint, {}, {})
+        place.store_files(steps.checkpoint, {}, {})
         return export_checkpoint(steps.run.settings, place, place.seal(steps.checkpoint), tmp_path / "out", versions)
 
     done = await asyncio.to_thread(exported)

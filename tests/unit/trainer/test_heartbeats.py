@@ -12,7 +12,7 @@ import sys
 import psutil
 import pytest
 
-from turnlog.trainer.launch import BEAT_S, beating, heard, meeting_place
+from turnlog.trainer.launch import BEAT_S, beating, meeting_place, watch_heartbeats
 
 RANK = """
 import sys, time
@@ -29,7 +29,7 @@ def test_rank_0_hears_who_beats_and_not_who_is_stopped() -> None:
         stack.enter_context(beating("127.0.0.1", store.port, 1))
         rank_2 = stack.enter_context(subprocess.Popen([sys.executable, "-c", RANK, str(store.port)]))
         stack.callback(rank_2.kill)
-        stack.enter_context(heard("127.0.0.1", store.port, 3, heard_of.put))
+        stack.enter_context(watch_heartbeats("127.0.0.1", store.port, 3, heard_of.put))
         while heard_of.get(timeout=60) != 2:
             pass
         os.kill(rank_2.pid, signal.SIGSTOP)
@@ -46,7 +46,7 @@ def test_rank_0_hears_who_beats_and_not_who_is_stopped() -> None:
 def test_the_thread_of_beats_ends_with_its_store() -> None:
     store = meeting_place(0, 2)
     heard_of: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with heard("127.0.0.1", store.port, 2, heard_of.put):
+    with watch_heartbeats("127.0.0.1", store.port, 2, heard_of.put):
         del store
         with pytest.raises(queue.Empty):
             heard_of.get(timeout=3 * BEAT_S)

@@ -247,10 +247,10 @@ def test_what_is_saved_is_the_state_at_the_save_though_steps_go_on_meanwhile(
     sizes = [tensor.numel() for tensor in learner.policy.model.parameters()]
     padding = 0 if reshardable else 12 * 64 * len(sizes)
     assert (4 + 12) * sum(sizes) <= save.bytes <= (4 + 12) * sum(sizes) + padding
-    assert save.done(wait=False) is None
+    assert save.finish(wait=False) is None
     wanted = [learner.step(synthetic_rows(step), OBJECTIVE, 1e-3) for step in (1, 2)]
     begun.set()
-    assert save.done(wait=True) is not None
+    assert save.finish(wait=True) is not None
     other = Learner(shape, random_weights(shape, 9), ONE)
     other.restore(tmp_path)
     assert [other.step(synthetic_rows(step), OBJECTIVE, 1e-3) for step in (1, 2)] == wanted
@@ -260,7 +260,7 @@ def test_what_is_saved_is_the_state_at_the_save_though_steps_go_on_meanwhile(
 
 def test_a_checkpoint_by_place_is_refused_by_ranks_that_share_the_model_otherwise(tmp_path: Path) -> None:
     learner = Learner(TINY, random_weights(TINY, 1), ONE)
-    Save(*learner.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=False).done(wait=True)
+    Save(*learner.states(), tmp_path, {"shape": as_dict(TINY)}, reshardable=False).finish(wait=True)
     said = read_common(tmp_path)
     mcore.rewrite_common(tmp_path, {**said, "shards": {**said["shards"], "tensor_parallel": 2}})
     with pytest.raises(CheckpointUnusable, match="checkpoints_reshardable = true"):
@@ -276,7 +276,7 @@ def test_a_part_that_cannot_be_written_fails_the_checkpoint_when_it_is_asked_for
     learner = Learner(TINY, random_weights(TINY, 1), ONE)
     learner.begin_save(tmp_path, {})
     with pytest.raises(CheckpointFailed, match="Is a directory"):
-        learner.saved(True)
+        learner.finish_save(True)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -291,12 +291,12 @@ def test_a_checkpoint_in_a_store_goes_on_bit_for_bit_on_another_machine(tmp_path
     there = dataclasses.replace(there, prefix=here.prefix)
     learner = Learner(TINY, random_weights(TINY, 1), ONE, place=here)
     learner.step(synthetic_rows(0), imitation, 1e-2)
-    folder = here.begun("step-00000001-i0")
+    folder = here.create_folder("step-00000001-i0")
     learner.begin_save(folder, {"cursor": {"next_batch": 2}})
-    stored = learner.saved(True)
+    stored = learner.finish_save(True)
     assert stored is not None
     assert list(stored) == ["__0_0.distcp"], "what the rank has written is put by the rank"
-    here.finished(folder, stored, {})
+    here.store_files(folder, stored, {})
     other = Learner(TINY, random_weights(TINY, 9), ONE, place=there)
     with pytest.raises(CheckpointDamaged, match="is gone"):
         other.restore(folder)
@@ -311,7 +311,7 @@ def test_a_store_that_is_away_fails_a_checkpoint_by_its_address_and_the_learner_
     learner = Learner(TINY, random_weights(TINY, 1), ONE, place=StorePlace(away, "owned/checkpoints", tmp_path))
     learner.begin_save(tmp_path / "step-00000000-i0", {"cursor": {}})
     with pytest.raises(StoreUnreachable, match=r"127\.0\.0\.1:9"):
-        learner.saved(True)
+        learner.finish_save(True)
     assert not learner.step(synthetic_rows(0), imitation, 1e-2).skipped
 
 

@@ -14,7 +14,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
 from turnlog.trainer.algorithms.gae import CriticRules
-from turnlog.trainer.algorithms.objective import Numbers, Objective
+from turnlog.trainer.algorithms.objective import ForwardPassResults, Objective
 from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
@@ -90,7 +90,7 @@ def test_a_gspo_step_is_that_of_transformers_over_trajectories_of_several_segmen
 def test_decoupled_steps_of_a_draw_are_those_of_transformers_against_the_weights_before_its_first() -> None:
     one, plain = learner(), PlainLearner(TINY, random_weights(TINY, 1), ONE)
     parts = [segments(seed) for seed in range(3)]
-    ours_old = [Numbers(proximal=one.logprobs(rows)) for rows in parts]
+    ours_old = [ForwardPassResults(proximal=one.logprobs(rows)) for rows in parts]
     theirs_old = [plain.columns(rows) for rows in parts]
     for rows, numbers, old in zip(parts, ours_old, theirs_old, strict=True):
         ours, theirs = one.step(rows, DECOUPLED, 1e-3, numbers), plain.step(rows, DECOUPLED, 1e-3, old)
@@ -116,7 +116,7 @@ def test_the_one_update_of_a_draw_needs_no_pass_for_what_its_forward_says() -> N
     assert DECOUPLED.passes(1) == frozenset()
     assert DECOUPLED.passes(2) == {"proximal"}
     without, one = learner().step(rows, DECOUPLED, 1e-3), learner()
-    assert one.step(rows, DECOUPLED, 1e-3, Numbers(proximal=one.logprobs(rows))) == without
+    assert one.step(rows, DECOUPLED, 1e-3, ForwardPassResults(proximal=one.logprobs(rows))) == without
     assert without.metrics["ratio"] == 1.0
 
 
@@ -129,7 +129,7 @@ def test_masked_tokens_are_counted_and_no_divisor_changes(level: str, low: float
     )
     rows, one = segments(0), learner()
     proximal = one.logprobs(rows)
-    found = one.measure(rows, objective, Numbers(proximal=proximal))
+    found = one.measure(rows, objective, ForwardPassResults(proximal=proximal))
     session = np.repeat([int(name.split("-")[2]) for name in rows.session_ids], rows.lengths)
     gap = np.where(rows.trained, proximal.astype("f8") - rows.logprobs, 0.0)
     sums, counts = (np.bincount(session, weights=column)[session] for column in (gap, rows.trained))
@@ -146,7 +146,7 @@ def test_a_trajectory_whose_tokens_are_all_masked_moves_nothing() -> None:
     objective = dataclasses.replace(DECOUPLED, importance="masked", importance_level="product", importance_high=1.5)
     rows, one = segments(0), learner()
     far = dataclasses.replace(rows, logprobs=rows.logprobs - np.where(rows.trained, np.float32(1), np.float32(0)))
-    found = one.step(far, objective, 1e-3, Numbers(proximal=one.logprobs(rows)))
+    found = one.step(far, objective, 1e-3, ForwardPassResults(proximal=one.logprobs(rows)))
     assert (found.loss, found.grad_norm, found.skipped) == (0.0, 0.0, False)
     assert found.masked == found.trained_tokens
 
@@ -214,8 +214,8 @@ def test_a_masked_token_stays_out_of_the_gradient_however_far_its_log_probs_are(
     one = learner(reference=2)
     reference = one.reference_logprobs(near)
     beyond = reference - np.where(np.repeat(greedy == 0.0, rows.lengths), np.float32(200), np.float32(0))
-    found = one.step(distant, objective, 0.0, Numbers(reference=beyond))
-    wanted = one.step(near, objective, 0.0, Numbers(reference=reference))
+    found = one.step(distant, objective, 0.0, ForwardPassResults(reference=beyond))
+    wanted = one.step(near, objective, 0.0, ForwardPassResults(reference=reference))
     assert not found.skipped
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
     assert found.masked == int(rows.trained_per_row()[3])
@@ -225,7 +225,7 @@ def test_a_masked_token_stays_out_of_the_gradient_however_far_its_log_probs_are(
 def test_a_divergence_of_hundreds_of_nats_is_finite(kind: str) -> None:
     rows, one = synthetic_rows(0), learner(reference=2)
     away = one.reference_logprobs(rows) + np.where(rows.trained, np.float32(200), np.float32(0))
-    found = one.step(rows, PolicyGradient(kl=kind, kl_coefficient=0.1), 0.0, Numbers(reference=away))
+    found = one.step(rows, PolicyGradient(kl=kind, kl_coefficient=0.1), 0.0, ForwardPassResults(reference=away))
     assert not found.skipped
 
 
@@ -236,7 +236,7 @@ def stepped(objective: Objective, rows: BatchRows, **options: Any) -> StepResult
 def test_entropy_and_divergence_in_the_loss_have_the_gradient_of_torch() -> None:
     rows = segments(1)
     one = learner(reference=2, vocabulary_multiple=256)
-    numbers = Numbers(reference=one.reference_logprobs(rows))
+    numbers = ForwardPassResults(reference=one.reference_logprobs(rows))
     objective = PolicyGradient(kl="k3", kl_coefficient=0.5, entropy_coefficient=0.1)
     ours = one.step(rows, objective, 1e-3, numbers)
     plain = PlainLearner(TINY, random_weights(TINY, 1), ONE)
@@ -262,7 +262,7 @@ def test_a_divergence_in_the_reward_is_taken_off_the_advantages_from_the_token_t
     rows, one = segments(2), learner(reference=2)
     objective = PolicyGradient(kl="k1", kl_coefficient=0.2, kl_in="reward")
     assert objective.passes(1) == {"proximal", "reference"}
-    numbers = Numbers(one.logprobs(rows), one.reference_logprobs(rows))
+    numbers = ForwardPassResults(one.logprobs(rows), one.reference_logprobs(rows))
     assert numbers.proximal is not None
     assert numbers.reference is not None
     wanted = rows.advantages.astype("f8")
@@ -271,7 +271,7 @@ def test_a_divergence_in_the_reward_is_taken_off_the_advantages_from_the_token_t
             rest = slice(place, start + length)
             to_go = (numbers.proximal - numbers.reference).astype("f8")[rest] * rows.trained[rest]
             wanted[place] = (wanted[place] - 0.2 * to_go.sum()) * rows.trained[place]
-    found, _ = objective.prepared(rows, numbers, None)
+    found, _ = objective.prepare(rows, numbers, None)
     np.testing.assert_allclose(found.advantages, wanted, rtol=1e-5, atol=1e-6)
     penalised = dataclasses.replace(rows, advantages=wanted.astype("f4"))
     ours, theirs = one.step(rows, objective, 1e-3, numbers), stepped(PolicyGradient(), penalised)
@@ -302,13 +302,13 @@ def test_whitened_advantages_are_whitened_with_the_divergence_in_the_reward(
     rows = of_one_token(rewards, white)
     proximal = np.zeros(len(rows.token_ids), "<f4")
     proximal[rows.starts + 1] = gaps
-    numbers = Numbers(proximal, np.zeros_like(proximal), whitening_std=white.std)
-    found, _ = objective.prepared(rows, numbers, None)
+    numbers = ForwardPassResults(proximal, np.zeros_like(proximal), whitening_std=white.std)
+    found, _ = objective.prepare(rows, numbers, None)
     earned = np.array(rewards) - 0.1 * np.array(gaps)
     wanted = (earned - earned.mean()) / (earned.std() + 1e-6)
     np.testing.assert_allclose(found.advantages[rows.starts + 1], wanted, rtol=1e-4, atol=1e-5)
     plain = dataclasses.replace(numbers, whitening_std=None)
-    unwhitened, _ = objective.prepared(of_one_token(rewards, None), plain, None)
+    unwhitened, _ = objective.prepare(of_one_token(rewards, None), plain, None)
     np.testing.assert_allclose(unwhitened.advantages[rows.starts + 1], earned, rtol=1e-5)
 
 
@@ -388,7 +388,7 @@ def gradients(objective: PolicyGradient, rows: BatchRows) -> tuple[dict[str, tor
     one, ran = learner(), []
     one.policy.model.register_forward_pre_hook(lambda _, given: ran.append(given[0].numel()))
     proximal = one.logprobs(rows) if "proximal" in objective.passes(2) else None
-    result = one.step(rows, objective, 0.0, Numbers(proximal=proximal))
+    result = one.step(rows, objective, 0.0, ForwardPassResults(proximal=proximal))
     found: dict[str, Any] = {name: one.main_grad.clone() for name, one in one.policy.model.named_parameters()}
     return found, sum(ran), result
 
@@ -401,7 +401,7 @@ GEOMETRIC = dataclasses.replace(DECOUPLED, importance_level="geometric")
 )
 def test_groups_without_an_advantage_are_not_computed_and_the_gradient_is_the_same(objective: PolicyGradient) -> None:
     rows = without_two_groups(segments(0))
-    computed = objective.computed(rows)
+    computed = objective.rows_to_compute(rows)
     (wanted, all_positions, whole), (found, positions, result) = (gradients(objective, one) for one in (rows, computed))
     assert set(computed.group_ids) == set(sorted(set(rows.group_ids))[1::2])
     assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-7
@@ -428,17 +428,17 @@ OF_REWARD, NUMBERS = chosen_auxiliary("imitate:1")
 )
 def test_where_anything_else_may_train_a_token_its_group_is_computed(more: dict[str, Any]) -> None:
     rows = without_two_groups(segments(0))
-    assert PolicyGradient(**more).computed(rows) is rows
-    assert len(PolicyGradient().computed(rows)) == len(rows) // 2
+    assert PolicyGradient(**more).rows_to_compute(rows) is rows
+    assert len(PolicyGradient().rows_to_compute(rows)) == len(rows) // 2
 
 
 def test_a_batch_without_any_advantage_computes_one_group_and_greedy_rows_are_computed_to_be_masked() -> None:
     rows = segments(0)
     nothing = dataclasses.replace(rows, advantages=np.zeros_like(rows.advantages))
-    assert set(PolicyGradient().computed(nothing).group_ids) == {rows.group_ids[0]}
+    assert set(PolicyGradient().rows_to_compute(nothing).group_ids) == {rows.group_ids[0]}
     greedy = dataclasses.replace(nothing, temperature=np.where(np.arange(len(rows)) == 5, 0.0, 1.0).astype("<f4"))
-    assert set(PolicyGradient().computed(greedy).group_ids) == {rows.group_ids[5]}
+    assert set(PolicyGradient().rows_to_compute(greedy).group_ids) == {rows.group_ids[5]}
     routed = with_random_experts(rows, TINY_MIXTURE, 0)
-    kept = PolicyGradient().computed(dataclasses.replace(routed, advantages=without_two_groups(rows).advantages))
+    kept = PolicyGradient().rows_to_compute(dataclasses.replace(routed, advantages=without_two_groups(rows).advantages))
     assert isinstance(kept, RoutedRows)
     assert len(kept.experts) == len(kept.token_ids) < len(routed.experts)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.microbatches import microbatches, packed, padded, shared, worth_packing
+from turnlog.trainer.microbatches import context_shard, microbatches, pack_rows, pad_rows, worth_packing
 from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows, with_random_experts
@@ -58,11 +58,11 @@ def test_a_padded_batch_after_a_packed_one_is_not_cut() -> None:
 
 def test_every_position_of_a_row_is_in_one_context_rank_s_share() -> None:
     rows = synthetic_rows(0, rows=4)
-    batch = padded(rows, (0, 1, 2, 3), CPU, multiple=4)
+    batch = pad_rows(rows, (0, 1, 2, 3), CPU, multiple=4)
     positions = [-(-(int(length) - 1) // 4) * 4 for length in rows.lengths]
-    whole = packed(batch, positions)
+    whole = pack_rows(batch, positions)
     assert whole.edges == tuple(np.cumsum([0, *positions]).tolist())
-    parts = [shared(whole, rank, 2) for rank in range(2)]
+    parts = [context_shard(whole, rank, 2) for rank in range(2)]
     assert sorted(torch.cat([part.weights for part in parts], 1)[0].tolist()) == sorted(whole.weights[0].tolist())
     assert int(whole.trained.sum()) == int(rows.trained.sum())
 

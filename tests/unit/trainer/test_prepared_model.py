@@ -10,14 +10,14 @@ import pytest
 from turnlog.infra.embedded import ModelMissing
 from turnlog.settings import ModelSettings, Settings
 from turnlog.trainer import UnsupportedModel
-from turnlog.trainer.tiny_policy import prepared
+from turnlog.trainer.tiny_policy import prepare_model
 
 
 def test_an_id_of_the_hub_is_told_as_one_with_how_to_get_it() -> None:
     with pytest.raises(
         ModelMissing, match=r"Ids of the Hub are not fetched: `hf download Qwen/Qwen3-0\.6B --local-dir"
     ):
-        prepared(Settings(model=ModelSettings(path="Qwen/Qwen3-0.6B")))
+        prepare_model(Settings(model=ModelSettings(path="Qwen/Qwen3-0.6B")))
 
 
 def test_a_model_that_nobody_here_trains_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -25,4 +25,4 @@ def test_a_model_that_nobody_here_trains_is_refused_before_anything_starts(tmp_p
     for name in ("tokenizer.json", "model.safetensors"):
         (tmp_path / name).touch()
     with pytest.raises(UnsupportedModel, match="model_type 'gpt2'"):
-        prepared(Settings(model=ModelSettings(path=str(tmp_path))))
+        prepare_model(Settings(model=ModelSettings(path=str(tmp_path))))

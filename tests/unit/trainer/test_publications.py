@@ -16,8 +16,8 @@ from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.checkpoints.publications import Publications, Said
-from turnlog.trainer.weights import LastExport, Of, published, write_tensors
+from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications
+from turnlog.trainer.weights import LastExport, Of, version_event, write_tensors
 
 
 class SlowStore(MemoryBlobs):
@@ -51,8 +51,8 @@ class Rig:
         """The weights after that many steps fall due."""
         self.value = float(version)
         cursor = Cursor(next_batch=version, step=version)
-        said: Said = functools.partial(
-            published, run_id="r", version=version, incarnation=0, cursor=cursor, checkpoint=None
+        said: PublicationBuilder = functools.partial(
+            version_event, run_id="r", version=version, incarnation=0, cursor=cursor, checkpoint=None
         )
         return await self.publications.begin(version, said)
 

@@ -18,17 +18,17 @@ from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.experts import packed
+from turnlog.processors.core.experts import pack_experts
 from turnlog.schemas.events import BatchSample, Outcome, Purpose, SampleBatchFormed, SegmentSample
 from turnlog.schemas.events.samples import ExpertRows
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef, pack_float32s, pack_int32s
 from turnlog.settings import Settings
 from turnlog.trainer import ExpertsUnfit, ImagesUnfit
-from turnlog.trainer.models.experts import RoutedRows, unrouted
-from turnlog.trainer.models.vision import PicturedRows, shown
+from turnlog.trainer.models.experts import RoutedRows, unrouted_rows
+from turnlog.trainer.models.vision import PicturedRows, lay_out_images
 from turnlog.trainer.reading.pictures import with_pictures
-from turnlog.trainer.reading.recorded import truncated, with_experts
+from turnlog.trainer.reading.recorded import read_truncation_flags, with_experts
 from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE, TINY_VISION
 
@@ -63,7 +63,7 @@ async def formed(
     for row, entry in enumerate(manifest.samples):
         start, length = int(rows.starts[row]), int(rows.lengths[row])
         ids = np.concatenate([rows.experts[start : start + length - 1], np.zeros((longer, *IDS.shape[1:]), "u1")])
-        content, _ = packed(ids.astype("<i4"))
+        content, _ = pack_experts(ids.astype("<i4"))
         piece = ExpertRows(await blobs.put(content), 0, len(ids), 0)
         routed = rows.has_experts[row] and row != without
         whole = sample(entry, length + longer, (piece,) if routed else ())
@@ -116,14 +116,14 @@ async def test_each_row_has_the_experts_of_its_sample_as_far_as_it_was_not_cut(e
     inputs[ROWS.starts + ROWS.lengths - 1] = False
     assert np.array_equal(found.experts[inputs], IDS[inputs])
     assert found.experts.dtype == np.uint8
-    assert not unrouted(found).any()
+    assert not unrouted_rows(found).any()
 
 
 async def test_a_row_that_has_none_is_unrouted_and_told(events: EventLog, caplog: pytest.LogCaptureFixture) -> None:
     blobs = MemoryBlobs()
     manifest = await formed(events, blobs, without=2)
     found = await with_experts(manifest, ROWS, TINY_MIXTURE, events.log, events, blobs)
-    assert unrouted(found).tolist() == [False, False, True, False]
+    assert unrouted_rows(found).tolist() == [False, False, True, False]
     assert "1 of 4 rows have no recorded experts (turn_without_rows): samples sample-0-002" in caplog.text
     assert isinstance(found, RoutedRows)
     first = int(ROWS.lengths[0])
@@ -141,7 +141,7 @@ async def test_a_sample_that_is_not_where_the_manifest_says_is_named(events: Eve
 
 async def test_each_row_is_truncated_or_not_as_its_sample_says(events: EventLog) -> None:
     manifest = await formed(events, MemoryBlobs(), cut_short=2)
-    assert (await truncated(manifest, events.log, events)).tolist() == [False, False, True, False]
+    assert (await read_truncation_flags(manifest, events.log, events)).tolist() == [False, False, True, False]
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ async def test_each_row_has_the_images_of_its_sample(events: EventLog, eyes: Pat
 async def test_an_image_token_that_an_agent_or_the_policy_wrote_is_text(events: EventLog, eyes: Path) -> None:
     found = await seen(events, eyes, drawn(84, 56), painted=8)
     assert [one.tokens for one in found.pictures[0]] == [6]
-    _, features, _ = shown(found, (0,), 20, torch.device("cpu"))
+    _, features, _ = lay_out_images(found, (0,), 20, torch.device("cpu"))
     assert features[0, :12].tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 6, 0, 0, 0]
 
 

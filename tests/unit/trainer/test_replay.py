@@ -14,7 +14,7 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.experts import RoutedRows, routed, unrouted
+from turnlog.trainer.models.experts import RoutedRows, attach_experts, unrouted_rows
 from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.reference import synthetic_rows, with_random_experts
@@ -57,9 +57,9 @@ def test_unrouted_rows_that_are_not_to_train_are_masked_and_move_nothing() -> No
     rows = with_random_experts(ROWS, TINY_MIXTURE, 0, some=True)
     options = dataclasses.replace(ONE, unrouted_train=False)
     learner = Learner(TINY_MIXTURE, random_weights(TINY_MIXTURE, 1), options)
-    other = np.where(np.repeat(unrouted(rows), rows.lengths) & (rows.trained > 0), np.float32(7), rows.advantages)
+    other = np.where(np.repeat(unrouted_rows(rows), rows.lengths) & (rows.trained > 0), np.float32(7), rows.advantages)
     result, same = (learner.measure(each, OBJECTIVE) for each in (rows, dataclasses.replace(rows, advantages=other)))
-    assert result.masked == int(rows.trained_per_row()[unrouted(rows)].sum()) > 0
+    assert result.masked == int(rows.trained_per_row()[unrouted_rows(rows)].sum()) > 0
     assert result.trained_tokens == int(rows.trained.sum())
     assert same.loss == result.loss
 
@@ -67,7 +67,7 @@ def test_unrouted_rows_that_are_not_to_train_are_masked_and_move_nothing() -> No
 def test_the_gap_to_an_engine_of_another_precision_shrinks() -> None:
     weights = random_weights(MIXTURE, 1)
     weights = {name: tensor * 4 if tensor.dim() == 2 else tensor for name, tensor in weights.items()}
-    rows = PlainLearner(MIXTURE, weights, ONE).recorded(ROWS)
+    rows = PlainLearner(MIXTURE, weights, ONE).record_rows(ROWS)
     learner = Learner(MIXTURE, weights, ONE)
     replayed, chosen = learner.measure(rows, OBJECTIVE), learner.measure(plain_rows(rows), OBJECTIVE)
     assert replayed.logprob_gap_max < chosen.logprob_gap_max / 2
@@ -92,7 +92,7 @@ def test_after_a_replay_routers_choose_for_themselves() -> None:
 def test_experts_that_cannot_be_replayed_are_refused_by_name(change: Any, message: str) -> None:
     ids = with_random_experts(ROWS, TINY_MIXTURE, 0).experts
     with pytest.raises(ExpertsUnfit, match=message):
-        routed(ROWS, change(ids), TINY_MIXTURE)
+        attach_experts(ROWS, change(ids), TINY_MIXTURE)
 
 
 def put(ids: Any, expert: int) -> Any:
@@ -106,9 +106,9 @@ def test_what_stands_at_a_row_s_last_token_is_not_read() -> None:
     ids = with_random_experts(ROWS, TINY_MIXTURE, 0).experts.copy()
     ids[ROWS.starts + ROWS.lengths - 1] = 255
     learner = Learner(TINY_MIXTURE, random_weights(TINY_MIXTURE, 1), ONE)
-    assert np.isfinite(learner.step(routed(ROWS, ids, TINY_MIXTURE), OBJECTIVE, 1e-3).loss)
+    assert np.isfinite(learner.step(attach_experts(ROWS, ids, TINY_MIXTURE), OBJECTIVE, 1e-3).loss)
 
 
 def test_a_dense_model_has_no_experts_to_replay() -> None:
     with pytest.raises(ExpertsUnfit, match=r"this model \(qwen3\)"):
-        routed(ROWS, np.zeros((len(ROWS.token_ids), TINY.layers, 0), "u1"), TINY)
+        attach_experts(ROWS, np.zeros((len(ROWS.token_ids), TINY.layers, 0), "u1"), TINY)

@@ -31,7 +31,7 @@ class Writing:
             (part / "content").write_text(str(common))
             self.written = False
             return None
-        assert method is Ranks.saved
+        assert method is Ranks.finish_save
         return {} if self.written or arguments[0] else None
 
 

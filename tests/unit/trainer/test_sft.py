@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.fakes.pictures import encoded, painted
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.recipes import recipe
-from turnlog.producers.recipes.warm_start import imitated
+from turnlog.producers.recipes.warm_start import make_row_converter
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
@@ -29,20 +29,20 @@ from turnlog.trainer.offline.sft import (
     BadDataset,
     BadNumber,
     Fetch,
-    Numbers,
     OtherSft,
-    Row,
+    SftHyperparameters,
+    SftRow,
     Split,
     Tuning,
-    divided,
     rows_of,
+    split_rows,
 )
 from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.shape import TINY, TINY_VISION, read_shape
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import read_weights, write_folder
 
-NUMBERS = Numbers(epochs=3, rate=5e-3, rows=4, held_out=0.25, max_tokens=0, seed=1)
+NUMBERS = SftHyperparameters(epochs=3, rate=5e-3, rows=4, held_out=0.25, max_tokens=0, seed=1)
 ASKED = {"role": "user", "content": "2 + 3 = ?"}
 CALL = {"id": "c", "type": "function", "function": {"name": "python", "arguments": '{"code":"2+3"}'}}
 
@@ -55,9 +55,9 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def split() -> Split:
     """Twelve tasks that all say the same after their own first token."""
-    rows = [Row(f"t{task}", np.array([1, 20 + task, 7, 8, 9, 2], "<i4"), np.array([0, 0, 1, 1, 1, 1], "u1"))
+    rows = [SftRow(f"t{task}", np.array([1, 20 + task, 7, 8, 9, 2], "<i4"), np.array([0, 0, 1, 1, 1, 1], "u1"))
             for task in range(12)]  # fmt: skip
-    return divided(rows, TINY, NUMBERS)
+    return split_rows(rows, TINY, NUMBERS)
 
 
 def dataset(folder: Path, view: str, rows: list[dict[str, Any]]) -> Any:
@@ -73,7 +73,7 @@ def unused(messages: Sequence[Mapping[str, Any]], tools: Any, ended: bool) -> li
 def tuning(
     model: Path,
     out: Path,
-    numbers: Numbers = NUMBERS,
+    numbers: SftHyperparameters = NUMBERS,
     say: Callable[[str], None] | None = None,
     fetch: Fetch | None = None,
 ) -> tuple[Tuning, list[str]]:
@@ -159,7 +159,7 @@ def test_recorded_answers_to_images_are_imitated_with_the_images_before_them(tmp
         rows.append({"task_id": f"t{task}", "sample_id": f"s{task}", "token_ids": ids,
                      "trained": [0] * (len(ids) - 3) + [1, 1, 1], "images": [image]})  # fmt: skip
     numbers = dataclasses.replace(NUMBERS, epochs=1)
-    split = divided(list(rows_of(tmp_path, dataset(tmp_path, "rl", rows), unused)), shape, numbers)
+    split = split_rows(list(rows_of(tmp_path, dataset(tmp_path, "rl", rows), unused)), shape, numbers)
     made, _ = tuning(model, tmp_path / "better", numbers, fetch=lambda refs: [stored[ref.sha256] for ref in refs])
     made.run(split)
     network: Any = Qwen2_5_VLForConditionalGeneration
@@ -198,10 +198,10 @@ def test_a_conversation_is_cut_where_the_model_speaks(calc: Path, tmp_path: Path
     rows = [{"task_id": name, "messages": messages, "tools": "[]", "finish_reason": finish}
             for name, finish in (("ended", "stop"), ("cut", "length"))]  # fmt: skip
     manifest = dataset(tmp_path, "sft", rows)
-    ended, cut = rows_of(tmp_path, manifest, imitated(calc))
+    ended, cut = rows_of(tmp_path, manifest, make_row_converter(calc))
     tokenizer = Tokenizer.from_file(str(calc / "tokenizer.json"))
 
-    def said(row: Row) -> str:
+    def said(row: SftRow) -> str:
         found: str = tokenizer.decode(row.token_ids[row.mask == 1].tolist(), skip_special_tokens=False)
         return found
 
@@ -220,27 +220,27 @@ def test_an_answer_that_the_template_writes_otherwise_later_begins_another_row(c
     text = "{% if message['content'] is string %}"
     (thinking / "chat_template.jinja").write_text(template.replace(text, thought + text))
     said = {"role": "assistant", "content": "5", "reasoning_content": "2+3="}
-    rows = imitated(thinking)([ASKED, said, ASKED, said], [], True)
+    rows = make_row_converter(thinking)([ASKED, said, ASKED, said], [], True)
     assert len(rows) == 2
-    assert len(imitated(calc)([ASKED, said, ASKED, said], [], True)) == 1
+    assert len(make_row_converter(calc)([ASKED, said, ASKED, said], [], True)) == 1
 
 
 def test_what_cannot_be_imitated_is_refused_or_counted(tmp_path: Path) -> None:
     with pytest.raises(BadDataset, match="of the view preference"):
         list(rows_of(tmp_path, SimpleNamespace(view="preference", format="parquet", rows_sha256=""), unused))
-    long, dumb = (Row("t", np.arange(tokens, dtype="<i4") % 9, np.zeros(tokens, "u1")) for tokens in (600, 4))
-    good = Row("t", np.array([1, 2], "<i4"), np.array([0, 1], "u1"))
-    assert divided([long, dumb, good], TINY, NUMBERS).removed == {"longer than 512 tokens": 1, "no answer": 1}
+    long, dumb = (SftRow("t", np.arange(tokens, dtype="<i4") % 9, np.zeros(tokens, "u1")) for tokens in (600, 4))
+    good = SftRow("t", np.array([1, 2], "<i4"), np.array([0, 1], "u1"))
+    assert split_rows([long, dumb, good], TINY, NUMBERS).removed == {"longer than 512 tokens": 1, "no answer": 1}
     with pytest.raises(BadDataset, match="no row is left"):
-        divided([dumb], TINY, NUMBERS)
+        split_rows([dumb], TINY, NUMBERS)
     with pytest.raises(BadDataset, match="token 384, the model has 384"):
-        divided([Row("t", np.array([1, 384], "<i4"), np.array([0, 1], "u1"))], TINY, NUMBERS)
+        split_rows([SftRow("t", np.array([1, 384], "<i4"), np.array([0, 1], "u1"))], TINY, NUMBERS)
     shown = dataclasses.replace(good, images=(ImageRef(BlobRef("0" * 64, 1), 0, 1),))
     with pytest.raises(BadDataset, match=r"a row of task t has images, .* takes none \(qwen3\)"):
-        divided([shown], TINY, NUMBERS)
+        split_rows([shown], TINY, NUMBERS)
     assert TINY_VISION.vision is not None
     old = dataclasses.replace(good, token_ids=np.array([1, TINY_VISION.vision.token], "<i4"), images=None)
     with pytest.raises(BadDataset, match=r"tokens of images, .* build it again"):
-        divided([old], TINY_VISION, NUMBERS)
+        split_rows([old], TINY_VISION, NUMBERS)
     with pytest.raises(BadNumber, match="held-out 1"):
         dataclasses.replace(NUMBERS, held_out=1.0).check()

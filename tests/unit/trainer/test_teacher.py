@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import TeacherUnfit
 from turnlog.trainer.algorithms.logprobs import check_teacher
-from turnlog.trainer.algorithms.objective import Numbers, PolicyGradient
+from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
@@ -56,7 +56,7 @@ def test_steps_of_a_draw_are_those_of_transformers_towards_a_teacher_of_another_
 
 def test_a_teacher_alone_knows_no_reward_and_its_divergence_is_told() -> None:
     rows, one = synthetic_rows(0), learner()
-    numbers = Numbers(proximal=one.logprobs(rows), teacher=one.teacher_logprobs(rows))
+    numbers = ForwardPassResults(proximal=one.logprobs(rows), teacher=one.teacher_logprobs(rows))
     found = one.measure(rows, OPD, numbers)
     other = dataclasses.replace(rows, advantages=rows.advantages * np.float32(-3), rewards=1 - rows.rewards)
     assert one.measure(other, OPD, numbers) == found
@@ -143,6 +143,6 @@ def test_it_brings_a_policy_to_its_teacher_on_what_the_policy_says() -> None:
         p, q = (one(tokens)[:, PROMPT - 1 : -1] for one in (own, teacher))
         divergences.append(float((p.exp() * (p - q)).sum(-1).mean()))
         rows = conversations(tokens)
-        numbers = Numbers(proximal=policy.logprobs(rows), teacher=policy.teacher_logprobs(rows))
+        numbers = ForwardPassResults(proximal=policy.logprobs(rows), teacher=policy.teacher_logprobs(rows))
         policy.step(dataclasses.replace(rows, logprobs=numbers.proximal), OPD, 3e-3, numbers)
     assert divergences[-1] < divergences[0] / 3

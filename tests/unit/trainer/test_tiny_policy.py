@@ -6,14 +6,14 @@ import threading
 from pathlib import Path
 
 from turnlog.settings import from_tables
-from turnlog.trainer.tiny_policy import copied, prepared
+from turnlog.trainer.tiny_policy import copy_model, prepare_model
 
 
 def test_a_recipes_tiny_model_learns_by_steps_of_its_own_unless_the_user_says_other_ones(tmp_path: Path) -> None:
     for said, rate, dtype in (({}, 8e-4, "float32"), ({"learning_rate": 1e-6, "dtype": "bfloat16"}, 1e-6, "bfloat16")):
-        tiny = prepared(from_tables({"trainer": said}, {}, source="test"), {"XDG_CACHE_HOME": str(tmp_path)})
+        tiny = prepare_model(from_tables({"trainer": said}, {}, source="test"), {"XDG_CACHE_HOME": str(tmp_path)})
         assert (tiny.trainer.learning_rate, tiny.trainer.dtype) == (rate, dtype)
-    own = prepared(from_tables({"model": {"path": tiny.model.path}}, {}, source="test"), {}).trainer
+    own = prepare_model(from_tables({"model": {"path": tiny.model.path}}, {}, source="test"), {}).trainer
     assert (own.learning_rate, own.dtype) == (0.0, "auto")
 
 
@@ -22,7 +22,7 @@ def test_what_a_killed_one_left_is_no_part_of_it_and_goes(tmp_path: Path) -> Non
     for folder, name in ((model, "config.json"), (left, "half")):
         folder.mkdir()
         (folder / name).write_text(name)
-    assert [file.name for file in copied(model, tmp_path / "copy").iterdir()] == ["config.json"]
+    assert [file.name for file in copy_model(model, tmp_path / "copy").iterdir()] == ["config.json"]
     assert not left.exists()
 
 
@@ -33,7 +33,7 @@ def test_two_at_once_find_one_whole_folder(tmp_path: Path) -> None:
         (model / f"{number:02}").write_text("weights")
 
     def ask() -> None:
-        found.append(sorted(file.name for file in copied(model, tmp_path / "copy").iterdir()))
+        found.append(sorted(file.name for file in copy_model(model, tmp_path / "copy").iterdir()))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:

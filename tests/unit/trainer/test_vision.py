@@ -18,7 +18,7 @@ from turnlog.trainer import LayoutUnfit, TeacherUnfit, UnsupportedModel, weights
 from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.vision import Picture, PicturedRows, axes, pictured
+from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures, axes
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
 from turnlog.trainer.reference import synthetic_model, synthetic_rows, with_random_pictures
 from turnlog.trainer.shape import TINY_VISION, ModelShape, read_shape
@@ -64,16 +64,16 @@ def rows(folder: Path, images: list[Any]) -> PicturedRows:
     assert vision is not None
     plain = synthetic_rows(3, rows=4, lengths=np.array([60, 40, 50, 30], "<i4"))
     token_ids, trained = np.where(plain.token_ids < 7, 7, plain.token_ids).astype("<i4"), plain.trained.copy()
-    pictures: list[list[Picture]] = []
+    pictures: list[list[RowImage]] = []
     for start, places in zip(plain.starts.tolist(), PLACES, strict=True):
         pictures.append([])
         for number, position in places:
             _, high, wide = images[number]["image_grid_thw"][0] // vision.merge
-            one = Picture(str(number), position, int(high), int(wide), images[number]["pixel_values"])
+            one = RowImage(str(number), position, int(high), int(wide), images[number]["pixel_values"])
             token_ids[start + position : start + position + one.tokens] = vision.token
             trained[start + position : start + position + one.tokens] = 0
             pictures[-1].append(one)
-    return pictured(dataclasses.replace(plain, token_ids=token_ids, trained=trained), pictures)
+    return attach_pictures(dataclasses.replace(plain, token_ids=token_ids, trained=trained), pictures)
 
 
 def wanted(folder: Path, rows: PicturedRows, images: list[Any]) -> np.ndarray[Any, Any]:
@@ -148,7 +148,7 @@ def test_a_critic_sees_what_the_policy_sees() -> None:
 
 def test_positions_behind_an_image_go_on_where_its_longer_side_ended() -> None:
     nothing = np.zeros((0, 4), "f4")
-    image = Picture("a", 2, 2, 3, nothing)
+    image = RowImage("a", 2, 2, 3, nothing)
     assert axes(10, [image]).tolist() == [
         [0, 0, 0], [1, 1, 1],
         [2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4],

@@ -47,7 +47,7 @@ class Rebinding:
 async def test_one_private_address_among_public_ones_refuses_the_host() -> None:
     addresses = Addresses([], Rebinding(("8.8.8.8", "10.0.0.1")))
     with pytest.raises(RequestRefused) as caught:
-        await addresses.checked(Authority("h.test", 80))
+        await addresses.resolve_allowed(Authority("h.test", 80))
     assert caught.value.reason is Reason.private_address
 
 
@@ -59,7 +59,7 @@ async def test_a_connection_goes_to_the_address_that_was_checked_and_the_name_is
     upstream = Upstream(Addresses([there], resolve), ssl.create_default_context(), connections=1)
     head, target = Head("GET", "", ()), absolute(f"http://{there}/x?")
     for _ in range(2):  # nobody listens at the first address; the second request finds the connection open
-        async with upstream.asked(head, target, b"") as response:
+        async with upstream.send_request(head, target, b"") as response:
             assert await response.read() == b"GET /x 0"
     await upstream.close()
     assert resolve.answers == [("192.0.2.1",)]

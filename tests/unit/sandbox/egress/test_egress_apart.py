@@ -18,7 +18,7 @@ from tests.unit.sandbox.egress.conftest import Origin, Served
 from turnlog.infra.roles.health import Health, listening
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress import EgressUnavailable, ProxyUnusable, rules
-from turnlog.sandbox_workers.egress.apart import Apart, Tokens
+from turnlog.sandbox_workers.egress.apart import Apart, EgressTokens
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
 from turnlog.schemas.events import EgressSource
 
@@ -56,7 +56,7 @@ async def test_requests_go_out_there_and_are_recorded_here(serving: Serving, out
         for tls in (False, True):
             answer = await client.post(served.url("/a?b=%2F", tls=tls), content=b"body", headers={"X-Of": "agent"})
             assert (answer.status_code, answer.text) == (200, "POST /a?b=%2F 4")
-    assert [entry.source for entry in served.requests.made()] == [EgressSource.recorded] * 2
+    assert [entry.source for entry in served.requests.recorded_requests()] == [EgressSource.recorded] * 2
     for request, headers, body in origin.seen:
         assert (request, headers["x-of"], body) == ("POST /a?b=%2F", "agent", b"body")
         assert not {name for name in headers if name.lower().startswith("proxy-")}
@@ -67,7 +67,9 @@ async def test_what_a_worker_would_let_pass_is_refused_by_the_rules_of_both(
 ) -> None:
     """As one would that agents' code has taken over: it has the key, and asks as it likes."""
     allow = (f"GET http://origin.test:{origin.port}/public/*", "GET http://inside.test/*")
-    token = Tokens(KEY).made("call", rules([f"GET http://origin.test:{origin.port}/public/mine*", allow[1]]))
+    token = EgressTokens(KEY).make_token(
+        "call", rules([f"GET http://origin.test:{origin.port}/public/mine*", allow[1]])
+    )
     there = dataclasses.replace(settings, allow=allow, signing_key=KEY, timeout_s=1.0)
     async with apart(there, origin) as address:
         for method, url, reason in (
@@ -104,9 +106,9 @@ async def test_only_tokens_of_a_key_that_is_shared_are_taken(settings: EgressSet
     rotated = dataclasses.replace(settings, signing_key=f"the next\n{KEY}", timeout_s=1.0)
     async with apart(rotated, origin) as address:
         for key, status in ((KEY, b"200"), ("the next", b"200"), ("another", b"407")):
-            said = await asked(address, line, Tokens(key).made("call", None))
+            said = await asked(address, line, EgressTokens(key).make_token("call", None))
             assert said.split()[1] == status, said
-        old = Tokens(KEY)._signer().encrypt_at_time(b'["call",null]', 0).decode()
+        old = EgressTokens(KEY)._signer().encrypt_at_time(b'["call",null]', 0).decode()
         assert (await asked(address, line, old)).split()[1] == b"407"
         assert (await asked(address, line, "")).split()[1] == b"407"
 
@@ -116,7 +118,7 @@ async def test_a_refusal_there_is_the_agents_answer_here(serving: Serving, outer
     async with serving(**everything) as served, served.client() as client:
         answer = await client.get("http://inside.test/")
         assert (answer.status_code, answer.reason_phrase) == (403, "Forbidden (turnlog egress: rule)")
-    (entry,) = served.requests.made()
+    (entry,) = served.requests.recorded_requests()
     assert (entry.source, entry.reason) == (EgressSource.refused, "rule")
     assert origin.names == []
 
@@ -181,7 +183,9 @@ async def test_the_role_tells_its_address_and_ends_when_it_is_asked_to(tmp_path:
         said = await role.stderr.readline()
         assert said, "it ended"
     address = said.split()[-1].decode()
-    answer = await asked(address, "GET http://169.254.169.254/latest HTTP/1.1", Tokens(KEY).made("call", None))
+    answer = await asked(
+        address, "GET http://169.254.169.254/latest HTTP/1.1", EgressTokens(KEY).make_token("call", None)
+    )
     assert b"turnlog-egress: private_address" in answer
     role.terminate()
     _, rest = await role.communicate()

@@ -14,7 +14,7 @@ from aiohttp import web
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, Gateway, Requests
+from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, GatewayRelay, Requests
 from turnlog.settings import GatewaySettings
 
 TOKEN = "session-token"
@@ -62,8 +62,8 @@ async def proxied(url: str, egress: Egress | None = None) -> AsyncIterator[tuple
     limits = EgressSettings(requests=1, timeout_s=0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         async with (
-            Gateway.opened(GatewaySettings(url=url), TOKEN) as gateway,
-            (egress or Egress.closed(limits, MemoryBlobs())).serving(listener, gateway=gateway) as requests,
+            GatewayRelay.open(GatewaySettings(url=url), TOKEN) as gateway,
+            (egress or Egress.without_rules(limits, MemoryBlobs())).serving(listener, gateway=gateway) as requests,
         ):
             yield listener.getsockname()[1], requests
 
@@ -93,7 +93,7 @@ async def test_a_program_speaks_with_the_gateway_by_the_sessions_token_whatever_
         for _ in range(3):
             answer = await answered(port, request("/v1/chat/completions?beta=true", b'{"a":1}', *keys))
             assert answer.endswith(b"whole")
-    assert requests.made() == ()  # no traffic of the network: neither counted nor recorded
+    assert requests.recorded_requests() == ()  # no traffic of the network: neither counted nor recorded
     for line, headers, body in server.seen:
         assert (line, body) == ("POST /v1/chat/completions?beta=true", b'{"a":1}')
         assert headers["authorization"] == f"Bearer {TOKEN}"
@@ -122,7 +122,7 @@ async def test_nothing_else_is_granted_where_the_task_names_nothing(
         proxied(url, egress) as (port, requests),
     ):
         assert b"(turnlog egress: rule)" in await answered(port, request(f"{url}/v1/messages"))
-    assert [one.reason for one in requests.made()] == ["rule"]
+    assert [one.reason for one in requests.recorded_requests()] == ["rule"]
     assert server.seen == []
 
 
@@ -161,15 +161,15 @@ async def test_a_gateway_that_is_away_is_said_to_be() -> None:
 
 async def test_a_worker_that_knows_no_gateway_says_which_setting_it_lacks() -> None:
     with pytest.raises(EgressUnavailable, match=r"\[gateway\] url"):
-        async with Gateway.opened(GatewaySettings(), TOKEN):
+        async with GatewayRelay.open(GatewaySettings(), TOKEN):
             pass
 
 
 def test_a_sealed_token_opens_for_its_call_and_by_the_shared_key_alone(tmp_path: Path) -> None:
     runs = CredentialKeys("", tmp_path)  # runner and worker of one run's directory
-    sealed = runs.sealed(TOKEN, "call")
+    sealed = runs.encrypt_token(TOKEN, "call")
     assert TOKEN not in sealed
-    assert CredentialKeys("", tmp_path).opened(sealed, "call") == TOKEN
+    assert CredentialKeys("", tmp_path).decrypt_token(sealed, "call") == TOKEN
     for keys, text, call in (
         (runs, sealed, "another"),
         (CredentialKeys("other", tmp_path), sealed, "call"),
@@ -178,11 +178,11 @@ def test_a_sealed_token_opens_for_its_call_and_by_the_shared_key_alone(tmp_path:
         (runs, "", "call"),
     ):
         with pytest.raises(CredentialUnusable, match=r"\[sandbox\] credential_key"):
-            keys.opened(text, call)
+            keys.decrypt_token(text, call)
 
 
 def test_keys_are_rotated_without_a_token_that_does_not_open(tmp_path: Path) -> None:
     before, after = CredentialKeys("old", tmp_path), CredentialKeys("new old", tmp_path)
-    assert after.opened(before.sealed(TOKEN, "c"), "c") == TOKEN
+    assert after.decrypt_token(before.encrypt_token(TOKEN, "c"), "c") == TOKEN
     with pytest.raises(CredentialUnusable):
-        before.opened(after.sealed(TOKEN, "c"), "c")
+        before.decrypt_token(after.encrypt_token(TOKEN, "c"), "c")

@@ -40,7 +40,7 @@ class Pieces(ByteStream):
 def read(pieces: list[bytes]) -> Head | None:
     async def head() -> Head | None:
         client = Client(Pieces(pieces))
-        await client.started()
+        await client.wait_for_request()
         try:
             return await client.head()
         except RequestRefused:

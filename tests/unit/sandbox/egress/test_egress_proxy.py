@@ -343,8 +343,8 @@ async def test_the_end_of_a_call_ends_its_requests_and_leaves_none_to_the_next(
                     waiting.recv(1)
             with pytest.raises(ConnectionResetError):
                 under_way.recv(1)
-    assert [(r.url[-7:], r.reason) for r in requests.made()] == [("/silent", "call_ended")]
-    assert later.made() == ()
+    assert [(r.url[-7:], r.reason) for r in requests.recorded_requests()] == [("/silent", "call_ended")]
+    assert later.recorded_requests() == ()
 
 
 async def test_a_sandbox_that_dies_in_the_middle_of_a_call_takes_only_its_own_socket_along(
@@ -358,7 +358,7 @@ async def test_a_sandbox_that_dies_in_the_middle_of_a_call_takes_only_its_own_so
         with socket.create_server(("127.0.0.1", 0)) as another:  # gets the number of the closed one
             async with egress.serving(another):
                 pass
-    assert requests.made() == ()
+    assert requests.recorded_requests() == ()
 
 
 async def test_programs_learn_of_the_proxy_and_whom_to_trust(

@@ -138,5 +138,5 @@ def test_an_entry_is_small_however_long_its_url() -> None:
 
     requests = Requests(1)
     requests.begin().url = "http://x.test/" + "y" * 9000
-    assert len(requests.made()[0].url) == URL_CHARACTERS
-    assert dataclasses.asdict(requests.made()[0])["reason"] == "call_ended"
+    assert len(requests.recorded_requests()[0].url) == URL_CHARACTERS
+    assert dataclasses.asdict(requests.recorded_requests()[0])["reason"] == "call_ended"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.sandbox_workers.egress.policy import (
-    Policy,
+    NetworkRuleSet,
     RequestRefused,
     RuleInvalid,
     absolute,
@@ -20,10 +20,10 @@ from turnlog.sandbox_workers.egress.policy import (
     within,
 )
 
-PUBLIC = Policy(rules(["GET,HEAD https://h.test/public/*"]))
+PUBLIC = NetworkRuleSet(rules(["GET,HEAD https://h.test/public/*"]))
 
 
-def granted(policy: Policy, method: str, url: str) -> bool:
+def granted(policy: NetworkRuleSet, method: str, url: str) -> bool:
     try:
         return policy.grants(method, absolute(url))
     except RequestRefused:
@@ -71,7 +71,7 @@ def test_what_is_no_rule_is_named(text: str) -> None:
     ],
 )
 def test_a_rule_grants(rule: str, method: str, url: str, grants: bool) -> None:
-    assert granted(Policy(rules([rule])), method, url) is grants
+    assert granted(NetworkRuleSet(rules([rule])), method, url) is grants
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,9 @@ def test_no_reading_of_a_granted_path_lies_elsewhere(parts: list[str]) -> None:
 
 
 def test_a_task_can_only_narrow() -> None:
-    policy = Policy(rules(["GET https://h.test/*"]), rules(["* https://h.test/a/*", "GET https://other.test/*"]))
+    policy = NetworkRuleSet(
+        rules(["GET https://h.test/*"]), rules(["* https://h.test/a/*", "GET https://other.test/*"])
+    )
     assert granted(policy, "GET", "https://h.test/a/b")
     assert not granted(policy, "POST", "https://h.test/a/b")
     assert not granted(policy, "GET", "https://h.test/b")

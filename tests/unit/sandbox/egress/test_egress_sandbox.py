@@ -54,7 +54,7 @@ class Place:
         async with self.egress.serving(self.sandbox.proxy, **serving) as requests:
             command = Command(kind=kind, source=source, env=self.egress.environment())
             execution = await self.sandbox.exec(command, LIMITS)
-        return execution.output.decode().splitlines(), requests.made()
+        return execution.output.decode().splitlines(), requests.recorded_requests()
 
 
 @pytest.fixture
