@@ -2,7 +2,8 @@
 
 Prints one JSON line for each package folder and one for all of them. `--list docstrings` prints the place and the first
 line of each docstring that begins with a pronoun, a genitive or another fragment word; `--list participles` the
-functions whose name is a bare participle; `--list classes` class names that occur more than once.
+functions whose name is a bare participle; `--list classes` class names that occur more than once; `--list inits` the
+packages whose `__init__.py` holds more than 40 lines of code.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def is_participle(name: str) -> bool:
     return bare in IRREGULAR or bool(PARTICIPLE.fullmatch(name) and bare not in NOT_PARTICIPLES)
 
 
-def statements_of(tree: ast.Module) -> int:
+def lines_of_code(tree: ast.Module) -> int:
     """Lines of code in a module: those that a statement other than a docstring covers."""
     lines = set[int]()
     for node in ast.walk(tree):
@@ -110,8 +111,9 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
             total["modules"] += 1
             total["lines"] += source.count("\n")
             total["comments"] += comments(source)
-            if path.name == "__init__.py":
-                total["init_over_40"] += statements_of(tree) > 40
+            if path.name == "__init__.py" and (code := lines_of_code(tree)) > 40:
+                total["init_over_40"] += 1
+                places["inits"].append(f"{where.parent}: {code}")
             for line, text in docstrings(tree):
                 word = opening(text)
                 total["docstrings"] += 1
@@ -138,7 +140,9 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
 def main() -> int:
     """Print the counts, or the places."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", choices=("docstrings", "participles", "classes"), help="print places, not counts")
+    parser.add_argument(
+        "--list", choices=("docstrings", "participles", "classes", "inits"), help="print places, not counts"
+    )
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help=f"default: {' '.join(FOLDERS)}")
     arguments = parser.parse_args()
     folders = arguments.folders or list(FOLDERS)

@@ -72,6 +72,7 @@ from turnlog.producers.gateway.images import ImageTokens, image_tokens
 from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.formats import formats_of
+from turnlog.producers.gateway.planner import Planner
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionTail
@@ -94,7 +95,7 @@ from turnlog.producers.gateway.requests import (
     verify,
 )
 from turnlog.producers.gateway.sessions import GatewaySession, Identity, Running, SessionLimits, Sessions
-from turnlog.producers.gateway.turns import Planner, Turns
+from turnlog.producers.gateway.turns import Turns
 from turnlog.schemas.events.sessions import SessionFinished
 from turnlog.schemas.events.tasks import Purpose, Sampling
 from turnlog.schemas.json_depth import more_than

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import grimp
@@ -19,8 +18,26 @@ import pytest
 ROOT = Path(__file__).parents[3]
 ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-LONGEST, CROWDED = 700, 14
-"""Lines of a module, modules of a package; 500 and 12 are the aim."""
+LONGEST = 700
+"""Lines of a module; 500 are the aim."""
+FAT = [
+    "schemas/events",
+    "producers/gateway",
+    "processors/core",
+    "consumers/life",
+    "sandbox_workers/backends/docker",
+    "sandbox_workers/backends/e2b",
+    "sandbox_workers/console",
+    "sandbox_workers/egress",
+    "sandbox_workers/pooling",
+    "sandbox_workers/tools",
+    "sandbox_workers/workspaces",
+    "infra/archive",
+    "infra/kafka",
+    "infra/verifiers",
+    "infra/workspaces",
+]
+"""Packages with much code in `__init__.py`."""
 SHORT = 25
 """Nodes of a function's tree: what has fewer may be written twice."""
 NEWLINE = "\n"
@@ -59,16 +76,9 @@ def test_a_module_is_one_idea_and_says_which() -> None:
     assert not faults
 
 
-def test_a_package_has_few_modules() -> None:
-    """What a moved module leaves at its old place does not count (decision 25)."""
-    rooms = [path for path in MODULES if path.name != "__init__.py" and not path.read_text().startswith(LEFT)]
-    counts = Counter(named(path.parent) for path in rooms)
-    faults = [
-        f"{package}: {count} modules, {CROWDED} at most: merge what hides nothing"
-        for package, count in counts.items()
-        if count > CROWDED
-    ]
-    assert not faults
+def test_an_init_module_holds_little_code() -> None:
+    """The packages that are listed hold more than 40 lines in theirs; the list only becomes shorter."""
+    assert [line.partition(":")[0] for line in hard_to_read("inits")] == FAT
 
 
 def test_no_import_closes_a_circle() -> None:
@@ -109,7 +119,8 @@ def test_no_function_is_a_bare_participle_and_no_class_name_occurs_twice() -> No
 
 def hard_to_read(kind: str) -> list[str]:
     script = [sys.executable, "benchmarks/readability.py", "--list", kind]
-    return subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if line]
 
 
 def is_public(node: ast.stmt) -> bool:
