@@ -90,7 +90,7 @@ async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
             say(f"{place.topic}[{place.number}]: offsets {starts[place]} to {keep - 1}")
         if delete and found:
             await role.log.delete_before(found)
-    say("deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes does it")
+    say("deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes deletes")
     return 0
 
 

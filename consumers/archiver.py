@@ -297,9 +297,9 @@ class Archiver:
     def _check_held(self, place: Partition, start: int, end: int) -> None:
         if not start <= self._ends[place] <= end:
             raise GapInArchive(
-                f"{place.topic}[{place.number}] holds {start} to {end}, the archive {self.index.root} goes on at "
-                f"{self._ends[place]}: what lay between is gone, or this is another log; give it an [archive] name of "
-                "its own"
+                f"{place.topic}[{place.number}] holds {start} to {end}, but archive {self.index.root} continues at "
+                f"{self._ends[place]}: the records between are gone, or this is another log; give it another "
+                "[archive] name"
             )
 
     async def _read(self, place: Partition, span: OffsetRange) -> RangeFile:
@@ -348,7 +348,7 @@ class Archiver:
         except TimeoutError as error:
             raise BusyAssembler(
                 f"unit {unit}: a transaction of its assembler has been open for {CUT_PATIENCE_S:.0f} s; flush again "
-                "when it rests"
+                "once it has ended"
             ) from error
 
 

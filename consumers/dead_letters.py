@@ -119,8 +119,8 @@ async def whole(role: Role, letter: DeadLetter) -> tuple[bytes, tuple[tuple[str,
         return record.value, record.headers
     if len(letter.value) >= INLINE_LIMIT_BYTES:
         raise NotRequeueable(
-            f"{letter.topic}[{letter.partition}]@{letter.offset} is deleted, and the letter holds its first "
-            f"{len(letter.value)} bytes only"
+            f"{letter.topic}[{letter.partition}]@{letter.offset} is deleted, and the letter holds only its "
+            f"first {len(letter.value)} bytes"
         )
     return letter.value, ()
 
@@ -196,7 +196,7 @@ def parse_position(text: str) -> tuple[Partition, int]:
     """Parse `topic[partition]@offset`. Raises NotSkippable."""
     found = PLACE.fullmatch(text)
     if found is None or found["topic"] not in FOLDED:
-        raise NotSkippable(f"{text!r} is no TOPIC[PARTITION]@OFFSET of {', '.join(FOLDED)}: units stop nowhere else")
+        raise NotSkippable(f"{text!r} is no TOPIC[PARTITION]@OFFSET of {', '.join(FOLDED)}, where units can stop")
     return Partition(found["topic"], int(found["partition"])), int(found["offset"])
 
 
@@ -205,10 +205,10 @@ async def skip(role: Role, text: str, reason: str) -> SkipRequested:
     place, offset = parse_position(text)
     groups = role.settings.kafka.groups
     if place.number >= groups:
-        raise NotSkippable(f"{text}: {place.topic} has {groups} partitions ([kafka] groups), from 0")
+        raise NotSkippable(f"{text}: {place.topic} has {groups} partitions ([kafka] groups), counted from 0")
     record = await record_at(role, place, offset)
     if record is None:
-        raise NotSkippable(f"{text}: there is no record (yet, or any more)")
+        raise NotSkippable(f"{text}: no such record exists (not yet, or no longer)")
     event = SkipRequested(
         event_id=digest("SkipRequested", place.topic, place.number, offset),
         run_id=role.settings.run.id,
@@ -248,7 +248,7 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 async def _skip(role: Role, arguments: argparse.Namespace) -> int:
     order = await skip(role, arguments.place, arguments.reason)
-    say(f"{order.topic}[{order.partition}]@{order.offset} will be passed over; restart the assembler if it stopped")
+    say(f"{order.topic}[{order.partition}]@{order.offset} will be skipped; restart the assembler if it stopped")
     return 0
 
 
@@ -295,13 +295,13 @@ async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
     chosen = [find_letter(letters, beginning) for beginning in arguments.ids]
     if not arguments.ids:
         if _letter_filter(arguments) == DeadLetterFilter():
-            raise LetterError("requeue takes letters by ID, or --cause, --topic or --role")
+            raise LetterError("name letters by ID, or choose them with --cause, --topic or --role")
         chosen = [letter for _, letter in letters.values()]
     times = await count_requeues(role, first_places(chosen))
     todo = [letter for letter in chosen if arguments.again or not times.get(letter.event_id)]
     for letter in chosen:
         if letter not in todo:
-            say(f"{letter.event_id[:10]} was requeued {times[letter.event_id]} times; --again does it once more")
+            say(f"{letter.event_id[:10]} was requeued {times[letter.event_id]} times; --again requeues it once more")
     if not todo:
         say("nothing to requeue")
         return ExitStatus.DIFFERS
@@ -316,7 +316,7 @@ async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
 
 def _confirm_requeue(count: int) -> bool:
     if not sys.stdin.isatty():
-        raise LetterError(f"{count} letters match: --yes requeues them without a terminal to ask on")
+        raise LetterError(f"{count} letters match, and there is no terminal to ask on: --yes requeues them")
     return input(f"requeue {count} records? [y/N] ").strip().lower() in ("y", "yes")
 
 

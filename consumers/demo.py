@@ -46,7 +46,7 @@ def demo(
     directory = Path(settings.run.directory)
     console.print(f"run {settings.run.id}, files in {directory}", style="bold")
     settings = run_verb(runnable_here(settings, unisolated, console))
-    with _phase(measured, "model"), console.status("making the tiny model (torch needs a few seconds to import)"):
+    with _phase(measured, "model"), console.status("creating the tiny model (importing torch takes a few seconds)"):
         settings = prepare(settings)
     started = False  # a failed `up` stops what it started; a run that was up before must stay up
     try:
@@ -87,7 +87,7 @@ async def runnable_here(settings: Settings, unisolated: Unisolated, console: Ter
         return settings
     console.print("TOOLS RUN WITHOUT ISOLATION", style="bold red", end=" ")
     console.print(
-        f"on this machine: for the calls of its own model this demo sets [sandbox] allow_unisolated = true. {why}",
+        f"on this machine: the demo sets [sandbox] allow_unisolated = true for the calls of its own model. {why}",
         soft_wrap=True,
     )
     return dataclasses.replace(settings, sandbox=dataclasses.replace(settings.sandbox, allow_unisolated=True))
@@ -143,12 +143,12 @@ def _say(report: RunReport, directory: Path, console: Terminal) -> None:
         plot_rewards(body["rewards"], directory / PLOT, title=f"turnlog demo, run {body['run']}")
     console.print(summary(report))
     console.print(f"reward  {curve(body['rewards'])}", highlight=False)
-    console.print(f"files   {path}, {PLOT}, {SCREEN}, logs/ beside it", highlight=False, soft_wrap=True)
+    console.print(f"files   {path}, {PLOT}, {SCREEN}, logs/ next to it", highlight=False, soft_wrap=True)
     console.print(
-        f"next    turnlog --run {body['run']} dashboard          the run in the browser, until Ctrl-C",
+        f"next    turnlog --run {body['run']} dashboard          show the run in the browser until Ctrl-C",
         f"        turnlog --run {body['run']} books              sampled = trained + masked",
         f"        turnlog --run {body['run']} replay --verify    fold the topics again and compare",
-        f"        turnlog --run {body['run']} up                 servers and roles of this run again",
+        f"        turnlog --run {body['run']} up                 start servers and roles of this run again",
         sep="\n",
         highlight=False,
         soft_wrap=True,
@@ -158,6 +158,6 @@ def _say(report: RunReport, directory: Path, console: Terminal) -> None:
     if not report.failures:
         judged = "the books balance, every version was acknowledged, replay is identical"
         if body["reward_rise_wanted"]:
-            short = f"done; below {JUDGED_FROM} steps the reward is shown, not judged"
+            short = f"done; with fewer than {JUDGED_FROM} steps the reward is not judged"
             judged = f"the reward rose, {judged}" if body["steps"] >= JUDGED_FROM else short
         console.print(judged, style="green")

@@ -54,7 +54,7 @@ async def _read(settings: Settings, *, archive: bool) -> Evaluations:
         found = await read(role)
     if not found.versions:
         raise NothingEvaluated(
-            f"run {settings.run.id} has no evaluated session: {found.asked} groups of purpose eval were asked for, "
+            f"run {settings.run.id} has no evaluated session: {found.asked} groups of purpose eval were requested, "
             f"{found.scored} are scored; set [eval] every, or open sessions with purpose eval"
         )
     return found

@@ -286,11 +286,11 @@ async def print_comparison(settings: Settings, arguments: argparse.Namespace, co
     if not arguments.show and (rows := rows_to_show(found)):
         console.print(sessions(found, rows))
     elif not arguments.show and arguments.against and found.sessions:
-        console.print("every session comes out the same")
+        console.print("all sessions have the same result")
     if found.open_groups:
-        console.print(f"{found.open_groups:,} groups have not settled, or lack records; not every session is counted")
+        console.print(f"{found.open_groups:,} groups are not settled or lack records; not every session is counted")
     if found.refused:
-        console.print(f"{found.refused:,} records were refused; the sessions that name them train nothing")
+        console.print(f"{found.refused:,} records were refused; sessions that refer to them are not trained")
     return 0
 
 

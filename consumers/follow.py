@@ -116,7 +116,7 @@ class Events:
         try:
             return await self._events.decode(self.record)
         except UndecodableRecord as error:
-            log.warning("passed over: %s", error)
+            log.warning("skipped: %s", error)
             self.undecodable += 1
             return None
 
@@ -145,7 +145,7 @@ class Events:
         for name in names:
             offset = commits[name].offset if name in commits else starts[name]
             if offset < starts[name]:
-                log.warning("%s[%d]: %d to %d are gone from the log", *name, offset, starts[name])
+                log.warning("%s[%d]: records %d to %d are gone from the log", *name, offset, starts[name])
             self.reader.seek(name, max(offset, starts[name]))
         self._ends = await self._log.end_offsets(names)
         self._held = True
@@ -206,7 +206,7 @@ def check(topics: Sequence[str], kafka: KafkaSettings) -> None:
     """Check that the topics exist and can share a group. Raises UnknownTopic, MixedPartitions."""
     for topic in topics:
         if topic not in BY_NAME:
-            raise UnknownTopic(f"{topic!r} is no topic: docs/events.md lists them")
+            raise UnknownTopic(f"{topic!r} is not a topic; docs/events.md lists them")
     if len({kafka.count(BY_NAME[topic].partitions) for topic in topics}) != 1:
         kinds = ", ".join(f"{topic} by {BY_NAME[topic].key}" for topic in topics) or "no topic"
-        raise MixedPartitions(f"one group cannot follow {kinds}: their partitions are counted apart")
+        raise MixedPartitions(f"one consumer group cannot follow {kinds}: their numbers of partitions differ")

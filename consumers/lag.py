@@ -53,17 +53,17 @@ FEW = 4
 LOOKS = 1000
 """Number of observed ends of a partition that are remembered. An age covers at most that many observations."""
 LABELS = ("group", "topic", "partition")
-RECORDS = Gauge("turnlog_lag_records", "Records that wait for a group, as its commits say", LABELS)
-ROLE_RECORDS = Gauge("turnlog_role_lag_records", "turnlog_lag_records of the role's groups together", ["role"])
+RECORDS = Gauge("turnlog_lag_records", "Records that a consumer group has not committed yet", LABELS)
+ROLE_RECORDS = Gauge("turnlog_role_lag_records", "Sum of turnlog_lag_records over the role's groups", ["role"])
 ROLE_SECONDS = Gauge(
-    "turnlog_role_lag_seconds", "Age, at least, of the oldest record that the role has not taken", ["role"]
+    "turnlog_role_lag_seconds", "Lower bound of the age of the oldest record that the role has not taken", ["role"]
 )  # fmt: skip
 OPEN_SECONDS = Gauge(
-    "turnlog_log_open_transaction_seconds", "For how long an open transaction has hidden what lies behind it", ["topic"]
+    "turnlog_log_open_transaction_seconds", "How long an open transaction has hidden the records after it", ["topic"]
 )
 EXPIRES = Gauge(
     "turnlog_certificate_expires_timestamp_seconds",
-    "End of the certificate that a server shows, in Unix time; 0: it is not trusted now", ["server"]
+    "Expiry of the certificate of a server, in Unix time; 0 if it is not trusted", ["server"]
 )  # fmt: skip
 LOOK_S = STAGE_S.labels("lag", "look")
 CERTIFICATES_S = 600.0
@@ -269,7 +269,7 @@ class LagExporter:
                 for gauge in (RECORDS, ROLE_RECORDS, ROLE_SECONDS, OPEN_SECONDS):
                     gauge.clear()
                 self._health.unmet("log", str(error))
-                log.warning("no lag is told: %s", error)
+                log.warning("lag is not reported: %s", error)
             else:
                 self._health.mark_ready("log")
                 self._health.mark_started()
@@ -300,7 +300,7 @@ class LagExporter:
         try:
             servers = tls_servers(self._settings)
         except (SettingsError, TlsFailed) as error:
-            log.warning("no certificates are looked at: %s", error)
+            log.warning("certificates are not checked: %s", error)
             return
         for name, host, port, context in servers:
             if (found := await expires(host, port, context)) is not None:

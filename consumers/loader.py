@@ -68,7 +68,7 @@ async def main(role: Role) -> None:
     NotInstalled, LogError, BlobError."""
     engine = engine_of(role.settings, os.environ)
     update = update_of(role.settings)
-    log.info("running requests meet new weights by %s", update)
+    log.info("running requests switch to new weights by %s", update)
     adapters = role.settings.trainer.publish == "adapter"
     transport = await asyncio.to_thread(transport_of, role.settings.loader)
     ca_file = role.settings.engine.ca_file
@@ -157,7 +157,7 @@ class Loader:
         if self._standing.own.state == GONE:
             await self._standing.reached.leave()
         self._role.health.mark_started()
-        log.info("%s has left: waiting until it is asked for again", self._standing.engine_id)
+        log.info("%s has left: waiting until it is requested again", self._standing.engine_id)
         while self._standing.own.leaving and not self._role.stopping.is_set():
             self._beat()
             await self._standing.hear(requests)
@@ -221,8 +221,8 @@ class Loader:
             except EngineError as error:
                 self._role.health.unmet(
                     "engine",
-                    f"engine at {self._url} does not answer since {since} ({error}); start it, or set [engine] urls "
-                    "(TURNLOG_ENGINE_URLS) to where it is",
+                    f"engine at {self._url} has not answered since {since} ({error}); start it, or set [engine] urls "
+                    "(TURNLOG_ENGINE_URLS) to its address",
                 )
                 if not told and time.monotonic() - began > self._role.settings.engine.start_timeout_s:
                     told = True
@@ -241,7 +241,7 @@ class Loader:
         self._heard, self._gave_way = time.monotonic(), -2
         given = self._standing.drop_unrecorded(info)
         if given != info:
-            log.warning("%s says %s, which it was not given: loaded anew", self._url, info.weight_version)
+            log.warning("%s reports %s, which was not loaded into it: loading again", self._url, info.weight_version)
         self._swap.begin_after(given.version)
         await self._standing.report_registered(given, waits=bool(self._swap.waiting))
         self._swap.recall()

@@ -197,11 +197,11 @@ def failures(body: Mapping[str, Any], run: TokenAccount, verdict: ReplayResult) 
     elif body["steps"] >= JUDGED_FROM and (wanted := body["reward_rise_wanted"]):
         rise = body["reward_last_5"] - body["reward_first_2"]
         if rise < wanted:
-            said.append(f"the reward rose by {rise:.3f}, the recipe wants at least {wanted} (its demo_rise)")
+            said.append(f"the reward rose by {rise:.3f}, the recipe requires at least {wanted} (its demo_rise)")
     if not run.balance:
         said.append(
             f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {dict(run.masked)}; "
-            "`turnlog books` says where"
+            "`turnlog books` shows where"
         )
     if not verdict.identical:
         said.append(f"replay differs: {verdict.divergence or 'nothing was compared'}")
@@ -235,7 +235,7 @@ def summary(report: RunReport) -> Table:
         where = f"; above {GAP} at batches {list(body['logprob_gap_steps'])}" if body["logprob_gap_steps"] else ""
         shown.add_row("largest |trainer - engine| log-prob, same weights", f"{body['logprob_gap_max']:.1e}{where}")
     if body["logprob_gap_old_cache_max"] is not None:
-        shown.add_row("the same of tokens on a cache of older weights", f"{body['logprob_gap_old_cache_max']:.1e}")
+        shown.add_row("the same for tokens on a cache of older weights", f"{body['logprob_gap_old_cache_max']:.1e}")
     replayed = body["replay"]
     shown.add_row("replay", f"{'identical' if replayed['identical'] else 'DIFFERENT'}: "
                   f"{replayed['samples_compared']:,} samples, {replayed['batches_compared']} batches")  # fmt: skip

@@ -266,7 +266,7 @@ def command(settings: Settings) -> int:
         asyncio.run(until_trained(settings, display))
     except asyncio.CancelledError:
         again, stop = (verb_line(Path(settings.run.directory), verb) for verb in ("run", "down"))
-        console.print(f"interrupted: the servers go on (`{stop}` stops them); `{again}` continues", soft_wrap=True)
+        console.print(f"interrupted: the servers still run (`{stop}` stops them); `{again}` continues", soft_wrap=True)
         return ExitStatus.INTERRUPTED
     again = verb_line(Path(settings.run.directory), "replay --verify")
     console.print(f"{len(display.picture.steps)} steps trained; next: {again}")
@@ -320,7 +320,7 @@ class PreparationResult:
         for key, (was, now) in self.begun.planned.items():
             lines.append(f"{key} {now}" if was is None else f"{key} {was} becomes {now}")
         if not (self.created or self.begun.recorded or self.begun.planned):
-            lines.append(f"nothing to do: run {run.run_id!r} is configured with these settings, its topics are there")
+            lines.append(f"nothing to do: run {run.run_id!r} is configured with these settings, and its topics exist")
         return lines
 
 
@@ -348,8 +348,8 @@ def alone(directory: Path) -> contextlib.AbstractContextManager[object]:
     return lock_file(
         directory / FEEDER_LOCK,
         AlreadyFed(
-            f"another `turnlog run` or `turnlog demo` feeds {directory} already, and goes on: "
-            f"`{verb_line(directory, 'status --watch')}` shows how far it is"
+            f"another `turnlog run` or `turnlog demo` already feeds {directory} and continues: "
+            f"`{verb_line(directory, 'status --watch')}` shows its progress"
         ),
     )
 

@@ -108,7 +108,7 @@ def _asked_one(address: str) -> dict[str, Any]:
         ready, waits = fetch_json(f"{url}/readyz", timeout_s=TIMEOUT_S)
     except (OSError, ValueError) as error:
         return {"role": "", "alive": False, "ready": False, "why": f"no answer: {error}", "warnings": []}
-    stale = [f"loop {name} stands still" for name, loop in said.get("loops", {}).items() if loop.get("stale")]
+    stale = [f"loop {name} makes no progress" for name, loop in said.get("loops", {}).items() if loop.get("stale")]
     why = "; ".join([*stale, *map(str, waits.get("waiting", {}).values())])
     warnings = waits.get("warnings", [])
     return {"role": said.get("role", ""), "alive": alive, "ready": ready and alive, "why": why, "warnings": warnings}
@@ -203,7 +203,7 @@ def tell(found: dict[str, Any], settings: Settings, console: Terminal) -> None:
         console.print(table)
     for name, lines in found["warnings"].items():
         for line in lines:
-            console.print(f"{name} warns: {line}", soft_wrap=True)
+            console.print(f"warning from {name}: {line}", soft_wrap=True)
     for role, lag in found.get("lag", {}).items():
         console.print(f"lag of {role}: " + ", ".join(f"{topic} {count}" for topic, count in lag.items()))
     for engine, facts in found.get("engines", {}).items():

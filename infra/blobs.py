@@ -136,9 +136,11 @@ class Owner:
         try:
             found = cls(**{key: str(value) for key, value in json.loads(content).items()})
         except (ValueError, TypeError, AttributeError) as error:
-            raise BlobCorrupt(f"{name} says of no folder whose it is ({error}): restore it from a copy") from error
+            raise BlobCorrupt(
+                f"{name} does not say which run owns its folder ({error}): restore it from a copy"
+            ) from error
         if found.name != name:
-            raise BlobCorrupt(f"{name} is about {found.folder}: restore it from a copy")
+            raise BlobCorrupt(f"{name} describes {found.folder}: restore it from a copy")
         return found
 
 
@@ -341,7 +343,7 @@ class Folders(ABC):
                     while left:
                         left = left[file.write(left) :]
                 except OSError as error:
-                    raise NoRoom(f"{file.name}: {error.strerror}; make room there") from error
+                    raise NoRoom(f"{file.name}: {error.strerror}; free space there") from error
         return file.tell(), running.hexdigest()
 
     def _put(self, content: bytes, media_type: str) -> BlobRef:
@@ -372,7 +374,7 @@ class Folders(ABC):
                 continue
             _check(name, taken, ref)
             if name.startswith(TRASH):
-                log.warning("%s was in the trash and is needed: it is put back", name)
+                log.warning("%s was in the trash but is needed: moved it back", name)
                 self._copy(name, name.removeprefix(TRASH))
             self._last = folder
             return
@@ -392,8 +394,8 @@ def _check(name: str, taken: tuple[int, str], ref: BlobRef) -> None:
     """Compare `taken`, the (bytes, sha256) of an object, with `ref`. Raises BlobCorrupt if they differ."""
     if taken != (ref.size, ref.sha256):
         raise BlobCorrupt(
-            f"{name}: {taken[0]} bytes do not hash to {ref.sha256} (expected {ref.size}); restore the object "
-            "from a copy, or remove it and let its writer put it again"
+            f"{name}: {taken[0]} bytes do not hash to {ref.sha256} (expected {ref.size}); restore the object from a "
+            "copy, or remove it and let its writer write it again"
         )
 
 

@@ -309,8 +309,8 @@ def _check_prompt(request: Generate, answer: dict[str, Any]) -> None:
     pairs = enumerate(zip(saw, given, strict=False))
     first = next((at for at, (theirs, ours) in pairs if theirs != ours), min(len(saw), len(given)))
     raise EngineRefused(
-        f"the engine sampled on {len(saw)} prompt ids that differ from the {len(given)} given, from "
-        f"position {first} on: its processor of images does not keep them, so that its turns cannot be trained"
+        f"the engine sampled on {len(saw)} prompt ids that differ from the {len(given)} given, from position {first} "
+        "on: its image processor changes them, so its turns cannot be trained"
     )
 
 
@@ -355,8 +355,8 @@ class _Pieces:
             labels = {str(span["version"]) for span in meta.get("weight_versions") or ()}
             if other := (labels | {str(meta.get("weight_version", adapter.base))}) - {adapter.base}:
                 raise EngineDead(
-                    f"adapter {adapter.name} rests on weights labelled {adapter.base!r}, the engine's are labelled "
-                    f"{min(other)!r}: it restarted, and its weight loader has yet to come"
+                    f"adapter {adapter.name} needs weights labelled {adapter.base!r}, but the engine's are labelled "
+                    f"{min(other)!r}: the engine restarted, and its weight loader has not updated it yet"
                 )
             return ((adapter.name, self._seen),)
         if spans := meta.get("weight_versions"):
@@ -372,7 +372,7 @@ def _experts(meta: dict[str, Any]) -> bytes | None:
     try:
         return None if encoded is None else base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise EngineRefused(f"the engine's routed experts are no base64: {error}") from error
+        raise EngineRefused(f"the engine's routed experts are not base64: {error}") from error
 
 
 QUICK_S = 10.0
@@ -545,7 +545,7 @@ class SGLangControl:
         try:
             await self._transport.load(self, folder, loading, flush=False, timeout_s=timeout_s)  # flushed on release
         except EngineRefused as error:
-            raise EngineDead(f"{self.url} has its memory back and no weights: {error}") from error
+            raise EngineDead(f"{self.url} has its memory back, but no weights: {error}") from error
         await self._memory("resume", CACHE)
         await self.label(str(version))
 

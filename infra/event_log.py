@@ -196,10 +196,10 @@ def check_written(record: Record, found: str) -> None:
         )
 
 
-PARKED = Counter("turnlog_dead_letters", "Records parked in dead-letters", ["role", "cause"])
+PARKED = Counter("turnlog_dead_letters", "Records stored in dead-letters", ["role", "cause"])
 
 
-LATER = Counter("turnlog_later_records", "Records read of kinds that only a newer release knows", ["topic", "record"])
+LATER = Counter("turnlog_later_records", "Records read whose kind only a newer release knows", ["topic", "record"])
 
 
 def passed_over(record: Record, later: LaterKind) -> None:

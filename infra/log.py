@@ -415,20 +415,20 @@ async def check_commits(
     topics = {place.topic for place in inputs}
     if others := sorted({place.topic for place in held} - topics):
         raise OtherInputs(
-            f"group {group} has commits of {', '.join(others)}, this release reads {', '.join(sorted(topics))} under "
-            "it: start the release that made them, or wait until that one's roles have ended and delete these offsets "
-            "(docs/upgrades.md, Inputs of a role)"
+            f"consumer group {group} has commits for {', '.join(others)}, but this release reads "
+            f"{', '.join(sorted(topics))} with it: start the release that made the commits, or wait until the roles "
+            "of that release have ended and delete these offsets (docs/upgrades.md, Inputs of a role)"
         )
     if not missing or not (held or any((await client.end_offsets(outputs)).values())):
         return
     starts = await client.start_offsets(sorted(missing))
     if pruned := [f"{topic}[{number}] begins at {start}" for (topic, number), start in starts.items() if start]:
         raise CommitsExpired(
-            f"group {group} has worked before, but its commits are gone and {', '.join(pruned)}: brokers forget what a "
-            "group committed that stands still for offsets.retention.minutes; restore the topics from the archive or "
-            "start a new run, and set that above the longest pause of a run"
+            f"consumer group {group} has worked before, but its commits are gone and {', '.join(pruned)}: brokers "
+            "forget the commits of a group that is idle for offsets.retention.minutes; restore the topics from the "
+            "archive or start a new run, and set that broker option above the longest pause of a run"
         )
-    log.info("group %s has no commit of %s: it begins at the start", group, sorted(missing))
+    log.info("consumer group %s has no commit for %s: it reads from the beginning", group, sorted(missing))
 
 
 HANGING_S = 30.0
@@ -463,8 +463,8 @@ async def own_ends(client: Log, places: Sequence[Partition], *, patience_s: floa
 def hanging(what: str) -> TransactionHanging:
     """Return a TransactionHanging error that states the remedy."""
     return TransactionHanging(
-        f"{what} by a transaction that is open for longer than any of ours may be: its markers are missing; find it by "
-        "`kafka-transactions.sh find-hanging` and see docs/operations.md before you end it"
+        f"{what} by a transaction that has been open for longer than any of turnlog's may be: its markers are "
+        "missing; find it with `kafka-transactions.sh find-hanging` and read docs/operations.md before you abort it"
     )
 
 

@@ -61,7 +61,7 @@ class SchemaIncompatible(RegistryError):
         ours."""
         why = "; ".join(dict.fromkeys(f"{problem} (rule {problem.rule})" for problem in problems)) or answer
         super().__init__(
-            f"{subject}: {why}; the registry holds what an older release wrote: keep its fields, give new ones "
+            f"{subject}: {why}; the registry holds the schema of an older release: keep its fields, give new ones "
             "defaults (`turnlog schemas check`), or start the newer release"
         )
         self.problems = tuple(problems)
@@ -107,8 +107,8 @@ class HttpRegistry:
             answer = await self._call("POST", where, body)
             if _is_absent(answer):
                 raise SchemaNotRegistered(
-                    f"{self._url} has no such schema of {subject}, and [registry] auto_register is false: run `turnlog "
-                    "run configure` with the right to write there"
+                    f"{self._url} does not have this schema of {subject}, and [registry] auto_register is false: run "
+                    "`turnlog run configure` as a user that may write to the registry"
                 )
             return self._read_field(answer, "id", int)
         answer = await self._call("POST", f"{where}/versions", body)
@@ -125,7 +125,7 @@ class HttpRegistry:
         try:
             schema: Mapping[str, Any] = json.loads(text)
         except (ValueError, RecursionError) as error:  # a registry also stores Protobuf
-            raise UndecodableRecord(f"{self._url}: schema id {schema_id} is no JSON: {error}") from error
+            raise UndecodableRecord(f"{self._url}: schema id {schema_id} is not JSON: {error}") from error
         return schema
 
     async def config(self, record: str = "") -> httpx.Response:
@@ -158,7 +158,7 @@ class HttpRegistry:
         if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise RegistryRefused(
                 f"{self._url} refused {answer.request.method} {answer.request.url.path} with {answer.status_code}: "
-                "check [registry] username and password, or token, and what they may do there"
+                "check [registry] username and password, or token, and their permissions"
             )
         if not answer.is_success:
             kind = RegistryUnreachable if passes(answer.status_code) else RegistryUnavailable
@@ -177,8 +177,8 @@ class HttpRegistry:
             return read()
         except (ValueError, KeyError, TypeError) as error:
             raise RegistryUnreachable(
-                f"{self._url} answered {answer.status_code} as no registry does ({error!r}): {answer.text[:200]!r}; "
-                "see [registry] url"
+                f"{self._url} answered {answer.status_code}, but not as a schema registry does ({error!r}): "
+                f"{answer.text[:200]!r}; see [registry] url"
             ) from error
 
 

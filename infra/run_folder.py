@@ -91,12 +91,12 @@ def read_secret(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SecretUnusable(f"{path} ({_place_of(path)}) cannot be read: {why}") from None
     if len(found) < LEAST_KEY:
         raise SecretUnusable(
-            f"{path} ({_place_of(path)}) holds no whole secret, but {len(found)} characters: restore it from a "
-            "copy, or delete it and a new one is made; what the old one has signed is refused then"
+            f"{path} ({_place_of(path)}) does not hold a complete secret, only {len(found)} characters: restore it "
+            "from a backup, or delete it to have a new one created; whatever the old one signed is then refused"
         )
     return found
 
@@ -118,9 +118,9 @@ def present(secret: str) -> str:
         return secret
     try:
         if secret.reload_if_changed():
-            log.info("%s was swapped and is read again", secret.where)
+            log.info("%s was replaced and has been read again", secret.where)
     except SecretUnusable as error:
-        log.warning("%s; the value that it held before stays in use", error)
+        log.warning("%s; the previous value stays in use", error)
     return secret.text
 
 
@@ -149,7 +149,8 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
         was = tables_of(kept).get("run", {}).get("id", "")
         if not run_id and named.get("id", was) != was:
             raise SettingsError(
-                f"{kept} is of run {was!r}, and {NAMING['id']} is {named['id']!r}: unset it, or {NAMING['directory']}"
+                f"{kept} belongs to run {was!r}, but {NAMING['id']} is {named['id']!r}: unset that variable or "
+                f"{NAMING['directory']}"
             )
         named["id"] = was
         path = path or kept
@@ -177,8 +178,8 @@ def check_there(settings: Settings) -> None:
 
 def _no_run(directory: Path) -> NoEndpoints:
     return NoEndpoints(
-        f"there is no run in {directory.absolute()}: `turnlog run list` lists the runs of this directory, and "
-        "`turnlog demo` makes one"
+        f"there is no run in {directory.absolute()}: `turnlog run list` lists the runs in this directory, and "
+        "`turnlog demo` starts one"
     )
 
 
@@ -309,8 +310,8 @@ LOCK = "supervisor.lock"
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 MAKE_ROOM = (
-    "make room and everything goes on (`turnlog run list` shows what each run takes, `turnlog run delete ID` lets one "
-    "go)"
+    "free some space, and everything continues (`turnlog run list` shows the size of each run, `turnlog run delete "
+    "ID` deletes one)"
 )
 FULL, LEAST_FREE = 16 * 2**20, 256 * 2**20
 """Free bytes below which a disk counts as full, since a broker rolls files of 10 MiB; and the minimum for a start."""
@@ -358,8 +359,8 @@ def read_state(directory: Path) -> dict[str, Any]:
 def lock_run(directory: Path) -> Iterator[None]:
     """Lock the run for one supervisor. Raises AlreadyUp."""
     busy = AlreadyUp(
-        f"{directory} is up already: `{verb_line(directory, 'status')}` shows it, `{verb_line(directory, 'down')}` "
-        "stops it, and another --run ID is another run"
+        f"{directory} is already up: `{verb_line(directory, 'status')}` shows it, `{verb_line(directory, 'down')}` "
+        "stops it; another --run ID starts another run"
     )
     with lock_file(directory / LOCK, busy):
         yield
@@ -399,7 +400,7 @@ def lacks_room(folder: Path, least: int = FULL) -> str:
     if free >= least:
         return ""
     left, needed = (f"{size / 2**20:.0f} MiB" for size in (free, least))
-    return f"the disk of {folder} is full: {left} are left, {needed} are needed; {MAKE_ROOM}"
+    return f"the disk of {folder} is full: {left} are free, {needed} are needed; {MAKE_ROOM}"
 
 
 def full_disk(error: BaseException, folder: Path) -> str:

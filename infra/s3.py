@@ -189,8 +189,8 @@ class S3Blobs(Folders):
             if not self._client.bucket_exists(bucket):
                 if not self._settings.make_bucket:
                     raise BucketMissing(
-                        f"{self._settings.endpoint} has no bucket {bucket}, and [store] make_bucket is false: make it, "
-                        "or run `turnlog run configure` with the right to"
+                        f"{self._settings.endpoint} has no bucket {bucket}, and [store] make_bucket is false: create "
+                        "it, or run `turnlog run configure` as a user that may create it"
                     )
                 try:
                     self._client.make_bucket(bucket, self._settings.region)
@@ -225,15 +225,17 @@ class S3Blobs(Folders):
             found = None
         if found != size:
             held = "none" if found is None else f"{found} bytes"
-            raise StoreBusy(f"{self._settings.endpoint} took {size} bytes of {name} in parts and holds {held} of it")
+            raise StoreBusy(
+                f"{self._settings.endpoint} accepted {size} bytes of {name} in parts, but stored {held} of them"
+            )
 
     def _check_etag(self, name: str, etag: str | None) -> None:
         """Check that a put was answered with an ETag. Every store sends the ETag of the stored object, but the page of
         a proxy has none. Raises StoreBusy."""
         if not etag:
             raise StoreBusy(
-                f"{self._settings.endpoint} answered a put of {name} without an ETag: something before the store did, "
-                "or it has not kept it; see [store] endpoint"
+                f"{self._settings.endpoint} answered a PUT of {name} without an ETag: either a proxy in front of the "
+                "store answered, or the object was not stored; see [store] endpoint"
             )
 
     def _names(self, prefix: str) -> list[str]:
@@ -248,7 +250,9 @@ class S3Blobs(Folders):
         refusal. Raises StoreUnavailable if answers have no date."""
         said = self._date()
         if said is None:
-            raise StoreUnavailable(f"{self._settings.endpoint}: its answers have no Date, so ages cannot be told")
+            raise StoreUnavailable(
+                f"{self._settings.endpoint}: its answers have no Date header, so the ages of objects are unknown"
+            )
         return parsedate_to_datetime(said).timestamp()
 
     def _list_objects(self, prefix: str) -> Listing:
@@ -381,7 +385,7 @@ class S3ErrorResponse(MinioException):
                 if self.skew_s
                 else "differs from"
             )
-            return StoreBusy(f"{answered}: this machine's clock {how} the store's; set both by NTP")
+            return StoreBusy(f"{answered}: this machine's clock {how} the store's; synchronize both with NTP")
         if self.code == "NoSuchBucket":
             return BucketMissing(f"{answered}: {settings.bucket} is gone; restore it, or see [store] bucket")
         if self.region and (self.region != settings.region or self.code in WRONG_REGION):
@@ -392,7 +396,7 @@ class S3ErrorResponse(MinioException):
         if self.again or self.code in LATER:
             return StoreBusy(f"{answered}: {self.said or 'it may be asked again'}")
         if self.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED) and not self.code:
-            return StoreUnavailable(f"{answered} as no S3 store does; check [store] endpoint")
+            return StoreUnavailable(f"{answered}, which is not the answer of an S3 store; check [store] endpoint")
         return StoreUnavailable(f"{answered}; {SETTINGS}")
 
 
@@ -445,7 +449,7 @@ def _refusal(method: str, answer: urllib3.BaseHTTPResponse, *, is_whole: bool) -
     if method == "HEAD" and answer.status == HTTPStatus.NOT_FOUND:
         return None  # minio-py knows what that means for a bucket, and for an object
     region = answer.headers.get("x-amz-bucket-region") or told.get("Region", "")
-    said = told.get("Message", "") if told else "no answer of S3" * bool(body)
+    said = told.get("Message", "") if told else "not an answer of S3" * bool(body)
     return S3ErrorResponse(answer.status, code, said, answer.headers, region)
 
 
@@ -485,8 +489,8 @@ def client(settings: StoreSettings, http: urllib3.PoolManager | None = None) -> 
         raise StoreUnavailable(f"[store] endpoint must be http(s)://host:port, got {settings.endpoint!r}")
     if settings.credentials == "keys" and not settings.secret_key:
         raise StoreUnavailable(
-            f"[store] secret_key is empty: set that of {settings.endpoint} (TURNLOG_STORE_SECRET_KEY); an embedded "
-            "store's is in store/store.key of its run's directory"
+            f"[store] secret_key is empty: set the key of {settings.endpoint} (TURNLOG_STORE_SECRET_KEY); that of an "
+            "embedded store is in store/store.key of its run's directory"
         )
     made = _Client(
         address.netloc,
@@ -518,8 +522,8 @@ def _http(settings: StoreSettings, threads: int, patient: bool, backoff_s: float
 
 def _missing(name: str, settings: StoreSettings) -> BlobError:
     return BlobMissing(
-        f"{settings.endpoint} holds no {settings.bucket}/{name}: it was not written yet, or [store] names "
-        "another store than its writer used"
+        f"{settings.endpoint} holds no {settings.bucket}/{name}: it was not written yet, or its writer used another "
+        "[store]"
     )
 
 

@@ -188,13 +188,13 @@ VERBS: Mapping[str, str] = {
     "run": "run, its feeder included",
     "configure": "run configure, topics apply and check",
     "apply": "topics apply",
-    "fork": "run fork in the new run; of its parent it is a reader",
+    "fork": "run fork in the new run; in the parent run it has the rights of reader",
     "pause": "run pause, resume and close",
     "engines": "engines",
     "up": "up, supervise: the supervisor's own part",
-    "delete": "run delete; of everybody else who uses the bucket it is a gc",
+    "delete": "run delete; in the other runs of the bucket it has the rights of gc",
     "doctor": "doctor, topics check",
-    "registry": "registry, the embedded one; yours has rights of its own",
+    "registry": "registry (the embedded one; a registry of your own has its own rights)",
 }
 """Key of ACCESS -> the commands that run with its rights. Every other role is just its own verb."""
 
@@ -260,7 +260,7 @@ async def check(log: Log, settings: Settings) -> list[str]:
     if settings.kafka.prefix:  # without a prefix, other people's topics look like ours
         known = {spec.name for spec in wanted}
         problems += [
-            f"{WARNING} {settings.kafka.prefix}{name} is no topic of the catalogue"
+            f"{WARNING} {settings.kafka.prefix}{name} is not a topic of the catalogue"
             for name in sorted(set(found) - known)
         ]
     return problems
@@ -291,11 +291,11 @@ def _weak(spec: TopicSpec, there: TopicSpec, keys: Sequence[str]) -> list[str]:
     problems = []
     if there.replication < spec.replication:
         problems.append(
-            f"{spec.name} has {there.replication} replicas, kafka.replication asks for {spec.replication}: "
-            "kafka-reassign-partitions.sh adds some"
+            f"{spec.name} has {there.replication} replicas, kafka.replication asks for {spec.replication}: add "
+            "replicas with kafka-reassign-partitions.sh"
         )
     if not there.config:
-        problems.append(f"{spec.name} does not tell its configuration: give this principal DescribeConfigs on it")
+        problems.append(f"the configuration of {spec.name} cannot be read: grant this principal DescribeConfigs on it")
     for key in keys if there.config else ():
         if not _satisfies(key, there.config.get(key), spec.config[key]):
             problems.append(
@@ -330,7 +330,7 @@ def _counts_apart(settings: Settings, found: Mapping[str, TopicSpec]) -> list[st
 def _count_mismatch(spec: TopicSpec, there: TopicSpec) -> str:
     return (
         f"{spec.name} has {there.partitions} partitions, the settings ask for {spec.partitions}: set kafka.groups and "
-        "kafka.rollouts to what the cluster has, or start a new kafka.prefix; a topic's count never changes"
+        "kafka.rollouts to what the cluster has, or use a new kafka.prefix; a topic's partition count never changes"
     )
 
 
@@ -402,7 +402,9 @@ def acls_page(settings: Settings, principals: Sequence[str], form: str) -> list[
     found = [acl for role in ROLES for acl in acls(settings, role, named.get(role, ""))]
     if form == "json":
         return [json.dumps([asdict(acl) for acl in found], indent=2)]
-    lines = ["# kafka-acls.sh is Apache Kafka's; admin.properties holds how its --bootstrap-server is spoken to."]
+    lines = [
+        "# kafka-acls.sh is part of Apache Kafka; admin.properties has its client settings for --bootstrap-server."
+    ]
     for role in ROLES:
         lines.append(f"# {role}{': turnlog ' + VERBS[role] if role in VERBS else ''}")
         lines += [_command(settings, acl) for acl in found if acl.role == role]
@@ -430,6 +432,6 @@ async def run(action: str, settings: Settings) -> int:
         problems = check_internal(await log.internal_topics(), settings) + await check(log, settings)
     finally:
         await log.close()
-    say(*problems or ["every topic is as the catalogue says"])
+    say(*problems or ["every topic matches the catalogue"])
     wrong = any(not problem.startswith(WARNING) for problem in problems)
     return ExitStatus.DIFFERS if wrong else ExitStatus.DONE

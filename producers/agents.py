@@ -378,7 +378,7 @@ class FunctionActor:
                 await asyncio.wait({running}, timeout=OBEY_S)
                 if not running.done():
                     log.warning(
-                        "agent %s goes on %g s after it was cancelled: it is left alone", self._agent.name, OBEY_S
+                        "agent %s still runs %g s after it was cancelled: ignoring it", self._agent.name, OBEY_S
                     )
         said = running.result()
         match said:

@@ -46,17 +46,17 @@ PASSED_OVER = SegmentSample.__name__.encode()
 """Header of the records that make up most of segment-samples, and that admission does not need."""
 LOOK_BACK = 64
 """Number of records in each partition of tasks that are read at start; more, while no group among them is noted."""
-ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups asked for", ["drawn"])
-OPEN = Gauge("turnlog_feeder_groups_open", "Groups asked for that did not fail and that no draw has taken")
-ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be asked for now")
+ADMITTED = Counter("turnlog_feeder_groups_admitted", "Groups requested", ["drawn"])
+OPEN = Gauge("turnlog_feeder_groups_open", "Requested groups that have not failed and that no draw has taken")
+ROOM = Gauge("turnlog_feeder_slots_free", "Groups that may be requested now")
 PASSED_OVER_PLACES = Gauge(
-    "turnlog_feeder_places_passed_over", "Visits of tasks that were left out for their pass rate ([feeder] pass_rate_*)"
+    "turnlog_feeder_places_passed_over", "Task visits skipped because of their pass rate ([feeder] pass_rate_*)"
 )
 GIVEN_UP = Gauge(
     "turnlog_feeder_places_given_up",
-    "Visits of tasks whose every group was discarded, drawn again as often as [feeder] discarded_repeats allows",
+    "Task visits given up after [feeder] discarded_repeats discarded groups",
 )
-TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws whose every batch was trained")
+TRAINED = Gauge("turnlog_feeder_draws_trained", "Draws with all batches trained")
 FOLD_S, ASK_S = (STAGE_S.labels("feeder", stage) for stage in ("fold", "ask"))
 
 
@@ -196,7 +196,7 @@ class Feeder:
                     groups[request.group_id] = _group(request)
             reach *= 8
         if groups:
-            log.info("noting %d groups that were asked for by a feeder that keeps no group-requests", len(groups))
+            log.info("recording %d groups that a feeder without group-requests had requested", len(groups))
             await role.events.transact(self._transactor, list(groups.values()))
         for group in groups.values():
             self._apply(group)
@@ -206,7 +206,7 @@ class Feeder:
         trains = isinstance(event, GroupRequested) and event.purpose is Purpose.train
         if trains and event.dataset not in names:
             raise DatasetChanged(
-                f"run {event.run_id} has drawn from {event.dataset}, [feeder] dataset is {', '.join(names)} now: "
+                f"run {event.run_id} has drawn from {event.dataset}, but [feeder] dataset is now {', '.join(names)}: "
                 "restore the file, or start another run ([run] id, and on a shared cluster [kafka] prefix)"
             )
         self.admission.apply(event)
@@ -216,7 +216,7 @@ class Feeder:
         """Request the groups that are due, unless the run is paused, or the weights that they must be sampled with are
         not published yet."""
         if self._role.phase is not RunPhase.RUNNING:
-            self._role.health.unmet("phase", f"the run is {self._role.phase}: `turnlog run resume` goes on with it")
+            self._role.health.unmet("phase", f"the run is {self._role.phase}: continue it with `turnlog run resume`")
             return
         self._role.health.mark_ready("phase")
         admission = self.admission
@@ -228,7 +228,7 @@ class Feeder:
         missing = admission.publications_after(self._readiness.batch)
         wanted = [one for group in due if (one := self._training(group, missing)).version <= self._readiness.version]
         if due and not wanted:
-            self._role.health.unmet("weights", f"{missing} versions of steps that were taken are not published yet")
+            self._role.health.unmet("weights", f"{missing} weight versions of completed steps are not published yet")
         else:
             self._role.health.mark_ready("weights")
         if evaluation is not None:
@@ -256,7 +256,7 @@ class Feeder:
         """Request a round that is sampled with that version or later, all of it or nothing."""
         tasks = self._evaluated
         assert tasks is not None  # else no round is due
-        log.info("evaluation round %d asks for %d tasks of version %d or later", number, len(tasks.rows), version)
+        log.info("evaluation round %d requests %d tasks of version %d or later", number, len(tasks.rows), version)
         await self._ask([
             _Wanted(tasks.dataset, tasks.recipe, number, row, number, Purpose.eval, size=tasks.samples, version=version)
             for row in tasks.rows
@@ -325,7 +325,7 @@ def _eval_every(settings: Settings, version: str) -> int:
     """Return [eval] every. Raises SettingsError if the run's fold version writes no group-scores."""
     if settings.eval.every and not fold_version(version).group_scores:
         raise SettingsError(
-            f"eval.every = {settings.eval.every}: this run began under fold version {version}, which keeps no "
+            f"eval.every = {settings.eval.every}: this run began under fold version {version}, which records no "
             "group-scores; leave it at 0, or start another run"
         )
     return settings.eval.every

@@ -291,7 +291,7 @@ class GatewayClient:
         try:
             return _state(await self._once("GET", f"{session.base_url}/sessions/{session.session_id}", session.token))
         except (NoAnswer, GatewayClientError) as error:
-            log.info("session %s cannot be looked at now: %s", session.session_id, error)
+            log.info("the state of session %s cannot be read now: %s", session.session_id, error)
             return None
 
     async def complete(self, session: OpenSession, messages: list[Message], tools: Any, *, step: int) -> Completion:
@@ -397,7 +397,7 @@ class RetryBackoff:
         now = asyncio.get_running_loop().time()
         self._since = now if self._since is None else self._since
         if now - self._since > self._limit_s:
-            raise GatewayUnavailable(f"{trouble}; given up after {self._limit_s:g} s, see [runner] gateway_patience_s")
+            raise GatewayUnavailable(f"{trouble}; gave up after {self._limit_s:g} s ([runner] gateway_patience_s)")
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 

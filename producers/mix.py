@@ -48,8 +48,8 @@ def sources(settings: Settings) -> tuple[EnvironmentTasks, ...]:
     for name in names:
         if names.count(name) > 1:
             raise BadMix(
-                f"feeder.mix: two entries draw from {name}, so that a task would not tell whose it is: give each a "
-                "dataset of its own"
+                f"feeder.mix: two entries draw from {name}, so a task would not show to which it belongs: give each "
+                "its own dataset"
             )
     return found
 
@@ -62,7 +62,7 @@ def _entry(said: str) -> _Entry:
     except ValueError:
         value = math.nan
     if not recipe or not 0 < value < math.inf:
-        raise BadMix(f"feeder.mix: {said!r} must be {SHAPE}, its weight a number above 0")
+        raise BadMix(f"feeder.mix: {said!r} must be {SHAPE}, with a weight above 0")
     return _Entry(recipe, value, file)
 
 

@@ -107,8 +107,8 @@ TOPICS = (topics.TASKS.name, topics.TOOL_RESULTS.name)
 ANSWERED = tuple((RECORD_HEADER, record.__name__.encode()) for record in (ToolCallStarted, ToolCallCompleted))
 COMMIT_EVERY_S = 1.0
 POLL_S = 0.1
-OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts taken and not over")
-CUT = Counter("turnlog_runner_rollouts_cut", "Rollouts that ended since their group was scored without them")
+OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts in progress")
+CUT = Counter("turnlog_runner_rollouts_cut", "Rollouts ended because their group was scored without them")
 ROLLOUT_S, SETTLE_S, COMMIT_S = (STAGE_S.labels("runner", stage) for stage in ("rollout", "settle", "commit"))
 LOOK_BACK = 64
 """Number of records in each partition of group-scores that are read at start, for groups whose stragglers the
@@ -170,7 +170,7 @@ class Runner:
         spec = (await log_.topics()).get(topics.GROUP_SCORES.name)
         places = [Partition(topics.GROUP_SCORES.name, number) for number in range(spec.partitions if spec else 0)]
         if not places:
-            log.warning("no topic %s: stragglers go on to their own ends", topics.GROUP_SCORES.name)
+            log.warning("no topic %s: stragglers run to their end", topics.GROUP_SCORES.name)
             return
         starts, ends = await log_.start_offsets(places), await log_.end_offsets(places)
         async with log_.reader() as reader:

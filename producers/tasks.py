@@ -77,7 +77,7 @@ def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        remedy = "set [feeder] dataset, or leave it empty for the recipe's own"
+        remedy = "set [feeder] dataset, or leave it empty to use the recipe's dataset"
         raise DatasetMissing(f"{path}: no such file; {remedy}") from None
     lines = enumerate(content.splitlines(), start=1)
     rows = tuple(_row(path, number, line, recipe) for number, line in lines if line.strip())
@@ -140,7 +140,7 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
         "feeder.group_size",
         feeder.group_size,
         f"at least {least}, as fold.min_valid or the estimator {settings.fold.estimator!r} says, or every group is "
-        "discarded and drawn again for ever",
+        "discarded and drawn again forever",
     )
     _require(
         feeder.pass_rate_low <= feeder.pass_rate_high,

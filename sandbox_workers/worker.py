@@ -177,7 +177,7 @@ class SandboxWorker:
         try:
             await self._commit(numbers)
         except LogError as error:  # the next owner recovers our work from the results
-            log.info("units %s went without a last commit: %s", sorted(numbers), error)
+            log.info("partition tasks %s were revoked without a final commit: %s", sorted(numbers), error)
         for number in numbers:
             unit = self._units.pop(number, None)
             self._committed.pop(number, None)
@@ -235,7 +235,7 @@ class SandboxWorker:
             if (pending := unit.pending.get(event.call_id)) is not None:
                 await pending.cancel()
         else:
-            stray = answers.UnexpectedRecord(f"{type(event).__name__} does not belong into {record.topic}")
+            stray = answers.UnexpectedRecord(f"{type(event).__name__} does not belong in {record.topic}")
             await self._role.park(record, stray)
         unit.finish(record.offset)
 

@@ -94,12 +94,12 @@ class Checkpoints:
                 log.warning("%s", damage)
                 continue
             if name != named:
-                log.warning("training goes on from %s: the steps up to %s are taken again", name, named)
+                log.warning("training continues from %s: the steps up to %s are repeated", name, named)
             self._sound[named] = folder
             return folder
         raise CheckpointUnusable(
-            f"{self._place.where} names {named}, which is {'damaged' if named in found else 'gone'}, and there is none "
-            f"before it; restore it, or remove {MARKERS} there to train from [model] path again"
+            f"{self._place.where} names {named}, which is {'damaged' if named in found else 'gone'}, and there is no "
+            f"earlier one; restore it, or remove {MARKERS} there to train from [model] path again"
         )
 
     def cursors(self) -> dict[str, Cursor]:
@@ -219,7 +219,7 @@ def find(place: CheckpointStorage, step: int | None) -> tuple[Path, dict[str, in
     if folder is None:
         held = ", ".join(map(str, sorted(found))) or "none"
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise CheckpointUnusable(f"{place.where} holds no {wanted}; there are those of steps: {held}")
+        raise CheckpointUnusable(f"{place.where} holds no {wanted}; it has checkpoints of steps: {held}")
     return folder, dict(read_common(folder)["cursor"])
 
 
@@ -266,7 +266,7 @@ def hand_on(source: Path, directory: Path) -> None:
     """
     if FolderPlace(directory).markers():
         raise CheckpointUnusable(
-            f"{directory} holds the checkpoints of a run that has begun: give the new run another id"
+            f"{directory} holds the checkpoints of a run that has already started: give the new run another id"
         )
     held = Cursor(**read_common(source)["cursor"])
     step = held.step
@@ -282,7 +282,7 @@ def hand_on(source: Path, directory: Path) -> None:
         source.stat()
     except (FileNotFoundError, shutil.Error) as error:
         raise CheckpointUnusable(
-            f"{source} was removed while it was copied: take a newer step, or keep more ([trainer] checkpoints_kept)"
+            f"{source} was removed while it was copied: choose a newer step, or raise [trainer] checkpoints_kept"
         ) from error
     write_sums(part)
     part.rename(folder)
@@ -309,7 +309,7 @@ def bring(directory: Path, place: StorePlace) -> None:
     if theirs.incarnation <= _last_marker(place).incarnation:
         return
     if (folder := Checkpoints(here, keep=1).newest()) is not None:
-        log.info("%s is brought to %s", folder, place.where)
+        log.info("copying %s to %s", folder, place.where)
         place.store_files(folder, {}, about(read_common(folder)))
         place.seal(folder)
         place.create_marker(Marker(theirs.incarnation, folder.name))
@@ -323,8 +323,8 @@ def check_not_stored(directory: Path) -> None:
     seen = max((_age(path.name)[0] for path in cache.glob("step-*-i*")), default=-1)
     if seen > _last_marker(FolderPlace(directory)).incarnation:
         raise SettingsError(
-            f"the run's checkpoints lie in its store ({cache} is of incarnation {seen}): set trainer.checkpoints to s3 "
-            f"again, or remove {cache} to go on from what {directory} holds"
+            f"the run's checkpoints are in its store ({cache} belongs to trainer generation {seen}): set "
+            f"trainer.checkpoints to s3 again, or remove {cache} to continue from the checkpoints in {directory}"
         )
 
 

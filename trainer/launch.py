@@ -110,7 +110,9 @@ def _joining(limit_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"the ranks did not meet within {limit_s:.0f} s ([liveness] join_s): {error}") from error
+        raise RankLost(
+            f"the ranks did not join each other within {limit_s:.0f} s ([liveness] join_s): {error}"
+        ) from error
 
 
 @contextmanager
@@ -143,7 +145,7 @@ def await_ranks(store: Store, ranks: Mapping[int, subprocess.Popen[bytes]], limi
                 raise RankLost(f"rank {rank} ended with status {status} before it joined; its log says why")
         if time.monotonic() > deadline:
             names = ", ".join(map(str, missing))
-            raise RankLost(f"of the ranks {names} nothing was heard for {limit_s:.0f} s ([liveness] join_s)")
+            raise RankLost(f"ranks {names} have reported nothing for {limit_s:.0f} s ([liveness] join_s)")
         time.sleep(JOIN_LOOK_S)
 
 

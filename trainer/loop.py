@@ -130,11 +130,11 @@ def draw_passes(
 
 log = logging.getLogger(__name__)
 STEPS = Counter("turnlog_trainer_steps", "Optimizer steps")
-TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows stepped on")
+TOKENS = Counter("turnlog_trainer_tokens", "Tokens of the rows that were trained on")
 LOSS = Gauge("turnlog_trainer_loss", "Loss of the last step")
 REWARD = Gauge("turnlog_trainer_reward", "Mean reward of the last batch")
 VERSION = Gauge("turnlog_trainer_weight_version", "Newest published weight version")
-MEASURED = Gauge("turnlog_trainer_measure", "What the algorithm measured at the last step", ["name"])
+MEASURED = Gauge("turnlog_trainer_measure", "Measurements of the algorithm at the last step", ["name"])
 
 
 async def main(role: Role) -> None:
@@ -332,7 +332,9 @@ class Trainer:
             self._kept = common.get("draw", {})
             self._plan = self._plan.behind(self._cursor.inherited, self._cursor.critic_from)
         elif self._incarnation:
-            log.warning("no checkpoint of the %d incarnations before: training starts over", self._incarnation)
+            log.warning(
+                "none of the %d earlier trainer generations left a checkpoint: training starts over", self._incarnation
+            )
         log.info("incarnation %d starts at batch %d", self._incarnation, self._cursor.next_batch)
 
     async def _restore_newest(self) -> Path | None:
@@ -446,11 +448,10 @@ class Trainer:
         skipped, limit = self._cursor.skipped, self._role.settings.trainer.max_skipped
         if limit and skipped >= limit:
             raise Diverged(
-                f"{skipped} steps in a row had no finite gradient and moved nothing, the last one on batch "
-                f"{manifest.batch_index} of draw {manifest.draw_index} (object {manifest.file.sha256}): look for "
-                "advantages or log-probs in its file that are out of all proportion; where the weights are to blame, "
-                "go back to an earlier checkpoint and lower trainer.learning_rate; trainer.max_skipped = 0 goes on all "
-                "the same"
+                f"{skipped} steps in a row had no finite gradient and changed no weights, the last one on batch "
+                f"{manifest.batch_index} of rollout batch {manifest.draw_index} (object {manifest.file.sha256}): look "
+                "for extreme advantages or log-probs in its file; if the weights are the cause, go back to an "
+                "earlier checkpoint and lower trainer.learning_rate; trainer.max_skipped = 0 continues regardless"
             )
 
     def _after(self, manifest: SampleBatchFormed, offset: int, *, skipped: bool) -> Cursor:
@@ -589,7 +590,7 @@ class Trainer:
         lag = self._versions.largest_lag(rows.sampled_by(map(int, manifest.lags)))
         if lag > manifest.max_lag:
             log.warning(
-                "batch %d was formed for version %d with lag %d; the weights held are version %s, so it is %d",
+                "batch %d was formed for version %d with lag %d; the trainer now has version %s, so the lag is %d",
                 manifest.batch_index, manifest.trainer_version, manifest.max_lag, self._versions.newest, lag,
             )  # fmt: skip
         return lag

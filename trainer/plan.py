@@ -110,11 +110,14 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
             raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
     if shape.vision and options.context_parallel > 1:
         raise LayoutUnfit(
-            f"trainer.context_parallel = {options.context_parallel} of a model that takes images ({shape.kind}), whose "
-            "tokens have no place in a line: share them by tensor_parallel and sequence_parallel"
+            f"trainer.context_parallel = {options.context_parallel} is not supported for a model that takes images "
+            f"({shape.kind}), because its tokens do not have linear positions: use tensor_parallel and "
+            "sequence_parallel"
         )
     if expert > 1 and not shape.experts:
-        raise LayoutUnfit(f"trainer.expert_parallel = {expert} of a model without experts ({shape.kind})")
+        raise LayoutUnfit(
+            f"trainer.expert_parallel = {expert} is not supported for a model without experts ({shape.kind})"
+        )
     if shape.experts and tensor > 1 and not (options.sequence_parallel and expert > 1):
         # If no ranks share experts, Megatron does not sum their gradients over the tensor-parallel ranks.
         raise LayoutUnfit(
@@ -337,9 +340,9 @@ def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -
     if not plan.may_change:
         raise SettingsError(
             f"{where} was trained with other settings: {', '.join(changed)}. Set them back, or set "
-            "trainer.allow_changes = true to go on with these"
+            "trainer.allow_changes = true to continue with the new ones"
         )
-    log.warning("going on from %s with other settings: %s", where, ", ".join(changed))
+    log.warning("continuing from %s with other settings: %s", where, ", ".join(changed))
 
 
 def _objective(trainer: TrainerSettings) -> PolicyGradient:

@@ -316,7 +316,7 @@ def read_shape(folder: Path) -> ModelShape:
     except FileNotFoundError:
         raise UnsupportedModel(f"{folder} has no config.json; [model] path must be a Hugging Face folder") from None
     except ValueError as error:
-        raise ModelDamaged(f"{folder / 'config.json'} is no JSON ({error}): fetch the file again") from error
+        raise ModelDamaged(f"{folder / 'config.json'} is not JSON ({error}): fetch the file again") from error
     if not isinstance(config, dict):
         raise ModelDamaged(f"{folder / 'config.json'} is not a JSON object: fetch the file again")
     try:
@@ -333,7 +333,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
     config = {**config, **text}
     for key in ELSEWHERE:
         if config.get(key):
-            raise UnsupportedModel(f"{key} is not supported: take the model's weights as they were before it")
+            raise UnsupportedModel(f"{key} is not supported: use the model's weights from before it was applied")
     for key, values in {"hidden_act": ("silu",), **own.only}.items():
         value = config.get(key, own.absent.get(key, values[0]))
         if value not in values:
@@ -410,7 +410,7 @@ def _rope(text: Config, own: Family) -> dict[str, Any]:
     if len(found) > 1 and found[0] != found[1]:
         raise UnsupportedModel(
             f"rope_scaling {text['rope_scaling']} and rope_parameters {text['rope_parameters']} differ, and engines "
-            "and transformers do not agree which one counts: keep one of them in config.json"
+            "and transformers disagree on which one counts: keep one of them in config.json"
         )
     rope = found[0] if found else plain
     original = text.get("original_max_position_embeddings")

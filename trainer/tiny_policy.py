@@ -87,7 +87,9 @@ def copy_model(model: Path, folder: Path) -> Path:
 
 def _warm_start(chosen: Recipe) -> WarmStart:
     if chosen.warm_start is None:
-        raise NoPolicy(f"[model] path is empty and recipe {chosen.name!r} has no warm start: name a model folder there")
+        raise NoPolicy(
+            f"[model] path is empty and recipe {chosen.name!r} has no warm start: set [model] path to a model folder"
+        )
     return chosen.warm_start
 
 

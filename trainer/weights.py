@@ -339,12 +339,12 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     except NoWeights as error:
         raise UnsupportedModel(str(error)) from error
     if beside := sorted(file.name for file in folder.glob(f"*{SUFFIX}") if file not in files):
-        log.warning("%s: %s are not the model's, and are not read", folder, ", ".join(beside))
+        log.warning("%s: ignoring %s, which are not part of the model", folder, ", ".join(beside))
     state: dict[str, torch.Tensor] = {}
     for file, placed in files.items():
         tensors = read_tensors(file)
         if placed is not None and (other := sorted(placed ^ tensors.keys())):
-            raise WeightsMismatch(f"{file} and the index do not agree where {other[0]} is: fetch the model again")
+            raise WeightsMismatch(f"{file} and the index disagree on where {other[0]} is: fetch the model again")
         state |= tensors
     return state
 
@@ -404,7 +404,9 @@ def _special_tokens(tokenizer: Path) -> tuple[int, int]:
     config = json.loads((tokenizer / "tokenizer_config.json").read_text())
     eos = vocabulary.token_to_id(_text(config.get("eos_token") or "<|im_end|>"))
     if eos is None:
-        raise UnsupportedModel(f"{tokenizer}: the tokenizer does not hold its own eos_token {config.get('eos_token')}")
+        raise UnsupportedModel(
+            f"{tokenizer}: the tokenizer does not contain its own eos_token {config.get('eos_token')}"
+        )
     pad = vocabulary.token_to_id(_text(config.get("pad_token") or "<|endoftext|>"))
     return int(eos), int(eos if pad is None else pad)
 
@@ -484,7 +486,9 @@ class LastExport:
                 found[name] = sha256
                 continue
             if file_sha256(base / name) != was.sha256[name]:
-                log.warning("%s is not what was published as version %d: all tensors go out", base / name, version)
+                log.warning(
+                    "%s differs from what was published as version %d: publishing all tensors", base / name, version
+                )
                 return None
             out = folder / (name + deltas.SUFFIX)
             deltas.write_delta(base / name, folder / name, out, unchanged)

@@ -49,14 +49,14 @@ def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines:
         return Alarm(name, said, leads, LINES[name])
 
     for table, said in (
-        ("dead_letters", "records were refused and parked"),
-        ("unread", "records are on the log and in no table: of a newer turnlog, or broken"),
+        ("dead_letters", "records were refused and dead-lettered"),
+        ("unread", "records are on the log but in no table: from a newer turnlog, or broken"),
     ):
         found = index.row(f"SELECT count(*) AS n FROM {table}")
         if found and found["n"]:
             yield alarm(table, f"{number(found['n'])} {said}", "/dead-letters")
     if skipped := [row["step"] for row in steps if row["skipped"]]:
-        said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learnt"
+        said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learned"
         yield alarm("skipped", said, "/batches")
     for step in steps[-1:]:
         gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], orjson.loads(step["metrics"] or "{}"))
@@ -65,7 +65,7 @@ def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines:
             yield alarm("gap", said, f"/batches/{step['batch_index']}")
     refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
     if refused:
-        yield alarm("refused", f"{refused} refusals of one of the last five weight versions", "/weights")
+        yield alarm("refused", f"{refused} refusals among the last five weight versions", "/weights")
     newest = versions[-1]["version"] if versions else None
     late = [row["engine_id"] for row in engines if row["state"] == "serving" and (behind(row, newest) or 0) > 1]
     if late:

@@ -276,7 +276,7 @@ class Pages:
         content = None if view is None else conversation(view).images.get(request.path_params["name"])
         kind = None if content is None else harmless.raster(content)
         if content is None or kind is None:
-            raise Unknown("no message of the session holds this image")
+            raise Unknown("no message of the session contains this image")
         return Response(content, media_type=kind)
 
     def compare(self, request: Request) -> Response:
@@ -424,7 +424,7 @@ class Pages:
     async def live(self, request: Request) -> Response:
         """Serve server-sent events: `moved` when the index has read on, at most once per `every_s`."""
         if len(self._tabs) >= self._streams:
-            raise Refused(503, f"{self._streams} pages are live already: close one, and reload this one")
+            raise Refused(503, f"{self._streams} pages are already live: close one, then reload this one")
         return LivePageStream(self._moves(request), self._tabs)
 
     async def _moves(self, request: Request) -> AsyncIterator[str]:
@@ -475,7 +475,7 @@ class Pages:
             try:
                 values[name], asked[name] = kind(text), text
             except ValueError:
-                raise BadQuestion(f"{name}: {text!r} is no number") from None
+                raise BadQuestion(f"{name}: {text!r} is not a number") from None
         if tag := request.query_params.get("tag", "").strip():
             asked["tag"], values["sessions"] = tag, tuple(self._notes.tagged_sessions(tag))
         return SessionFilter(**values), asked
@@ -517,7 +517,7 @@ def _smoothing(request: Request) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < 1:
-        raise BadQuestion(f"smooth: {text!r} is no number from 0 to less than 1")
+        raise BadQuestion(f"smooth: {text!r} is not a number from 0 to less than 1")
     return value
 
 

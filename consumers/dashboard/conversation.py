@@ -119,7 +119,7 @@ class MessageReader:
     def messages(self, text: str | None) -> list[MessageView]:
         """Parse the messages of a request. Messages of large records are not in the index."""
         if text is None:
-            return [MessageView("stored apart", [Part("other", "too large for the index: the record holds it")])]
+            return [MessageView("stored apart", [Part("other", "too large for the index: see the record")])]
         raw = _parse_json(text)
         if not isinstance(raw, list):
             return [MessageView("unreadable", [Part("other", text)])] if text else []

@@ -118,7 +118,7 @@ def curves(
     shown = [*(value for curve in drawn for value in curve.values), *((*spread.low, *spread.high) if spread else ())]
     finite = [value for value in shown if value is not None and math.isfinite(value)]
     if not finite:
-        return Markup('<p class="empty">no step has said it yet</p>')
+        return Markup('<p class="empty">no step has reported it yet</p>')
     low = min(finite) if floor is None else min(floor, *finite)
     frame = _Frame(len(steps), axis(low, max(finite), whole=whole))
     body = [_axes(frame, steps)]
@@ -144,7 +144,7 @@ def bands(title: str, steps: Sequence[int], parts: Mapping[str, Sequence[float]]
     parts = {name: values[::stride] for name, values in parts.items()}
     totals = [sum(values[at] for values in parts.values()) for at in range(len(steps))]
     if not any(totals):
-        return Markup('<p class="empty">no step has said it yet</p>')
+        return Markup('<p class="empty">no step has reported it yet</p>')
     frame = _Frame(len(steps), axis(0.0, max(totals), whole=True))
     width = (WIDTH - LEFT - RIGHT) / len(steps)
     bar = max(width - 0.4, 0.4)
@@ -169,7 +169,7 @@ def histogram(
 ) -> Markup:
     """Draw the number of sessions by reward, from all sessions or a `sample`. Each bar links to its range."""
     if not bins:
-        return Markup('<p class="empty">no session with a reward</p>')
+        return Markup('<p class="empty">no sessions with a reward</p>')
     width, height, base = 300, 56, 42
     least, most = min(one["least"] for one in bins), max(one["most"] for one in bins)
     span, tallest = (most - least) or 1.0, max(one["sessions"] for one in bins)
@@ -187,7 +187,7 @@ def histogram(
     body += [
         Markup('<text class="tick{}" x="{}" y="{}">{}</text>').format(style, x, height - 2, said)
         for style, x, said in (
-            ("", 2, number(least)), (" middle", width / 2, "a sample of those that pass" if sample else ""),
+            ("", 2, number(least)), (" middle", width / 2, "sample of the matching sessions" if sample else ""),
             (" end", width - 2, number(most)),
         )
     ]  # fmt: skip

@@ -82,7 +82,7 @@ class Keys:
         belongs to another dashboard."""
         made = self._verify_token("link", token, url, LINK_S)
         if made is None or made < self._begun or token in self._used:
-            raise Refused(403, "this login link was used, or is too old: `turnlog dashboard link` prints another")
+            raise Refused(403, "this login link was used or has expired: `turnlog dashboard link` prints another")
         self._used = {one: at for one, at in self._used.items() if at > self._now() - LINK_S} | {token: made}
 
     def login(self) -> str:
@@ -105,8 +105,8 @@ class Keys:
             return {}
         except (OSError, ValueError) as error:
             raise SecretUnusable(
-                f"{self._ended} does not say which logins were ended ({error}): restore it, or end all of them by "
-                f"deleting it with {DASHBOARD_KEY} beside it"
+                f"{self._ended} cannot be read, so ended logins are unknown ({error}): restore it, or end all logins "
+                f"by deleting it together with {DASHBOARD_KEY}"
             ) from error
 
     def form_token(self, cookie: str) -> str:
@@ -172,7 +172,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request and answer it, or pass it to the pages."""
         if scope["type"] != "http":
-            raise Refused(400, f"{scope['type']}: only http is spoken here")
+            raise Refused(400, f"{scope['type']}: only HTTP is supported here")
         request = Request(scope, receive)
         visitor = self._visitor(request)
         path: str = scope["path"]  # as routed; request.url also depends on the Host header
@@ -201,17 +201,17 @@ class Guard:
         host = request.headers.get("host", "")
         if not self._knows(host):
             raise Refused(
-                421, f"this dashboard is not called {host[:200]!r}: use its address in numbers, or add the name to "
+                421, f"{host[:200]!r} is not a name of this dashboard: use its IP address, or add the name to "
                 "[dashboard] hosts"
             )  # fmt: skip
         if request.method not in ("GET", "HEAD", "POST"):
             raise Refused(405, f"{request.method[:20]} is not served")
         if self._rules.login and not visitor.logged_in and not request.scope["path"].startswith(OPEN):
-            raise Refused(401, "log in first: `turnlog dashboard link` prints a link that counts once")
+            raise Refused(401, "log in first: `turnlog dashboard link` prints a single-use link")
         if request.method == "POST":
             self._check_origin(request)
             if not visitor.logged_in:
-                raise Refused(403, "log in first: `turnlog dashboard link` prints a link that counts once")
+                raise Refused(403, "log in first: `turnlog dashboard link` prints a single-use link")
 
     def _check_origin(self, request: Request) -> None:
         """Check that a page of this dashboard sent the POST. Raises Refused if another site did, or if the sender is
@@ -223,7 +223,7 @@ class Guard:
             schemes.add("https")
         if origin not in {f"{scheme}://{host}" for scheme in schemes} or site != "same-origin":
             raise Refused(
-                403, f"a form of another site ({origin[:200] or 'no Origin'}): actions come from pages of this one"
+                403, f"a form from another site ({origin[:200] or 'no Origin'}): actions come from pages of this site"
             )
 
     def _knows(self, host: str) -> bool:
@@ -258,7 +258,7 @@ async def checked_form(request: Request) -> Mapping[str, str]:
     except (BodyTooLarge, ValueError) as error:
         raise Refused(400, f"not a form: {error}") from error
     if not visitor.logged_in or not hmac.compare_digest(fields.get(FIELD, "").encode(), visitor.form_token.encode()):
-        raise Refused(403, "this form is of another login: open the page again")
+        raise Refused(403, "this form belongs to another login: reload the page")
     return fields
 
 

@@ -178,13 +178,13 @@ def _charts(index: Index, steps: Sequence[Row], smoothing: float) -> Any:
         return [sessions.get(row["batch_index"], {}).get(column) for row in steps]
 
     yield Chart(
-        "Reward", "mean of trajectories, ± one standard deviation",
+        "Reward", "mean over trajectories, ± one standard deviation",
         curves("reward", at, [Curve("mean", smooth([row["reward_mean"] for row in steps], smoothing))],
                spread=Spread(of_sessions("low"), of_sessions("high"))),
     )  # fmt: skip
     yield _books(steps, at)
     yield chart("Loss", "", [row["loss"] for row in steps])
-    yield chart("Entropy", "nats, mean of trained tokens", [row["entropy"] for row in steps], floor=0)
+    yield chart("Entropy", "nats, mean over trained tokens", [row["entropy"] for row in steps], floor=0)
     kl = [_find_metric(row, "kl") for row in steps]
     if any(value is not None for value in kl):
         yield chart("KL divergence", "nats, from the reference", kl)
@@ -198,11 +198,11 @@ def _charts(index: Index, steps: Sequence[Row], smoothing: float) -> Any:
         [(one.style, one.name) for one in gaps],
     )  # fmt: skip
     yield chart(
-        "Lag", "weight versions, largest among trained tokens", [row["lag_max"] for row in steps], floor=0, whole=True
+        "Lag", "weight versions, maximum over trained tokens", [row["lag_max"] for row in steps], floor=0, whole=True
     )
-    yield chart("Response length", "sampled tokens per session, mean", of_sessions("output_tokens"), floor=0)
-    yield chart("Turns", "per session, mean", of_sessions("turns"), floor=0)
-    yield chart("Step time", "seconds, waiting for data included", [_seconds(row) for row in steps], floor=0)
+    yield chart("Response length", "mean sampled tokens per session", of_sessions("output_tokens"), floor=0)
+    yield chart("Turns", "mean per session", of_sessions("turns"), floor=0)
+    yield chart("Step time", "seconds, including waiting for data", [_seconds(row) for row in steps], floor=0)
     yield chart("Training throughput", "tokens of batch rows per second", [_speed(row) for row in steps], floor=0)
     yield chart("Gradient norm", "before clipping", [row["grad_norm"] for row in steps], floor=0)
 
@@ -233,7 +233,7 @@ def of_batches(batches: Mapping[int, Sequence[float]], name: str) -> list[Chart]
     steps = [number + 1 for number in sorted(batches)]
     sizes = {"here": [row[1] / row[0] for row in rows], name: [row[2] / row[0] for row in rows]}
     tokens = {"here": [row[3] for row in rows], name: [row[4] for row in rows]}
-    return [_overlaid("Size of the advantage", steps, sizes), _overlaid("Tokens that may train", steps, tokens)]
+    return [_overlaid("Magnitude of the advantage", steps, sizes), _overlaid("Tokens that may train", steps, tokens)]
 
 
 def _overlaid(title: str, steps: Sequence[int], named: Mapping[str, Sequence[float | None]]) -> Chart:

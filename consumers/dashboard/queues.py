@@ -87,9 +87,9 @@ class Queues:
         sums, standing = by_role(lags), self._standing.look(lags, now)
         for role in ACCESS:
             if role in TELLS_NOTHING:
-                yield Queue(role, None, {}, 0.0, None, "it takes requests, not records")
+                yield Queue(role, None, {}, 0.0, None, "takes requests, not records")
             elif role in silent:
-                yield Queue(role, None, {}, 0.0, None, "it has committed nothing yet")
+                yield Queue(role, None, {}, 0.0, None, "has committed nothing yet")
             elif role in sums:
                 seconds, where = standing.get(role, (0.0, None))
                 first = None if where is None else (where.place, where.taken)

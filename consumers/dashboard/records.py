@@ -160,7 +160,7 @@ class Records:
     async def record(self, topic: str, partition: int, offset: int) -> dict[str, Any]:
         """Return a record as a JSON object. Raises Unknown, RecordGone, LogError."""
         if topic not in NUMBER or partition not in range(1 << PARTITION_BITS) or offset not in range(1 << OFFSET_BITS):
-            raise Unknown(f"{topic}[{partition}]@{offset} is no place that the index knows")
+            raise Unknown(f"{topic}[{partition}]@{offset} is not in the index")
         place = place_of(topic, partition, offset)
         role = await self.open_role()
         there = await role.log.topics()
@@ -179,7 +179,7 @@ class Records:
         if times := (await dead_letters.count_requeues(role, dead_letters.first_places([letter]))).get(
             letter.event_id, 0
         ):
-            raise dead_letters.NotRequeueable(f"it was requeued {times} times: `requeue --again` does it once more")
+            raise dead_letters.NotRequeueable(f"it was requeued {times} times: `requeue --again` requeues it once more")
         async with role.log.appender() as appender:
             return await dead_letters.requeue(role, appender, letter, times=0)
 

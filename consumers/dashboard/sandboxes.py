@@ -81,4 +81,4 @@ class WorkerPools:
             if "pools" in said:
                 yield WorkerStatus(name, said["pools"]["pools"])
             elif own or not said.get("role"):  # skip other roles in `elsewhere`
-                yield WorkerStatus(name, why=said.get("unreachable", "it has no pool yet"))
+                yield WorkerStatus(name, why=said.get("unreachable", "has no pool yet"))

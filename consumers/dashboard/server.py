@@ -70,7 +70,7 @@ def _tell_link(settings: Settings) -> int:
         found = Address(**json.loads((directory / FILE).read_text()))
         os.kill(found.pid, 0)
     except (FileNotFoundError, ProcessLookupError):
-        raise NotRunning(f"no dashboard serves run {settings.run.id!r} from here: `turnlog dashboard` does") from None
+        raise NotRunning(f"no dashboard serves run {settings.run.id!r} from here: run `turnlog dashboard`") from None
     say(link(Keys(settings.dashboard.key, directory), found.url))
     return ExitStatus.DONE
 
@@ -142,7 +142,7 @@ async def _serve_dashboard(settings: Settings, *, archive: bool, against: Sequen
         with _store_address(Path(settings.run.directory), url):
             say(f"dashboard of run {settings.run.id}: {url}", _login_line(settings, keys, url))
             if not is_loopback(settings.dashboard.host):
-                log.warning("%s is reached from elsewhere, and not encrypted: put a proxy with TLS before it", url)
+                log.warning("%s is reachable from outside without encryption: put a TLS proxy in front of it", url)
             health.mark_started()
             await stopping.wait()
 
@@ -155,7 +155,7 @@ def _login_line(settings: Settings, keys: Keys, url: str) -> str:
     except (OSError, ValueError):  # stdout is not a file at all
         kept = False
     if kept:
-        return f"log in: `turnlog --run {settings.run.id} dashboard link` prints a link that counts once"
+        return f"log in: `turnlog --run {settings.run.id} dashboard link` prints a single-use link"
     return f"log in once: {link(keys, url)}"
 
 
@@ -173,4 +173,4 @@ def _store_address(directory: Path, url: str) -> Iterator[None]:
 
 def _hint(settings: Settings) -> str:
     verb = f"turnlog --run {settings.run.id} index"
-    return f"{verb} build     # what is on the log now\n{verb}           # and what comes"
+    return f"{verb} build     # once, what is on the log now\n{verb}           # and follow the log"

@@ -144,7 +144,7 @@ def _resolve_window(whole: TimeWindow, first: int | None, last: int | None) -> T
     last = whole.last if last is None else last
     first = max(whole.first, last - NEWEST_MS) if first is None else first
     if not 0 <= first < last < 1 << 50:
-        raise BadQuestion(f"from {first} to {last} is no stretch of time: milliseconds since 1970, the earlier first")
+        raise BadQuestion(f"from {first} to {last} is not a period: write milliseconds since 1970, the earlier first")
     return TimeWindow(first, last)
 
 
@@ -158,7 +158,7 @@ def _links(whole: TimeWindow, at: TimeWindow) -> list[tuple[str, str]]:
         found.append(("later", TimeWindow(at.first + half, at.last + half).query_string))
     if at.first > whole.first or at.last < whole.last:
         found.append(("wider", TimeWindow(max(at.first - half, 0), at.last + half).query_string))
-        found.append(("all of it", whole.query_string))
+        found.append(("whole run", whole.query_string))
     if at.ms > 4:
         found.append(("closer", TimeWindow(at.first + at.ms // 4, at.last - at.ms // 4).query_string))
     return found
@@ -201,7 +201,7 @@ def _engines(window: TimeWindow, index: Index) -> Iterator[ChartLane]:
         versions = [row["version"] for row in said.get(name, ()) if window.first <= row["time_ms"] <= window.last]
         swaps = sum(one.style == "swap" for one in spans)
         loaded = f"; {swaps} swaps, versions {min(versions)} to {max(versions)}" if versions else ""
-        yield ChartLane(name, "/weights", f"{_load(columns)} requests in hand{loaded}", spans, columns)
+        yield ChartLane(name, "/weights", f"{_load(columns)} open requests{loaded}", spans, columns)
 
 
 def _engine_spans(window: TimeWindow, said: Sequence[Row]) -> Iterator[LaneSpan]:
@@ -227,7 +227,7 @@ def _sandboxes(window: TimeWindow, index: Index) -> Iterator[ChartLane]:
 
 
 def _load(columns: Sequence[float]) -> str:
-    return f"{number(round(sum(columns) / COLUMNS, 2))} in the mean and {number(round(max(columns), 1))} at most of"
+    return f"{number(round(sum(columns) / COLUMNS, 2))} on average and at most {number(round(max(columns), 1))}"
 
 
 def busiest(running: Mapping[str, Sequence[float]], known: Iterable[str]) -> Iterator[tuple[str, Sequence[float]]]:
@@ -285,7 +285,7 @@ def _axis(window: TimeWindow, height: int) -> Markup:
         part = window.part(at)
         x, wide = _x(window, part.first), (WIDTH - LEFT - 6) / PARTS
         clock = _clock(part.first, fine=window.ms < 30_000)
-        said = f"{clock} UTC: closer"
+        said = f"{clock} UTC: zoom in"
         found.append(_PART.format(part.query_string, said, said, x, wide, height, x + 2, clock, x, TOP - 8, height - 4))
     return Markup("").join(found)
 
@@ -331,5 +331,5 @@ def merge_spans(window: TimeWindow, spans: Iterable[LaneSpan]) -> Iterator[LaneS
             over.append((one, 1))
     for _, layer in sorted(layers.items()):
         for one, count in layer:
-            says = one.says if count == 1 else f"{count} of them, the last: {one.says}"
+            says = one.says if count == 1 else f"{count} events, the last: {one.says}"
             yield LaneSpan(one.start, one.end, one.style, says)

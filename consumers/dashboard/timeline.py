@@ -77,7 +77,7 @@ def timeline(index: Index, of: BatchView, *, whole: bool = False) -> Timeline:
     phases = [(PHASES.get(phase, OTHER), phase, each) for phase, each in seconds]
     return Timeline(
         _draw_lanes(lanes, of),
-        draw_phase_bar(seconds, "seconds of the step"),
+        draw_phase_bar(seconds, "seconds of the step by phase"),
         phases,
         legend,
         max(len(began) - most, 0),
@@ -123,7 +123,7 @@ def phases_of(step: Row | None) -> list[tuple[str, float]]:
 
 def _draw_lanes(lanes: Sequence[SessionLane], of: BatchView) -> Markup:
     if not lanes:
-        return Markup('<p class="empty">no turn of its sessions is in the index</p>')
+        return Markup('<p class="empty">none of its sessions has a turn in the index</p>')
     step = of.step["time_ms"] if of.step is not None else None
     first: float = min(span.start for lane in lanes for span in lane.spans)
     last = max([of.row["time_ms"], *([step] if step else []), *(span.end for lane in lanes for span in lane.spans)])

@@ -179,7 +179,7 @@ def _same_bytes(path: Path, file: DataFile) -> None:
                 running.update(chunk)
                 size += len(chunk)
     except FileNotFoundError:
-        raise DatasetDamaged(f"{path} is in the manifest and not on disk: build the dataset again") from None
+        raise DatasetDamaged(f"{path} is in the manifest but not on disk: build the dataset again") from None
     if running.hexdigest() != file.sha256:
         raise DatasetDamaged(f"{path}: its {size} bytes are not the {file.size} that were written; build again")
 
@@ -218,7 +218,7 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
         if arguments.json:
             say_json({"folder": str(arguments.out)} | manifest.to_json())
             return 0
-        say(f"{arguments.out}: whole, {_describe_manifest(manifest)}")
+        say(f"{arguments.out}: complete, {_describe_manifest(manifest)}")
         return 0
     manifest = run_verb(_run_build(settings, arguments))
     came = manifest.provenance
@@ -229,7 +229,7 @@ def run(settings: Settings, arguments: argparse.Namespace) -> int:
     for name, count in came.removed.most_common():
         say(f"  removed by {name}: {count:,}")
     for topic, count in came.reading.undecodable.most_common():
-        say(f"  {topic}: {count:,} records are no event and were passed over")
+        say(f"  {topic}: {count:,} records are not events and were skipped")
     return 0
 
 

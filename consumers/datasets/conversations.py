@@ -35,7 +35,7 @@ def messages_of(content: bytes, where: str) -> list[Message]:
     """Parse a JSON list of messages. Raises UnreadableMessage."""
     raw = _parse_content(content, where)
     if not isinstance(raw, list):
-        raise UnreadableMessage(f"{where}: messages are no list")
+        raise UnreadableMessage(f"{where}: messages are not a list")
     return [message(each, f"{where}[{index}]") for index, each in enumerate(raw)]
 
 
@@ -78,7 +78,7 @@ def _text(content: Any, where: str) -> str:
         return content
     texts = [each if isinstance(each, str) else _object(each, where).get("text") for each in _list(content, where)]
     if not all(isinstance(text, str) for text in texts):
-        raise UnreadableMessage(f"{where}: content has a block that is no text")
+        raise UnreadableMessage(f"{where}: content has a block that is not text")
     return "\n".join(texts)  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def read_manifest(dataset: Path) -> DatasetManifest:
     try:
         body = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise NotADataset(f"{dataset} has no {NAME}: it is no dataset, or its build did not end") from None
+        raise NotADataset(f"{dataset} has no {NAME}: it is not a dataset, or its build did not finish") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise NotADataset(f"{path} is not JSON ({error}): build the dataset again") from error
     try:
@@ -104,7 +104,7 @@ def read_manifest(dataset: Path) -> DatasetManifest:
             raise NotADataset(f"{path} is of version {body['manifest']}; this turnlog reads up to {FORMAT_VERSION}")
         return _manifest(body)
     except (KeyError, TypeError) as error:
-        raise NotADataset(f"{path} lacks or garbles {error}: build the dataset again") from error
+        raise NotADataset(f"{path} has no valid {error}: build the dataset again") from error
 
 
 def _manifest(body: dict[str, Any]) -> DatasetManifest:

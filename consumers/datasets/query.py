@@ -79,14 +79,14 @@ class Query:
                 raise BadQuery(f"{name}: {value!r} is none of {', '.join(choices)}")
         self._check_best(view)
         if (self.pairs != "extremes" or self.min_margin) and view != "preference":
-            raise BadQuery(f"pairs and min_margin are of the view preference, not of {view}")
+            raise BadQuery(f"pairs and min_margin need the view preference, not {view}")
         if self.min_margin < 0:
             raise BadQuery(f"min_margin {self.min_margin} must not be negative")
 
     def _check_best(self, view: str) -> None:
         for name, given in (("best_of_group", self.best_of_group), ("best", self.best is not None)):
             if given and view != "sft":
-                raise BadQuery(f"{name} is of the view sft, not of {view}")
+                raise BadQuery(f"{name} needs the view sft, not {view}")
         if self.best is not None and self.best < 1:
             raise BadQuery(f"best {self.best} must be at least 1")
 

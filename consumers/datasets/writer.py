@@ -86,9 +86,9 @@ class StagedFolder:
             return
         whole = (self.out / NAME).is_file()
         if not whole and not (self.out.is_dir() and not any(self.out.iterdir())):
-            raise NotADataset(f"{self.out} is there and is no dataset: choose another OUT")
+            raise NotADataset(f"{self.out} exists and is not a dataset: choose another OUT")
         if whole and not self._overwrite:
-            raise DatasetExists(f"{self.out} is a dataset already: choose another OUT, or --overwrite")
+            raise DatasetExists(f"{self.out} is already a dataset: choose another OUT, or use --overwrite")
 
     def _recover(self) -> None:
         """Undo what a killed writer of the same OUT left behind."""

@@ -52,10 +52,10 @@ class Other:
         if (path / FILE).is_file():
             return cls(path / FILE)
         if not (path / MANIFEST).is_file():
-            raise NoIndex(f"{path} has neither {FILE} nor {MANIFEST}: name a run that is indexed, or a dataset")
+            raise NoIndex(f"{path} has neither {FILE} nor {MANIFEST}: name an indexed run or a dataset")
         manifest = read_manifest(path)
         if manifest.view != VIEW:
-            raise NotADataset(f"{path} is of the view {manifest.view}: samples are in the view {VIEW}")
+            raise NotADataset(f"{path} has the view {manifest.view}, but only the view {VIEW} has samples")
         return cls(path)
 
     @property
@@ -92,7 +92,7 @@ class Other:
                     yield [_to_index_row(row) for row in batch.to_pylist()]
             except (OSError, pa.ArrowException) as error:
                 raise NotADataset(
-                    f"{self.path} cannot be read ({error}): `turnlog dataset verify` looks at it"
+                    f"{self.path} cannot be read ({error}): check it with `turnlog dataset verify`"
                 ) from error
             return
         with Index.open(self.path) as index, index.snapshot():

@@ -135,7 +135,7 @@ async def tail(
                 try:
                     event = await role.events.decode(record)
                 except UndecodableRecord as error:
-                    aside(f"passed over: {error}")
+                    aside(f"skipped: {error}")
                     continue
                 if wanted.passes(event):
                     yield record, event
@@ -258,7 +258,7 @@ def _token_head(turns: list[fate.TurnTokens], number: int, token: int) -> str:
     """Describe one token and what became of it. Raises BadQuestion if the token does not exist."""
     if number >= len(turns) or token >= len(turns[number].ids):
         sizes = ", ".join(str(len(turn.ids)) for turn in turns)
-        raise BadQuestion(f"token {number}:{token} is none of its turns' outputs, which have {sizes} tokens")
+        raise BadQuestion(f"token {number}:{token} is not in the outputs of its turns, which have {sizes} tokens")
     turn = turns[number]
     reason = turn.reasons[token]
     what = (

@@ -351,7 +351,7 @@ def of_session(view: SessionView) -> list[Link]:
     if view.score is not None:
         why = f": {view.score['reason']}" if view.score["reason"] else ""
         own = f"; this session is excluded: {row.excluded}" if row.excluded else ""
-        away = "; this session is no member of it" if row.fate == "not_member" else ""
+        away = "; this session is not a member of it" if row.fate == "not_member" else ""
         found.append(
             Link(where_of(view.score["place"]), "GroupScored", f"group {view.score['status']}{why}{own}{away}")
         )
@@ -367,7 +367,7 @@ def _draws(rows: Sequence[Row], drops: Sequence[Row]) -> Iterator[Link]:
             f"tokens train, each weighs 1/{row['weight_divisor']}",
         )  # fmt: skip
         if row["step"] is not None:
-            what = "the gradient was not finite: nothing was learnt" if row["step_skipped"] else "trained"
+            what = "the gradient was not finite: nothing was learned" if row["step_skipped"] else "trained"
             yield Link(where_of(row["step_place"]), "StepCompleted", f"step {row['step']}: {what}")
     for drop in drops:
         kind = "BatchSkipped" if drop["trainer_version"] is None else "SampleBatchFormed"
@@ -382,7 +382,7 @@ def _spine(view: SessionView, event: Row) -> str:
         case "SessionStarted":
             return f"attempt {row.attempt} of rollout {row.rollout_index}, task {row.task_id}"
         case "SessionFinished":
-            return f"{row.outcome}{f': {row.reason}' if row.reason else ''}{'' if row.final else ', to be tried again'}"
+            return f"{row.outcome}{f': {row.reason}' if row.reason else ''}{'' if row.final else ', will be retried'}"
         case "RewardAssigned":
             return f"reward {row.reward} by {row.verifier}"
         case "RewardFailed":

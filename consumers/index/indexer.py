@@ -59,7 +59,7 @@ from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 READ_S, WRITE_S = (STAGE_S.labels("index", stage) for stage in ("read", "write"))
-INDEXED = Counter("turnlog_indexed_records", "Records that are in the index")
+INDEXED = Counter("turnlog_indexed_records", "Records in the index")
 POLL_RECORDS = 2000
 HELD_GROUPS = 128
 """Maximum number of group folds cached in memory. Other groups are folded again from their rows when a record
@@ -361,7 +361,7 @@ def _connection(path: Path, run_id: str) -> sqlite3.Connection:
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         if _found_version(connection, path) not in (0, SCHEMA_VERSION):
             _check_run(connection, path, run_id)  # never delete another run's index, or a file that is no index
-            log.warning("%s has the tables of an earlier release: it is built again", path)
+            log.warning("%s has the tables of an earlier release: rebuilding it", path)
             connection.close()
             for name in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
                 name.unlink(missing_ok=True)
@@ -390,9 +390,9 @@ def _check_run(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
     except sqlite3.OperationalError:
         found = None
     if found is None:
-        raise OtherIndex(f"{path} is no index of a run: name another file in [index] path")
+        raise OtherIndex(f"{path} is not the index of a run: set [index] path to another file")
     if found != (run_id,):
-        raise OtherIndex(f"{path} is of run {found[0]!r}, not of {run_id!r}: give each run an [index] path of its own")
+        raise OtherIndex(f"{path} is of run {found[0]!r}, not of {run_id!r}: give each run its own [index] path")
 
 
 def _found_version(connection: sqlite3.Connection, path: Path) -> int:
@@ -429,11 +429,11 @@ class Indexer:
             if at < starts[place]:
                 raise IndexBehind(
                     f"{place.topic}[{place.number}] begins at {starts[place]}, the index ends at {at}: "
-                    "`turnlog index build --from archive` reads what lies between, then go on"
+                    "`turnlog index build --from archive` reads the records between; run it, then continue"
                 )
             if at > ends[place]:
                 raise OtherIndex(
-                    f"{place.topic}[{place.number}] ends at {ends[place]}, the index at {at}: it is of another log"
+                    f"{place.topic}[{place.number}] ends at {ends[place]}, the index at {at}: this is another log"
                 )
         self._ends = {place: ends[place] for place in self._at}
         self._reader.assign(self._at)

@@ -100,5 +100,5 @@ class Notes:
                 sql.executescript(TABLES)
                 yield sql
         except sqlite3.DatabaseError as error:
-            remedy = "restore it from a copy, or move it away: nothing else holds what it says"
+            remedy = "restore it from a copy, or move it away: its content is stored nowhere else"
             raise failure(self._path, error, remedy) from error

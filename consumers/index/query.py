@@ -130,7 +130,7 @@ def _rows(connection: sqlite3.Connection, sql: str, bounds: QueryLimits) -> tupl
     try:
         cursor = connection.execute(sql)
         if cursor.description is None:
-            raise BadQuestion("it is no question: write SELECT ...")
+            raise BadQuestion("this is not a query: write SELECT ...")
         columns, rows, held = [each[0] for each in cursor.description], list[list[Any]](), 0
         for row in cursor:
             if len(rows) == bounds.rows:
@@ -148,7 +148,7 @@ def _rows(connection: sqlite3.Connection, sql: str, bounds: QueryLimits) -> tupl
             raise _too_long(bounds) from error
         if "not authorized" in str(error) or "prohibited" in str(error):
             raise BadQuestion(
-                f"{error}: a question reads the tables of docs/index-schema.md, and nothing else"
+                f"{error}: a query may read the tables of docs/index-schema.md and nothing else"
             ) from error
         raise BadQuestion(f"{error}; docs/index-schema.md lists tables and columns") from error
     return columns, rows, False
@@ -173,7 +173,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     written = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(answer.as_of["written_ms"] / 1000))
     aside(f"as of {written}, {sum(answer.as_of['positions'].values()):,} offsets of run {answer.as_of['run']}")
     if answer.more:
-        aside(f"there are more rows than {bounds.rows:,} (--limit)")
+        aside(f"the answer has more rows than {bounds.rows:,} (--limit)")
     return ExitStatus.DONE
 
 

@@ -31,7 +31,7 @@ from turnlog.schemas.events import StepCompleted
 from turnlog.settings import Settings, SettingsError, load
 
 SAID = {
-    RunPhase.PAUSED: "paused: no group is asked for any more, what is under way ends",
+    RunPhase.PAUSED: "paused: no more groups are requested, and work in progress finishes",
     RunPhase.RUNNING: "running",
     RunPhase.CLOSED: "closed: its roles end, and none starts for it again",
 }
@@ -114,7 +114,7 @@ def _add_local(path: Path, found: dict[str, list[RunSummary]]) -> None:
             RunSummary(run=path.parent.name, state="unreadable", directory=directory, why=str(error))
         )
         return
-    why, served = "its servers do not run", _with_address(own)
+    why, served = "its servers are not running", _with_address(own)
     if served is not None and served.kafka.bootstrap not in found:
         try:
             found[served.kafka.bootstrap] = run_verb(runs_of(served))

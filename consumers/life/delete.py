@@ -53,8 +53,8 @@ from turnlog.settings import Settings, SettingsError, load
 RUNS = topics.RUNS.name
 HASH = re.compile(rb"[0-9a-f]{64}")
 KEPT_LAST = (run_folder.LOCK, run_folder.SETTINGS)
-ELSEWHERE = "what roles keep on other machines (checkpoints, tables of the views) goes with their volumes"
-SCHEMAS = "schemas in the registry are everybody's"
+ELSEWHERE = "data of roles on other machines (checkpoints, tables of the views) is deleted with their volumes"
+SCHEMAS = "schemas in the registry are shared by all runs"
 
 
 class DeleteError(Exception):
@@ -144,7 +144,7 @@ async def plan_deletion(run: Run, needed: Needed) -> Plan:
         items, left = [*found, *items], [*said, *left]
         left += [ELSEWHERE, SCHEMAS] if own else []
         if ids := await _ids(run, run.log):
-            left.append(f"transactional ids {ids}: Kafka forgets them by itself (transactional.id.expiration.ms)")
+            left.append(f"transactional ids {ids}: Kafka expires them by itself (transactional.id.expiration.ms)")
     objects: tuple[str, ...] = ()
     handed: tuple[tuple[str, str], ...] = ()
     if run.blobs is not None:
@@ -153,7 +153,7 @@ async def plan_deletion(run: Run, needed: Needed) -> Plan:
         items += stored
         left += [*said, *await _foreign_folders(run, run.blobs)]
         if handed:
-            left.append(f"{len(handed)} blobs that recordings name go to blobs/, where every reader looks")
+            left.append(f"{len(handed)} blobs that recordings refer to move to blobs/, where every reader looks")
     return Plan(
         items=tuple(items), groups=groups, objects=objects, handed=handed, topics=own, left=tuple(dict.fromkeys(left))
     )
@@ -177,14 +177,12 @@ async def _topics(run: Run, log: RemovableLog) -> tuple[tuple[str, ...], Collect
                 whose = key_.decode()
                 break
     if whose is None:
-        said = (
-            f"{len(own)} topics below prefix {run.prefix!r}: no run is configured there, so nothing says whose they are"
-        )
+        said = f"{len(own)} topics below prefix {run.prefix!r}: no run is configured there, so their owner is unknown"
         return (), (), [said]
     if whose != run.id:
         raise OtherRun(
-            f"the topics below prefix {run.prefix!r} belong to run {whose!r}, not to {run.id!r}: name that one, or "
-            "[kafka] prefix of the run that is meant"
+            f"the topics below prefix {run.prefix!r} belong to run {whose!r}, not to {run.id!r}: name that run, or "
+            "set [kafka] prefix to that of the run you mean"
         )
     weights: set[str] = set()
     if topics.WEIGHTS.name in there:
@@ -209,7 +207,7 @@ async def _groups(run: Run, log: RemovableLog) -> tuple[str, ...]:
         if members := await log.members(group):
             raise RunIsUp(
                 f"group {run.prefix}{group} has {len(members)} members ({', '.join(members)}): stop them "
-                f"(`turnlog run close` ends every role of {run.id!r}), then say this again"
+                f"(`turnlog run close` ends every role of {run.id!r}), then repeat this command"
             )
     return tuple(own)
 
@@ -255,7 +253,7 @@ async def _objects(
     if archive and not (sure or owner):
         left.append(
             f"archive/{run.archive}/: no topic below prefix {run.prefix!r}, no folder of the store and no directory "
-            "says that it is the run's: name its settings (--settings)"
+            "shows that it belongs to the run: name its settings (--settings)"
         )
         archive = ()
     hashes = {one.name: match[3] for one in listed if (match := KEY.fullmatch(one.name))}
@@ -286,7 +284,7 @@ async def _foreign_folders(run: Run, blobs: Blobs) -> list[str]:
     others = [
         name for name in await blobs.names("owners/") if name.endswith(f"/prefix={end}") and name != run.owner.name
     ]
-    return [f"{name}: a folder of a run of this name on another cluster, whose log decides" for name in others]
+    return [f"{name}: the folder of a run with this name on another cluster; its log decides" for name in others]
 
 
 def _check_neighbours(directory: Path) -> None:
@@ -297,7 +295,7 @@ def _check_neighbours(directory: Path) -> None:
         try:
             settings = load(path, {})
         except SettingsError as error:
-            aside(f"{path} cannot be read, so it is not asked what it needs: {error}")
+            aside(f"{path} cannot be read, so what it needs is unknown: {error}")
             continue
         for section, values in dataclasses.asdict(settings).items():
             for name, value in values.items():
@@ -318,7 +316,7 @@ def _files(directory: Path, run_id: str) -> tuple[list[Item], list[str]]:
     if not directory.exists():
         return [], []
     if not _is_own(directory, run_id):
-        return [], [f"{directory}: no {run_folder.SETTINGS} there says that it is the run's"]
+        return [], [f"{directory}: it has no {run_folder.SETTINGS} that shows that it belongs to the run"]
     kinds = run_folder.file_sizes(directory)
     where = {run_folder.CHECKPOINTS: directory / run_folder.CHECKPOINTS, "directory": directory}
     return [Item(kind, str(where[kind]), len(sizes), sum(sizes)) for kind, sizes in kinds.items() if sizes], []
@@ -361,7 +359,7 @@ def _remove(directory: Path) -> None:
         directory.rmdir()
     except OSError as error:
         raise NotRemoved(
-            f"{error.filename or directory}: {error.strerror}; everything else of the run is gone"
+            f"{error.filename or directory}: {error.strerror}; everything else of the run was deleted"
         ) from error
 
 
@@ -385,8 +383,8 @@ async def needed_elsewhere(
         await gc.follow(blobs, [run.owner.folder, *(owner.folder for owner in owners)], marks)
         if marks.seen:
             raise StillNeeded(
-                f"{len(marks.seen)} blobs of run {run.id!r} are named by {whose} and lie nowhere else, "
-                f"{min(marks.seen)} among them: delete that first"
+                f"{len(marks.seen)} blobs of run {run.id!r} are referenced by {whose} and stored nowhere "
+                f"else, for example {min(marks.seen)}: delete that first"
             )
 
     for cluster, prefix in sorted(logs - {(run.cluster, run.prefix)}):
@@ -415,7 +413,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     own = _settings_of(settings, arguments)
     directory = Path(own.run.directory)
     if directory.exists() and run_folder.is_live(directory):
-        raise RunIsUp(f"{directory} is up: `turnlog --run {own.run.id} down` stops it; then say this again")
+        raise RunIsUp(f"{directory} is up: `turnlog --run {own.run.id} down` stops it; then repeat this command")
     run_verb(_command(own, arguments))
     return ExitStatus.DONE
 
@@ -430,8 +428,8 @@ def _settings_of(settings: Settings, arguments: argparse.Namespace) -> Settings:
         settings = run_folder.run_settings(None, os.environ, run_id=arguments.target, directory=str(directory))
     if settings.run.id != arguments.target:
         raise SettingsError(
-            f"the settings are about run {settings.run.id!r}, not {arguments.target!r}: --settings of the run that is "
-            "meant, or set [run] id (TURNLOG_RUN_ID) to it"
+            f"the settings are those of run {settings.run.id!r}, not {arguments.target!r}: name the settings of the "
+            "intended run with --settings, or set [run] id (TURNLOG_RUN_ID) to its id"
         )
     return settings
 
@@ -451,12 +449,12 @@ async def _command(own: Settings, arguments: argparse.Namespace) -> None:
         items = [dataclasses.asdict(item) for item in plan.items]
         say_json({"run": run.id, "deleted": arguments.delete, "items": items, "left": plan.left})
     elif not plan.items:
-        say(f"nothing of run {run.id!r} is there")
+        say(f"nothing of run {run.id!r} was found")
     else:
         say(
-            f"run {run.id!r} is gone"
+            f"run {run.id!r} was deleted"
             if arguments.delete
-            else "nothing was changed: --delete lets all of it go, for good"
+            else "nothing was changed; --delete deletes all of it for good"
         )
 
 
@@ -505,7 +503,7 @@ def _confirm(run_id: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise NotConfirmed("there is no terminal to type the run's id on: --yes deletes without")
+        raise NotConfirmed("there is no terminal to ask for the run's id on; --yes deletes without asking")
     if (typed := input(f"type {run_id} to delete all of it for good: ").strip()) != run_id:
         raise NotConfirmed(f"{typed!r} is not {run_id!r}: nothing was deleted")
 

@@ -48,7 +48,7 @@ LEVELS = ("BACKWARD_TRANSITIVE", "FULL_TRANSITIVE")
 """Compatibility levels of a registry under which a present reader can read what any release wrote."""
 PROBE = "doctor/probe"
 """Name of the only object that the doctor writes; it is overwritten each time."""
-HIDDEN = "ask who runs it, or give this principal DescribeConfigs on the cluster (`turnlog topics acls`)"
+HIDDEN = "ask its operator, or grant this principal DescribeConfigs on the cluster (`turnlog topics acls`)"
 GOOD, WORTH_A_LOOK, WRONG = "good", "worth a look", "wrong"
 ROOM = 64 << 10
 """Bytes of a produce request in addition to its records."""
@@ -127,7 +127,7 @@ async def _kafka(settings: Settings) -> Findings:
     return (
         found
         if problems
-        else [*found, DoctorFinding(GOOD, "topics", "counts, replicas and limits are the catalogue's")]
+        else [*found, DoctorFinding(GOOD, "topics", "counts, replicas and limits match the catalogue")]
     )
 
 
@@ -137,9 +137,7 @@ def _check_brokers(brokers: int, settings: Settings) -> DoctorFinding:
     if brokers < wanted:
         return DoctorFinding(WRONG, "brokers", what, "add brokers, or lower kafka.replication")
     if brokers > 1 and wanted == 1:
-        return DoctorFinding(
-            WORTH_A_LOOK, "brokers", what, "kafka.replication = 3: one broker's disk holds all of a topic"
-        )
+        return DoctorFinding(WORTH_A_LOOK, "brokers", what, "set kafka.replication = 3: a single disk holds each topic")
     return DoctorFinding(GOOD, "brokers", what)
 
 
@@ -147,22 +145,20 @@ def broker_findings(where: str, config: Mapping[str, str], settings: Settings) -
     """Check the configuration of one broker. Keys that it does not report (managed clusters hide some) are worth a
     look."""
     pause, member = settings.run.longest_pause_s, Membership()
-    why = (
-        f"run.longest_pause_s is {pause:g} s: a group's position is forgotten sooner, and a restart would miss records"
-    )
+    why = f"run.longest_pause_s is {pause:g} s: Kafka would forget offsets before that, and a restart miss records"
     limits = (
         ("offsets.retention.minutes", int(-(-pause // 60)), None, why),
         ("transaction.max.timeout.ms", TRANSACTION_TIMEOUT_MS, None, "a broker refuses longer transactions"),
         ("socket.request.max.bytes", MAX_MESSAGE_BYTES + ROOM, None, "the largest record is one request"),
-        ("offset.metadata.max.bytes", METADATA_LIMIT_BYTES, None, "low-water marks of a unit take as much"),
-        ("group.min.session.timeout.ms", None, member.session_ms, "members of groups ask for it"),
-        ("group.max.session.timeout.ms", member.session_ms, None, "members of groups ask for it"),
+        ("offset.metadata.max.bytes", METADATA_LIMIT_BYTES, None, "the low-water marks of a unit can take this much"),
+        ("group.min.session.timeout.ms", None, member.session_ms, "members of consumer groups request it"),
+        ("group.max.session.timeout.ms", member.session_ms, None, "members of consumer groups request it"),
     )
     for key, least, most, reason in limits:
         bound = f"at least {least}" if least is not None else f"at most {most}"
         said = config.get(key)
         if said is None or not said.lstrip("-").isdigit():
-            yield DoctorFinding(WORTH_A_LOOK, where, f"{key} is not told; it must be {bound}: {reason}", HIDDEN)
+            yield DoctorFinding(WORTH_A_LOOK, where, f"{key} is not reported; it must be {bound}: {reason}", HIDDEN)
         elif (least is not None and int(said) < least) or (most is not None and int(said) > most):
             yield DoctorFinding(
                 WRONG, where, f"{key}={said}, it must be {bound}: {reason}", f"set {key} on every broker"
@@ -191,7 +187,9 @@ def level_of(url: str, subject: str, answer: httpx.Response) -> DoctorFinding:
     default."""
     where = f"subject {subject}" if subject else f"registry {url}"
     if answer.is_error:
-        return DoctorFinding(WORTH_A_LOOK, where, f"its level is not told: {answer.status_code}", "ask who runs it")
+        return DoctorFinding(
+            WORTH_A_LOOK, where, f"its level cannot be read: HTTP {answer.status_code}", "ask its operator"
+        )
     said = answer.json()
     level = said.get("compatibilityLevel") or said.get("compatibility")
     if level in LEVELS:
@@ -208,12 +206,12 @@ def skew(name: str, url: str, said: str | None) -> DoctorFinding:
     where = f"{name} {url}"
     if said is None:
         return DoctorFinding(
-            WORTH_A_LOOK, where, "its answers have no Date: its clock is not known", "look at its clock"
+            WORTH_A_LOOK, where, "its answers have no Date header: its clock is unknown", "check its clock"
         )
     apart = parsedate_to_datetime(said).timestamp() + 0.5 - time.time()
     what = f"its clock is {apart:+.1f} s from this machine's"
     if abs(apart) > SKEW_S:
-        return DoctorFinding(WRONG, where, f"{what}, {SKEW_S:g} s at most", "let NTP run on both")
+        return DoctorFinding(WRONG, where, f"{what}, {SKEW_S:g} s at most", "run NTP on both")
     return DoctorFinding(GOOD, where, what)
 
 
@@ -227,8 +225,8 @@ async def _store(settings: Settings) -> Findings:
             await blobs.put_named(PROBE, content)
             read, named = await blobs.get_named(PROBE), PROBE in await blobs.names(PROBE)
             good = read == content and named
-            what = f"an object that was {look} is {'read back and' if good else 'not at once read back or'} listed"
-            remedy = "" if good else "a store that is consistent after each write, as S3 is since 2020"
+            what = f"an object that was {look} is {'' if good else 'not immediately '}read back and listed"
+            remedy = "" if good else "use a store with read-after-write consistency, as S3 has since 2020"
             found.append(DoctorFinding(GOOD if good else WRONG, f"store {url}, bucket {bucket}", what, remedy))
     finally:
         await blobs.close()

@@ -53,7 +53,7 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
             case _:
                 asked = [await fleet.drain(role, arguments.engine, reason=arguments.reason)]
         if not asked:
-            say(f"{arguments.count} engines are hosted already")
+            say(f"{arguments.count} engines are already hosted")
         for engine in asked:
             say(f"{engine.id}: asked to {'leave' if engine.leaving else 'serve'}")
         if not arguments.no_wait:
@@ -82,8 +82,8 @@ async def wait_until_settled(role: Role, asked: Sequence[FleetEngine], *, told: 
         if waiting and time.monotonic() > began + patience_s:
             names = (f"{one} ({lacks[one]})" if one in lacks else one for one in sorted(waiting))
             raise NotServing(
-                f"{', '.join(names)} after {patience_s:.0f} s: `turnlog engines list` says how far they are; "
-                "[engine] start_timeout_s and drain_s are how long that may take"
+                f"{', '.join(names)} after {patience_s:.0f} s: `turnlog engines list` shows their progress; "
+                "[engine] start_timeout_s and drain_s limit how long that may take"
             )
         if waiting:
             await asyncio.sleep(LOOK_S)
@@ -101,7 +101,7 @@ def _lacking(settings: Settings, waiting: set[str]) -> dict[str, str]:
 
 def _describe_engine(engine: FleetEngine) -> str:
     weights = f" with weight version {engine.version}" if engine.state == SERVING else ""
-    return f"{engine.state or 'is not heard of yet'}{weights}{engine.cause and ': '}{engine.cause}"
+    return f"{engine.state or 'has not reported yet'}{weights}{engine.cause and ': '}{engine.cause}"
 
 
 def _tell(found: Fleet, *, as_json: bool) -> None:

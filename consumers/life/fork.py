@@ -70,9 +70,7 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
         _write(new, about, directory, lambda checkpoints: hand_on(folder, checkpoints), keep=arguments.settings is None)
     say(f"run {new.run.id!r} begins at step {about.step} of {about.run_id!r} ({about.checkpoint})")
     if about.dataset:
-        say(
-            f"its feeder begins {about.places} tasks into {about.dataset}, and asks for {len(about.left)} of them first"
-        )
+        say(f"its feeder begins {about.places} tasks into {about.dataset} and requests {len(about.left)} of them first")
     if new.kafka.bootstrap:
         say(*run_verb(_configure_run(new, about)))
     else:
@@ -94,7 +92,7 @@ def _parent_settings(arguments: argparse.Namespace, directory: Path) -> Settings
     elif (kept := directory / run_folder.SETTINGS).exists():
         found = load(kept, {})
     else:
-        raise SettingsError(f"{kept} is missing: name the parent's own settings with --from-settings FILE")
+        raise SettingsError(f"{kept} is missing: name the settings of the parent with --from-settings FILE")
     return dataclasses.replace(found, run=dataclasses.replace(found.run, directory=str(directory)))
 
 
@@ -184,7 +182,7 @@ def _same_parent(found: tuple[bool, RunParent | None], about: RunParent, new: Se
     if begun and parent != about:
         whose = f"from {parent.run_id!r} at step {parent.step}" if parent else "without a parent"
         raise ForkRefused(
-            f"run {new.run.id!r} has begun already (prefix {new.kafka.prefix!r}), {whose}: choose another --run, and "
+            f"run {new.run.id!r} has already begun (prefix {new.kafka.prefix!r}), {whose}: choose another --run, and "
             "on a shared cluster another --to-prefix"
         )
 

@@ -95,14 +95,14 @@ class ObjectState(StrEnum):
     """State of an object."""
 
     REACHABLE = "reachable"
-    YOUNG = "young: nothing names it yet"
-    GARBAGE = "garbage: goes into the trash"
-    UNOWNED = "unowned: nothing known names it, nobody says whose it is"
+    YOUNG = "young: not referenced yet"
+    GARBAGE = "garbage: to be moved to the trash"
+    UNOWNED = "unowned: not referenced, owner unknown"
     WAITS = "in the trash"
-    NEEDED = "in the trash, and named: goes back"
-    DUE = "in the trash: goes for good"
-    WHOLE = "of checkpoints that are whole"
-    UNFINISHED = "of checkpoints that never became whole: goes for good"
+    NEEDED = "in the trash, but referenced: to be restored"
+    DUE = "in the trash: to be deleted for good"
+    WHOLE = "of complete checkpoints"
+    UNFINISHED = "of incomplete checkpoints: to be deleted for good"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,8 @@ async def owners_of(
     owners = [Owner.parse(name, await blobs.get_named(name)) for name in await blobs.names(OWNERS)]
     if strange := sorted({*folders, *retired} - {owner.folder for owner in owners}):
         raise UnknownOwner(
-            f"{strange[0]} is a folder without an owner: {OWNERS} holds no object about it; restore that from a copy, "
-            "or let `turnlog run configure` of the run write it again"
+            f"{strange[0]} is a folder without an owner: {OWNERS} holds no object for it; restore that from a "
+            "copy, or write it again with `turnlog run configure` of the run"
         )
     for owner in owners:
         if owner.cluster not in clusters and owner.folder not in retired:
@@ -254,8 +254,8 @@ async def mark_log(
         there = await log.topics()
         if lacking := sorted({topic.name for topic in topics.CATALOGUE} - there.keys()):
             raise UnknownOwner(
-                f"of the topics below prefix {prefix!r}, {len(lacking)} are not seen, {lacking[0]} among them: "
-                "`turnlog topics apply` makes them, `turnlog topics acls` prints what a reader needs to see them, and "
+                f"{len(lacking)} topics below prefix {prefix!r} are not visible, for example {lacking[0]}: "
+                "`turnlog topics apply` creates them, `turnlog topics acls` prints the rights to read them, and "
                 f"--retired {owners[0].folder if owners else 'FOLDER'} is for a log that is gone for good"
             )
         run = None
@@ -271,7 +271,7 @@ async def mark_log(
         if owner.run != run and owner.folder in folders:
             raise UnknownOwner(
                 f"{owner.folder} belongs to run {owner.run!r}, but the log below prefix {prefix!r} is that of {run!r}: "
-                f"if the log of {owner.run!r} is gone for good, --retired {owner.folder}"
+                f"if the log of {owner.run!r} is gone for good, add --retired {owner.folder}"
             )
 
 
@@ -354,8 +354,8 @@ async def _act(blobs: Blobs, plan: Marked, found: Found) -> bool:
     name, listing = found.at.name, await blobs.list_objects(found.at.name)
     if listing.now - plan.now > plan.grace_s:
         raise MarkTooOld(
-            f"{listing.now - plan.now:.0f} s have passed since the store was listed, more than the grace of "
-            f"{plan.grace_s:g} s: what it says may no longer hold; nothing more is moved, run `turnlog gc` again"
+            f"{listing.now - plan.now:.0f} s have passed since the store was listed, more than the grace period "
+            f"of {plan.grace_s:g} s: the listing may be outdated; nothing more is moved, run `turnlog gc` again"
         )
     if found.at not in listing.objects:
         return False
@@ -378,8 +378,8 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     StoreUnavailable, SettingsError."""
     if arguments.grace < LEAST_GRACE_S:
         raise GraceTooShort(
-            f"--grace {arguments.grace:g} s: writers name a blob up to {REUSED_S:g} s after they put it, so the least "
-            f"is {LEAST_GRACE_S:g} s"
+            f"--grace {arguments.grace:g} s: writers refer to a blob up to {REUSED_S:g} s after they put it, so the "
+            f"minimum is {LEAST_GRACE_S:g} s"
         )
     everyone = [resolve_endpoints(settings), *(resolve_endpoints(load(path, {})) for path in arguments.also)]
     plan, done = run_verb(_run(everyone, arguments))
@@ -438,12 +438,12 @@ def _tell(
         table.add_row(str(row["folder"]), str(row["what"]), f"{row['objects']:,}", f"{row['bytes']:,}", oldest)
     console.print(table)
     if plan.absent:
-        console.print(f"{plan.absent} workspaces or answers are named by records and are not in the store")
+        console.print(f"{plan.absent} workspaces or answers that records refer to are not in the store")
     if delete:
-        said = {ObjectState.GARBAGE: "into the trash", ObjectState.NEEDED: "back"}
-        told = [f"{done[state]} objects went {where}" for state, where in said.items()]
+        said = {ObjectState.GARBAGE: "moved to the trash", ObjectState.NEEDED: "restored"}
+        told = [f"{done[state]} objects were {where}" for state, where in said.items()]
         console.print(
-            "; ".join([*told, f"{done[ObjectState.DUE] + done[ObjectState.UNFINISHED]} objects went for good"])
+            "; ".join([*told, f"{done[ObjectState.DUE] + done[ObjectState.UNFINISHED]} objects were deleted for good"])
         )
     else:
-        console.print("nothing was changed: --delete moves garbage into the trash, and what is due out of it")
+        console.print("nothing was changed; --delete moves garbage to the trash and deletes what is due there")

@@ -32,7 +32,7 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES, WEIGHTS
 
 VERSION = Gauge("turnlog_loader_version", "Weight version served; -1 before the first")
-SILENCE = Gauge("turnlog_loader_silent", "1 while the engine gives no answer")
+SILENCE = Gauge("turnlog_loader_silent", "1 while the engine does not answer")
 
 PARTITION = Partition(WEIGHTS.name, 0)
 REQUESTED, SAID = Partition(ENGINE_REQUESTS.name, 0), Partition(ENGINES.name, 0)

@@ -39,7 +39,7 @@ from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 LOOK_S, TELL_S = (STAGE_S.labels("alerts", stage) for stage in ("look", "tell"))
-ALERTS = Counter("turnlog_alerts", "Alarms handed over, and those that an address did not take", ("outcome",))
+ALERTS = Counter("turnlog_alerts", "Alerts by outcome: sent, or not accepted by an address", ("outcome",))
 FILE = "alerts.json"
 PLACE = Partition(RUN_HEALTH.name, 0)
 
@@ -59,8 +59,8 @@ class Told:
 
 
 DONE = {
-    "run_restarted": "the run was started again",
-    "retried": "it is tried again and again, and the run trains without it",
+    "run_restarted": "the run was restarted",
+    "retried": "it is retried, and the run trains without it",
 }
 """Remedy of RoleFailed -> text that describes its result."""
 
@@ -122,7 +122,7 @@ class AlertAddress:
                 self.told.at[alarm.name] = now
                 ALERTS.labels("told").inc()
             else:
-                log.warning("%s did not take an alarm: is it reached, and are its credentials good?", self.place)
+                log.warning("%s did not accept an alert: is it reachable, and are its credentials valid?", self.place)
                 ALERTS.labels("refused").inc()
 
 
@@ -135,11 +135,11 @@ def targets(settings: Settings) -> list[AlertAddress]:
     for number, url in enumerate(present(settings.alerts.urls).split(), start=1):
         place, notifier = f"address {number} of [alerts] urls", apprise.Apprise.instantiate(url)
         if notifier is None:
-            raise BadOutlet(f"{place} is none that apprise knows: https://github.com/caronc/apprise lists them")
+            raise BadOutlet(f"{place} is not an address that apprise knows: see https://github.com/caronc/apprise")
         key = hashlib.sha256(url.encode()).hexdigest()[:16]
         found.append(AlertAddress(place, key, notifier, Told(settings.alerts.again_s, kept.get(key, {}))))
     if not found:
-        raise BadOutlet("[alerts] urls is empty: set it, or TURNLOG_ALERTS_URLS_FILE, to where alarms are to go")
+        raise BadOutlet("[alerts] urls is empty: set it, or TURNLOG_ALERTS_URLS_FILE, to the addresses for alerts")
     return found
 
 

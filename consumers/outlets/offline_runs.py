@@ -172,4 +172,4 @@ def _wait_until_ended(pid: str) -> None:
 
     _, alive = psutil.wait_procs([each for each in psutil.process_iter(["cmdline"]) if of_it(each)], ENDING_S)
     if alive:
-        raise BusyOutlet(f"wandb-core {alive[0].pid} still writes for process {pid}, which is gone: end it")
+        raise BusyOutlet(f"wandb-core {alive[0].pid} still writes for process {pid}, which has ended: stop it")

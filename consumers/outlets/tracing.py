@@ -49,7 +49,7 @@ from turnlog.settings import Settings, TraceSettings
 
 log = logging.getLogger(__name__)
 READ_S, EXPORT_S, MARK_S = (STAGE_S.labels("trace", stage) for stage in ("read", "export", "mark"))
-SPANS = Counter("turnlog_traced_spans", "Spans that the collector has taken, repeated ones included")
+SPANS = Counter("turnlog_traced_spans", "Spans that the collector has accepted, including repeats")
 EXTRA = "traces"
 TOLD = (
     SessionStarted, SessionAdopted, SessionFinished, TurnCompleted, ToolCallRequested, ToolCallCompleted, StepCompleted,
@@ -93,7 +93,7 @@ class Collector:
     def export(self, spans: Sequence[TraceSpan]) -> None:
         taken = self._exporter.export([self._readable(span) for span in spans])
         if taken.name != "SUCCESS":
-            raise CollectorFailed(f"{self._url} did not take {len(spans)} spans; the log says why")
+            raise CollectorFailed(f"{self._url} did not accept {len(spans)} spans; see the log for the reason")
 
     def close(self) -> None:
         """Close connections."""
@@ -172,7 +172,7 @@ class Tracer:
             try:
                 event = await self._role.events.decode(record)
             except UndecodableRecord as error:
-                log.warning("passed over: %s", error)
+                log.warning("skipped: %s", error)
                 continue
             if isinstance(event, TOLD) and event.run_id == self._role.settings.run.id:
                 if isinstance(event, TurnCompleted):
@@ -225,7 +225,7 @@ async def tracing(
 def _collector(settings: Settings, url: str) -> Collector:
     to = url or settings.trace.url
     if not to:
-        raise SettingsError("trace.url is empty: name a collector, there or by --to")
+        raise SettingsError("trace.url is empty: name a collector there or with --to")
     return Collector(settings.trace, to, {"service.name": "turnlog", "service.instance.id": settings.run.id})
 
 
@@ -252,5 +252,5 @@ async def _once(settings: Settings, collector: Collector, *, archive: bool) -> i
             for _ in range(2):  # after the second, everything that precedes a session's end has been read
                 await tracer.turn()
     collector.close()
-    say(f"{tracer.exported} spans; {tracer.open_sessions} sessions are not over, and not among them")
+    say(f"{tracer.exported} spans; {tracer.open_sessions} sessions are not over and were not exported")
     return ExitStatus.DONE

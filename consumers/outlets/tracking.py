@@ -33,7 +33,7 @@ from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 TAKE_S = STAGE_S.labels("track", "take")
-TRACKED = Counter("turnlog_tracked_steps", "Steps of the history that counts, those that were there already included")
+TRACKED = Counter("turnlog_tracked_steps", "Steps of the effective history, including those that were already there")
 PLACE = Partition(STEPS.name, 0)
 KINDS: dict[str, Callable[[Path, str], AbstractContextManager[Tracker]]] = {
     "tensorboard": event_files, "wandb": offline_runs,
@@ -64,7 +64,7 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
                 if tracker.there >= ends[PLACE]:
                     raise OtherHistory(
                         f"{kind}={folder} holds the step at offset {tracker.there} of {STEPS.name}, which ends at "
-                        f"{ends[PLACE]}: it is of another log"
+                        f"{ends[PLACE]}: the files are of another log"
                     )
             reader.assign(starts)
             role.health.mark_started()
@@ -75,7 +75,7 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
                     try:
                         event = await role.events.decode(record)
                     except UndecodableRecord as error:
-                        log.warning("passed over: %s", error)
+                        log.warning("skipped: %s", error)
                         continue
                     if isinstance(event, StepCompleted) and event.run_id == role.settings.run.id:
                         point = Point(record.offset, record.timestamp_ms / 1000, event)

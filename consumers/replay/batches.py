@@ -137,13 +137,13 @@ async def batch_difference(
     missing = next((row for row in manifest.samples if row.sample_id not in samples), None)
     if missing is not None:
         place = f"{SAMPLES.name}[{missing.partition}]@{missing.offset}"
-        return f"{where}: sample {missing.sample_id} does not stand at {place}, where the manifest says"
+        return f"{where}: sample {missing.sample_id} is not at {place}, where the manifest says"
     held = recorded_version(manifest.trainer_version, manifest.lags)
     again = reform_batch(manifest.samples, samples, held, rules)
     if difference := _manifest_difference(manifest, again):
         return f"{where}: {difference}"
     if manifest.rows_version not in ROWS_VERSIONS:
-        return f"{where}: its rows are of version {manifest.rows_version}, which this release does not know"
+        return f"{where}: its rows have version {manifest.rows_version}, which this release does not support"
     sha256 = rows_sha256(again.rows, manifest.rows_version)
     if sha256 != manifest.rows_sha256:
         return f"{where}: the rows hash to {sha256[:16]}, the manifest says {manifest.rows_sha256[:16]}"
@@ -151,7 +151,7 @@ async def batch_difference(
         trained = rows_sha256(read_rows(await role.blobs.get(manifest.file)), manifest.rows_version)
     except (BlobError, CorruptBatch) as error:
         return f"{where}: its file cannot be read: {error}"
-    return None if trained == manifest.rows_sha256 else f"{where}: the file holds other rows than the manifest says"
+    return None if trained == manifest.rows_sha256 else f"{where}: the rows of the file differ from the manifest"
 
 
 def _manifest_difference(manifest: SampleBatchFormed, again: FormedBatch) -> str | None:

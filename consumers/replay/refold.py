@@ -114,7 +114,7 @@ class Changes:
             keys = recorded_keys(FOLD_SECTIONS[section])
             for name, value in getattr(self, section).items():
                 if name not in keys:
-                    raise BadRefold(f"[{section}] has no key {name} that a refold changes: {', '.join(keys)}")
+                    raise BadRefold(f"[{section}] has no key {name} that a refold can change: {', '.join(keys)}")
                 variables[f"TURNLOG_{section}_{name}".upper()] = value
         try:
             before = Settings(fold=recorded.fold, batcher=recorded.batcher, assembler=recorded.assembler)
@@ -482,7 +482,7 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
     changes = Changes.of(arguments)
     if changes.none:
         if arguments.out is not None:
-            raise BadRefold("--out is for a refold: say what changes, for example --policy, --estimator or --set")
+            raise BadRefold("--out is for a refold: name what changes, for example --policy, --estimator or --set")
         return await replay(
             settings,
             verify=arguments.verify,
@@ -492,9 +492,9 @@ async def command(settings: Settings, arguments: argparse.Namespace) -> int:
             as_json=arguments.json,
         )
     if arguments.verify:
-        raise BadRefold("--verify compares what was recorded: leave the changes out")
+        raise BadRefold("--verify compares what was recorded: omit the changes")
     if arguments.out is None:
-        raise BadRefold("a refold writes a dataset: say where with --out FOLDER")
+        raise BadRefold("a refold writes a dataset: name a folder with --out FOLDER")
     return await refold(
         settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
         fresh=arguments.fresh, overwrite=arguments.overwrite, as_json=arguments.json,

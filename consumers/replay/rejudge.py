@@ -143,11 +143,11 @@ class Verdicts:
         told = self.summary()
         yield (
             f"{told['judged']:,} sessions judged by {', '.join(told['verifiers']) or 'nobody'}: {told['changed']:,} "
-            f"rewards change ({told['raised']:,} up, {told['lowered']:,} down), {told['failed']:,} have none any more; "
+            f"rewards change ({told['raised']:,} up, {told['lowered']:,} down), {told['failed']:,} no longer have one; "
             f"mean {told['mean_before']:.4f} to {told['mean_after']:.4f}"
         )
         if self.resumed:
-            yield f"  {self.resumed:,} of them were judged by a rerun that did not end (--fresh asks again)"
+            yield f"  {self.resumed:,} of them were judged by an unfinished rerun (--fresh judges them again)"
         for why, count in told["kept"].items():
             yield f"  {count:,} keep what was recorded: {why}"
         changed = [each for each in self.found.values() if each.is_changed]
@@ -172,14 +172,14 @@ def rerunnable(verifier: Judged) -> Judged:
     if isinstance(verifier, SandboxVerifier | PatchVerifier | EnvironmentVerifier):
         what = "what an environment answered" if isinstance(verifier, EnvironmentVerifier) else "sandboxes"
         raise NotRerunnable(
-            f"{type(verifier).__name__} {verifier.name!r} judges by {what}, which a recorded session has no more: "
+            f"{type(verifier).__name__} {verifier.name!r} judges by {what}, which a recorded session no longer has: "
             "rerun functions, services and judge models (`turnlog session rerun` runs a session's calls again)"
         )
     if isinstance(verifier, WeightedSum):
         for part, _ in verifier.parts:
             rerunnable(part)
     if not isinstance(getattr(verifier, "name", None), str):
-        raise NoVerifier(f"{type(verifier).__name__} is no verifier: see docs/rewards.md")
+        raise NoVerifier(f"{type(verifier).__name__} is not a verifier: see docs/rewards.md")
     return verifier
 
 
@@ -324,12 +324,12 @@ def rows_asked(arguments: argparse.Namespace) -> Query:
     """Return which rows of the view to write. Runs before any verifier is asked. Raises NoSuchRows, DatasetError."""
     query, view, out = query_of(arguments), arguments.view, arguments.out
     if out is None and not arguments.dry_run:
-        raise NoSuchRows("a rerun writes a dataset: say where (OUT), or --dry-run to see what would change")
+        raise NoSuchRows("a rerun writes a dataset: name a folder (OUT), or use --dry-run to see what would change")
     if query.runs:
-        raise NoSuchRows("a rerun judges the sessions of one run, that of --run: leave --include-run out")
+        raise NoSuchRows("a rerun judges only the sessions of the run of --run: omit --include-run")
     if view == "rl" and query != Query():
         raise NoSuchRows(
-            f"the view rl is every sample of the fold: {query.non_default_values()} is of --view sft or preference"
+            f"the view rl has every sample of the fold: {query.non_default_values()} needs --view sft or preference"
         )
     query.check(view)
     if not arguments.dry_run:

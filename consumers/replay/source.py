@@ -250,7 +250,7 @@ async def _whole(role: Role, unit: int) -> None:
     places = [Partition(topic, unit) for topic in (*INPUTS, *OUTPUTS)]
     for place, start in (await role.log.start_offsets(places)).items():
         if start:
-            raise HistoryPruned(f"{place.topic}[{unit}] begins at {start}: what was before lies in the archive only")
+            raise HistoryPruned(f"{place.topic}[{unit}] begins at {start}: earlier records are only in the archive")
 
 
 class Inputs:

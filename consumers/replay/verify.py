@@ -130,7 +130,7 @@ async def replay(
         console.print(f"replay: {empty}", soft_wrap=True)
         return ExitStatus.DIFFERS
     if verdict.resumed:
-        console.print("went on where an unfinished replay had stopped (--fresh starts again)")
+        console.print("continued an unfinished replay (--fresh starts over)")
     if not verify:
         console.print(verdict.comparison_summary)
         return 0

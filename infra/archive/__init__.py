@@ -416,7 +416,7 @@ class ArchiveLog:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise ReadOnlyArchive(f"{self.index.root} is an archive: start the role on topics")
+        raise ReadOnlyArchive(f"{self.index.root} is an archive, on which no role can run: start the role on topics")
 
 
 @dataclass(slots=True)
@@ -498,8 +498,8 @@ class ArchiveReader:
         spans = self._log.spans(name) or [OffsetRange(0, 0)]
         if not spans[0].start <= offset <= spans[-1].end:
             raise OffsetOutOfRange(
-                f"{name.topic}[{name.number}]: offset {offset} was asked for, the archive holds {spans[0].start} to "
-                f"{spans[-1].end}"
+                f"{name.topic}[{name.number}]: offset {offset} was requested, but the archive holds {spans[0].start} "
+                f"to {spans[-1].end}"
             )
         found = spans[bisect_right(spans, offset, key=lambda span: span.start) - 1]
         return found if offset < found.end else None
@@ -521,7 +521,7 @@ class ArchiveRegistry:
         try:
             return self._by_text[_text(schema)]
         except KeyError:
-            raise ReadOnlyArchive(f"{subject}: the archive holds no such schema and takes none") from None
+            raise ReadOnlyArchive(f"{subject}: the archive does not have this schema, and is read-only") from None
 
     async def schema(self, schema_id: int) -> Mapping[str, Any]:
         return self._schemas[schema_id]

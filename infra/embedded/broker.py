@@ -213,8 +213,8 @@ def _fetch_one(jar: Jar, folder: Path, repository: str) -> None:
     digest = hashlib.sha256(content).hexdigest()
     if digest != jar.sha256:
         raise JarMismatch(
-            f"{jar.coordinates} from {repository} has sha256 {digest}, jars.lock pins {jar.sha256}: the repository "
-            f"or something between changed it; it was not kept. Point {REPOSITORY} at another mirror"
+            f"{jar.coordinates} from {repository} has sha256 {digest}, jars.lock pins {jar.sha256}: it was altered in "
+            f"the repository or on the way here, and was discarded. Point {REPOSITORY} at another mirror"
         )
     _replace(folder / jar.file, content)
 
@@ -256,7 +256,7 @@ CLUSTER_FILE = "kafka.cluster"
 FORMATTED = "formatted"
 UTF_8 = {"LC_ALL": "C.UTF-8"}
 """Environment of Java, which encodes file names by the locale: in the C locale it cannot name non-ASCII files."""
-REMEDY = "look at the lines below; give it another port by [kafka] port, or more memory by [kafka] heap_mb"
+REMEDY = "see the log lines below; set another port with [kafka] port, or more memory with [kafka] heap_mb"
 READY_TIMEOUT_S = 120.0
 
 PROPERTIES = """\

@@ -106,8 +106,8 @@ def _check(directory: Path, wanted: list[str]) -> None:
     there = sorted(path.name for path in directory.glob("kafka*") if (path / "server.properties").exists())
     if there and there != sorted(wanted):
         raise OtherBrokers(
-            f"{directory} holds the log of {len(there)} broker(s) ({', '.join(there)}), [kafka] brokers asks for "
-            f"{len(wanted)}: set it to {len(there)} to go on with that log, or start another run ([run] id)"
+            f"{directory} holds the log of {len(there)} broker(s) ({', '.join(there)}), but [kafka] brokers is "
+            f"{len(wanted)}: set it to {len(there)} to continue with that log, or start another run ([run] id)"
         )
 
 
@@ -124,6 +124,6 @@ def check_files(kafka: KafkaSettings) -> None:
     if most != resource.RLIM_INFINITY and most < needed:
         by = f"[kafka] groups = {kafka.groups}, rollouts = {kafka.rollouts}"
         raise TooFewFiles(
-            f"a broker of {partitions:,} partitions ({by}) opens up to {needed:,} files, and this user may open "
-            f"{most:,}: {RAISE_FILES}, or begin a run with fewer partitions"
+            f"a broker with {partitions:,} partitions ({by}) opens up to {needed:,} files, but this user may open "
+            f"only {most:,}: {RAISE_FILES}, or start a run with fewer partitions"
         )

@@ -91,7 +91,7 @@ class OnLog:
                 async with open_role("supervisor", self._settings) as role:
                     await self.follow(role)
             except (LogError, RegistryError, BlobError, NoEndpoints) as error:
-                log.warning("engines stay as they are while the log cannot be followed: %s", error)
+                log.warning("cannot follow the log; engines are left as they are until it can be read again: %s", error)
             await asyncio.sleep(AGAIN_S)
 
     async def follow(self, role: Role) -> None:
@@ -166,14 +166,14 @@ class OnLog:
         try:
             members = self._plan.join(engine.id, "" if engine.hosted else engine.url)
         except EmbeddedError as error:
-            log.error("%s is asked for and cannot be started: %s", engine.id, error)
+            log.error("%s was requested but cannot be started: %s", engine.id, error)
             return
-        log.info("%s is asked for by %s: starting it", engine.id, engine.by)
+        log.info("starting %s, requested by %s", engine.id, engine.by)
         self._supervisor.add(*members)
         self._told()
 
     def _stop(self, engine: FleetEngine) -> None:
-        log.info("%s has left: %s", engine.id, engine.cause or "nobody had heard of it")
+        log.info("%s has left: %s", engine.id, engine.cause or "it never reported a state")
         names = self._plan.leave(engine.id)
         task = self._stopping[engine.id] = asyncio.create_task(self._supervisor.remove(*names))
         task.add_done_callback(lambda _: self._stopping.pop(engine.id))

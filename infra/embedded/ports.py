@@ -30,7 +30,7 @@ def free_ports(count: int, host: str = HOST) -> list[int]:
             return found
         if is_free(port, host):
             found.append(port)
-    raise PortTaken(f"no {count} free ports of {host} between {candidates and FIRST} and {_first_ephemeral()}")
+    raise PortTaken(f"{host} does not have {count} free ports between {candidates and FIRST} and {_first_ephemeral()}")
 
 
 def is_free(port: int, host: str = HOST) -> bool:

@@ -41,13 +41,13 @@ TAIL_LINES = 20
 PROBE_EVERY_S = 0.02
 KILL_TIMEOUT_S = 5.0
 NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|database or disk is full|the disk of .+ is full")
-NO_ROOM_REMEDY = "a disk that it writes to is full: make room there, and it goes on"
+NO_ROOM_REMEDY = "a disk that it writes to is full: free space there, and it continues"
 NO_FILES = "Too many open files"
 RAISE_FILES = (
-    "raise the limit of the user (`ulimit -Hn` shows it; LimitNOFILE of systemd, --ulimit nofile of Docker set it)"
+    "raise the user's limit (`ulimit -Hn` shows it; set it with LimitNOFILE in systemd or --ulimit nofile in Docker)"
 )
 FILES_REMEDY = (
-    f"it may not open as many files as it needs: {RAISE_FILES}, or begin a run with fewer partitions ([kafka])"
+    f"it needs more open files than its limit allows: {RAISE_FILES}, or start a run with fewer partitions ([kafka])"
 )
 OPEN_FILES = 65_536
 """Limit of open files that processes of ours request, as far as the user may have it."""
@@ -136,7 +136,7 @@ class Child:
             self.launch.log.parent.mkdir(parents=True, exist_ok=True)
             log = self.launch.log.open("ab")
         except OSError as error:
-            logging.getLogger(__name__).warning("%s runs without a log: %s", self.launch.name, error)
+            logging.getLogger(__name__).warning("%s runs without a log file: %s", self.launch.name, error)
             return open(os.devnull, "ab")
         self._log_from = log.tell()
         return log

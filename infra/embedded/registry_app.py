@@ -254,8 +254,10 @@ def parse_avro_schema(text: str) -> Any:
     """Return the JSON of a valid Avro schema. Raises RegistryErrorResponse (413, 42201)."""
     if (size := len(text.encode(errors="surrogatepass"))) > SCHEMA_BYTES:
         raise RegistryErrorResponse(
-            413, 41301, f"the schema has {size} bytes, this registry takes {SCHEMA_BYTES}: shorten it, or name a "
-            "registry of your own by [registry] url"
+            413, 41301, (
+                f"the schema has {size} bytes; this registry accepts at most {SCHEMA_BYTES}: shorten it, or set "
+                "[registry] url to a registry of your own"
+            )
         )  # fmt: skip
     if deeper_than(text):
         raise RegistryErrorResponse(422, 42201, f"not a valid Avro schema: nested deeper than {MAX_DEPTH} levels")
@@ -275,7 +277,7 @@ def _canonical(schema: Any) -> str:
 
 log = logging.getLogger(__name__)
 
-REMEDY = "raise [registry] max_body_bytes, if that is a schema"
+REMEDY = "raise [registry] max_body_bytes if the body is a schema"
 
 
 class RegistryApi:
@@ -332,20 +334,22 @@ class RegistryApi:
         `/` returns no data, and needs no login, so that probes can use it."""
         if "origin" in request.headers:
             raise RegistryErrorResponse(
-                403, 40301, "pages of a browser are not served: a request with an Origin is refused"
+                403, 40301, "browser pages may not use this registry: requests with an Origin header are refused"
             )
         host = request.headers.get("host", "")
         if is_loopback(self._settings.host) and not leads_nowhere_else(parse_host(host)):
             raise RegistryErrorResponse(
-                421, 42101, f"this registry is not called {host[:200]!r}: use its address in numbers"
+                421, 42101, f"{host[:200]!r} is not a name of this registry: use its numeric address"
             )
         expected = authorization(self._settings)
         if request.url.path != "/" and not compare_digest(
             request.headers.get("authorization", "").encode(), expected.encode()
         ):
             raise RegistryErrorResponse(
-                401, 40101, f"log in as clients of this run do: user {EMBEDDED_USER}, and as password what is in "
-                f"{REGISTRY_KEY} of its directory"
+                401, 40101, (
+                    f"log in as clients of this run do: user {EMBEDDED_USER}, with the password from {REGISTRY_KEY} "
+                    "in the run's directory"
+                )
             )  # fmt: skip
 
     async def _nothing(self, _: Request) -> Any:
@@ -380,7 +384,7 @@ class RegistryApi:
         if level is None and request.query_params.get("defaultToGlobal") == "true":
             level = self._store.level(None)
         if level is None:
-            raise RegistryErrorResponse(404, 40408, f"subject {subject} has no compatibility level of its own")
+            raise RegistryErrorResponse(404, 40408, f"subject {subject} has no compatibility level configured")
         return {"compatibilityLevel": level}
 
     async def _set_config(self, request: Request) -> Any:
@@ -402,7 +406,7 @@ class RegistryApi:
     async def _schema_text(self, request: Request) -> str:
         body = await self._body(request)
         if body.get("schemaType", "AVRO") != "AVRO" or body.get("references"):
-            raise RegistryErrorResponse(422, 42201, "only self-contained Avro schemas are kept here")
+            raise RegistryErrorResponse(422, 42201, "only self-contained Avro schemas are supported here")
         if not isinstance(body.get("schema"), str):
             raise RegistryErrorResponse(422, 42201, "the body has no schema")
         return str(body["schema"])

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 SHIM = Path(__file__).resolve().parent / "engine_shim"
 MODEL_FILES = ("config.json", "tokenizer.json")
 ENGINE_REMEDY = (
-    "look at the lines below; check [model] path and [engine] device, dtype, context, max_total_tokens, extra_args"
+    "see the log lines below; check [model] path and [engine] device, dtype, context, max_total_tokens, extra_args"
 )
 CPU_ARGUMENTS = (
     *("--device", "cpu"),
@@ -236,8 +236,8 @@ def check_model(model: Path) -> None:
     if HUB_ID.fullmatch(str(model)) and not model.exists():
         there = f"models/{model.name}"
         raise ModelMissing(
-            f"{model} is no folder. Ids of the Hub are not fetched: `hf download {model} --local-dir {there}` "
-            f"(huggingface_hub) gets it, then set [model] path to {there}"
+            f"{model} is not a folder. Models are not downloaded from the Hugging Face Hub: run `hf download {model} "
+            f"--local-dir {there}` (huggingface_hub), then set [model] path to {there}"
         )
     missing = [name for name in MODEL_FILES if not (model / name).is_file()]
     try:
@@ -247,8 +247,8 @@ def check_model(model: Path) -> None:
             raise ModelMissing(f"[model] path: {error}") from error
     if missing:
         raise ModelMissing(
-            f"{model} holds no {', '.join(missing)}: set [model] path to a Hugging Face folder (config, tokenizer, "
-            "safetensors), or leave it empty so that `turnlog run` makes the recipe's own"
+            f"{model} has no {', '.join(missing)}: set [model] path to a Hugging Face model folder (config, "
+            "tokenizer, safetensors), or leave it empty so that `turnlog run` creates the recipe's own model"
         )
 
 
@@ -294,7 +294,7 @@ class ObjectStore(ManagedServer):
             },
             ready=lambda: listens(self.port),
             died=StoreDied,
-            remedy="look at the lines below; give it another port by [store] port",
+            remedy="see the log lines below; set another port with [store] port",
         )
 
 

@@ -155,9 +155,9 @@ def down(settings: Settings, *, say: Say | None = None) -> None:
     if not is_live(directory):
         left = sweep(state["scope"]) if state else 0
         if left:
-            say(f"ended {left} processes that a killed supervisor had left")
+            say(f"stopped {left} processes that a killed supervisor had left behind")
             return
-        raise NotUp(f"nothing of {directory} is running; `{run_folder.verb_line(directory, 'up')}` starts it")
+        raise NotUp(f"no process of {directory} is running; `{run_folder.verb_line(directory, 'up')}` starts it")
     pidfd = os.pidfd_open(state["pid"])
     try:
         say(f"stopping {len(state['children'])} processes of {directory}")
@@ -187,7 +187,7 @@ def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
             stack.close()
             yield
             return
-        (say or aside)(f"starting the servers of {directory} to read it; they end with this command")
+        (say or aside)(f"starting the servers of {directory} to read it; they stop when this command ends")
         up(settings, READING, attached=True, say=_silent)
         try:
             yield
@@ -235,7 +235,9 @@ class Bookkeeping:
         try:
             self._write()
         except OSError as error:
-            log.warning("what `turnlog status` shows is old, since it cannot be written: %s", error)
+            log.warning(
+                "`turnlog status` shows an outdated state, because the current one cannot be written: %s", error
+            )
             self._again = asyncio.get_running_loop().call_later(self._again_s, self.keep)
 
 
@@ -293,7 +295,9 @@ async def _follow_log(on_log: OnLog) -> AsyncIterator[None]:
 
 def _tell_why(following: asyncio.Task[None]) -> None:
     if not following.cancelled():
-        log.error("the log is not followed from here on: engines stay as they are", exc_info=following.exception())
+        log.error(
+            "the supervisor no longer follows the log: engines are left as they are", exc_info=following.exception()
+        )
 
 
 def _spawn(directory: Path, roles: Sequence[str], *, attached: bool) -> tuple[BinaryIO, int]:
@@ -357,7 +361,7 @@ def _follow(
         if "trains" in told:
             trains_at = min(trains_at, now)
         if now - trains_at > optional_s:
-            _say_waits(directory, "not ready, and the run trains without it:", say)
+            _say_waits(directory, "not ready, but the run trains without it:", say)
             return
         if now - said_at > SAY_EVERY_S:
             said_at = now
@@ -371,8 +375,8 @@ def _follow(
 def _not_ready(directory: Path, timeout_s: float, *, attached: bool) -> NotReady:
     unready = _waits(directory) or ["the supervisor"]  # without members to wait for, it has not started itself
     status, stop = (run_folder.verb_line(directory, verb) for verb in ("status", "down"))
-    left = f"the run was left as it is: `{status}` says what they wait for, `{stop}` stops it; logs are in"
-    left = "everything was stopped; their logs are in" if attached else left
+    left = f"the run was left running: `{status}` shows what they wait for, `{stop}` stops it; logs are in"
+    left = "everything was stopped; logs are in" if attached else left
     return NotReady(f"{', '.join(unready)}: not ready after {timeout_s:.0f} s; {left} {directory / LOGS}")
 
 

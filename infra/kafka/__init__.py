@@ -123,7 +123,7 @@ class KafkaLog:
     async def cluster(self) -> str:
         """See Log. Raises LogUnavailable."""
         admin = await self._admin_client()
-        with convert_errors(self._connection, "ask for the cluster's id"):
+        with convert_errors(self._connection, "request the cluster's id"):
             async with asyncio.timeout(self._connection.answer_s):
                 return str((await admin._send_request(MetadataRequest([]))).to_object()["cluster_id"])
 
@@ -227,7 +227,7 @@ class KafkaLog:
         """See RemovableLog. Raises LogUnavailable."""
         counts = {self._connection.full(name): await self._partition_count(name, None) for name in topics}
         admin = await self._admin_client()
-        with convert_errors(self._connection, "ask for sizes"):
+        with convert_errors(self._connection, "request log sizes"):
             async with asyncio.timeout(self._connection.answer_s):
                 found = await admin.sizes(counts)
         return {self._connection.short(name): size for name, size in found.items()}
@@ -273,7 +273,9 @@ class KafkaLog:
             await self._checked_partition_count(topic, None)
         counts = {topic: self._partitions[topic] for topic in topics}
         if len(set(counts.values())) != 1:
-            raise BrokenAssignment(f"{group}: units cannot move as a whole, partition counts differ: {counts}")
+            raise BrokenAssignment(
+                f"{group}: partition tasks cannot move as a whole, because partition counts differ: {counts}"
+            )
         async with (
             consuming(self._connection, patient=patient) as consumer,
             consuming(self._connection, group=group, instance=instance) as member,
@@ -347,7 +349,7 @@ class KafkaLog:
         await self._checked_partition_count(topic, None)
         admin = await self._admin_client()
         names = [self._connection.full(name) for name in self._partitions if name == topic or name in BY_NAME]
-        with convert_errors(self._connection, "look at replicas"):
+        with convert_errors(self._connection, "describe replicas"):
             question = MetadataRequest([*names, *INTERNAL], allow_auto_topic_creation=False)
             described = (await admin._send_request(question)).to_object()["topics"]
             for found in described:
@@ -366,7 +368,7 @@ class KafkaLog:
             name, one, have, want = short[0]
             away = sorted({broker for _, one, *_ in short for broker in one["replicas"]} - there)
             raise LacksReplicas(
-                f"{len(short)} partitions take no appends, {name}[{one['partition']}] among them: {have} of "
+                f"{len(short)} partitions accept no appends, {name}[{one['partition']}] among them: {have} of "
                 f"{len(one['replicas'])} replicas are in sync and answer, min.insync.replicas is {want}; brokers away "
                 f"or behind: {', '.join(map(str, away)) or 'none'}; bring them back"
             )
@@ -407,10 +409,10 @@ class KafkaLog:
     def _check_count(self, topic: str, count: int) -> None:
         if count != (due := self._counts.get(topic, count)):
             raise PartitionsChanged(
-                f"{self._connection.full(topic)} has {count} partitions, the settings say {due} ([kafka] groups and "
-                "rollouts): whatever is keyed would go elsewhere than before, and where nobody reads. Kafka takes no "
-                "partition away: set the number that the run began with, or go on by `turnlog run fork` under another "
-                "[kafka] prefix"
+                f"{self._connection.full(topic)} has {count} partitions, but the settings ask for {due} ([kafka] "
+                "groups and rollouts): keyed records would go to other partitions than before, and to some that "
+                "nobody reads. Kafka cannot remove partitions: set the number that the run began with, or continue "
+                "with `turnlog run fork` under another [kafka] prefix"
             )
 
     async def _partition_count(self, topic: str, partition: int | None) -> int:

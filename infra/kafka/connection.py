@@ -100,9 +100,9 @@ REQUEST_TIMEOUT_MS = 40_000
 ANSWER_TIMEOUT_S = 60.0
 """Seconds after which an acknowledgement counts as lost (LogUnavailable). A broker restart after kill -9 takes up to
 12 s."""
-UNSEEN = "run `turnlog topics apply`, or give this principal Describe on it (`turnlog topics acls`)"
+UNSEEN = "run `turnlog topics apply`, or grant this principal Describe on it (`turnlog topics acls`)"
 """Remedy for a missing topic. Kafka also hides topics that the principal may not see."""
-DENIED = "this principal has no such ACL on {}; `turnlog topics acls` prints those that each role needs"
+DENIED = "this principal lacks the ACL for this on {}; `turnlog topics acls` prints the ACLs that each role needs"
 DENIALS: dict[type[KafkaError], tuple[type[NotAuthorized], str]] = {
     TopicAuthorizationFailedError: (TopicNotAuthorized, "this topic"),
     GroupAuthorizationFailedError: (GroupNotAuthorized, "this group"),
@@ -142,7 +142,7 @@ aiokafka.producer.message_accumulator.create_future = _silent_future
 aiokafka.producer.transaction_manager.create_future = _silent_future
 
 
-SECONDS = Counter("turnlog_kafka_throttled_seconds", "For how long a quota held this process back", ["request"])
+SECONDS = Counter("turnlog_kafka_throttled_seconds", "Seconds for which a quota throttled this process", ["request"])
 THROTTLED = {ProduceRequest: SECONDS.labels("produce"), FetchRequest: SECONDS.labels("fetch")}
 
 # The patches below keep one unresponsive broker from blocking a client. aiokafka waits for a broker that accepts
@@ -281,7 +281,7 @@ async def _waited_for(client: AIOKafkaClient, topic: str) -> Any:
     except UnknownTopicOrPartitionError as unknown:
         if await client.force_metadata_update():
             raise
-        raise KafkaTimeoutError(f"no broker tells the partitions of {topic}") from unknown
+        raise KafkaTimeoutError(f"no broker reports the partitions of {topic}") from unknown
 
 
 aiokafka.client.create_conn = _open_connection
@@ -421,7 +421,7 @@ class Admin(AIOKafkaAdminClient):  # type: ignore[misc]
             return await super()._send_request(request, node_id)
         nodes = [broker.nodeId for broker in self._client.cluster.brokers()]
         if not nodes:
-            raise NodeNotReadyError("the broker that answered knows of none yet")
+            raise NodeNotReadyError("the broker that answered does not know any brokers yet")
         *others, last = random.sample(nodes, len(nodes))
         for other in others:
             with suppress(NodeNotReadyError, RequestTimedOutError, KafkaConnectionError, TimeoutError):
@@ -492,8 +492,8 @@ class Connection:
             size = len(commit.metadata.encode())
             if size > METADATA_LIMIT_BYTES:
                 raise Oversized(
-                    f"{partition.topic}[{partition.number}]: commit metadata of {size} bytes; "
-                    f"the broker takes {METADATA_LIMIT_BYTES} (offset.metadata.max.bytes)"
+                    f"{partition.topic}[{partition.number}]: commit metadata of {size} bytes; the broker accepts at "
+                    f"most {METADATA_LIMIT_BYTES} (offset.metadata.max.bytes)"
                 )
         return {self.place(name): OffsetAndMetadata(commit.offset, commit.metadata) for name, commit in commits.items()}
 
@@ -513,7 +513,7 @@ def convert_errors(connection: Connection, doing: str) -> Iterator[None]:
     except (OSError, EOFError, RuntimeError) as error:
         raise connection.unanswered_error(doing, repr(error)) from error
     except Exception as error:
-        raise LogUnavailable(f"{doing}: aiokafka failed by {error!r}") from error
+        raise LogUnavailable(f"{doing}: aiokafka failed with {error!r}") from error
 
 
 @asynccontextmanager
@@ -528,7 +528,7 @@ async def parting(connection: Connection, client: AIOKafkaClient | None = None) 
         async with asyncio.timeout(connection.close_s):
             yield
     except Exception as error:
-        log.info("a client of %s left without a goodbye: %r", connection.bootstrap, error)
+        log.info("a client of %s did not close cleanly: %r", connection.bootstrap, error)
     finally:
         if client is not None:
             _closed.add(client)
@@ -552,26 +552,26 @@ def typed_error(connection: Connection, doing: str, error: KafkaError) -> LogErr
         return denied(f"{doing}: {DENIED.format(what)}")
     match reason:
         case ProducerFenced() | InvalidProducerEpoch():
-            return Fenced(f"{doing}: a newer owner started, or the transaction timed out; this process must end")
+            return Fenced(f"{doing}: a newer owner started, or the transaction timed out; this process must exit")
         case CommitFailedError():
-            return Fenced(f"{doing}: the group went on without this member; this process must end")
+            return Fenced(f"{doing}: the consumer group continued without this member; this process must exit")
         case UnknownTopicOrPartitionError():
             return TopicMissing(f"{doing}: no such topic or partition; {UNSEEN}")
         case InvalidTimestampError():
             return ClockRefused(
-                f"{doing}: this machine's clock is too far from the broker's for it to take records "
-                "(message.timestamp.after.max.ms, message.timestamp.before.max.ms): set both by NTP"
+                f"{doing}: this machine's clock differs too much from the broker's for it to accept records "
+                "(message.timestamp.after.max.ms, message.timestamp.before.max.ms): synchronize both with NTP"
             )
         case OutOfRange():
             return OffsetOutOfRange(said)
         case MessageSizeTooLargeError() | RecordTooLargeError() | OffsetMetadataTooLargeError():
             return Oversized(
-                f"{said}; a record takes {MAX_MESSAGE_BYTES} bytes at most: put what is larger into the object store "
-                "and name it by a BlobRef"
+                f"{said}; a record may have at most {MAX_MESSAGE_BYTES} bytes: put larger content into the object "
+                "store and refer to it by a BlobRef"
             )
         case _:
             # The client raises the bare base class if no broker gave it the metadata.
             bare = type(reason) is KafkaError and reason.__cause__ is None
             if reason.retriable or bare or isinstance(reason, KafkaTimeoutError):
                 return connection.unanswered_error(doing, f"{type(reason).__name__} {reason}".rstrip())
-            return LogUnavailable(f"{said}: the broker at {connection.bootstrap} refuses it")
+            return LogUnavailable(f"{said}: refused by the broker at {connection.bootstrap}")

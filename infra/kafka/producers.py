@@ -114,8 +114,8 @@ async def while_it_sends(connection: Connection, producer: AIOKafkaProducer) -> 
         owner.uncancel()
         cause = None if sender.cancelled() else sender.exception()
         raise ProducerDied(
-            f"the producer on {connection.bootstrap} sends no more ({cause or 'without a reason'}): this process must "
-            "end, what it had not been acknowledged is open"
+            f"the producer on {connection.bootstrap} has stopped sending ({cause or 'without a reason'}): this "
+            "process must exit; records without an acknowledgement may or may not be in the log"
         ) from cause
     finally:
         sender.remove_done_callback(end)
@@ -147,7 +147,7 @@ class AppendTimer:
         if not await held():
             self._fail()
             return
-        log.warning("append to %s: no acknowledgement, but the log answers: waiting on", self._where)
+        log.warning("append to %s: no acknowledgement yet, but the log answers: still waiting", self._where)
         self._wait = self._loop.call_later(self._answer_s, self._on_timeout)
 
 
@@ -325,7 +325,7 @@ class KafkaTransactor:
 
     def _require_open(self) -> None:
         if not self._open:
-            raise TransactionFailed(f"{self._id}: begin() comes first")
+            raise TransactionFailed(f"{self._id}: call begin() first")
 
     @contextlib.contextmanager
     def _latch_errors(self, doing: str) -> Generator[None]:

@@ -396,7 +396,9 @@ class KafkaGroupReader(KafkaReader):
                 async with asyncio.timeout(self._connection.answer_s):
                     await self._member.commit(places)
             except IllegalStateError as error:
-                raise Fenced(f"commit offsets: {error}; another member owns them, this process must end") from error
+                raise Fenced(
+                    f"commit offsets: {error}; another member owns these partitions; this process must exit"
+                ) from error
 
     async def leave(self) -> None:
         """Give up all partition tasks, which runs the callback, and leave the group at once, even during a rebalance.
@@ -458,13 +460,13 @@ class KafkaGroupReader(KafkaReader):
         units = frozenset(name.number for name in names)
         if names != {Partition(topic, unit) for topic in self._topics for unit in units}:
             raise BrokenAssignment(
-                f"{sorted(names)} are not whole units of {sorted(self._topics)}: their partition counts must be equal "
-                "and every member must subscribe to the same topics; see `turnlog topics check`"
+                f"{sorted(names)} are not whole partition tasks of {sorted(self._topics)}: their partition counts "
+                "must be equal and every member must subscribe to the same topics; see `turnlog topics check`"
             )
         if more := sorted(unit for unit in units if unit >= self._units):
             raise BrokenAssignment(
-                f"{sorted(self._topics)} had {self._units} partitions when this process began, and have got {more}: "
-                "keys go elsewhere now; see `turnlog topics check`"
+                f"{sorted(self._topics)} had {self._units} partitions when this process started, and now have {more}: "
+                "keys map to other partitions now; see `turnlog topics check`"
             )
         self.assign(dict.fromkeys(names, 0))
         self._consumer.pause(*self._places)

@@ -118,8 +118,8 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
             case SaslAuthenticationFailed() | UnsupportedSaslMechanismError() | IllegalSaslStateError():
                 keys = "oauth_ settings" if kafka.sasl_mechanism == "OAUTHBEARER" else "username and password"
                 return LoginRefused, (
-                    f"{where} refused the login by {kafka.sasl_mechanism}: {error}; check [kafka] sasl_mechanism, "
-                    f"{keys}: what files hold is read again at each attempt"
+                    f"{where} refused the login with {kafka.sasl_mechanism}: {error}; check [kafka] sasl_mechanism, "
+                    f"{keys}: files are read again at each attempt"
                 )
             case AuthenticationFailedError():
                 return LoginRefused, f"{where}: {error}"
@@ -160,7 +160,9 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         except (OSError, UnicodeDecodeError) as error:
             raise TokenUnavailable(f"[kafka] oauth_token_file {path} cannot be read: {_why(error)}") from None
         if not token:
-            raise TokenUnavailable(f"[kafka] oauth_token_file {path} is empty: whoever rotates it must write a token")
+            raise TokenUnavailable(
+                f"[kafka] oauth_token_file {path} is empty: the process that rotates it must write a token"
+            )
         return token
 
     async def _request_token(self) -> tuple[str, float]:
@@ -181,7 +183,9 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise TokenUnavailable(f"{where}: {error!r}; check [kafka] oauth_token_url") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TokenUnavailable(f"{where} answered {answer.status_code} without a token; is it one?") from error
+            raise TokenUnavailable(
+                f"{where} answered {answer.status_code} without a token; is it a token endpoint?"
+            ) from error
         raise TokenUnavailable(
             f"{where} refused a token: {answer.status_code} {body.get('error', '')}; check [kafka] oauth_client_id, "
             "oauth_client_secret and oauth_scope"
@@ -227,11 +231,13 @@ class ReauthenticatingConnection(AIOKafkaConnection):  # type: ignore[misc]
             self._sasl_plain_username, self._sasl_plain_password = self._login.name_and_password()
             in_clear = (self._security_protocol, self._sasl_mechanism) == ("SASL_PLAINTEXT", "PLAIN")
             if in_clear and not is_loopback(self.host):
-                log.warning("%s:%s is told the password in the clear: see [kafka] sasl_mechanism", self.host, self.port)
+                log.warning(
+                    "%s:%s receives the password in the clear: see [kafka] sasl_mechanism", self.host, self.port
+                )
         try:
             await super()._do_sasl_handshake()
         except ValueError as error:  # SCRAM is mutual: the broker must prove that it knows the password
-            raise AuthenticationFailedError(f"the broker does not know the password either ({error})") from error
+            raise AuthenticationFailedError(f"the broker did not prove that it knows the password ({error})") from error
 
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
         """See AIOKafkaConnection."""

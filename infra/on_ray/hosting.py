@@ -96,7 +96,7 @@ async def _start_engine(actor: Any, settings: Settings, name: str) -> tuple[Acto
     if not where.sees:
         raise NodeUnfit(
             f"node {where.node} ({where.address}) of Ray does not see {here} and {kept.parent}: [run] directory and "
-            "[model] path must lie where all nodes have them"
+            "[model] path must be on storage that all nodes share"
         )
     url: str = await _answer(actor.begin.remote(here, kept, name))
     return where, url
@@ -146,5 +146,5 @@ async def _stop_actor(actor: Any) -> None:
         async with asyncio.timeout(STOP_S):
             await actor.stop.remote()
     except (RayError, TimeoutError) as error:
-        log.info("the actor is not waited for: %s", error)
+        log.info("not waiting for the actor to stop: %s", error)
     ray.kill(actor)

@@ -71,14 +71,15 @@ async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "")
     Raises TakesTurns if engines share the trainer's devices, NotHosted if the run hosts no engines, LogUnavailable."""
     if role.settings.engine.colocate:
         raise TakesTurns(
-            "[engine] colocate has engines and trainer take turns on the same devices, and an engine that starts takes "
-            "memory in whoever's turn: set [engine] count and start the run again, or give engines devices of their own"
+            "with [engine] colocate, engines and trainer take turns on the same devices, and a starting engine would "
+            "take memory from whichever has the turn: set [engine] count and restart the run, or give engines "
+            "devices of their own"
         )
     found = await read(role)
     if not any(engine.hosted for engine in found.engines.values()):
         raise NotHosted(
-            f"run {role.settings.run.id!r} hosts no engines: `turnlog up` starts them where [engine] urls is empty; "
-            "engines of your own are registered and drained by address"
+            f"run {role.settings.run.id!r} hosts no engines: `turnlog up` starts engines only if [engine] urls is "
+            "empty; register and drain your own engines by address"
         )
     return await ask(
         role, found, [(name, "", wanted) for name, wanted in found.plan_scaling(count)], by=by, reason=reason
@@ -89,10 +90,10 @@ async def register(role: Role, url: str, *, name: str = "", reason: str = "") ->
     """Register an engine that runs at `url`. Its name is that of the engine known at this address, else `name`, else
     HOST:PORT. Raises BadAddress, BadEngineName, NameTaken, LogUnavailable."""
     if not _is_address(url):
-        raise BadAddress(f"an engine's address is http://host:port as gateways reach it, got {url[:200]!r}")
+        raise BadAddress(f"an engine's address must be http://host:port as gateways reach it, got {url[:200]!r}")
     if name and not NAME.fullmatch(name):
         raise BadEngineName(
-            "a name of an engine has 1 to 200 letters, digits and . _ : - and begins with a letter or a digit, got "
+            "an engine's name must have 1 to 200 letters, digits and . _ : - and begin with a letter or a digit, got "
             f"{name[:200]!r}"
         )
     found, url = await read(role), url.rstrip("/")
@@ -101,8 +102,8 @@ async def register(role: Role, url: str, *, name: str = "", reason: str = "") ->
     other = found.engines.get(engine_id)
     if known is None and other is not None and not (other.leaving or other.state in (SILENT, GONE)):
         raise NameTaken(
-            f"engine {engine_id!r} is at {other.url or 'an address of its own (hosted)'}: register {url} under another "
-            f"name, or ask the other one to go first (`turnlog engines drain {engine_id}`)"
+            f"engine {engine_id!r} is at {other.url or 'an address of its own (hosted)'}: register {url} under "
+            f"another name, or drain the other one first (`turnlog engines drain {engine_id}`)"
         )
     (asked,) = await ask(role, found, [(engine_id, url, SERVING)], by=OPERATOR, reason=reason)
     return asked

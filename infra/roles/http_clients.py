@@ -75,7 +75,7 @@ def outside(**options: Any) -> httpx.AsyncClient:
     try:
         return httpx.AsyncClient(mounts=near, **options)
     except ImportError as error:
-        log.warning("the proxy of the environment (all_proxy, https_proxy, http_proxy) is passed by: %s", error)
+        log.warning("the proxy set in the environment (all_proxy, https_proxy, http_proxy) is not used: %s", error)
         return httpx.AsyncClient(trust_env=False, **options)
 
 

@@ -17,16 +17,20 @@ from turnlog.setting_types import SettingsError
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 """Histogram buckets, from the fold of a few records to a step of a large model."""
 STAGE_S = Histogram(
-    "turnlog_stage_seconds", "One stage of a role's work, over the records that it took together", ["role", "stage"],
-    buckets=SECONDS,
+    "turnlog_stage_seconds", "Duration of one stage of a role's work, for the records that it handled together",
+    ["role", "stage"], buckets=SECONDS,
 )  # fmt: skip
 BYTES = Counter(
-    "turnlog_log_bytes", "Keys and values of records read from the log, and handed to it", ["role", "direction"]
+    "turnlog_log_bytes",
+    "Bytes of keys and values of records read from the log and written to it",
+    ["role", "direction"],
 )
 UNREAD = Gauge(
-    "turnlog_log_unread_records", "Offsets between a role's readers and the ends that their fetches have seen", ["role"]
+    "turnlog_log_unread_records",
+    "Offsets between a role's readers and the ends of the log seen by their fetches",
+    ["role"],
 )
-RESTARTS = Gauge("turnlog_role_restarts", "How often whoever watches the process has started it anew", ["role"])
+RESTARTS = Gauge("turnlog_role_restarts", "How often the process was restarted by its supervisor", ["role"])
 
 
 def restarts(env: Mapping[str, str]) -> int:

@@ -132,7 +132,9 @@ def probe(role: str, settings: Settings, env: Mapping[str, str], *, url: str, li
     else:
         address = served_at(role, settings, env)
     if address is None:
-        raise NoHealthServed(f"{role} serves no health here: TURNLOG_HEALTH_PORT is not set; set it, or give --url")
+        raise NoHealthServed(
+            f"{role} has no health endpoint here: TURNLOG_HEALTH_PORT is not set; set it, or pass --url"
+        )
     host, port = at_home(address[0]), address[1]
     path = "/healthz" if live else "/readyz"
     try:
@@ -174,7 +176,7 @@ def _reasons(said: Mapping[str, Any]) -> str:
     waiting: Mapping[str, Any] = said.get("waiting") or {}
     loops: Mapping[str, Any] = said.get("loops") or {}
     stale = [
-        f"its loop {name!r} has stood still for over {loop['within_s']:g} s"
+        f"its loop {name!r} has made no progress for over {loop['within_s']:g} s"
         for name, loop in loops.items()
         if loop.get("stale")
     ]
@@ -193,7 +195,7 @@ def _get(host: str, port: int, path: str, timeout_s: float) -> tuple[int, dict[s
     head, _, body = answer.partition(b"\r\n\r\n")
     version, _, rest = head.partition(b" ")
     if not version.startswith(b"HTTP/") or not rest[:3].isdigit():
-        raise ValueError("what answers there is no HTTP server")
+        raise ValueError("the server there does not speak HTTP")
     status = int(rest[:3])
     try:
         said = json.loads(body)

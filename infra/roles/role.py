@@ -60,7 +60,7 @@ class Role:
         if isinstance(cause, LaterKind):
             return
         about = {"group_id": record.key.decode(errors="replace")} if record.topic in GROUPED else {}
-        log.warning("%s is parked: %s: %s", where(record), type(cause).__name__, cause, extra=about)
+        log.warning("dead-lettered %s: %s: %s", where(record), type(cause).__name__, cause, extra=about)
         await self.events.append(dead_letter(record, cause, run_id=self.settings.run.id, role=self.name))
 
 

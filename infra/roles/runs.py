@@ -143,8 +143,8 @@ class Configured:
                     differ.append(f"{section}.{key} was recorded as {was!r} and is {now!r} here")
         if differ:
             raise OtherSettings(
-                f"run {self.run_id!r}: {'; '.join(differ)}: use what it recorded, or start another run "
-                "([run] id, and on a shared cluster [kafka] prefix)"
+                f"run {self.run_id!r}: {'; '.join(differ)}: use the recorded values, or start another run (set [run] "
+                "id and, on a shared cluster, [kafka] prefix)"
             )
 
 
@@ -243,8 +243,8 @@ class Life:
         """Raise RunClosed if the run is closed."""
         if self.phase is RunPhase.CLOSED:
             raise RunClosed(
-                f"run {self.run_id!r} is closed: nothing starts for it any more, what it recorded can be read; "
-                "`turnlog run fork --from` goes on from one of its checkpoints as another run"
+                f"run {self.run_id!r} is closed: no role starts for it any more, but its records can still be read; "
+                "`turnlog run fork --from` continues from one of its checkpoints as another run"
             )
 
 
@@ -393,10 +393,10 @@ async def nothing_recorded(role: Role) -> str:
         return f"nothing recorded: no run is configured on this log, so nothing is known of run {run_id!r}"
     if found.run_id != run_id:
         return (
-            f"nothing recorded of run {run_id!r}: this log belongs to run {found.run_id!r}; name that one with --run "
-            f"{found.run_id}, or TURNLOG_RUN_ID"
+            f"nothing recorded for run {run_id!r}: this log belongs to run {found.run_id!r}; select that run with "
+            f"--run {found.run_id} or TURNLOG_RUN_ID"
         )
-    return f"nothing recorded: run {run_id!r} is configured and has sampled no token yet"
+    return f"nothing recorded: run {run_id!r} is configured but has not sampled a token yet"
 
 
 PLANNED = ("draws", "publish_every", "groups", "rollouts")
@@ -426,8 +426,8 @@ async def _append_plan(role: Role, plans: int, values: Mapping[str, int], phase:
 
 def _not_configured(role: Role) -> NotConfigured:
     return NotConfigured(
-        f"run {role.settings.run.id!r} is not configured on this log (prefix {role.settings.kafka.prefix!r}): "
-        "`turnlog run configure`, with the settings that every role has, records what it means"
+        f"run {role.settings.run.id!r} is not configured on this log (prefix {role.settings.kafka.prefix!r}): run "
+        "`turnlog run configure` with the settings that every role uses"
     )
 
 
@@ -444,8 +444,8 @@ def _same_run(found: RunConfigured, role: Role) -> None:
     if found.run_id != ours:
         raise OtherRun(
             f"{PLACE.topic} of {kafka.bootstrap or 'the log'}, prefix {kafka.prefix!r}, belongs to run "
-            f"{found.run_id!r}, this is {ours!r}: one run per cluster and prefix; set [run] id to {found.run_id!r} to "
-            "go on with it, or [kafka] prefix to another for a run of your own"
+            f"{found.run_id!r}, but this is run {ours!r}: a cluster and prefix hold one run; set [run] id to "
+            f"{found.run_id!r} to continue that run, or set another [kafka] prefix to have a run of your own"
         )
     fold_version(found.fold_version)
 
@@ -486,8 +486,8 @@ async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None 
                         raise  # this record may be the run's configuration, which must not be recorded anew
                     if is_configuration(record):
                         raise RunUnreadable(
-                            f"{where(record)} says what the run is and cannot be read ({broken}): restore topic "
-                            f"{PLACE.topic} from the archive; nothing is recorded in its place"
+                            f"{where(record)} holds the run's configuration and cannot be read ({broken}): restore "
+                            f"topic {PLACE.topic} from the archive; nothing is recorded in its place"
                         ) from broken
                     continue
                 known = known or isinstance(event, RunConfigured)

@@ -113,7 +113,7 @@ class Servers:
         not fix: RegistryUnavailable, StoreUnavailable, LogUnavailable."""
         servers = [server for server in self._servers if server.later == later]
         for server in servers:
-            self._health.unmet(server.name, f"{server.name} at {server.address} was not asked yet")
+            self._health.unmet(server.name, f"{server.name} at {server.address} was not checked yet")
         await _all(self._until(server, FIRST_S) for server in servers)
 
     async def watch(self) -> None:
@@ -134,7 +134,7 @@ class Servers:
         since, looks = "", 0
         while (trouble := await _look(server)) is not None:
             since, looks = since or datetime.now(UTC).isoformat(timespec="seconds"), looks + 1
-            self._health.unmet(server.name, f"{trouble}; {looks} looks since {since}")
+            self._health.unmet(server.name, f"{trouble}; {looks} attempts since {since}")
             log.warning("waiting for %s at %s: %s", server.name, server.address, trouble)
             if looks > 1:  # the second check used new connections, so the fault is not in ours
                 self._health.excuse()
@@ -174,7 +174,7 @@ async def _look(server: RequiredServer) -> str | None:
 
 def _remedy(server: RequiredServer) -> str:
     variable = server.setting.replace("[", "TURNLOG_").replace("] ", "_").upper()
-    return f"start it, or set {server.setting} ({variable}) to where it is"
+    return f"start it, or set {server.setting} ({variable}) to its address"
 
 
 @asynccontextmanager
@@ -292,7 +292,7 @@ def _clock(stack: contextlib.AsyncExitStack, settings: Settings) -> RequiredServ
             side = "ahead of" if ahead_s > 0 else "behind"
             raise ClocksApart(
                 f"this machine's clock is {abs(ahead_s):.0f} s {side} that of the store at {settings.store.endpoint}: "
-                f"set both by NTP, {APART_S:g} s are borne"
+                f"synchronize both with NTP; at most {APART_S:g} s are tolerated"
             )
 
     return RequiredServer(name="clock", address=settings.store.endpoint, setting="[store] endpoint", answers=answers)

@@ -54,9 +54,9 @@ class _Swapped(ssl.SSLContext):
             if marks != self._seen:
                 self._load(self)
                 self._seen = marks
-                log.info("%s: read again", self._settings)
+                log.info("%s: reloaded", self._settings)
         except (OSError, ValueError) as error:
-            log.warning("%s; what it held before stays in use", self._unusable(error))
+            log.warning("%s; the previous files stay in use", self._unusable(error))
 
     def _marks(self) -> object:
         return [(found.st_ino, found.st_mtime_ns, found.st_size) for found in (path.stat() for path in self._files)]

@@ -120,8 +120,8 @@ def chain_of(event: WeightVersionPublished, known: Mapping[int, WeightVersionPub
         fits = first.kind == "delta" or (first.kind == "adapter" and base is not None and base.kind == "full")
         if not fits or base is None or base.version >= first.version:
             raise BaseMissing(
-                f"version {event.version} rests on version {first.version}, {first.kind} of {first.base_version}, "
-                "which is not known here; the next full version will do"
+                f"version {event.version} builds on version {first.version} ({first.kind} of {first.base_version}), "
+                "which is not available here; wait for the next full version"
             )
         chain.insert(0, base)
     return chain
@@ -183,7 +183,7 @@ async def fetch(
     ChecksumMismatch, UnsafeName, BlobMissing, NoRoom, StoreUnavailable, and the errors of `landed`."""
     for file in event.files:
         if file.name != Path(file.name).name or file.name in ("", ".", ".."):
-            raise UnsafeName(f"version {event.version} names a file {file.name!r}")
+            raise UnsafeName(f"version {event.version} contains an unsafe file name: {file.name!r}")
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def one(file: WeightFile) -> None:
@@ -349,11 +349,11 @@ class WeightFolders:
                 continue
             if is_finalized(path, event.event_id):
                 return held
-            self._disown(held, "its files were touched, or are those of another run")
+            self._disown(held, "its files were modified, or belong to another run")
         return None
 
     def _disown(self, held: Held, why: object) -> None:
-        log.warning("%s is not what it was: not used (%s)", held.path, why)
+        log.warning("%s has changed and is not used (%s)", held.path, why)
         held.path.rename(held.path.with_name(held.path.name + ALTERED))
         held.release()
 
@@ -381,7 +381,10 @@ class WeightFolders:
                 if (said := os.fstat(descriptor).st_mtime_ns) != seen:
                     moved, seen = time.monotonic(), said
                 if time.monotonic() - moved > self._patience_s:
-                    log.warning("who fetches into %s has stopped: not waited for", self._directory)
+                    log.warning(
+                        "the process that fetches into %s shows no sign of life: no longer waiting for it",
+                        self._directory,
+                    )
                     break
                 await asyncio.sleep(LOOK_S)
             alive = asyncio.create_task(_alive(descriptor))

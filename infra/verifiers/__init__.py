@@ -154,7 +154,7 @@ class JudgeVerifier:
     def __post_init__(self) -> None:
         if self.opponents < 0 or (self.opponents and (self.reference or self.read)):
             raise ValueError(
-                f"verifier {self.name!r}: opponents are at least 0, and leave no room for reference and read"
+                f"verifier {self.name!r}: opponents must be at least 0, and cannot be combined with reference or read"
             )
 
 
@@ -186,7 +186,7 @@ class WeightedSum:
     def __post_init__(self) -> None:
         names = [part.name for part, _ in self.parts]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"verifier {self.name!r} needs parts with names of their own, has {names}")
+            raise ValueError(f"verifier {self.name!r} needs parts with distinct names, got {names}")
 
     @property
     def late(self) -> bool:

@@ -33,8 +33,9 @@ def live(recipe: Recipe) -> Recipe:
 def why_not_live(verifier: JudgeVerifier) -> str:
     """Return the message for the user."""
     return (
-        f"verifier {verifier.name!r} compares the sessions of a group with each other, and a session is judged before "
-        "its group is there: compare with a `reference`, or let `turnlog reward rerun` ask it about recorded groups"
+        f"verifier {verifier.name!r} compares the sessions of a group with each other, but a session is judged before "
+        "its group is complete: compare with a `reference`, or run the verifier on recorded groups with `turnlog "
+        "reward rerun`"
     )
 
 

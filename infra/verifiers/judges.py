@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 SECONDS = Histogram(
-    "turnlog_verifier_seconds", "Until a verifier had judged, or failed", ["verifier"],
+    "turnlog_verifier_seconds", "Time until a verifier has judged or failed", ["verifier"],
     buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600),
 )  # fmt: skip
-FAILURES = Counter("turnlog_verifier_failures", "Verdicts that could not be had", ["verifier", "cause"])
-TOKENS = Counter("turnlog_verifier_tokens", "Tokens of judge models, as they count them", ["verifier", "kind"])
+FAILURES = Counter("turnlog_verifier_failures", "Verdicts that could not be obtained", ["verifier", "cause"])
+TOKENS = Counter("turnlog_verifier_tokens", "Tokens of judge models, as the models count them", ["verifier", "kind"])
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 """First and longest pause in seconds between attempts; each pause is twice the previous one."""
 CAUSE_CHARS = 2000

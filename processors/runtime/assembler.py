@@ -38,7 +38,7 @@ from turnlog.processors.runtime.watch import ReaperLimits
 from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)
-STOPPED = Gauge("turnlog_assembler_stopped_units", "Units that stopped at a record")
+STOPPED = Gauge("turnlog_assembler_stopped_units", "Partition tasks that stopped at a record")
 
 
 async def main(role: Role) -> None:
@@ -194,7 +194,8 @@ class AssemblerRunner:
         else:
             self.stopped[number] = why
             self._health.unmet(
-                f"unit {number}", f"{why}; mend what it names or `turnlog dead-letters skip` it, then restart"
+                f"unit {number}",
+                f"{why}; fix the cause, or skip the record with `turnlog dead-letters skip`, then restart",
             )
         STOPPED.set(len(self.stopped))
 

@@ -52,7 +52,7 @@ from turnlog.schemas.types import BlobRef
 log = logging.getLogger(__name__)
 BATCHES = Counter("turnlog_batches_formed", "Batches formed")
 DROPPED = Counter("turnlog_samples_dropped", "Samples that no batch trains", ["reason"])
-WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a draw")
+WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a rollout batch")
 READ_S, DRAW_S, SEAL_S, COMMIT_S = (STAGE_S.labels("batcher", stage) for stage in ("read", "draw", "seal", "commit"))
 
 

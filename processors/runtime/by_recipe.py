@@ -15,7 +15,7 @@ SESSIONS = Counter("turnlog_recipe_sessions", "Sessions that settled", ["recipe"
 REWARD = Summary("turnlog_recipe_reward", "Rewards of sessions that settled", ["recipe"])
 PASSED = Counter("turnlog_recipe_passed", "Sessions that settled with a reward of at least 1", ["recipe"])
 OUTPUT = Summary("turnlog_recipe_output_tokens", "Output tokens of sessions that settled", ["recipe"])
-LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows that a draw took", ["recipe"])
+LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows that a rollout batch took", ["recipe"])
 
 
 class SettledSessions:

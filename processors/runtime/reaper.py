@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 EXPIRED = Counter("turnlog_assembler_expired_sessions", "SessionFinished(expired) written")
 CLOSED = Counter("turnlog_assembler_closed_groups", "GroupClosed written", ["reason"])
 LAG = Gauge(
-    "turnlog_assembler_lag_records", "turnlog_lag_records of this process's units, as it sees them", ["unit", "topic"]
+    "turnlog_assembler_lag_records",
+    "turnlog_lag_records of this process's partition tasks, as the process sees them",
+    ["unit", "topic"],
 )
 QUORUM_S = 0.2
 """Seconds between two checks for a quorum."""
@@ -117,7 +119,7 @@ class RunnersServe:
                 self._since = -math.inf
                 return
             except LogUnavailable as error:
-                log.warning("whether there is a runner is not known now: %s", error)
+                log.warning("cannot tell at present whether there is a runner: %s", error)
             await asyncio.sleep(RUNNERS_S)
 
     async def look(self) -> None:

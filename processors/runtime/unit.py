@@ -230,12 +230,14 @@ async def records_between(
                     yield record
 
 
-RECORDS = Counter("turnlog_assembler_records", "Input records passed")
+RECORDS = Counter("turnlog_assembler_records", "Input records processed")
 LATE = Counter("turnlog_assembler_late_records", "Records that came after their group was scored and forgotten")
 OPEN_GROUPS = Gauge("turnlog_assembler_open_groups", "Groups that are not complete", ["unit"])
 OPEN_SPAN = Gauge("turnlog_assembler_open_span_bytes", "Bytes that a restart folds again", ["unit"])
 READ_S, FOLD_S, COMMIT_S = (STAGE_S.labels("assembler", stage) for stage in ("read", "fold", "commit"))
-REFOLD_SECONDS = Gauge("turnlog_assembler_refold_seconds", "From opening the unit to having folded all that was before")
+REFOLD_SECONDS = Gauge(
+    "turnlog_assembler_refold_seconds", "Time from opening the partition task to having folded all earlier records"
+)
 
 Clock = Callable[[], float]
 """Seconds; only differences matter."""

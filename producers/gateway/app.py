@@ -112,16 +112,14 @@ ANTHROPIC = "anthropic-version"
 """Header that Anthropic's clients send; it selects Anthropic's format on paths that several APIs share."""
 REFUSAL = OpenAIChat().refusal
 """Error format of requests that belong to no API adapter, such as those about sessions."""
-JUDGES = Counter(
-    "turnlog_gateway_turns_by_judges", "Requests for turns by the token that also gives the verdict, not the agent's"
-)
+JUDGES = Counter("turnlog_gateway_turns_by_judges", "Requests for turns with the judge's token instead of the agent's")
 NOT_SERVED = (
     "{} is not served. Agents speak OpenAI's chat completions (/v1/chat/completions) or responses (/v1/responses), or "
-    "Anthropic's messages (/v1/messages); Google's API, which Gemini CLI speaks, is not: take another client, "
-    "or a proxy that translates (docs/harnesses.md)"
+    "Anthropic's messages (/v1/messages); Google's API, which Gemini CLI speaks, is not: use another client, "
+    "or a translating proxy (docs/harnesses.md)"
 )
-WRITES = Gauge("turnlog_gateway_template_writes", "Whether the model's chat template writes it", ("what",))
-REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with a turn that was recorded before")
+WRITES = Gauge("turnlog_gateway_template_writes", "1 if the model's chat template writes this part", ("what",))
+REPEATS = Counter("turnlog_gateway_repeats", "Requests answered with an already recorded turn")
 
 T = TypeVar("T")
 VALUES, VALUES_PER_TOKEN = 1 << 18, 4
@@ -159,7 +157,7 @@ class Gateway:
         tokens, template = TextTokens(folder), ChatTemplate.load(folder)
         topics = await role.log.topics()
         if SESSIONS.name not in topics:
-            raise TopicMissing(f"{SESSIONS.name} does not exist: `turnlog topics apply` makes the catalogue's topics")
+            raise TopicMissing(f"{SESSIONS.name} does not exist: `turnlog topics apply` creates the topics")
         tail = SessionTail(role.log, role.events, topics[SESSIONS.name].partitions, beat=role.health.beat)
         identity = Identity(
             url=url,
@@ -292,13 +290,13 @@ class Gateway:
         """Read the request's body; call it only after the token was verified. Raises TooLarge, TooSlow."""
         setting = self.role.settings.gateway.max_body_bytes
         whole = most is None or setting < most
-        remedy = "send less, or raise [gateway] max_body_bytes" if whole else "that is one record of the log: send less"
+        remedy = "send less, or raise [gateway] max_body_bytes" if whole else "no log record is larger: send less"
         patience_s = self.role.settings.gateway.request_s
         try:
             async with asyncio.timeout(patience_s):
                 return await body_of(request, min(setting, most or setting), remedy)
         except TimeoutError:
-            raise TooSlow(f"the body did not come within {patience_s:g} s: [gateway] request_s") from None
+            raise TooSlow(f"the body did not arrive within {patience_s:g} s ([gateway] request_s)") from None
         except BodyTooLarge as error:
             raise TooLarge(str(error)) from None
 
@@ -307,8 +305,8 @@ class Gateway:
         NotRecorded."""
         if self.images is None:
             raise ImagesNotServed(
-                f"{self.role.settings.model.name} takes no images: its folder names no image token and no rule for how "
-                "many an image takes that this gateway knows",
+                f"{self.role.settings.model.name} takes no images: its folder names no image token, or no rule that "
+                "this gateway knows for how many of them an image takes",
                 param="messages",
             )
         try:
@@ -415,8 +413,8 @@ class Gateway:
         if wanted.purpose is Purpose.train and wanted.group_size < self.least_group:
             raise GroupTooSmall(
                 f"estimator {self.role.settings.fold.estimator!r} compares at least {self.least_group} rollouts of a "
-                f"group, and this one has {wanted.group_size}: name group_id and group_size, take [fold] estimator = "
-                "'reinforce', or open it with another purpose than train",
+                f"group, and this one has {wanted.group_size}: name group_id and group_size, set [fold] estimator = "
+                "'reinforce', or open it with a purpose other than train",
                 param="group_size",
             )
 
@@ -460,8 +458,8 @@ class Gateway:
         claims = self._claims_of_path(request)
         if judges and claims.agent:
             raise AgentsToken(
-                "this is the token of the session's agent, which gives no verdict and no end: send `token`, which "
-                "stands beside `agent_token` in the answer of POST /sessions, and keep it from the agent"
+                "this is the token of the session's agent, which may not judge or finish it: send `token`, which "
+                "is next to `agent_token` in the answer of POST /sessions, and keep it from the agent"
             )
         body = await self.body(request, RECORD_BYTES)
         wanted = read(body)

@@ -58,7 +58,7 @@ from turnlog.schemas.events.turns import VersionSpan
 from turnlog.schemas.topics import ENGINES, WEIGHTS
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
-ENGINE_S = Histogram("turnlog_gateway_engine_seconds", "One engine call", ("engine",), buckets=SECONDS)
+ENGINE_S = Histogram("turnlog_gateway_engine_seconds", "Duration of an engine call", ("engine",), buckets=SECONDS)
 RESUBMITTED = Counter("turnlog_gateway_resubmitted", "Engine calls continued elsewhere or after an abort", ("cause",))
 
 
@@ -341,7 +341,7 @@ class EnginePool:
         engine.failures += 1
         engine.failed_at = self.clock()
         engine.rests_until = engine.failed_at + rest
-        log.warning("engine %s rests for %.1f s: %s", engine.id, rest, error)
+        log.warning("engine %s gets no requests for %.1f s: %s", engine.id, rest, error)
 
     def record_success(self, engine: LiveEngine) -> None:
         """Close the breaker: the engine is alive."""
@@ -400,7 +400,7 @@ async def follow(engines: EnginePool, log_: Log, events: EventLog, *, current: a
                 try:
                     engines.apply(await events.decode(record))
                 except UndecodableRecord as error:
-                    log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+                    log.warning("skipped %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
 
 
 RESUBMISSIONS = 32
@@ -527,7 +527,7 @@ class Sampler:
                 if draft.finish in ("stop", "length") or (draft.finish == "abort" and gone.is_set()):
                     return draft
                 if grammar is not None and draft.ids:
-                    raise EngineAborted("cut off under a grammar, which engines begin anew: ask again")
+                    raise EngineAborted("cut off under a grammar, which cannot be continued: ask again")
                 RESUBMITTED.labels(draft.finish).inc()
             raise EngineAborted(f"cut off {RESUBMISSIONS} times: publish weights less often ([trainer] publish_every)")
         except (EngineRefused, EngineAborted, NoEngine) as error:
@@ -597,7 +597,7 @@ class Sampler:
         sampled_s = engine.served_s(began, self.engines.clock())
         if isinstance(error, EngineSlow) and sampled_s > self.timeout_s / 2:
             raise EngineRefused(
-                f"{engine.url} sampled for {sampled_s:.0f} s and had not ended: raise [engine] request_timeout_s "
+                f"{engine.url} sampled for {sampled_s:.0f} s and did not finish: raise [engine] request_timeout_s "
                 f"({self.timeout_s:g} s), or ask for fewer tokens (max_new_tokens)"
             )
 
@@ -607,7 +607,7 @@ class Sampler:
         if sampled + len(piece.ids) > request.max_new_tokens:
             raise EngineRefused(
                 f"more than the {request.max_new_tokens} tokens that {engine.url} was asked for: it ignores "
-                "sampling_params.max_new_tokens; serve with an engine that keeps it"
+                "sampling_params.max_new_tokens; use an engine that respects it"
             )
         if max(piece.ids, default=0) >= self.vocabulary:
             raise EngineRefused(
@@ -652,7 +652,7 @@ def _check_labels(piece: OutputChunk, engine: LiveEngine) -> None:
         return
     if engine.version >= 0:
         raise EngineDead(f"{engine.url} samples with weights labelled {label!r}, not version {engine.version}: it "
-                         "restarted, and its weight loader has yet to come")  # fmt: skip
+                         "restarted, and its weight loader has not reloaded it yet")  # fmt: skip
     raise EngineRefused(
         f"weights labelled {label!r} at {engine.url} have no version: start the engine with --weight-version N, or let "
         "its weight loader load a published version"

@@ -142,14 +142,14 @@ def picture(block: Mapping[str, Any], where: str) -> MessageImage:
         return MessageImage(BlobRef(match[1], int(match[2]), match[3]))
     if not isinstance(url, str) or not (match := DATA.match(url)):
         raise BadRequest(
-            f"{where} has an image_url that is no data:image/...;base64 URL and no blob: reference; the gateway "
+            f"{where} has an image_url that is neither a data:image/...;base64 URL nor a blob: reference; the gateway "
             "fetches nothing",
             param=where,
         )
     try:
         content = base64.b64decode(url[match.end() :], validate=True)
     except ValueError as error:  # binascii.Error, or characters outside ASCII
-        raise BadRequest(f"{where} has an image_url that is no base64: {error}", param=where) from None
+        raise BadRequest(f"{where} has an image_url that is not base64: {error}", param=where) from None
     return MessageImage(BlobRef(hashlib.sha256(content).hexdigest(), len(content), match[1]), content)
 
 
@@ -192,8 +192,8 @@ def check_images_alone(ids: Ids, token: int | None, images: Sequence[ImageRef]) 
     each."""
     if images and (more := np.count_nonzero(ids == token) - sum(image.tokens for image in images)):
         raise StrayImageToken(
-            f"the conversation holds {more} image tokens of no image, which the model or a message wrote: no engine "
-            "takes them beside images, and the session ends here",
+            f"the conversation holds {more} image tokens without an image, written by the model or a message: no "
+            "engine takes them together with images, and the session ends here",
             param="messages",
         )
 

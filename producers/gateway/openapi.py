@@ -24,47 +24,45 @@ def _field(schema: Schema, about: str) -> Schema:
 
 
 TURN = _object({"epoch": TEXT, "index": WHOLE}, "epoch", "index", about="`turnlog.epoch` and `.index` of an answer.")
-VERIFIER = _object({"name": TEXT, "version": TEXT}, about="Who judged; two verdicts by one are one.")
+VERIFIER = _object({"name": TEXT, "version": TEXT}, about="Two rewards by one verifier are one.")
 REWARD = _object(
     {
         "value": _field({"type": "number"}, "Finite."),
-        "components": _field(
-            {"type": "object", "additionalProperties": {"type": "number"}}, "Parts of it, for people."
-        ),
-        "evidence": _field({}, "What the verifier saw: any JSON."),
+        "components": _field({"type": "object", "additionalProperties": {"type": "number"}}, "Its parts, for display."),
+        "evidence": _field({}, "What the verifier saw, as any JSON."),
         "verifier": VERIFIER,
     },
     "value",
 )
 OPEN = _object(
     {
-        "group_id": _field(TEXT, "Rollouts of one task: compared with each other. Without it the session is its own."),
-        "group_size": _field({"type": "integer", "minimum": 1}, "Rollouts of the group; one that lacks some is closed "
+        "group_id": _field(TEXT, "Group of rollouts of one task that are compared; if absent, the session is alone."),
+        "group_size": _field({"type": "integer", "minimum": 1}, "Number of rollouts; an incomplete group is closed "
                                                                "[assembler] group_deadline_s after its first record."),
-        "rollout_id": _field(TEXT, "The same one, with the same attempt, is the same session. Needs group_id."),
-        "rollout_index": _field(WHOLE, "In the group, from 0."),
-        "attempt": _field(WHOLE, "Of the rollout, from 0."),
+        "rollout_id": _field(TEXT, "The same id and attempt name the same session. Requires group_id."),
+        "rollout_index": _field(WHOLE, "Index in the group, from 0."),
+        "attempt": _field(WHOLE, "Attempt at the rollout, from 0."),
         "purpose": _field({"enum": list(Purpose)}, "`train`: the group must be as large as the run's estimator needs."),
         "task_id": TEXT,
         "recipe": TEXT,
-        "run_id": _field(TEXT, "If it is given, it must be the run's."),
-        "floor": _field(WHOLE, "Offset of agent.sessions before the session; found if it is left out."),
+        "run_id": _field(TEXT, "If given, must be the id of the run."),
+        "floor": _field(WHOLE, "Offset of agent.sessions before the session; looked up if absent."),
         "agent": _object({"name": TEXT, "version": TEXT}),
         "environment": _object({"name": TEXT, "version": TEXT}),
         "sampling": _object({"temperature": {"type": "number"}, "max_new_tokens": WHOLE, "seed": {"type": "integer"},
                              "stop_token_ids": {"type": "array", "items": WHOLE}}),
         "limits": _object({"max_context_tokens": WHOLE, "max_turns": WHOLE}),
-        "min_weight_version": _field({"type": "integer", "minimum": -1}, "Of engines that may sample its turns."),
-        "pin_weight_version": _field(WHOLE, "The only one that may."),
+        "min_weight_version": _field({"type": "integer", "minimum": -1}, "Minimum version of engines for its turns."),
+        "pin_weight_version": _field(WHOLE, "The only weight version for its turns."),
     }
 )  # fmt: skip
 OPENED = _object(
     {
         "session_id": TEXT,
         "epoch": TEXT,
-        "token": _field(TEXT, "The key of whoever judges the session: for the verdict, the end, and turns."),
-        "agent_token": _field(TEXT, "The API key of the session's agent: for turns alone."),
-        "base_url": _field(TEXT, "The base URL of the session's agent: of the gateway that has it."),
+        "token": _field(TEXT, "Token of the judge of the session: for the reward, the finish, and turns."),
+        "agent_token": _field(TEXT, "API key of the session's agent: only for turns."),
+        "base_url": _field(TEXT, "Base URL for the agent: the gateway that has the session."),
         "finished": {"type": "boolean"},
     }
 )
@@ -73,21 +71,23 @@ FINISH = _object(
     {
         "outcome": _field(OUTCOMES, "`infra_failure` and `cancelled` never train."),
         "reason": TEXT,
-        "final": _field({"type": "boolean"}, "No other attempt of the rollout follows."),
-        "expects": _object({"reward": {"type": "boolean"}, "step_rewards": WHOLE}, about="What else will come."),
-        "judged": _field(TURN, "The last turn of what the verdict is about."),
-        "reward": _field(REWARD, "The verdict, if there is one already."),
+        "final": _field({"type": "boolean"}, "True if no other attempt at the rollout follows."),
+        "expects": _object({"reward": {"type": "boolean"}, "step_rewards": WHOLE}, about="What is still to come."),
+        "judged": _field(TURN, "The last turn that the verdict is about."),
+        "reward": _field(REWARD, "The verdict, if it is already known."),
     },
     "outcome",
 )
 TURNS = {"type": "array", "items": TURN}
-FINISHED = _object({"turns": _field(TURNS, "Acted on."), "undelivered": TURNS, "outcome": OUTCOMES})
+FINISHED = _object(
+    {"turns": _field(TURNS, "Turns that the agent acted on."), "undelivered": TURNS, "outcome": OUTCOMES}
+)
 SESSION = _object({"session_id": TEXT, "epoch": TEXT, "finished": {"type": "boolean"}, "outcome": TEXT,
                    "turns": {"type": "array", "items": {"type": "object"}}, "messages": {"type": "array"},
                    "last_turn": TURN, "call_seq": WHOLE, "base_url": TEXT})  # fmt: skip
-REASON: Schema = {"type": "string", "description": "Kept on the log."}
+REASON: Schema = {"type": "string", "description": "Recorded on the log."}
 COUNT: Schema = {"type": "integer", "minimum": 1, "description": "Engines that the run's supervisor is to host."}
-URL = _field(TEXT, "http://host:port, as gateways and its loader reach it.")
+URL = _field(TEXT, "http://host:port at which gateways and its loader reach it.")
 ENGINES = _object(
     {
         "engines": {
@@ -99,16 +99,16 @@ ENGINES = _object(
     }
 )  # fmt: skip
 FLEET: dict[str, tuple[str, Schema]] = {
-    "/engines/scale": ("Host as many engines.", _object({"count": COUNT, "reason": REASON}, "count")),
+    "/engines/scale": ("Set the number of hosted engines.", _object({"count": COUNT, "reason": REASON}, "count")),
     "/engines/register": (
-        "Let an engine of one's own serve, too.", _object({"url": URL, "name": TEXT, "reason": REASON}, "url")
+        "Add an engine that you have started yourself.", _object({"url": URL, "name": TEXT, "reason": REASON}, "url")
     ),
     "/engines/drain": (
-        "Let an engine go.", _object({"engine": _field(TEXT, "Its address or id."), "reason": REASON}, "engine")
+        "Remove an engine.", _object({"engine": _field(TEXT, "Its address or id."), "reason": REASON}, "engine")
     ),
 }  # fmt: skip
-REFUSED = {"description": "`error.code` and `error.message` say what and which setting; `x-should-retry` whether to "
-                          "ask again."}  # fmt: skip
+REFUSED = {"description": "`error.code` and `error.message` name the problem and the setting; `x-should-retry` says "
+                          "whether to retry."}  # fmt: skip
 
 
 def document() -> dict[str, Any]:
@@ -117,21 +117,21 @@ def document() -> dict[str, Any]:
     one = {"parameters": [named]}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "turnlog: sessions from outside, and engines", "version": version("turnlog")},
+        "info": {"title": "turnlog: external sessions and engines", "version": version("turnlog")},
         "paths": {
-            "/sessions": {"post": _verb("Open a session, or get it again.", OPEN, OPENED, "201", "key")},
-            "/sessions/{session_id}": one | {"get": _verb("Where it stands.", None, SESSION, "200", "token")},
+            "/sessions": {"post": _verb("Open a session, or return the existing one.", OPEN, OPENED, "201", "key")},
+            "/sessions/{session_id}": one | {"get": _verb("State of a session.", None, SESSION, "200", "token")},
             "/sessions/{session_id}/reward": one
-            | {"post": _verb("Its verdict: the first one counts.", REWARD, {}, "201", "token")},
+            | {"post": _verb("Report the reward; the first one counts.", REWARD, {}, "201", "token")},
             "/sessions/{session_id}/finish": one
-            | {"post": _verb("End it: the first end counts.", FINISH, FINISHED, "200", "token")},
-            "/engines": {"get": _verb("Engines of the run.", None, ENGINES, "200", "key")},
+            | {"post": _verb("Finish a session; the first finish counts.", FINISH, FINISHED, "200", "token")},
+            "/engines": {"get": _verb("List the engines of the run.", None, ENGINES, "200", "key")},
             **{path: {"post": _verb(what, asked, ENGINES, "202", "key")} for path, (what, asked) in FLEET.items()},
         },
         "components": {
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer", "description": "The gateway's signing key."},
-                "token": {"type": "http", "scheme": "bearer", "description": "The session's own."},
+                "token": {"type": "http", "scheme": "bearer", "description": "The token of the session."},
             }
         },
     }

@@ -139,7 +139,7 @@ class _PassedOn(Response):
             self._owners.forget(self._url)
             if begun:  # the client sees a broken answer, as if it had asked the owner
                 raise
-            gone = EpochLost(f"{self._url}, which had the session, gave no answer ({type(error).__name__}): ask again")
+            gone = EpochLost(f"{self._url}, which had the session, did not answer ({type(error).__name__}): ask again")
             ERRORS.labels(gone.code).inc()
             refused = Response(self._refusal(gone), gone.status, media_type="application/json")
             await refused(scope, receive, send)

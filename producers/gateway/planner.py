@@ -148,8 +148,8 @@ class Planner:
         the tools is only counted, because a model may know them from training or from a system text."""
         if trains and self.unread and request.tools:
             raise ToolsNotServed(
-                "no known format reads the calls that the model's chat template writes, so that every call would be "
-                "the agent's last word: name the format by [gateway] tool_calls; `none` there gives calls as text to "
+                "no known format reads the calls that the model's chat template writes, so that every call would "
+                "end the conversation: name the format in [gateway] tool_calls; `none` there passes calls as text to "
                 "agents that read them themselves",
                 param="tools",
             )
@@ -157,8 +157,8 @@ class Planner:
             IGNORED.labels("tools_not_written").inc()
         if self.shown.results is False and any(one.role == "tool" for one in request.messages):
             raise ToolsNotServed(
-                "the model's chat template does not write the results of tools, so that the model would never see "
-                "them: send them as the user's messages, or give the model's folder a template that writes them",
+                "the model's chat template does not write the results of tools, so the model would never see "
+                "them: send them as user messages, or give the model's folder a template that writes them",
                 param="messages",
             )
 
@@ -174,11 +174,11 @@ class Planner:
                 why = (
                     "recorded log-probs are the policy's own"
                     if trains
-                    else "no grammar of engines says it, of these tools and of calls as this model writes them"
+                    else "no engine grammar expresses it for these tools and the call format of this model"
                 )
                 raise ConstraintRefused(
-                    f"{one.field} would constrain what is sampled, and {why}: leave it out"
-                    f"{' or send `auto`' if one.field == 'tool_choice' else ''}, or have it ignored and "
+                    f"{one.field} would constrain sampling, and {why}: omit it"
+                    f"{' or send `auto`' if one.field == 'tool_choice' else ''}, or let it be ignored and "
                     'counted by [gateway] constraints = "ignore"',
                     param=one.field,
                 )
@@ -227,8 +227,8 @@ class Planner:
         vocabulary, new = self.prompts.tokens.vocabulary, prompt.ids[prompt.known.depth :]
         if len(new) and not 0 <= new.min() <= new.max() < vocabulary:
             raise BadRequest(
-                f"the prompt has token {new.max()}, outside the model's vocabulary of {vocabulary}: tokenizer and "
-                "model in [model] path do not belong together",
+                f"the prompt has token {new.max()}, outside the model's vocabulary of {vocabulary}: the tokenizer and "
+                "model in [model] path do not match",
                 param="messages",
             )
         room = window - len(prompt.ids) - 1
@@ -326,7 +326,7 @@ def _check_prefill(last: Message) -> None:
     if last.role == "assistant" and (last.pictures or last.template.get("tool_calls")):
         raise PrefillNotServed(
             "the last message is the assistant's and has tool calls or images: answer its calls with tool messages; "
-            "only text is continued",
+            "only text can be continued",
             param="messages",
         )
 

@@ -177,5 +177,5 @@ def _load_profile(entry: EntryPoint) -> Profile:
     except Exception as error:  # a module may raise anything while it is imported
         raise BrokenProfile(f"entry point {GROUP} {entry.name} = {entry.value} cannot be loaded: {error}") from error
     if not callable(profile):
-        raise BrokenProfile(f"entry point {GROUP} {entry.name} = {entry.value} is no function")
+        raise BrokenProfile(f"entry point {GROUP} {entry.name} = {entry.value} is not a function")
     return profile

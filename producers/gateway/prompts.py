@@ -269,7 +269,7 @@ class Prompts:
         whole = self.template.render([*before, opened], tools, generate=False, now=now)
         if whole.count(OPEN) != 1:
             raise PrefillNotServed(
-                "the model's chat template does not write the assistant's last message once and to its end, so that it "
+                "the model's chat template does not write the assistant's last message once and to its end, so it "
                 "cannot be continued: end the messages with another role",
                 param="messages",
             )

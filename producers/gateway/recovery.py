@@ -213,7 +213,7 @@ class SessionTail:
         try:
             event = await self._events.decode(record)
         except UndecodableRecord as error:
-            log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+            log.warning("skipped %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
             return
         spine = self._spines.setdefault(event.session_id, SessionControlRecords())
         spine.add(record, event)
@@ -288,7 +288,7 @@ class ConversationRecovery:
         try:
             event = await self._events.decode(record)
         except UndecodableRecord as error:
-            log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+            log.warning("skipped %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
             return
         mine = found.get(event.session_id)
         if mine is None:

@@ -144,7 +144,7 @@ def require_key(header: str | None, *keys: bytes) -> None:
     """Raise Unauthorized unless the header carries one of the gateway's own keys."""
     if not any(hmac.compare_digest(bearer(header).encode(), key) for key in keys):
         raise Unauthorized(
-            "sessions are opened, and engines asked for, with the gateway's signing key: Bearer <content of "
+            "opening sessions and managing engines requires the gateway's signing key: Bearer <content of "
             f"{GATEWAY_KEY} in the run's directory, or [gateway] signing_key>"
         )
 
@@ -340,9 +340,7 @@ def object_of(body: bytes) -> dict[str, Any]:
             orjson.dumps(values)  # which writes MAX_DEPTH levels, and is quicker than counting them
     except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
         if deeper_than(body):
-            raise BadRequest(
-                f"the body is nested deeper than {MAX_DEPTH} levels: send what is deeper as text"
-            ) from None
+            raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels: send deeper parts as text") from None
         raise BadRequest(f"the body must be a JSON object: {error}") from None
     if not isinstance(values, dict):
         raise BadRequest("the body must be a JSON object")

@@ -202,7 +202,7 @@ class GatewaySession:
         if key is not None and key in self.by_key:
             sha256, running = self.by_key[key]
             if sha256 != request_sha256:
-                raise KeyReused(f"Idempotency-Key {key!r} came before with another body")
+                raise KeyReused(f"Idempotency-Key {key!r} was already used with another body")
             if self.finishing and not running.task.done():
                 raise SessionEnded(f"session {self.id} is being finished")
             if not running.cut_off:

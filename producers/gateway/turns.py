@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 
 TURNS = Counter("turnlog_gateway_turns", "Turns recorded", ("finish_reason", "boundary", "reason"))
-CHANGED = Counter("turnlog_gateway_changed_echoes", "Answers that came back changed and were continued", ("member",))
+CHANGED = Counter("turnlog_gateway_changed_echoes", "Continued answers that came back changed", ("member",))
 TOKENS = Counter("turnlog_gateway_tokens", "Tokens of recorded turns", ("kind",))
-RECORD_S = Histogram("turnlog_gateway_record_seconds", "A turn's records until acks=all", buckets=SECONDS)
+RECORD_S = Histogram("turnlog_gateway_record_seconds", "Time to record a turn, up to acks=all", buckets=SECONDS)
 WITHOUT_EXPERTS = Counter(
-    "turnlog_gateway_turns_without_experts", "Turns of a mixture of experts whose engine gave no or not all rows"
+    "turnlog_gateway_turns_without_experts", "Turns of a mixture of experts with missing expert rows from the engine"
 )
 
 
@@ -397,7 +397,7 @@ class Turns:
 def _check_turns(session: GatewaySession, claims: Claims) -> None:
     """Raise TurnsSpent if the session has used the turns that its token allows."""
     if claims.max_turns and session.turns >= claims.max_turns:
-        raise TurnsSpent(f"session {session.id} has had its {claims.max_turns} turns: limits.max_turns")
+        raise TurnsSpent(f"session {session.id} has used its {claims.max_turns} turns (limits.max_turns)")
 
 
 def _on_turn_end(session: GatewaySession, running: Running, task: asyncio.Task[RecordedTurn]) -> None:

@@ -63,9 +63,9 @@ def create(name: str, parent: Path) -> Path:
     _check(name, package)
     folder = parent / name
     if folder.exists() or folder.is_symlink():
-        raise FolderExists(f"{folder} is there already: nothing is written over")
+        raise FolderExists(f"{folder} already exists: nothing is overwritten")
     if not parent.is_dir():
-        raise NotCreated(f"{parent} is no folder")
+        raise NotCreated(f"{parent} is not a folder")
     part = parent / f".{name}.part"
     shutil.rmtree(part, ignore_errors=True)
     steps = "\n".join(next_steps(folder.absolute()))
@@ -86,23 +86,23 @@ def _check(name: str, package: str) -> None:
     """Raise BadEnvironmentName or EnvironmentNameTaken if the name cannot be used."""
     if not NAME.fullmatch(name) or len(name) > LONGEST:
         raise BadEnvironmentName(
-            f"{name!r}: a recipe's name is words of lower-case letters and digits with - between them, at most "
+            f"{name!r}: a recipe name consists of words of lower-case letters and digits joined by -, at most "
             f"{LONGEST} characters, such as my-game"
         )
     if keyword.iskeyword(package) or keyword.issoftkeyword(package) or package in sys.stdlib_module_names:
         raise BadEnvironmentName(
-            f"{name!r}: Python has a module or keyword of this name; take another, such as my-{name}"
+            f"{name!r}: Python has a module or keyword of this name; choose another, such as my-{name}"
         )
     if name in find_plugins(EntryPointGroup.RECIPES, "recipe", AmbiguousRecipe):
-        raise EnvironmentNameTaken(f"{name!r}: an installed package offers a recipe of this name; take another")
+        raise EnvironmentNameTaken(f"{name!r}: an installed package offers a recipe of this name; choose another")
     if importlib.util.find_spec(package) is not None:
-        raise EnvironmentNameTaken(f"{name!r}: there is a module {package} here, which it would hide; take another")
+        raise EnvironmentNameTaken(f"{name!r}: a module {package} exists here, which it would hide; choose another")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Run `turnlog recipe new`, and print the next steps."""
     folder = create(arguments.name, arguments.into)
-    say(f"made {folder}; next:", *(f"  {line}" for line in next_steps(folder)))
+    say(f"created {folder}; next:", *(f"  {line}" for line in next_steps(folder)))
     return ExitStatus.DONE
 
 

@@ -116,8 +116,8 @@ def _environment(folder: Path, image: str | None) -> tuple[str, dict[str, str]]:
                 continue
             case _ if image is None and not word.startswith("#"):
                 raise BadTaskFolder(
-                    f"{folder}/Dockerfile: {word} makes an image: build it, keep it in [sandbox] image_folder, name it "
-                    "by `image`"
+                    f"{folder}/Dockerfile: {word} builds an image: build it, put it into [sandbox] image_folder, "
+                    "name it by `image`"
                 )
     return workdir, files
 
@@ -127,7 +127,7 @@ def _copy_files(folder: Path, said: str, workdir: str) -> dict[str, str]:
     words = [word for word in said.split() if not word.startswith("--")]
     sources, target = words[:-1], PurePosixPath(workdir, words[-1] if words else "")
     if not sources or said.lstrip().startswith("[") or not target.is_relative_to(workdir):
-        raise BadTaskFolder(f"{folder}/Dockerfile: COPY {said}: only what goes below WORKDIR ({workdir}) can be served")
+        raise BadTaskFolder(f"{folder}/Dockerfile: COPY {said}: only files below WORKDIR ({workdir}) can be provided")
     place, found = target.relative_to(workdir), dict[str, str]()
     for source in sources:
         path = folder / source
@@ -150,7 +150,7 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         raise BadTaskFolder(f"{path} is missing") from None
     except UnicodeDecodeError:
-        raise BadTaskFolder(f"{path} is no text: it has to come with the image") from None
+        raise BadTaskFolder(f"{path} is not text: it must be part of the image") from None
 
 
 def _replace_paths(text: str, places: Mapping[str, str]) -> str:

@@ -305,7 +305,7 @@ class Cgroups:
         written (which is logged). Removes what dead workers left. Raises BackendUnavailable (`required`, or an unknown
         value)."""
         if settings.cgroups not in MODES:
-            raise BackendUnavailable(f"[sandbox] cgroups = {settings.cgroups!r} is none of {', '.join(MODES)}")
+            raise BackendUnavailable(f"[sandbox] cgroups = {settings.cgroups!r} must be one of {', '.join(MODES)}")
         tree = tree or find()
         sweep(tree)
         if settings.cgroups == "off":
@@ -327,7 +327,7 @@ class Cgroups:
                 raise BackendUnavailable(
                     f'[sandbox] cgroups = "required", but control groups cannot be written: {why}'
                 ) from error
-            log.warning("control groups cannot be written, rlimits and looking hold alone: %s", why)
+            log.warning("control groups cannot be written, so limits are enforced by rlimits and polling only: %s", why)
             return None
         return found
 
@@ -441,7 +441,7 @@ class ControlGroup:
             put(file, text)
         except OSError as error:
             if error.errno == errno.EBUSY:
-                log.debug("%s stays as it is: %s", file, error)
+                log.debug("%s keeps its old limit: %s", file, error)
                 return False
             if file.name not in OPTIONAL:
                 raise

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 PREFIX = "turnlog-sandbox-"
 NAME = re.compile(rf"{PREFIX}(\d+)-(\d+)-(\d+)-")
 LEAKS = Counter(
-    "turnlog_sandbox_leaks", "Left by workers that died and removed since: process, group or folder", ["kind"]
+    "turnlog_sandbox_leaks", "Leftovers of dead workers that were removed: process, group or folder", ["kind"]
 )
 
 
@@ -66,7 +66,7 @@ def ownerless(name: str) -> bool:
 def record_removal(kind: str, name: str, count: int = 1) -> None:
     """Count and log what was removed."""
     LEAKS.labels(kind).inc(count)
-    log.warning("removed what a dead worker left: %s %s", kind, name)
+    log.warning("removed a leftover of a dead worker: %s %s", kind, name)
 
 
 def sweep_folders(parent: Path | None = None) -> int:
@@ -119,7 +119,7 @@ def discard(root: Path) -> None:
     try:
         remove_tree(root)
     except OSError as error:
-        log.warning("%s is left: %s", root, error)
+        log.warning("%s could not be removed: %s", root, error)
 
 
 def _open_folder(name: str, folder: int | None = None) -> int:

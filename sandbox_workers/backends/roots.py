@@ -107,7 +107,9 @@ def loader(cache: Path, found: InterpreterCopy) -> tuple[Path, str]:
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise SandboxUnavailable(f"what the interpreter is linked with cannot be told, so images: {error}") from error
+        raise SandboxUnavailable(
+            f"images cannot be used, because the libraries of the interpreter cannot be listed: {error}"
+        ) from error
     paths = {Path(path) for path in LISTED.findall(said) if not path.startswith(str(found.root))}
     names = sorted(path.name for path in paths if path.name.startswith("ld"))
     if not names:
@@ -206,7 +208,7 @@ def _check_owner(cache: Path) -> None:
     about = cache.stat()
     if about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH:
         raise SandboxUnavailable(
-            f"{cache} can be written by others: remove it, sandboxes would run what they put there"
+            f"{cache} is writable by other users: remove it, because sandboxes would run what they put there"
         )
 
 

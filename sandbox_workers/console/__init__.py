@@ -59,25 +59,25 @@ def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
     actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
     pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
     pool.add_argument("--json", action="store_true", help="for programs")
-    pool.add_argument("--watch", action="store_true", help="show again every second, until Ctrl-C")
+    pool.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
     pool.add_argument(
         "--url", dest="urls", metavar="URL", action="append", default=[],
         help="health address of a worker (default: those in the run's endpoints.json); may be given several times",
     )  # fmt: skip
     check = _action(actions, "check", "which backends and which layers of isolation work on this machine", CHECK_EPILOG)
     check.add_argument("--json", action="store_true", help="for programs")
-    _exec(_action(actions, "exec", "run one command in a fresh sandbox, output as it comes", EXEC_EPILOG))
+    _exec(_action(actions, "exec", "run one command in a fresh sandbox and stream its output", EXEC_EPILOG))
 
 
 def _exec(execute: argparse.ArgumentParser) -> None:
-    execute.add_argument("--backend", metavar="B", default=None, help="default: that of [sandbox]")
+    execute.add_argument("--backend", metavar="B", default=None, help="default: the backend of [sandbox]")
     execute.add_argument(
-        "--image", metavar="I", default=None, help="a root of [sandbox] image_folder, or a docker image"
+        "--image", metavar="I", default=None, help="a folder in [sandbox] image_folder, or a docker image"
     )
     execute.add_argument("--network", choices=("none", "allowlist"), default="none", help="default none")
     execute.add_argument(
         "--allow", dest="allow", metavar="RULE", action="append", default=[],
-        help="what an allowlist lets through, as in [egress] allow; may be given several times",
+        help="requests that the allowlist permits, as in [egress] allow; may be given several times",
     )  # fmt: skip
     for name, kind, what in (
         ("wall-s", float, "seconds"),
@@ -91,8 +91,8 @@ def _exec(execute: argparse.ArgumentParser) -> None:
     source = execute.add_mutually_exclusive_group()
     source.add_argument("--python", action="store_true", help="COMMAND is Python source")
     source.add_argument("--shell", action="store_true", help="COMMAND is shell source")
-    execute.add_argument("--stdin", action="store_true", help="give it our standard input")
-    execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    execute.add_argument("--stdin", action="store_true", help="pass standard input to the command")
+    execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command to run")
 
 
 def _action(
@@ -142,20 +142,26 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
         "--keep-going",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="go on after a call that differs (default: yes)",
+        help="continue after a call that differs (default: yes)",
     )
-    again.add_argument("--strict", action="store_true", help="other surroundings (environment_sha256) count as well")
-    shown = actions.add_parser("show", help="list the recorded calls; --tree: its turns, of the index")
+    again.add_argument(
+        "--strict", action="store_true", help="a different environment (environment_sha256) counts as a difference, too"
+    )
+    shown = actions.add_parser("show", help="list the recorded calls; with --tree, also the turns, from the index")
     _add_session_arguments(shown)
-    shown.add_argument("--tree", action="store_true", help="turns, each below the one that it continues, and calls")
     shown.add_argument(
-        "--tokens", action="store_true", help="the tree, and under each turn its tokens by what became of them"
+        "--tree", action="store_true", help="show turns, each below the turn that it continues, and calls"
     )
-    export = actions.add_parser("export", help="the session as one file: a page that loads nothing, or JSON")
-    export.add_argument("id", metavar="ID", help="the session, or the beginning of its id")
+    shown.add_argument(
+        "--tokens", action="store_true", help="show the tree, with the tokens of each turn by disposition"
+    )
+    export = actions.add_parser("export", help="write the session to one file: a self-contained page, or JSON")
+    export.add_argument("id", metavar="ID", help="the session's id, or its beginning")
     into = export.add_mutually_exclusive_group(required=True)
-    into.add_argument("--html", metavar="FILE", help="a page for browsers, with its tokens")
-    into.add_argument("--json", dest="json_file", metavar="FILE", help="what docs/dashboard.md describes")
+    into.add_argument("--html", metavar="FILE", help="write an HTML page, with the tokens")
+    into.add_argument(
+        "--json", dest="json_file", metavar="FILE", help="write the JSON that docs/dashboard.md describes"
+    )
     _add_source_argument(export)
 
 

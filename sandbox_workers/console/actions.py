@@ -47,7 +47,7 @@ from turnlog.settings import Settings
 
 LONGEST = 600
 """Maximum characters of a line."""
-TRUSTED = "this backend isolates nothing: for code that you trust"
+TRUSTED = "this backend isolates nothing: use it only for code that you trust"
 BWRAP, USERS, SECCOMP, GROUPS = "bwrap", "a user per slot", "seccomp filter", "control groups"
 
 
@@ -113,7 +113,10 @@ def _users(settings: SandboxSettings) -> BackendFinding:
     if os.geteuid() == 0:
         last = settings.first_uid + settings.slots - 1
         return BackendFinding(USERS, True, f"host users {settings.first_uid} to {last}", True)
-    said = f"sandboxes are host user {os.geteuid()}, as we are: start the worker as root, it drops to a user per slot"
+    said = (
+        f"sandboxes run as host user {os.geteuid()}, like this process: start the worker as root, so that each slot "
+        "has its own user"
+    )
     return BackendFinding(USERS, False, said, True)
 
 
@@ -183,13 +186,15 @@ def command_of(arguments: argparse.Namespace) -> Command:
     """Return the command to run. Raises NothingToRun, NotText."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
-        raise NothingToRun("there is no command: turnlog sandbox exec -- ls -la /")
+        raise NothingToRun("no command given; for example: turnlog sandbox exec -- ls -la /")
     stdin = sys.stdin.buffer.read() if arguments.stdin else b""
     if arguments.python or arguments.shell:
         try:
             " ".join(words).encode()
         except UnicodeEncodeError:
-            raise NotText("the command holds bytes that are no UTF-8: give them by --stdin, or in a file") from None
+            raise NotText(
+                "the command contains bytes that are not UTF-8: pass them with --stdin or in a file"
+            ) from None
         kind = Kind.python if arguments.python else Kind.shell
         return Command(kind=kind, source=" ".join(words), stdin=stdin)
     return Command(kind=Kind.program, argv=tuple(words), stdin=stdin)
@@ -284,7 +289,7 @@ def answers_of(workers: dict[str, str]) -> Answers:
 def build_pools_table(settings: Settings, found: Answers) -> Group:
     """Build a table of the pools that fits a terminal of 80 characters, and lines for what does not fit in."""
     if not found:
-        where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one by --url"
+        where = f"run {settings.run.id!r} has no sandbox worker: start it with `turnlog up`, or name one with --url"
         return Group(where)
     pools = [pool for answer in found.values() for pool in answer.get("pools", ())]
     states = [state for state in SlotState if state in ALWAYS or any(pool["slots"][state] for pool in pools)]

@@ -169,7 +169,7 @@ async def _one(rerunner: Rerunner, call: RecordedCall, options: RerunOptions) ->
     try:
         then = await rerunner.then(call)
     except (BlobMissing, BlobCorrupt) as error:
-        return RerunReport(call, "cannot", notes=[f"what was recorded is not whole: {error}"])
+        return RerunReport(call, "cannot", notes=[f"the recorded result is incomplete: {error}"])
     found = differences(then, again.result, options.ignored)
     counted = [one for one in found if options.strict or one.what != "environment"]
     return RerunReport(call, "differs" if counted else "same", found, list(again.notes))
@@ -234,7 +234,7 @@ class Rerunner:
         StoreUnavailable."""
         request = call.request
         if request.tool == AGENT.name:
-            return Again(result=None, notes=("is an agent, whose turns were the policy's: it cannot be had again",))
+            return Again(result=None, notes=("is an agent, whose turns the policy sampled: it cannot be run again",))
         placement = self._scheduler.placement(request)
         if isinstance(placement, Refusal):
             return Again(result=None, notes=(f"cannot run here: {placement.text}",))
@@ -282,16 +282,16 @@ class Rerunner:
         wanted, there = call.request.workspace, await self._tree(lease.workspace) if lease.held else None
         asked = await self._tree(wanted)
         if wanted is None and call.request.call_seq and call.request.sandbox.durable_workspace and not lease.held:
-            return ("ran on an empty workspace: which one it had was not recorded",)
+            return ("ran on an empty workspace: its original workspace was not recorded",)
         if wanted is None or (there is not None and asked is not None and there.tree_sha256 == asked.tree_sha256):
             return ()
         if lease.sandbox.interpreter and call.request.call_seq <= self._interpreted:
-            return ("ran on other files than it had: to restore them would end the interpreter that is needed",)
+            return ("ran on other files than originally: restoring them would end the interpreter that it needs",)
         if asked is None:
-            return (f"ran on other files than it had: workspace {wanted.sha256} is not in the store",)
+            return (f"ran on other files than originally: workspace {wanted.sha256} is not in the store",)
         await self._workspaces.restore(lease.sandbox, wanted, disk_bytes=placement.limits.disk_bytes)
         if placement.interpreter and asked.interpreter:
-            return ("ran in a new interpreter: what earlier calls had built up in the old one is in no snapshot",)
+            return ("ran in a new interpreter: the state that earlier calls left in the old one is in no snapshot",)
         return ("its files were restored from the recorded workspace",) if lease.held else ()
 
     async def _ran(
@@ -473,7 +473,7 @@ def _of_trees(then: WorkspaceManifest, now: WorkspaceManifest) -> RerunDifferenc
     missing = [path for path in before if path not in after]
     more = [path for path in after if path not in before]
     changed = [path for path in before if path in after and before[path] != after[path]]
-    both = _list_paths("another content or mode", changed)
+    both = _list_paths("different content or mode", changed)
     return RerunDifference(
         what="workspace",
         recorded="; ".join(filter(None, (_list_paths("only then", missing), both))) or "no file more",

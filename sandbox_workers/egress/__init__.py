@@ -214,20 +214,23 @@ class Egress:
 def _consistent(settings: EgressSettings, operator: tuple[NetworkRule, ...]) -> None:
     """Raise EgressUnavailable for settings that contradict each other."""
     if settings.mode not in ("live", "record", "replay") or settings.tls not in ("intercept", "tunnel", "refuse"):
-        raise EgressUnavailable("[egress] mode is live, record or replay, and tls is intercept, tunnel or refuse")
+        raise EgressUnavailable(
+            "[egress] mode must be live, record or replay, and tls must be intercept, tunnel or refuse"
+        )
     if settings.tls != "tunnel":
         return
     if settings.proxy:
         raise EgressUnavailable(
-            '[egress] tls = "tunnel" hides from [egress] proxy what it is to check: set tls = "intercept" or "refuse"'
+            '[egress] tls = "tunnel" hides requests from [egress] proxy, which must check them: set tls = '
+            '"intercept" or "refuse"'
         )
     if settings.mode != "live":
         raise EgressUnavailable('[egress] tls = "tunnel" hides requests: record and replay need tls = "intercept"')
     for rule in operator:
         if "https" in rule.schemes and not rule.whole:
             raise EgressUnavailable(
-                f'[egress] tls = "tunnel" hides method and path, so that {rule.text!r} cannot be kept: '
-                'write `* https://HOST/*`, or set tls = "intercept"'
+                f'[egress] tls = "tunnel" hides method and path, so {rule.text!r} cannot be enforced: write `* '
+                'https://HOST/*`, or set tls = "intercept"'
             )
 
 

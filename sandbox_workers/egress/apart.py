@@ -58,7 +58,7 @@ ahead."""
 WORKERS_CONNECTIONS = 1024
 """Maximum number of connections of all workers together; more wait."""
 REQUESTS = Counter(
-    "turnlog_egress_requests", "Requests of workers by what came of them: passed, or a reason", ["outcome"]
+    "turnlog_egress_requests", "Requests of workers by outcome: passed, or the reason for refusal", ["outcome"]
 )
 
 
@@ -149,7 +149,7 @@ class Apart:
         """Create the proxy. `resolve` replaces this machine's resolver. Raises EgressUnavailable, RuleInvalid,
         TlsFileUnusable."""
         if not settings.allow:
-            raise EgressUnavailable("[egress] allow names nothing: nobody would get out")
+            raise EgressUnavailable("[egress] allow is empty: no request would be let through")
         self._settings = settings
         self._operator, self._tokens = rules(settings.allow), EgressTokens(settings.signing_key)
         self._addresses, self._trust = Addresses(settings.private_hosts, resolve), trust(settings.upstream_ca)

@@ -105,7 +105,7 @@ class Proxy:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                _log.warning("egress proxy cannot accept: %s", error)
+                _log.warning("egress proxy cannot accept connections: %s", error)
                 await asyncio.sleep(BREATH_S)
                 continue
             task = asyncio.create_task(self._serve(connection))

@@ -76,7 +76,7 @@ class RecordedResponse:
             )
             return cls(int(fields["status"]), headers, body)
         except (KeyError, TypeError, ValueError) as error:
-            raise BlobCorrupt(f"{name} is no recorded answer ({type(error).__name__}); remove it") from error
+            raise BlobCorrupt(f"{name} is not a recorded answer ({type(error).__name__}); remove it") from error
 
 
 def request_key(method: str, url: str, headers: Headers, body: bytes | None) -> str:
@@ -93,7 +93,7 @@ class Recordings:
     def __init__(self, blobs: Blobs, cache: str) -> None:
         """Create it. Raises EgressUnavailable for an invalid name."""
         if not _CACHE.fullmatch(cache):
-            raise EgressUnavailable(f"[egress] cache takes letters, digits and ._- alone, got {cache!r}")
+            raise EgressUnavailable(f"[egress] cache may only have letters, digits and ._-, got {cache!r}")
         self._blobs, self._cache = blobs, cache
 
     async def keep(

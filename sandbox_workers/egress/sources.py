@@ -92,8 +92,8 @@ class Onwards:
         if reason is not Reason.token:
             return RequestRefused(reason)
         return ProxyUnusable(
-            f"{self.url} takes no token of ours: workers and `turnlog egress` share [egress] signing_key, and clocks "
-            "that agree within a minute"
+            f"{self.url} refuses this worker's token: workers and `turnlog egress` must share [egress] signing_key, "
+            "and their clocks must agree within a minute"
         )
 
 
@@ -201,7 +201,9 @@ def trust(upstream_ca: str) -> ssl.SSLContext:
         try:
             context.load_verify_locations(Path(upstream_ca))
         except OSError as error:  # ssl.SSLError is one
-            raise EgressUnavailable(f"[egress] upstream_ca: {upstream_ca} is no readable PEM file ({error})") from error
+            raise EgressUnavailable(
+                f"[egress] upstream_ca: {upstream_ca} is not a readable PEM file ({error})"
+            ) from error
     return context
 
 
@@ -268,7 +270,7 @@ class Addresses:
         try:
             self._private = frozenset(authority(text, None) for text in private_hosts)
         except RequestRefused as refused:
-            raise EgressUnavailable(f"[egress] private_hosts takes host:port: {refused.detail}") from None
+            raise EgressUnavailable(f"[egress] private_hosts must list host:port: {refused.detail}") from None
 
     async def resolve_allowed(self, host: Authority) -> tuple[str, ...]:
         """Return the addresses to connect to. A host with one address that is not public is refused. Raises

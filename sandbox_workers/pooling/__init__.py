@@ -99,7 +99,7 @@ def load_backend(name: str) -> Any:
             extra = "sandbox" if name in LOCAL else name
             raise BackendUnavailable(f"backend {name} needs {error.name}: pip install turnlog[{extra}]") from error
         raise BackendUnavailable(
-            f"backend {name} ({point.value}, {GROUP}) does not import: {type(error).__name__}: {error}; mend or "
+            f"backend {name} ({point.value}, {GROUP}) does not import: {type(error).__name__}: {error}; fix or "
             "uninstall its package"
         ) from error
 
@@ -115,7 +115,8 @@ async def local(settings: SandboxSettings, *, ca: Path | None = None) -> tuple[P
     allow. Raises BackendUnavailable."""
     if settings.backend not in LOCAL:
         raise BackendUnavailable(
-            f"[sandbox] backend = {settings.backend!r} is not one of {', '.join(LOCAL)}; others go into backends"
+            f"[sandbox] backend = {settings.backend!r} is not one of {', '.join(LOCAL)}; set other backends in "
+            "[sandbox] backends"
         )
     try:
         return await backend(settings.backend, settings, ca=ca), False
@@ -147,7 +148,7 @@ async def _create_pool(stack: AsyncExitStack, provider: Provider, settings: Sand
     try:
         await pool.prefill(Shape(disk_bytes=settings.disk_bytes))
     except (SandboxUnavailable, ImageMissing) as error:
-        raise BackendUnavailable(f"backend {provider.name} works here, but no sandbox comes up: {error}") from error
+        raise BackendUnavailable(f"backend {provider.name} works here, but no sandbox starts: {error}") from error
     watcher = asyncio.create_task(_watch(pool, settings.health_s, sweeps=provider.name in LOCAL))
     watcher.add_done_callback(functools.partial(_on_watcher_end, pool))
     stack.push_async_callback(_end, watcher)

@@ -242,7 +242,9 @@ class Pool:
         """Turn an idle slot into an empty sandbox of the shape, by the cheaper way."""
         held = slot.session is not None
         if held:
-            log.debug("%s slot %d: idle session %s makes room", self.provider.name, slot.number, slot.session)
+            log.debug(
+                "%s slot %d: evicting idle session %s to free the slot", self.provider.name, slot.number, slot.session
+            )
             self._forget(slot)
         if held and slot.shape == shape and not fresh:
             self._upkeep.reset(slot)

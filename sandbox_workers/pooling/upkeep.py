@@ -22,18 +22,18 @@ from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, Sa
 HITS = Counter("turnlog_sandbox_pool_hits", "Leases that found their sandbox ready", ["backend"])
 MISSES = Counter("turnlog_sandbox_pool_misses", "Leases that waited for a slot or a start", ["backend"])
 WAIT = Histogram(
-    "turnlog_sandbox_pool_wait_seconds", "From asking for a sandbox to having it", ["backend"],
+    "turnlog_sandbox_pool_wait_seconds", "Time from requesting a sandbox to having it", ["backend"],
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )  # fmt: skip
-WAITING = Gauge("turnlog_sandbox_pool_waiting", "Callers that wait", ["backend"])
+WAITING = Gauge("turnlog_sandbox_pool_waiting", "Callers waiting for a sandbox", ["backend"])
 RENEWALS = Counter(
     "turnlog_sandbox_pool_renewals",
     "Sandboxes replaced: died | unclean | error | max_uses | shape",
     ["backend", "reason"],
 )
-FAILURES = Counter("turnlog_sandbox_pool_failures", "Starts that failed", ["backend"])
-LEAKS = Counter("turnlog_sandbox_pool_leaks", "Leftovers found: by a reset, or by the sweep", ["backend"])
-SLOTS = Gauge("turnlog_sandbox_pool_slots", "Slots, by what they do", ["backend", "state"])
+FAILURES = Counter("turnlog_sandbox_pool_failures", "Sandbox starts that failed", ["backend"])
+LEAKS = Counter("turnlog_sandbox_pool_leaks", "Leftovers found by a reset or by the sweep", ["backend"])
+SLOTS = Gauge("turnlog_sandbox_pool_slots", "Slots by state", ["backend", "state"])
 REASONS = ("died", "unclean", "error", "max_uses", "shape")
 """Reasons for replacing a sandbox: it was gone; its reset was not proved clean; its call ended in an exception; it
 reached `max_uses`; its slot was needed for another shape."""
@@ -206,7 +206,7 @@ class Upkeep:
 
     async def _replace_sandbox(self, slot: Slot, reason: str) -> None:
         assert slot.shape is not None
-        log.info("%s slot %d: its sandbox is replaced: %s", self._provider.name, slot.number, reason)
+        log.info("%s slot %d: replacing its sandbox: %s", self._provider.name, slot.number, reason)
         self._metrics.count_renewal(reason)
         await self._renew(slot, slot.shape)
 
@@ -230,8 +230,8 @@ class Upkeep:
 
     def _handle_start_failure(self, slot: Slot, shape: Shape, error: SandboxUnavailable) -> None:
         failures, pause_s = self.backoff.note_failure(shape)
-        said = f"{error} (failure {failures} in a row; the next try of its kind is in {pause_s:g} s)"
-        log.warning("%s slot %d: no sandbox came up: %s", self._provider.name, slot.number, said)
+        said = f"{error} (failure {failures} in a row; next attempt for this kind in {pause_s:g} s)"
+        log.warning("%s slot %d: no sandbox started: %s", self._provider.name, slot.number, said)
         self._metrics.count_failure()
         slot.shape, slot.error = None, error
         self._refuse(shape, type(error)(said))

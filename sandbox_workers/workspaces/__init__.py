@@ -116,7 +116,7 @@ class SessionFiles:
             except StoreUnavailable as error:
                 if loop.time() + pause > gives_up:
                     raise
-                log.warning("a workspace waits for the store: %s", error)
+                log.warning("waiting for the store to save or load a workspace: %s", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 5.0)
 

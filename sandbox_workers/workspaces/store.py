@@ -59,7 +59,7 @@ CACHED_MANIFESTS = 200
 
 WRITTEN = Counter("turnlog_sandbox_workspace_written_bytes", "Bytes of workspaces put into the object store")
 REUSED = Counter(
-    "turnlog_sandbox_workspace_reused_bytes", "Bytes of changed files that lay in the object store already"
+    "turnlog_sandbox_workspace_reused_bytes", "Bytes of changed files that were already in the object store"
 )
 
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 ROLES: dict[str, tuple[str, str]] = {
     "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
-    "gateway": ("turnlog.producers.gateway.app", "sessions and OpenAI chat completions over the engines"),
+    "gateway": ("turnlog.producers.gateway.app", "serve sessions and OpenAI chat completions from the engines"),
     "runner": ("turnlog.producers.runner", "run white-box agents"),
     "assembler": ("turnlog.processors.runtime.assembler", "fold turns into trees, segments and advantages"),
     "batcher": ("turnlog.processors.runtime.batcher", "form one batch per optimizer step"),
-    "trainer": ("turnlog.trainer.loop", "Megatron steps, checkpoints, weight versions"),
+    "trainer": ("turnlog.trainer.loop", "run Megatron steps, write checkpoints, publish weight versions"),
     "loader": ("turnlog.consumers.loader", "load published weights into one engine"),
 }
 """Roles that are one asyncio process: verb -> (module with `main(role)`, description)."""
@@ -82,8 +82,8 @@ First steps:
   turnlog up && turnlog status      servers and roles, left running; `turnlog down` stops them
   turnlog replay --verify           fold the topics again and compare with what was trained
 
-Verbs that look at a run take the newest one of runs/ where none is named. --run and --settings may stand behind the
-verb. Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environment; see docs/settings.md.
+Verbs that inspect a run use the newest one in runs/ if none is named. --run and --settings may also follow the verb.
+Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environment; see docs/settings.md.
 """
 
 
@@ -121,7 +121,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     if looks and not named and (run_id := newest_run()) not in ("", RunSettings().id):
         from turnlog.infra.roles.terminal import aside
 
-        aside(f"run {run_id}, the newest of runs/ (--run names another)")
+        aside(f"run {run_id}, the newest in runs/ (choose another with --run)")
     settings = run_settings(arguments.settings, os.environ, run_id=run_id)
     if looks and arguments.verb != "status":  # which has a status of its own for that
         check_there(settings)
@@ -193,37 +193,37 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, what) in ROLES.items():
         _verb(verbs, name, _role(name, module), f"role: {what}")
-    _verb(verbs, "views", _views, "role: the Faust live views behind `turnlog status`")
-    _verb(verbs, "lag", _lag, "role: how far every role is behind the log, as Prometheus metrics")
-    _verb(verbs, "egress", _egress, "role: the way out of sandbox workers, as a process of its own")
-    _verb(verbs, "engine", _engine, "role: one SGLang engine of [model] path, in the foreground, here or on Ray")
-    _verb(verbs, "registry", _registry, "role: the embedded schema registry")
+    _verb(verbs, "views", _views, "role: serve the Faust live views behind `turnlog status`")
+    _verb(verbs, "lag", _lag, "role: export how far every role is behind the log, as Prometheus metrics")
+    _verb(verbs, "egress", _egress, "role: run the egress proxy of sandbox workers as a separate process")
+    _verb(verbs, "engine", _engine, "role: run one SGLang engine with [model] path in the foreground, here or on Ray")
+    _verb(verbs, "registry", _registry, "role: run the embedded schema registry")
     _verb(verbs, "supervise", _supervise, "run the servers and roles of a run in the foreground")
-    made = _verb(verbs, "recipe", _recipe, "begin a recipe of your own: a package that works as it is")
+    made = _verb(verbs, "recipe", _recipe, "create your own recipe: a package that works as generated")
     new = made.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
         "new",
         help="write the package",
         description="Write a package with a dataset, an environment, a verifier and a test.",
     )
-    new.add_argument("name", metavar="NAME", help="of recipe and folder, such as my-game")
+    new.add_argument("name", metavar="NAME", help="name of the recipe and its folder, such as my-game")
     new.add_argument(
-        "--into", type=Path, default=Path(), metavar="DIR", help="where the folder is made (default: here)"
+        "--into", type=Path, default=Path(), metavar="DIR", help="create the folder in DIR (default: here)"
     )
     _verb(verbs, "up", _up, "start servers and roles, leave them running, print the endpoints").add_argument(
-        "--json", action="store_true", help="the endpoints on standard output"
+        "--json", action="store_true", help="print the endpoints as JSON on standard output"
     )
     _verb(verbs, "down", _down, "stop what `up` started")
     _askers(verbs)
-    _lives(_verb(verbs, "run", _run, "configure the run, feed tasks and train until the draws of [feeder] are trained"))
-    warm = _verb(verbs, "warm-start", _warm_start, "make the recipe's tiny model by supervised fine-tuning")
-    warm.add_argument("--out", type=Path, metavar="DIR", help="copy it to this folder, unless it is there")
-    demo = _verb(verbs, "demo", _demo, "everything at once, with a live display and a verdict")
+    _lives(_verb(verbs, "run", _run, "configure the run, feed tasks and train until all [feeder] draws are trained"))
+    warm = _verb(verbs, "warm-start", _warm_start, "create the recipe's tiny model by supervised fine-tuning")
+    warm.add_argument("--out", type=Path, metavar="DIR", help="copy the model to DIR, unless it is already there")
+    demo = _verb(verbs, "demo", _demo, "run the whole loop with a live display, and judge the result")
     demo.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
-    demo.add_argument("--engines", type=int, default=None, metavar="N", help="engines (default 1)")
+    demo.add_argument("--engines", type=int, default=None, metavar="N", help="number of engines (default 1)")
     _readers(verbs)
     _outlets(verbs)
     completes = _verb(verbs, "completion", _completion, "print a script that completes this command line in a shell")
-    completes.add_argument("shell", choices=SHELLS, help="such as: source <(turnlog completion bash)")
+    completes.add_argument("shell", choices=SHELLS, help="the shell; for example: source <(turnlog completion bash)")
     complete_parser(top)
     return top
 
@@ -232,19 +232,19 @@ def _lives(run: argparse.ArgumentParser) -> None:
     """Add the actions of `turnlog run`; without an action it runs the training loop."""
     actions = run.add_subparsers(dest="action", metavar="ACTION")
     for name, what in (
-        ("configure", "topics, schemas and what the run records of its settings; again, it only compares"),
-        ("pause", "ask for no more groups; what is under way ends, and every role stays up"),
-        ("resume", "go on with a paused run"),
-        ("close", "end the run for good: its roles end, and none starts for it again"),
+        ("configure", "create topics and schemas and record the settings of the run; if repeated, only compare them"),
+        ("pause", "request no more groups; work in progress finishes, and every role stays up"),
+        ("resume", "continue a paused run"),
+        ("close", "close the run for good: its roles end, and none starts for it again"),
     ):
         actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".")
     from turnlog.consumers.arguments import delete_arguments, fork_arguments  # argparse alone
 
-    fork_arguments(actions.add_parser("fork", help="begin another run from a checkpoint of one"))
+    fork_arguments(actions.add_parser("fork", help="start a new run from a checkpoint of another"))
     delete_arguments(
-        actions.add_parser("delete", help="everything that a run has left: show it, or let it go for good")
+        actions.add_parser("delete", help="show everything that a run has left behind, or delete it for good")
     )
-    known = actions.add_parser("list", help="runs below every prefix of the cluster, and of the directories here")
+    known = actions.add_parser("list", help="list runs below every prefix of the cluster, and in the directories here")
     known.add_argument("--json", action="store_true")
 
 
@@ -252,7 +252,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verbs that report the state of what is running."""
     from turnlog.consumers import arguments as of
 
-    status = _verb(verbs, "status", _status, "roles, lag, engines, versions")
+    status = _verb(verbs, "status", _status, "show roles, lag, engines and weight versions")
     status.add_argument("--json", action="store_true")
     status.add_argument(
         "--watch",
@@ -261,25 +261,25 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         const=2.0,
         default=0.0,
         metavar="S",
-        help="show it again every S seconds (default 2); with --json a line each time",
+        help="refresh every S seconds (default 2); with --json, print one line each time",
     )
     status.add_argument(
-        "--health", default="", metavar="URL,...", help="roles to ask where no supervisor runs them ([status] health)"
+        "--health", default="", metavar="URL,...", help="health URLs of roles without a supervisor ([status] health)"
     )
     doctor = _verb(verbs, "doctor", _doctor, "check brokers, topics, registry and store, and say what to change")
     doctor.add_argument("--json", action="store_true")
-    of.engines_arguments(_verb(verbs, "engines", _engines, "which engines serve; more or fewer while the run goes on"))
-    of.dashboard_arguments(_verb(verbs, "dashboard", _dashboard, "the run in the browser: sessions, tokens, curves"))
-    health = _verb(verbs, "health", _health, "ask a role of this container whether it is ready, for probes")
+    of.engines_arguments(_verb(verbs, "engines", _engines, "list the engines; add or remove some during a run"))
+    of.dashboard_arguments(_verb(verbs, "dashboard", _dashboard, "show the run in a browser: sessions, tokens, curves"))
+    health = _verb(verbs, "health", _health, "ask a role in this container whether it is ready (for probes)")
     health.add_argument(
         "role",
         choices=sorted((*TRAINING_ROLES, *OPTIONAL_ROLES)),
     )
     asked = health.add_mutually_exclusive_group()
-    asked.add_argument("--ready", action="store_true", help="whether it does its work (the default)")
-    asked.add_argument("--live", action="store_true", help="whether its loops come round")
-    health.add_argument("--url", default="", help="of its health endpoint (default: TURNLOG_HEALTH_HOST and _PORT)")
-    health.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds for an answer (default 2)")
+    asked.add_argument("--ready", action="store_true", help="ask whether it does its work (default)")
+    asked.add_argument("--live", action="store_true", help="ask whether its loops make progress")
+    health.add_argument("--url", default="", help="its health endpoint (default: TURNLOG_HEALTH_HOST and _PORT)")
+    health.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait for it (default 2)")
 
 
 def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -288,38 +288,38 @@ def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     from turnlog.sandbox_workers.console import sandbox_arguments, session_arguments
 
     sandbox_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
-    of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, travel in time, refold"))
+    of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, go back in time, refold"))
     of.archive_arguments(_verb(verbs, "archive", _archive, "role: copy topics into the object store; flush, prune"))
-    of.index_arguments(_verb(verbs, "index", _index, "role: keep the log as tables of one file, for questions in SQL"))
-    of.query_arguments(_verb(verbs, "query", _query, "ask the index in SQL; the answer says as of when it is"))
-    of.tail_arguments(_verb(verbs, "tail", _tail, "events as they come, a line each"))
-    of.why_arguments(_verb(verbs, "why", _why, "the chain of records that decided about a session, group or token"))
-    of.gc_arguments(_verb(verbs, "gc", _gc, "what nothing names any more in the store: show it, or let it go"))
-    schemas = _verb(verbs, "schemas", _schemas, "check today's schemas against every release; print them as AsyncAPI")
+    of.index_arguments(_verb(verbs, "index", _index, "role: index the log as tables in one file, for SQL queries"))
+    of.query_arguments(_verb(verbs, "query", _query, "query the index in SQL; the answer states its as-of time"))
+    of.tail_arguments(_verb(verbs, "tail", _tail, "print events as they arrive, one per line"))
+    of.why_arguments(_verb(verbs, "why", _why, "show the records that decided about a session, group or token"))
+    of.gc_arguments(_verb(verbs, "gc", _gc, "show unreferenced objects in the store, or delete them"))
+    schemas = _verb(verbs, "schemas", _schemas, "check the schemas against every release; print them as AsyncAPI")
     schemas.add_argument(
         "action", choices=("check", "release", "asyncapi"),
-        help="check, cut the next release, or print topics, records and who reads and writes them as AsyncAPI 3.0",
+        help="check, cut the next release, or print topics, records, readers and writers as AsyncAPI 3.0",
     )  # fmt: skip
-    schemas.add_argument("--against", type=Path, metavar="DIR", help="a folder of releases (default: the package's)")
+    schemas.add_argument("--against", type=Path, metavar="DIR", help="folder of releases (default: the package's)")
     of.topics_arguments(_verb(verbs, "topics", _topics, "create or check the catalogue's topics; print ACLs"))
-    of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build rows of a run as Parquet or Arrow, or verify them"))
-    of.eval_arguments(_verb(verbs, "eval", _eval, "mean reward and pass@k of each weight version, and the best one"))
-    of.export_arguments(_verb(verbs, "export", _export, "weights of a run as a Hugging Face folder"))
-    of.sft_arguments(_verb(verbs, "sft", _sft, "supervised fine-tuning of a model folder on a dataset of a run"))
-    of.reward_arguments(_verb(verbs, "reward", _reward, "judge recorded sessions again, and write the dataset"))
-    of.fold_arguments(_verb(verbs, "fold", _fold, "fold recorded sessions by two policies and compare; write nothing"))
-    of.dead_letters_arguments(_verb(verbs, "dead-letters", _dead_letters, "refused records: list, show, requeue, skip"))
+    of.dataset_arguments(_verb(verbs, "dataset", _dataset, "build a Parquet or Arrow dataset of a run, or verify one"))
+    of.eval_arguments(_verb(verbs, "eval", _eval, "show mean reward and pass@k per weight version, and the best"))
+    of.export_arguments(_verb(verbs, "export", _export, "write weights of a run as a Hugging Face folder"))
+    of.sft_arguments(_verb(verbs, "sft", _sft, "fine-tune a model folder on a dataset of a run (supervised)"))
+    of.reward_arguments(_verb(verbs, "reward", _reward, "judge recorded sessions again and write a dataset"))
+    of.fold_arguments(_verb(verbs, "fold", _fold, "compare two policies on recorded sessions; write nothing"))
+    of.dead_letters_arguments(_verb(verbs, "dead-letters", _dead_letters, "list, show, requeue, skip refused records"))
     session_arguments(
-        _verb(verbs, "session", _session, "a session: show its calls, turns and tokens, or run its calls again")
+        _verb(verbs, "session", _session, "show the calls, turns and tokens of a session, or run its calls again")
     )
-    books = _verb(verbs, "books", _books, "sampled = trained + masked, by reason")
-    books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="default run")
-    books.add_argument("--id", default="", metavar="ID", help="one account of that level")
-    books.add_argument("--limit", type=int, default=20, metavar="N", help="the N largest (default 20)")
+    books = _verb(verbs, "books", _books, "show the token accounting: sampled = trained + masked, by reason")
+    books.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="level (default run)")
+    books.add_argument("--id", default="", metavar="ID", help="show only this account of that level")
+    books.add_argument("--limit", type=int, default=20, metavar="N", help="show the N largest (default 20)")
     books.add_argument("--json", action="store_true")
     books.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
     _verb(verbs, "report", _report, "write runs/ID/report.json and print the summary").add_argument(
-        "--json", action="store_true", help="print what report.json holds"
+        "--json", action="store_true", help="print the content of report.json"
     )
 
 
@@ -327,9 +327,9 @@ def _outlets(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     """Add the verbs that export the log to other programs."""
     from turnlog.consumers import arguments as of
 
-    of.trace_arguments(_verb(verbs, "trace", _trace, "role: a run's spans for an OpenTelemetry collector"))
-    _verb(verbs, "alerts", _alerts, "role: tell people of a run's alarms, by mail, chat or a hook ([alerts] urls)")
-    of.track_arguments(_verb(verbs, "track", _track, "role: a run's curves in TensorBoard or Weights & Biases"))
+    of.trace_arguments(_verb(verbs, "trace", _trace, "role: send the spans of a run to an OpenTelemetry collector"))
+    _verb(verbs, "alerts", _alerts, "role: send the alerts of a run by mail, chat or webhook ([alerts] urls)")
+    of.track_arguments(_verb(verbs, "track", _track, "role: write curves of a run for TensorBoard or Weights & Biases"))
 
 
 Call = Callable[[Settings, argparse.Namespace], int]

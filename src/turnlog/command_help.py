@@ -26,9 +26,9 @@ GROUPS = {
 }  # fmt: skip
 """Every verb, in the group in which `turnlog --help` lists it."""
 STATUSES = """\
-Exit status: 0 done; 1 done, and what was found is not as it should be, or nothing is recorded; 2 cannot, with the
+Exit status: 0 success; 1 completed, but something is not as it should be, or nothing is recorded; 2 error, with the
 reason on standard error; 3 the run is not up (status); 75 a server did not answer, try again; 130, 143 interrupted;
-141 nobody reads the output any more.
+141 the reader of the output has gone.
 """
 SHELLS = ("bash", "zsh", "fish")
 INVALID = re.compile(
@@ -50,7 +50,7 @@ class CommandLineParser(argparse.ArgumentParser):
             what, given, listed = found.groups()
             known = re.findall(r"'([^']*)'", listed)
             nearest = did_you_mean(given, known)
-            listed = f"`{self.prog} --help` lists them" if len(known) > 12 else f"choose from {', '.join(known)}"
+            listed = f"see `{self.prog} --help`" if len(known) > 12 else f"choose from {', '.join(known)}"
             message = f"argument {what}: invalid choice: {given!r}{nearest or ','} {listed}"
         super().error(message)
 
@@ -68,7 +68,7 @@ def naming(parser: argparse.ArgumentParser, *, default: str | None = None) -> No
     """Add the options that name a run."""
     group = parser.add_argument_group("which run") if default else parser
     group.add_argument(
-        "--settings", type=Path, metavar="FILE", default=default, help="TOML settings (default: built-in defaults)"
+        "--settings", type=Path, metavar="FILE", default=default, help="TOML file (default: built-in settings)"
     )
     group.add_argument("--run", dest="run_id", metavar="ID", default=default, help="run id; its files are in runs/ID")
 

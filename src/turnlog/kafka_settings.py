@@ -98,8 +98,8 @@ def check_kafka(kafka: KafkaSettings, source: str) -> None:
         return [f"kafka.{key}" for key in keys if not getattr(kafka, key)]
 
     if not kafka.bootstrap and (kafka.copies > kafka.brokers or kafka.copies == 1 < kafka.brokers):
-        refuse(f"kafka.replication = {kafka.replication} contradicts kafka.brokers = {kafka.brokers}: leave "
-               "replication out, or 2 or 3 with brokers = 3; kafka.bootstrap names a cluster of your own")  # fmt: skip
+        refuse(f"kafka.replication = {kafka.replication} contradicts kafka.brokers = {kafka.brokers}: omit "
+               "replication, or set 2 or 3 with brokers = 3; to use your own cluster, set kafka.bootstrap")  # fmt: skip
     protocol, mechanism = kafka.security_protocol, kafka.sasl_mechanism
     if protocol != "PLAINTEXT" and not kafka.bootstrap:
         refuse(f"kafka.security_protocol is {protocol} and kafka.bootstrap is empty: the embedded brokers have a "
@@ -112,7 +112,7 @@ def check_kafka(kafka: KafkaSettings, source: str) -> None:
         refuse(f"kafka.ca_file is set and kafka.security_protocol is {protocol}: set it to SSL or SASL_SSL")
     if bool(mechanism) != protocol.startswith("SASL_"):
         refuse(f"kafka.security_protocol is {protocol} and kafka.sasl_mechanism is {mechanism or 'empty'}: a SASL_ "
-               "protocol has a mechanism, and no other has one")  # fmt: skip
+               "protocol needs a mechanism, and no other takes one")  # fmt: skip
     by_name = mechanism in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
     if by_name and (missing := lacks("username", "password")):
         refuse(f"kafka.sasl_mechanism is {mechanism} and {missing[0]} is empty: set it, or {_file(missing[0])}")

@@ -137,7 +137,7 @@ def check_learning(settings: object, learning: LearningSettings, source: str) ->
     if learning.importance != "none" and learning.logprobs == "recorded":
         raise SettingsError(
             f"{source}: trainer.importance is {learning.importance} and trainer.logprobs is recorded: the ratio is "
-            "taken against the engine already, and what parts it from the trainer would count twice; set "
+            "already taken against the engine, so its difference from the trainer would count twice; set "
             "trainer.logprobs to recomputed, or trainer.importance to none"
         )
     if learning.importance_low >= learning.importance_high:

@@ -79,7 +79,7 @@ def _read(variable: str, path: Path, fault: Callable[[str], str]) -> tuple[tuple
     try:
         mark, text = _mark(path), path.read_bytes().decode()  # in this order: what is swapped between them is seen
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SecretUnusable(f"{variable}: {path} cannot be read: {why}") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:

@@ -131,7 +131,7 @@ def value_of(key: str, hint: Any, value: Any, source: str, *, bounded: bool = Tr
 def secret_fault(hint: Any, text: str) -> str:
     """Return why a text is no secret for that declaration, or "" if it is one."""
     if not text.strip():
-        return "is blank: set the secret, or leave it out"
+        return "is blank: set the secret, or omit it"
     return next((fault for note in notes(hint) if isinstance(note, Signs) and (fault := note.fault(text))), "")
 
 

@@ -725,7 +725,7 @@ def tables_of(path: Path | None) -> dict[str, Any]:
     except FileNotFoundError:
         raise SettingsError(f"{path}: no such settings file") from None
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"it is no UTF-8 text: {error}"
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text: {error}"
         raise SettingsError(f"{path}: cannot be read: {why}") from error
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}") from error
@@ -766,8 +766,8 @@ def override_settings(
         )
     if found.gateway.routed_experts == "on" and found.engine.update in ("retract", "in_place"):
         raise SettingsError(
-            f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: what meets new "
-            "weights would have experts of both; set engine.update to abort, or leave it out"
+            f"{source}: gateway.routed_experts is on and engine.update is {found.engine.update}: requests "
+            "that switch to new weights would have experts of both; set engine.update to abort, or omit it"
         )
     _check_colocation(found, source)
     return found
@@ -785,8 +785,8 @@ def _check_colocation(settings: Settings, source: str) -> None:
     for key, (found, wanted) in needed.items():
         if found != wanted:
             raise SettingsError(
-                f"{source}: engine.colocate has engines and trainer take turns, and {key} is {found}: set it to "
-                f"{wanted}, or give each devices of its own"
+                f"{source}: with engine.colocate, engines and trainer take turns, but {key} is {found}: set it to "
+                f"{wanted}, or give each its own devices"
             )
     if settings.engine.launcher == "ray":
         raise SettingsError(
@@ -795,17 +795,17 @@ def _check_colocation(settings: Settings, source: str) -> None:
         )
     if settings.engine.autoscale_max:
         raise SettingsError(
-            f"{source}: engine.colocate has every engine wait while the trainer steps, and engine.autoscale_max is "
-            f"{settings.engine.autoscale_max}: set it to 0, or give each devices of its own"
+            f"{source}: with engine.colocate, every engine waits while the trainer steps, but engine.autoscale_max "
+            f"is {settings.engine.autoscale_max}: set it to 0, or give each its own devices"
         )
     if settings.trainer.publish == "adapter":
         raise SettingsError(
-            f"{source}: engine.colocate gives back the weights that adapters rest on, and trainer.publish is adapter: "
+            f"{source}: engine.colocate releases the weights below the adapters, but trainer.publish is adapter: "
             "set it to merged"
         )
     if settings.engine.update == "in_place":
         raise SettingsError(
-            f"{source}: engine.colocate gives the cache back, and engine.update is in_place: set it to retract or abort"
+            f"{source}: engine.colocate releases the cache, but engine.update is in_place: set it to retract or abort"
         )
 
 
@@ -827,11 +827,11 @@ def _check_http(settings: Settings, source: str) -> None:
         if not pattern or not re.fullmatch(r"https?://[^/?#@]+/?", url):
             raise SettingsError(
                 f"{source}: gateway.side_engines must be PATTERN=http(s)://host:port each, the address of an SGLang "
-                f"server (one that speaks OpenAI's API alone gives no tokens, and is none), got {one!r}"
+                f"server (a server with only OpenAI's API returns no tokens), got {one!r}"
             )
     if gateway.certificate_file and gateway.own_url.startswith("http://"):
         raise SettingsError(
-            f"{source}: gateway.own_url is {gateway.own_url}, and gateway.certificate_file has it serve https"
+            f"{source}: gateway.own_url is {gateway.own_url}, but gateway.certificate_file makes it serve https"
         )
 
 
@@ -891,7 +891,7 @@ def _check_variables(env: Mapping[str, str]) -> None:
         if plain in known:
             raise SettingsError(f"{name}: {known[plain]} is not a secret and is not read from a file: set {plain}")
         raise SettingsError(
-            f"{name} is set in the environment and names no setting{did_you_mean(name, {*known, *VARIABLES})}; "
+            f"{name} is set in the environment but names no setting{did_you_mean(name, {*known, *VARIABLES})}; "
             "docs/settings.md lists them all: unset it, or correct it"
         )
 

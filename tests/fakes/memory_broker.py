@@ -197,7 +197,8 @@ class MemoryBroker:
         log = self.log_of(name)
         if not log.start <= offset <= log.end:
             raise OffsetOutOfRange(
-                f"{name.topic}[{name.number}]: offset {offset} was asked for, the log holds {log.start} to {log.end}"
+                f"{name.topic}[{name.number}]: offset {offset} was requested, "
+                f"but the log holds {log.start} to {log.end}"
             )
         found: list[Record] = []
         end = log.stable(name) if committed else log.end
@@ -222,7 +223,7 @@ class MemoryBroker:
         """Raises Fenced unless `epoch` is the newest."""
         owner = self.owners[transactional_id]
         if owner.epoch != epoch:
-            raise Fenced(f"{transactional_id}: a newer owner started; this process must end")
+            raise Fenced(f"{transactional_id}: a newer owner started; this process must exit")
         return owner
 
     def end(self, owner: Owner, fate: Fate) -> None:
@@ -257,7 +258,7 @@ class MemoryBroker:
         """A new member; one with the same instance is replaced. Raises TopicMissing, BrokenAssignment."""
         if len({self.partitions(topic) for topic in topics}) != 1:
             raise BrokenAssignment(
-                f"{group}: {', '.join(topics)} differ in partitions, so units cannot move as a whole"
+                f"{group}: {', '.join(topics)} differ in partitions, so partition tasks cannot move as a whole"
             )
         found = self.group(group)
         found.members = [m for m in found.members if instance is None or m.instance != instance]

@@ -297,7 +297,7 @@ class MemoryTransactor:
 
     def _opened(self, owner: Owner) -> Transaction:
         if owner.transaction is None:
-            raise TransactionFailed(f"{self._id}: begin() comes first")
+            raise TransactionFailed(f"{self._id}: call begin() first")
         return owner.transaction
 
 

@@ -151,5 +151,6 @@ def check_metadata(commits: Mapping[Partition, Commit]) -> None:
         size = len(commit.metadata.encode())
         if size > METADATA_LIMIT_BYTES:
             raise Oversized(
-                f"{name.topic}[{name.number}]: commit metadata of {size} bytes; the broker takes {METADATA_LIMIT_BYTES}"
+                f"{name.topic}[{name.number}]: commit metadata of {size} bytes; "
+                f"the broker accepts at most {METADATA_LIMIT_BYTES}"
             )

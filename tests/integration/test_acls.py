@@ -522,7 +522,7 @@ LACKS: dict[str, tuple[Any, tuple[tuple[str, str, str], ...], tuple[str, str, st
     "to write": (appends, (WRITE_OUT, ("topic", "out", "Describe")), WRITE_OUT, ClusterNotAuthorized, "producer"),
     "to write here": (
         appends, (WRITE_OUT, ("topic", "out", "Describe"), ("topic", "in", "Write")), WRITE_OUT, TopicNotAuthorized,
-        "append to out: this principal has no such ACL on this topic",
+        "append to out: this principal lacks the ACL for this on this topic",
     ),
     "to transact": (transacts, (READ_IN, WRITE_OUT, MEMBER, OWNER), OWNER, TransactionalIdNotAuthorized, "producer t"),
     "to commit": (transacts, (READ_IN, WRITE_OUT, MEMBER, OWNER), MEMBER, GroupNotAuthorized, "offsets of g"),

@@ -55,7 +55,7 @@ async def test_servers_of_ours_are_well_and_one_that_is_away_is_a_finding(
     }
     for look in ("written", "overwritten"):
         assert f"an object that was {look} is read back and listed" in good
-    assert "counts, replicas and limits are the catalogue's" in good
+    assert "counts, replicas and limits match the catalogue" in good
     assert said["packages"]["aiokafka"] != "not installed"
     away = dataclasses.replace(live_settings, registry=RegistrySettings(url=f"http://{HOST}:{free_ports(1)[0]}"))
     more = dataclasses.replace(away, kafka=dataclasses.replace(away.kafka, replication=3, groups=5))

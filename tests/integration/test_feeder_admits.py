@@ -439,7 +439,7 @@ async def test_a_restarted_feeder_with_another_dataset_refuses_to_go_on(bench: B
     other.write_text('{"prompt": "else"}\n')
     changed = dataclasses.replace(bench.settings, feeder=dataclasses.replace(bench.settings.feeder, dataset=str(other)))
     async with bench.feeding(changed) as task:
-        with pytest.raises(feeder.DatasetChanged, match=r"has drawn from tasks.jsonl@\w+, \[feeder\] dataset is other"):
+        with pytest.raises(feeder.DatasetChanged, match=r"from tasks.jsonl@\w+, but \[feeder\] dataset is now other"):
             await task
 
 
@@ -651,7 +651,7 @@ async def test_a_paused_feeder_asks_for_nothing_and_says_why_until_the_run_is_re
         feeding = asyncio.create_task(feeder.main(role))
         async with asyncio.timeout(20):
             await health.held.wait()
-        assert role.health.waiting["phase"] == "the run is paused: `turnlog run resume` goes on with it"
+        assert role.health.waiting["phase"] == "the run is paused: continue it with `turnlog run resume`"
         assert await bench.asked() == []
         role.phase = RunPhase.RUNNING
         await bench.until(PROMPTS)

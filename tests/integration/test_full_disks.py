@@ -161,7 +161,7 @@ async def test_an_index_on_a_full_disk_says_so_and_goes_on_where_it_stopped(smal
 def test_an_index_that_begins_on_a_full_disk_is_not_called_damaged(small_disk: Path) -> None:
     fill(small_disk)
     with (
-        pytest.raises(IndexFull, match="make room"),
+        pytest.raises(IndexFull, match="free some space"),
         opened_writer(small_disk / "index.sqlite", "run", FOLD_VERSION, CODEC),
     ):
         pass
@@ -212,7 +212,7 @@ async def test_weights_on_a_full_disk_say_so_and_go_out_when_there_is_room(small
     rig.store.goes_on.set()
     async with rig.publications:
         filler = fill(small_disk)
-        with pytest.raises(ExportFailed, match=rf"the disk of {small_disk}/exports is full; make room") as met:
+        with pytest.raises(ExportFailed, match=rf"the disk of {small_disk}/exports is full; free some space") as met:
             await rig.begin(1)
         assert NO_ROOM.search(str(met.value))
         filler.unlink()

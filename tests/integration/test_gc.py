@@ -70,7 +70,7 @@ async def test_what_nothing_names_goes_by_the_trash_and_what_a_record_names_stay
             assert found == {"reachable": 4, "garbage": 1, "young": 1, "due": 1}
             status, said, _ = await turnlog(own_bucket, "gc", "--delete")
             assert status == 0
-            assert "1 objects went into the trash; 0 objects went back; 1 objects went for good" in said
+            assert "1 objects were moved to the trash; 0 objects were restored; 1 objects were deleted for good" in said
         trashed = f"trash/{key(garbage.sha256, role.blobs.folder)}"
         assert await role.blobs.names("trash/") == [trashed]
         (listed,) = (listing := await role.blobs.list_objects(trashed)).objects

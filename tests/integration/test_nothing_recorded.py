@@ -39,7 +39,7 @@ async def test_a_run_that_has_sampled_nothing_is_not_said_to_agree(
         await configure(role)
     assert await books.show(live_settings, AccountingArguments()) == ExitStatus.DIFFERS
     said = capsys.readouterr().out
-    assert "has sampled no token yet" in said
+    assert "has not sampled a token yet" in said
     assert "agree" not in said
     console = Terminal(file=io.StringIO(), width=200)
     assert await replay(live_settings, verify=True, console=console) == ExitStatus.DIFFERS

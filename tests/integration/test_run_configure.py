@@ -71,7 +71,7 @@ async def test_a_run_is_configured_once_from_nothing_and_a_second_call_says_so(f
     assert f"run {fresh.run.id!r} is configured: fold version {FOLD_VERSION}, settings " in said
     assert "draws 3\n" in said
     assert await done(fresh, "run", "configure") == (
-        0, f"nothing to do: run {fresh.run.id!r} is configured with these settings, its topics are there\n", "",
+        0, f"nothing to do: run {fresh.run.id!r} is configured with these settings, and its topics exist\n", "",
     )  # fmt: skip
     async with open_role("test", fresh) as role:
         assert await check(role.log, fresh) == []

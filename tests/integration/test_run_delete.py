@@ -64,15 +64,15 @@ async def test_a_run_is_shown_and_goes_for_good_and_its_neighbour_stays(run: Set
         folder = Owner(await log.cluster(), prefix, name).folder
         assert items["blobs", f"{folder}/"]["bytes"] == len(b"a blob")
         status, _, why = await turnlog(run, "run", "delete", name, "--delete")
-        assert (status, "NotConfirmed: there is no terminal to type the run's id on" in why) == (2, True)
+        assert (status, "NotConfirmed: there is no terminal to ask for the run's id on" in why) == (2, True)
         status, said, why = await turnlog(run, "run", "delete", name, "--delete", "--yes")
-        assert (status, said.splitlines()[-1:]) == (0, [f"run {name!r} is gone"]), why
+        assert (status, said.splitlines()[-1:]) == (0, [f"run {name!r} was deleted"]), why
         assert set(await neighbour.topics()) == {topic.name for topic in topics.CATALOGUE}
         assert {one for one in await log.topics() if not one.startswith("b.")} == set()
         assert f"{name}.assembler" not in await log.groups()
         assert await asyncio.to_thread(os.listdir, tmp_path) == []
         status, said, _ = await turnlog(run, "run", "delete", name, "--delete", "--yes")
-        assert (status, said.splitlines()[-1]) == (0, f"nothing of run {name!r} is there")
+        assert (status, said.splitlines()[-1]) == (0, f"nothing of run {name!r} was found")
     finally:
         await log.close()
         await neighbour.close()

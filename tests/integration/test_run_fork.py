@@ -134,7 +134,7 @@ async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(paren
         await append_batches(role.events, role.blobs, parent.run.id, 1)
         short = dataclasses.replace(parent, feeder=dataclasses.replace(parent.feeder, draws=1))
         await train(short)
-    with pytest.raises(CheckpointUnusable, match=r"holds no checkpoint of step 9; there are those of steps: 0, 1"):
+    with pytest.raises(CheckpointUnusable, match=r"holds no checkpoint of step 9; it has checkpoints of steps: 0, 1"):
         await forked(parent, step=9)
     with pytest.raises(ForkRefused, match=r"belongs to .*: give the new run one with --to-prefix"):
         await forked(parent, step=1, to_prefix=None)
@@ -145,6 +145,6 @@ async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(paren
     )
     async with open_role("test", other) as role:
         await prepare_run(role)
-    with pytest.raises(ForkRefused, match=r"has begun already .*without a parent"):
+    with pytest.raises(ForkRefused, match=r"has already begun .*without a parent"):
         await forked(parent, step=1)
     assert not (Path(parent.run.directory).parent / "second").exists()

@@ -97,7 +97,7 @@ async def test_feeder_and_runner_obey_a_pause_a_resume_and_a_close(live_settings
         assert (await listed(live_settings)).state == "configured"
         await set_phase(role, RunPhase.PAUSED)
         await serve_weights(role.events.append, live_settings)
-        await waits_for(health, "the run is paused: `turnlog run resume` goes on with it")
+        await waits_for(health, "the run is paused: continue it with `turnlog run resume`")
         await waits_for(runner_health, "gateway")
         ends = await role.log.end_offsets([Partition(TASKS.name, number) for number in range(4)])
         assert set(ends.values()) == {0}, "nothing was asked for while the run was paused"
@@ -113,7 +113,7 @@ async def test_feeder_and_runner_obey_a_pause_a_resume_and_a_close(live_settings
     refused = await asyncio.gather(*(turnlog(live_settings, *verb) for verb in (["runner"], ["run", "resume"])))
     for status, _, why in refused:
         assert status == 2
-        assert f"RunClosed: run {run!r} is closed: nothing starts for it any more" in why
+        assert f"RunClosed: run {run!r} is closed: no role starts for it any more" in why
 
 
 async def test_the_verbs_say_what_they_did_and_the_list_names_the_run(live_settings: Settings) -> None:
@@ -125,7 +125,7 @@ async def test_the_verbs_say_what_they_did_and_the_list_names_the_run(live_setti
         await configure(role)
         await role.events.append(step(run, 0))
         assert await turnlog(live_settings, "run", "pause") == (
-            0, f"run {run!r} is paused: no group is asked for any more, what is under way ends\n", "",
+            0, f"run {run!r} is paused: no more groups are requested, and work in progress finishes\n", "",
         )  # fmt: skip
         await set_phase(role, RunPhase.PAUSED)
     status, said, why = await turnlog(live_settings, "run", "list", "--json")

@@ -55,7 +55,7 @@ def test_reading_starts_no_role_and_leaves_the_run_as_it_was(folder: Path) -> No
     before = (directory / run_folder.SETTINGS).read_bytes()
     done = turnlog(folder, "books", "--json")
     assert done.returncode == ExitStatus.DIFFERS, done.stderr
-    assert "has sampled no token yet" in json.loads(done.stdout)["why"]
+    assert "has not sampled a token yet" in json.loads(done.stdout)["why"]
     assert "starting the servers of runs/r to read it" in done.stderr
     state = run_folder.read_state(directory)
     assert {child["name"] for child in state["children"]} == {"kafka", "store", "registry", "topics"}

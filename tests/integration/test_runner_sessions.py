@@ -414,7 +414,7 @@ async def test_a_commit_keeps_what_a_newer_release_says_and_one_that_expired_is_
             commits[place] = Commit(commit.offset, json.dumps({**json.loads(commit.metadata), "later": "kept"}))
     commits[Partition("agent.more", 0)] = Commit(1)
     async with stage.running() as (task, _):
-        with pytest.raises(OtherInputs, match=r"r\.runner has commits of agent\.more"):
+        with pytest.raises(OtherInputs, match=r"r\.runner has commits for agent\.more"):
             await asyncio.wait_for(task, 20)
     commits.clear()
     for number in range(2):

@@ -283,7 +283,7 @@ async def test_a_role_waits_for_its_secret_with_the_reason_on_readyz(secured: Se
     async with servers_of("registry", settings, health) as servers, asyncio.timeout(60):
         waiting = asyncio.create_task(servers.there())
         for _ in itertools.count():
-            if "refused the login by SCRAM-SHA-512" in (said := health.waiting.get("Kafka", "")):
+            if "refused the login with SCRAM-SHA-512" in (said := health.waiting.get("Kafka", "")):
                 break
             await asyncio.sleep(0.05)  # /readyz is looked at: there is nothing to await
         assert "username and password" in said

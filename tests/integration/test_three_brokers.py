@@ -200,7 +200,7 @@ async def test_what_the_log_cannot_take_is_held_or_ends_uncommitted(run: Setting
     async with impatient.appender() as appender, impatient.transactor("some") as transactor:
         await transactor.begin()
         stopped = await struck(run, follower, signal.SIGSTOP)
-        async with heard("turnlog.infra.kafka.producers", "waiting on"):
+        async with heard("turnlog.infra.kafka.producers", "still waiting"):
             held = asyncio.create_task(appender.append("strict", b"key", b"held"))
         with pytest.raises(
             LacksReplicas, match=r"1 partitions .* strict\[0\] .* 2 of 3 replicas .*insync.replicas is 3; brokers away"
@@ -249,7 +249,7 @@ async def cut_off(log: KafkaLog) -> None:
 
 
 async def test_who_holds_a_producer_that_sends_no_more_ends(log: KafkaLog) -> None:
-    with pytest.raises(ProducerDied, match="sends no more"):
+    with pytest.raises(ProducerDied, match="has stopped sending"):
         await cut_off(log)
 
 
@@ -258,5 +258,5 @@ def test_a_log_keeps_its_number_of_brokers(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "server.properties").touch()
     assert [broker.directory.name for broker in Brokers(tmp_path, count=3).all] == list(NAMES)
-    with pytest.raises(OtherBrokers, match=r"log of 3 broker\(s\) .* \[kafka\] brokers asks for 1: set it to 3"):
+    with pytest.raises(OtherBrokers, match=r"log of 3 broker\(s\) .* but \[kafka\] brokers is 1: set it to 3"):
         Brokers(tmp_path, count=1)

@@ -93,7 +93,7 @@ async def test_check_tells_what_would_lose_data_or_break_units(log: Log, configu
     assert "tasks has max.message.bytes=1048576" in told
     assert "must share one partition count (kafka.groups)" in told
     assert "agent.turns has 4" in told
-    assert problems[-1] == f"warning: {configured.kafka.prefix}stranger is no topic of the catalogue"
+    assert problems[-1] == f"warning: {configured.kafka.prefix}stranger is not a topic of the catalogue"
     assert "runs has" not in told
     assert len(problems) == 6
 
@@ -112,7 +112,7 @@ async def test_the_verb_prints_and_its_status_is_1_for_a_problem(
     told = capsys.readouterr().out
     assert "does not exist" in told
     assert "created runs, group-requests, tasks" in told
-    assert told.endswith("every topic is as the catalogue says\n")
+    assert told.endswith("every topic matches the catalogue\n")
 
 
 async def test_where_a_whole_catalogue_ends_is_found_by_one_look_at_its_leaders(

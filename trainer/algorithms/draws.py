@@ -78,10 +78,10 @@ class DrawPasses:
         if missing := [sample for sample in rows.sample_ids if sample not in kept]:
             what = one if one == "values" else f"{one} log-probs"
             raise CheckpointUnusable(
-                f"batch {manifest.batch_index} is part {manifest.part} of draw {manifest.draw_index}, and the "
-                f"checkpoint before it holds no {what} of {missing[0]}: the draw was begun under another "
-                "[trainer] logprobs, kl, teacher or algorithm. End the draw under those, or start from a checkpoint "
-                "between two draws"
+                f"batch {manifest.batch_index} is part {manifest.part} of rollout batch {manifest.draw_index}, but "
+                f"the checkpoint before it holds no {what} of {missing[0]}: the rollout batch was begun with another "
+                "[trainer] logprobs, kl, teacher or algorithm. Finish it with those settings, or start from a "
+                "checkpoint between two rollout batches"
             )
         column: Floats = torch.cat([kept[sample] for sample in rows.sample_ids]).numpy()
         return column

@@ -209,8 +209,8 @@ def read_marker(content: bytes, where: str) -> Marker:
 
 def _marker_error(where: str, why: str) -> CheckpointUnusable:
     return CheckpointUnusable(
-        f"{where} does not say which checkpoint to go on from ({why}): restore it, or remove it to go on from what the "
-        "other markers beside it name, and from [model] path where there is none"
+        f"{where} does not say which checkpoint to continue from ({why}): restore it, or remove it to continue from "
+        "the checkpoint that the other markers beside it name, or from [model] path if there are none"
     )
 
 
@@ -223,7 +223,7 @@ def check_files(folder: Path) -> None:
     for line in sums.read_text(errors="replace").splitlines() if sums.exists() else ():
         wanted, apart, name = line.partition("  ")
         if not apart:
-            raise CheckpointDamaged(f"{sums} does not list sums of files; restore it, or remove {folder}")
+            raise CheckpointDamaged(f"{sums} does not list checksums of files; restore it, or remove {folder}")
         if not (folder / name).is_file():
             raise CheckpointDamaged(f"{folder / name} is gone; restore it, or remove {folder}")
         if (found := file_sha256(folder / name)) != wanted:

@@ -30,7 +30,9 @@ from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.weights import LastExport, Of, WeightDelta, upload
 
-UNCHANGED = Gauge("turnlog_trainer_unchanged", "Share of values that are those of the version before", ["held"])
+UNCHANGED = Gauge(
+    "turnlog_trainer_unchanged", "Share of values that are unchanged since the previous version", ["held"]
+)
 
 
 class PublicationBuilder(Protocol):

@@ -227,11 +227,12 @@ def load_state(
     by_place = common.get("sharding") == BY_PLACE["distrib_optim_sharding_type"]
     if by_place and common["shards"] != shards():
         raise CheckpointUnusable(
-            f"{directory} is of ranks that shared the model otherwise ({common['shards']}, now {shards()}): go on from "
-            "it as they were, with trainer.checkpoints_reshardable = true, and change that behind the next checkpoint"
+            f"{directory} was written by ranks that shared the model in another way ({common['shards']}, now "
+            f"{shards()}): continue from it with the old layout and trainer.checkpoints_reshardable = true, and "
+            "change the layout after the next checkpoint"
         )
     if critic and not common.get("critic"):
-        log.warning("%s holds no critic: it begins as the weights that training began with", directory)
+        log.warning("%s holds no critic: the critic starts from the weights that training began with", directory)
         critic = None
     with mcore.quiet(), torch.no_grad():  # by place, Megatron writes into parameters
         sharded = _sharded_state(policy, critic, BY_PLACE if by_place else RESHARDABLE, is_loading=True)
@@ -247,7 +248,7 @@ def load_state(
 def _common(directory: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
     common = read_common(directory)
     if common["shape"] != dict(shape):
-        raise CheckpointUnusable(f"{directory} is of another model: {common['shape']}, not {dict(shape)}")
+        raise CheckpointUnusable(f"{directory} belongs to another model: {common['shape']}, not {dict(shape)}")
     return common
 
 

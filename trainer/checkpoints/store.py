@@ -105,7 +105,7 @@ class StorePlace:
             yield json.loads(self._run(lambda blobs: blobs.get_named(f"{self.prefix}/{name}/{MANIFEST}")))
         except (BlobMissing, ValueError, KeyError, TypeError) as error:
             raise CheckpointDamaged(
-                f"{self.checkpoint_address(name)}/{MANIFEST} is gone, or no manifest ({error})"
+                f"{self.checkpoint_address(name)}/{MANIFEST} is gone, or is not a manifest ({error})"
             ) from error
 
     def fetch_files(self, name: str, files: Collection[str]) -> Path:

@@ -89,8 +89,8 @@ def _join_ranks(plan: LearningPlan, gang: Sequence[Any]) -> list[Any]:
     places = of_ranks([one.place.remote(plan.model) for one in gang])
     if blind := next((place for place in places if not place.sees), None):
         raise LayoutUnfit(
-            f"node {blind.address} of the Ray cluster does not see {plan.model}: [model] path and [run] directory must "
-            "lie where all nodes have them"
+            f"node {blind.address} of the Ray cluster does not see {plan.model}: [model] path and [run] directory "
+            "must be on storage that all nodes share"
         )
     order = sorted(range(len(gang)), key=lambda one: (places[one].node, one))
     ranks, address = [gang[one] for one in order], places[order[0]].address

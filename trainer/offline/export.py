@@ -120,7 +120,11 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
         about = {"folder": str(folder), "run": done.run_id, "version": version, "checkpoint": done.checkpoint}
         say_json(about | {"tensors": done.tensors, "parameters": done.parameters, "dtypes": sorted(done.dtypes)})
         return ExitStatus.DONE
-    held = "held against its published checksums" if done.version else "of no published version: nothing to hold it to"
+    held = (
+        "verified against its published checksums"
+        if done.version
+        else "not a published version: no checksums to verify"
+    )
     say(f"{folder}: {done.weights_description}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
     return ExitStatus.DONE
 
@@ -249,7 +253,7 @@ def _write_checkpoint_weights(
 def check_free(folder: Path) -> None:
     """Raises ExportRefused if the folder exists."""
     if folder.exists() or folder.is_symlink():
-        raise ExportRefused(f"{folder} is there already; name another folder, or remove it first")
+        raise ExportRefused(f"{folder} already exists; choose another folder, or remove it first")
 
 
 @contextmanager

@@ -249,9 +249,7 @@ def _say_rows(split: Split) -> None:
 def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[SftRow]:
     """Yield the dataset's rows as tokens, in file order. Raises BadDataset."""
     if manifest.view not in COLUMNS:
-        raise BadDataset(
-            f"{dataset} is of the view {manifest.view}; build one with --view sft (or rl: recorded tokens)"
-        )
+        raise BadDataset(f"{dataset} has the view {manifest.view}; build one with --view sft (or rl: recorded tokens)")
     files = pyarrow.dataset.dataset(str(dataset / "data"), format=manifest.format)
     columns = [name for name in COLUMNS[manifest.view] if name != "images" or name in files.schema.names]
     for batch in files.to_batches(columns=columns, batch_size=READ_ROWS):
@@ -285,7 +283,7 @@ def split_rows(rows: Sequence[SftRow], shape: ModelShape, numbers: SftHyperparam
         if len(outside := row.token_ids[(row.token_ids < 0) | (row.token_ids >= shape.vocabulary)]):
             raise BadDataset(
                 f"a row of task {row.task} has token {outside[0]}, the model has {shape.vocabulary}: the dataset's "
-                "tokens are of another tokenizer; build one of the view sft"
+                "tokens come from another tokenizer; build one with the view sft"
             )
         if row.images and not shape.vision:
             raise BadDataset(
@@ -294,8 +292,8 @@ def split_rows(rows: Sequence[SftRow], shape: ModelShape, numbers: SftHyperparam
             )
         if shape.vision and row.images is None and bool((row.token_ids == shape.vision.token).any()):
             raise BadDataset(
-                f"a row of task {row.task} has tokens of images, and the dataset is of a release that named none: "
-                "build it again"
+                f"a row of task {row.task} has tokens of images, but the dataset comes from a release that did not "
+                "record images: build it again"
             )
         reason = f"longer than {most} tokens" if len(row.token_ids) > most else "" if row.loss_tokens else "no answer"
         if reason:
@@ -381,7 +379,8 @@ class Tuning:
                       if before.get(key) != plan.get(key)]  # fmt: skip
             if differ:
                 raise OtherSft(
-                    f"{self._beside} was begun with {'; '.join(differ)}: say that again, or --fresh forgets it"
+                    f"{self._beside} was begun with {'; '.join(differ)}: use those values again, or start over with "
+                    "--fresh"
                 )
         part = file.with_suffix(PART)
         part.write_text(json.dumps(plan, indent=2) + "\n")
@@ -431,7 +430,7 @@ class Tuning:
             self._say(f"epoch {epoch}  step {step} SKIPPED: the gradient is not finite")
         if self._skipped == MAX_SKIPPED:
             raise GradientNotFinite(
-                f"{self._skipped} steps in a row had no finite gradient: lower --rate, or look at the rows"
+                f"{self._skipped} steps in a row had no finite gradient: lower --rate, or check the rows"
             )
 
     def _measure_loss(self, learner: Learner, rows: Sequence[SftRow]) -> float | None:

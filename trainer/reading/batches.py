@@ -29,7 +29,7 @@ from turnlog.trainer.checkpoint import Cursor
 PARTITION = Partition(BATCHES.name, 0)
 RETRY_S = (0.1, 0.5, 2.0, 5.0)
 POLL_S = 0.2
-WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds without a batch")
+WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds spent waiting for a batch")
 
 Manifest = SampleBatchFormed | BatchSkipped
 Fetch = Callable[[SampleBatchFormed], Awaitable[BatchRows]]
@@ -74,7 +74,9 @@ class Manifests:
             if all(index in found for index in wanted):
                 return [found[index] for index in wanted]
             if self._waiting and self._waiting[-1][0].batch_index >= wanted.stop:
-                raise BatchGap(f"{BATCHES.name} lacks a part of the draw: one of batches {wanted[0]} to {wanted[-1]}")
+                raise BatchGap(
+                    f"{BATCHES.name} lacks a part of the rollout batch: one of batches {wanted[0]} to {wanted[-1]}"
+                )
             await self._read(POLL_S)
 
     async def _read(self, timeout_s: float) -> None:
@@ -172,7 +174,7 @@ def _verify_rows(manifest: SampleBatchFormed, content: bytes) -> BatchRows:
             f"with {manifest.trained_tokens}"
         )
     if not len(rows):
-        raise CorruptBatch(f"{where}: it holds no rows, and a draw of which nothing is left forms no batch")
+        raise CorruptBatch(f"{where}: it holds no rows, but a rollout batch without rows forms no batch")
     if bool(np.any(rows.trained[rows.starts])) or bool(np.any(rows.weight_divisor <= 0)):
         raise CorruptBatch(f"{where}: a row trains its first token or has no weight")
     return rows
@@ -202,10 +204,10 @@ def check_lengths(manifest: SampleBatchFormed, rows: BatchRows, positions: int) 
     if len(beyond):
         row = int(beyond[0])
         raise TokensUnfit(
-            f"{_where(manifest)}: sample {rows.sample_ids[row]} has {int(rows.lengths[row])} tokens, the model has "
-            f"{positions} positions (max_position_embeddings of its config.json), and so have {len(beyond)} of "
-            f"{len(rows)} rows: set [batcher] max_tokens to cut what is longer, keep [engine] context and [feeder] "
-            "max_context_tokens within it, or say in config.json what the model can do"
+            f"{_where(manifest)}: sample {rows.sample_ids[row]} has {int(rows.lengths[row])} tokens, but the model "
+            f"has {positions} positions (max_position_embeddings of its config.json); {len(beyond)} of {len(rows)} "
+            "rows are too long: set [batcher] max_tokens to cut longer rows, keep [engine] context and [feeder] "
+            "max_context_tokens within that limit, or correct config.json if the model supports more"
         )
 
 
@@ -221,6 +223,6 @@ def check_vocabulary(manifest: SampleBatchFormed, rows: BatchRows, vocabulary: i
         row = int(np.searchsorted(rows.starts, at, "right")) - 1
         raise TokensUnfit(
             f"{_where(manifest)}: sample {rows.sample_ids[row]} has token {rows.token_ids[at]} at "
-            f"{at - int(rows.starts[row])}, the model has {vocabulary}: its sessions were sampled by another model "
-            "than [model] path of the trainer"
+            f"{at - int(rows.starts[row])}, but the model has {vocabulary} tokens: its sessions were sampled by "
+            "another model than the trainer's [model] path"
         )

@@ -82,8 +82,8 @@ def _make_picture(image: ImageRef, arrays: Any, vision: VisionShape, about: str)
     )
     if frames != 1 or picture.tokens != image.tokens:
         raise ImagesUnfit(
-            f"{about} takes {image.tokens} tokens by the sample and {picture.tokens} by the model's image processor: "
-            "the gateway's [model] path has other preprocessor_config.json than the trainer's"
+            f"{about} takes {image.tokens} tokens in the sample, but {picture.tokens} with the model's image "
+            "processor: the preprocessor_config.json in the gateway's [model] path differs from the trainer's"
         )
     return picture
 

@@ -25,7 +25,9 @@ from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.models.experts import attach_experts
 from turnlog.trainer.shape import ModelShape
 
-UNROUTED = Counter("turnlog_trainer_unrouted_rows", "Rows of a mixture that came without recorded experts")
+UNROUTED = Counter(
+    "turnlog_trainer_unrouted_rows", "Rows for a mixture-of-experts model that came without recorded experts"
+)
 NAMED = 5
 """Number of samples that a warning names for each cause."""
 _said = logging.getLogger(__name__)

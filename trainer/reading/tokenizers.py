@@ -43,8 +43,8 @@ class Tokenizers:
             assert isinstance(event, SessionStarted)
             if event.tokenizer_sha256 not in ("", self._own):
                 raise TokensUnfit(
-                    f"batch {manifest.batch_index} is refused: session {event.session_id} is of a gateway "
-                    f"({event.writer_url}) whose tokenizer.json has sha256 {event.tokenizer_sha256}, {self._file} "
-                    f"has {self._own or 'none'}: give gateway and trainer the same folder as [model] path"
+                    f"batch {manifest.batch_index} is refused: session {event.session_id} comes from a gateway "
+                    f"({event.writer_url}) whose tokenizer.json has sha256 {event.tokenizer_sha256}, {self._file} has "
+                    f"{self._own or 'none'}: set [model] path of gateway and trainer to the same folder"
                 )
         self._since = ends

@@ -40,7 +40,7 @@ from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
 
 UNSIGNED = Counter(
-    "turnlog_gateway_unsigned_thinking", "Thinking blocks of a last answer whose signature is missing or no gateway's"
+    "turnlog_gateway_unsigned_thinking", "Thinking blocks of a last answer with a missing or foreign signature"
 )
 FIELDS: Fields = {
     "model": MODEL,

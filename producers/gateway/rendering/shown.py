@@ -125,9 +125,9 @@ def findings(
 
 MEANS = {
     "system": "the model never sees what a system message says",
-    "tools": "the model never sees what requests have of them",
-    "calls": "a prompt that is written anew would lack them, and is refused",
-    "results": "the model would never see them, and requests that have some are refused",
+    "tools": "the model never sees those of requests",
+    "calls": "a prompt that must be rendered again would lack them, and is refused",
+    "results": "the model would never see them, so requests that contain some are refused",
 }
 """Consequences if a template drops something that agents usually send."""
 
@@ -138,20 +138,20 @@ def _doubts(prompts: Prompts, written: TemplateFeatures, name: str) -> Iterator[
             yield f"the chat template does not write {what}: {means}"
     refused = [what for what in ("tools", "calls", "results") if written.written_parts()[what] is None]
     if refused:
-        yield f"the chat template refuses conversations with {', '.join(refused)}: so are the requests that have them"
+        yield f"the chat template refuses conversations with {', '.join(refused)}: such requests are refused"
     if written.answer and not name:
         yield (
             f"no known format reads the calls that the chat template writes, {written.answer[:200]!r}: they stay text, "
-            "and what trains may offer no tools ([gateway] tool_calls)"
+            "and sessions that train may offer no tools ([gateway] tool_calls)"
         )
     elif written.answer and not written.reads(FORMATS[name]):
         yield (
             f"the format {name} does not read the calls as the chat template writes them, {written.answer[:200]!r}: "
-            "[gateway] tool_calls names another"
+            "name another in [gateway] tool_calls"
         )
     end = prompts.end_of_turn
     if end is not None and prompts.tokens.eos and end not in prompts.tokens.eos:
         yield (
-            f"answers end at what generation_config.json and config.json name, and {prompts.end_mark}, by which the "
-            "chat template ends messages, is not among it: name it there if it ends answers, too"
+            f"answers end at the tokens named by generation_config.json and config.json, but {prompts.end_mark}, with "
+            "which the chat template ends messages, is not one of them: add it there if it also ends answers"
         )

@@ -76,7 +76,7 @@ class ChatTemplate:
         if DEFAULT not in named:
             raise TemplateMissing(
                 f"{folder} has no chat template for conversations without tools: neither chat_template.jinja, nor a "
-                "chat_template in chat_template.json or tokenizer_config.json, nor one that is named default there"
+                "chat_template in chat_template.json or tokenizer_config.json, nor one named default there"
             )
         special = {**read_json(folder / "special_tokens_map.json"), **config}
         tokens = {name: _content(special[name]) for name in SPECIAL_TOKENS if special.get(name)}

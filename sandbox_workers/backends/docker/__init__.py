@@ -212,7 +212,7 @@ def filter_for(about: Mapping[str, Any]) -> bytes:
     """Return the seccomp program of the local backends, or an empty one if the daemon's machine has other system calls
     than this one."""
     if about.get("Architecture") != os.uname().machine:
-        log.warning("the Docker daemon is on %s: its own seccomp profile alone applies", about.get("Architecture"))
+        log.warning("the Docker daemon is on %s: only its own seccomp profile applies", about.get("Architecture"))
         return b""
     return seccomp.program() or b""
 
@@ -221,4 +221,6 @@ def warn(about: Mapping[str, Any]) -> None:
     """Log the limits that this daemon cannot set."""
     for figure, what in (("MemoryLimit", "memory"), ("PidsLimit", "processes"), ("CpuCfsQuota", "CPU")):
         if not about.get(figure):
-            log.warning("the Docker daemon cannot bound %s of a container: the init's own looks alone do", what)
+            log.warning(
+                "the Docker daemon cannot limit %s of a container: only the checks of the sandbox's init do", what
+            )

@@ -319,7 +319,7 @@ async def discard_container(client: Any, container: str, stream: ContainerStream
     except SandboxUnavailable as error:
         if isinstance(error.__cause__, NotFound):
             return "was removed by somebody else"
-        log.warning("container %s is left: %s", container[:12], error)
+        log.warning("container %s could not be removed: %s", container[:12], error)
         return f"cannot be asked about: {error}"
     return OOM_KILLED if state["OOMKilled"] else f"ended as {state['ExitCode']} {state['Error']}".rstrip()
 

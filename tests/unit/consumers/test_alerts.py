@@ -127,7 +127,7 @@ async def test_a_role_whose_restarts_do_not_help_is_told_of_in_words_and_where_t
             target.tell("run", await watch.look(failures), now)
     (body,) = hook.bodies
     assert body["title"] == "turnlog run run"
-    assert "trainer-0 on node failed, the run was started again: ended with status 1" in body["message"]
+    assert "trainer-0 on node failed, the run was restarted: ended with status 1" in body["message"]
     assert "docs/operations.md: Settings and start, restarts of a role do not help" in body["message"]
 
 
@@ -144,7 +144,7 @@ def test_what_an_address_does_not_take_it_is_told_later_others_at_once_and_no_lo
         broken.status = 200
         found[0].tell("run", [alarm("a")], 2.0)
         assert [len(hook.bodies), len(broken.bodies)] == [1, 1]
-        assert "address 1 of [alerts] urls did not take an alarm" in caplog.text
+        assert "address 1 of [alerts] urls did not accept an alert" in caplog.text
         assert SECRET not in caplog.text
         assert str(broken.port) not in caplog.text
 

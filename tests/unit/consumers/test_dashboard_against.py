@@ -78,10 +78,10 @@ async def test_another_run_has_curves_of_its_own_and_what_it_recorded_otherwise_
         samples = (await client.get("/against/b/samples")).text
         check_harmless(samples, "samples")
         assert groups is not None
-        assert f"{groups['n']} are here alone, 0 there alone" in samples
+        assert f"{groups['n']} are only here, 0 only there" in samples
         refold = (await client.get("/against/refold")).text
         assert "Over steps" not in refold, "nobody trained on a refold"
-        assert "have another advantage" in (await client.get("/against/refold/samples")).text
+        assert "have a different advantage" in (await client.get("/against/refold/samples")).text
         assert (await client.get("/against/..%2Fb/samples")).status_code == 404
         assert (await client.get("/against/c/samples")).status_code == 404
     async with site(told) as (client, _):
@@ -89,7 +89,7 @@ async def test_another_run_has_curves_of_its_own_and_what_it_recorded_otherwise_
 
 
 def test_what_is_no_run_and_no_dataset_of_samples_is_refused_by_name(told: ToldRun, tmp_path: Path) -> None:
-    with pytest.raises(NoIndex, match="name a run that is indexed"):
+    with pytest.raises(NoIndex, match="name an indexed run"):
         Other.at(tmp_path)
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(NotADataset):

@@ -226,7 +226,7 @@ def test_two_sessions_stand_side_by_side_turn_by_turn_in_one_scale_of_colours(pa
         assert left is not None
         assert right is not None
         assert (left["y"], left["x"] + left["width"] <= right["x"]) == (right["y"], True)
-    expect(page.locator(".pair >> nth=2")).to_contain_text("no turn of this one")
+    expect(page.locator(".pair >> nth=2")).to_contain_text("no such turn in this session")
     expect(page.locator("#legend")).to_contain_text("|")
     page.hover("#side-2-turn-0 .out .t >> nth=2")
     expect(page.locator("#tip")).to_contain_text("masked: excluded outcome")
@@ -286,11 +286,11 @@ def test_lanes_of_the_run_tell_to_mouse_and_keyboard_and_a_part_of_it_is_looked_
     page.hover(".timeline .span.v0 >> nth=1")
     expect(tip).to_contain_text("step")
     page.focus("a[aria-label^='engine-0']")
-    expect(tip).to_contain_text("requests in hand")
+    expect(tip).to_contain_text("open requests")
     page.focus(".timeline a[href*='from='] >> nth=2")
     page.keyboard.press("Enter")
     page.wait_for_url("**/timeline?from=*")
-    page.click("text=all of it")
+    page.click("text=whole run")
     page.wait_for_url("**/timeline?from=*")
     expect(page.locator(".pages")).not_to_contain_text("wider")
     page.goto(f"{served.url}/batches/0")

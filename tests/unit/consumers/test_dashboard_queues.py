@@ -62,7 +62,7 @@ async def test_queues_are_those_of_turnlog_lag_and_unknown_where_a_role_tells_no
     assert told_of["batcher"] == str(wanted["batcher"])
     assert told_of["gateway"] == "unknown", "it has no queue on the log"
     assert told_of["trainer"] == "unknown", "no trainer of this run has committed anything"
-    assert "stand still" not in page
+    assert "without progress" not in page
 
 
 async def test_a_role_that_stands_still_is_named_with_the_record_that_waits_and_the_line_of_operations(

@@ -85,7 +85,7 @@ async def test_calls_are_counted_by_status_and_reason_as_the_log_has_them(told: 
     facts = dict(re.findall(r"<dt>([^<]+)</dt><dd>(?:<a [^>]+>)?([\d,]+)", page))
     starts = [event for event in results if isinstance(event, ToolCallStarted)]
     assert facts == {
-        "executions": str(len(starts)), "of workers": "2", "begun again": str(MANY), "without isolation": str(MANY),
+        "executions": str(len(starts)), "workers": "2", "retried": str(MANY), "without isolation": str(MANY),
         "infrastructure failures": str(MANY),
     }  # fmt: skip
 
@@ -114,7 +114,7 @@ async def test_a_status_with_its_reason_chooses_its_calls(told: ToldRun) -> None
         assert len(links) == len(HOSTILE)
         page = (await client.get(links[0].replace("&amp;", "&"))).text
         assert len(ROW.findall(page)) in (MANY // len(HOSTILE), MANY // len(HOSTILE) + 1)
-        assert "no call ended so" in (await client.get("/sandboxes?status=timeout")).text
+        assert "no call ended this way" in (await client.get("/sandboxes?status=timeout")).text
         for asked in ("sort=output", "after=x", "after=WyJkdXJhdGlvbl9zIix0cnVlLDEsIngiXQ=="):
             answer = await client.get(f"/sandboxes?{asked}")
             assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), asked
@@ -160,7 +160,7 @@ async def test_workers_are_those_of_the_runs_supervisor_and_without_one_the_page
     assert (worker.name, worker.pools) == ("sandbox-0", ())
     assert worker.why
     async with site(told) as (client, _):
-        assert "no worker's address is known here" in (await client.get("/sandboxes/pools")).text.replace("&#39;", "'")
+        assert "no worker addresses are known here" in (await client.get("/sandboxes/pools")).text
 
 
 def test_calls_are_found_by_their_index_and_not_by_reading_outputs(told: ToldRun) -> None:

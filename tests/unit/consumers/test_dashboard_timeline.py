@@ -84,7 +84,7 @@ def test_neighbours_that_a_column_holds_are_one_span_so_that_a_lane_has_no_more_
     many = [LaneSpan(at * 10, at * 10 + 10, "v0", f"number {at}") for at in range(COLUMNS * 100)]
     found = list(merge_spans(window, many))
     assert COLUMNS / 2 < len(found) <= 2 * COLUMNS
-    assert found[0].says == "99 of them, the last: number 98"
+    assert found[0].says == "99 events, the last: number 98"
     assert sum(one.end - one.start for one in found) == pytest.approx(COLUMNS * 1000)
     few = [LaneSpan(0, 5000, "v0", "a"), LaneSpan(5000, 9000, "v1", "b"), LaneSpan(4990, 5000, "swap", "c")]
     assert [one.says for one in merge_spans(window, few)] == ["a", "b", "c"]
@@ -105,7 +105,7 @@ async def test_a_window_is_asked_for_and_leads_to_those_beside_and_inside_it(tol
         assert all(one[1] == other[0] for one, other in pairwise(inside))
         first, last = inside[3]
         closer = (await client.get(f"/timeline?from={first}&to={last}")).text
-        assert {"earlier", "later", "wider", "all of it", "closer"} <= set(re.findall(r">([a-z ]+)</a>", closer))
+        assert {"earlier", "later", "wider", "whole run", "closer"} <= set(re.findall(r">([a-z ]+)</a>", closer))
         for query in ("from=x", "from=9&to=3", f"from=0&to={1 << 60}"):
             answer = await client.get(f"/timeline?{query}")
             assert (answer.status_code, "BadQuestion" in answer.text) == (400, True), query
@@ -114,5 +114,5 @@ async def test_a_window_is_asked_for_and_leads_to_those_beside_and_inside_it(tol
     await empty.indexed()
     async with site(empty) as (client, _):
         assert "nothing has happened yet" in (await client.get("/timeline")).text
-    with Index.open(told.index) as index, pytest.raises(BadQuestion, match="stretch of time"):
+    with Index.open(told.index) as index, pytest.raises(BadQuestion, match="is not a period"):
         swimlanes(index, 5, 5)

@@ -56,7 +56,7 @@ def test_an_option_given_twice_takes_either(capsys: pytest.CaptureFixture[str]) 
     assert query_of(cli.parser().parse_args(words)) == Query(tasks=("a", "b"), since_ms=5000)
     with pytest.raises(SystemExit):
         cli.parser().parse_args(["dataset", "build", "out", "--since", "yesterday"])
-    assert "'yesterday' is no ISO 8601 time" in capsys.readouterr().err
+    assert "'yesterday' is not an ISO 8601 time" in capsys.readouterr().err
 
 
 def test_help_and_page_name_every_option_and_the_page_gives_an_example(capsys: pytest.CaptureFixture[str]) -> None:

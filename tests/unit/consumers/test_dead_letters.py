@@ -128,7 +128,7 @@ async def test_a_record_goes_out_again_as_it_was_and_only_once(role: Role, capsy
     assert "requeued 1 times" in capsys.readouterr().out
     assert await ran(role, "requeue", "--again", letter.event_id) == 0
     assert len(await all_of(role, TURNS.name)) == 3
-    with pytest.raises(LetterError, match="by ID, or --cause"):
+    with pytest.raises(LetterError, match="by ID, or choose them with --cause"):
         await ran(role, "requeue")
 
 

@@ -79,7 +79,7 @@ def test_the_reward_is_judged_by_what_its_recipe_wants() -> None:
     books, replayed = TokenAccount(), ReplayResult(records_compared=1)
     assert failures(body | {"reward_rise_wanted": 0.0}, books, replayed) == []
     (said,) = failures(body | {"reward_rise_wanted": 0.25}, books, replayed)
-    assert "rose by 0.100, the recipe wants at least 0.25 (its demo_rise)" in said
+    assert "rose by 0.100, the recipe requires at least 0.25 (its demo_rise)" in said
     assert failures(body | {"reward_rise_wanted": 0.25, "steps": 14}, books, replayed) == []
     wanted = {name: wanted_rise(Settings(feeder=FeederSettings(recipe=name))) for name in ("calc", "household", "none")}
     assert wanted == {"calc": 0.25, "household": 0.0, "none": 0.0}

@@ -291,7 +291,7 @@ async def test_a_base_whose_bytes_are_wrong_though_nobody_touched_it_is_fetched_
 
 async def test_a_difference_from_weights_that_nobody_knows_is_refused_by_name(chained: Chained) -> None:
     del chained.known[1]
-    with pytest.raises(BaseMissing, match="version 3 rests on version 2, delta of 1"):
+    with pytest.raises(BaseMissing, match="version 3 builds on version 2 \\(delta of 1\\)"):
         chained.chain(3)
     with pytest.raises(BaseMissing, match="strange"):
         chain_of(dataclasses.replace(chained.known[0], kind="strange"), chained.known)

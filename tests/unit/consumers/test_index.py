@@ -456,7 +456,7 @@ def test_a_database_of_somebody_else_is_neither_built_again_nor_written_to(tmp_p
         connection.execute("CREATE TABLE sales (amount)")
         connection.execute(f"PRAGMA user_version = {version}")
         connection.commit()
-    with pytest.raises(OtherIndex, match="no index of a run"), opened_writer(path, "run", FOLD_VERSION, CODEC):
+    with pytest.raises(OtherIndex, match="is not the index of a run"), opened_writer(path, "run", FOLD_VERSION, CODEC):
         pass
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("sales",)]

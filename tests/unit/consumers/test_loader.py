@@ -626,7 +626,7 @@ async def test_an_engine_that_starts_late_is_waited_for_by_name_and_said_to_be_g
     loading = asyncio.create_task(Loader(role, control, "engine-0", URL).run())
     (gone,) = await said(role, 1)
     assert isinstance(gone, EngineGone)
-    assert f"engine at {URL} does not answer since " in role.health.waiting["engine"]
+    assert f"engine at {URL} has not answered since " in role.health.waiting["engine"]
     assert "TURNLOG_ENGINE_URLS" in role.health.waiting["engine"]
     assert not loading.done()
     control.restart()

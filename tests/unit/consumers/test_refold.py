@@ -208,7 +208,7 @@ async def test_what_stands_at_out_is_refused_before_anything_is_folded_and_repla
     [
         (["--set", "discount=0.9"], r"write fold\.KEY=VALUE"),
         (["--set", "fold.nothing=1"], r"\[fold\] has no key nothing"),
-        (["--set", "batcher.ready_batches=3"], r"\[batcher\] has no key ready_batches that a refold changes: prompts_"),
+        (["--set", "batcher.ready_batches=3"], r"no key ready_batches that a refold can change: prompts_"),
         (["--estimator", "none-such"], "none-such"),
         (["--set", "fold.std_ddof=many"], "std_ddof"),
     ],

@@ -247,7 +247,7 @@ async def test_a_killed_rerun_asks_for_no_verdict_twice(trained_run: Make, tmp_p
     assert again.asked.count("broken") == 2  # a failure may be another one's answer by now
     assert verdicts.resumed == sum(said != "broken" for said in had) > 0
     assert verdicts.summary() == (await attempt(Slow(stop=None), fresh=True)).summary()
-    assert any("were judged by a rerun that did not end" in line for line in verdicts.lines())
+    assert any("were judged by an unfinished rerun" in line for line in verdicts.lines())
     other = Slow(stop=None)
     assert (await attempt(other, version="2")).resumed == 0
     assert len(other.asked) == 6
@@ -299,10 +299,10 @@ def test_rows_that_no_rerun_gives_are_refused_before_anybody_judges(tmp_path: Pa
     (tmp_path / "there").mkdir()
     (tmp_path / "there/manifest.json").write_text("{}")
     for words, error, said in (
-        ([], NoSuchRows, "say where"),
-        (["out", "--include-run", "other"], NoSuchRows, "of one run"),
+        ([], NoSuchRows, "name a folder"),
+        (["out", "--include-run", "other"], NoSuchRows, "only the sessions of the run of --run"),
         (["out", "--min-reward", "1"], NoSuchRows, "'min_reward': 1.0"),
-        (["out", "--view", "preference", "--best", "2"], BadQuery, "best is of the view sft"),
+        (["out", "--view", "preference", "--best", "2"], BadQuery, "best needs the view sft"),
         ([str(tmp_path / "there"), "--view", "sft"], DatasetExists, "--overwrite"),
     ):
         with pytest.raises(error, match=said):

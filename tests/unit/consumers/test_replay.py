@@ -186,7 +186,7 @@ async def test_a_batch_with_another_weight_or_a_sample_elsewhere_is_named(traine
             heavier,
             f"batch 0: row of sample {row.sample_id}: weight_divisor is {row.weight_divisor + 1} in the manifest",
         ),
-        (moved, f"sample {row.sample_id} does not stand at segment-samples[{row.partition}]@{row.offset + 1}"),
+        (moved, f"sample {row.sample_id} is not at segment-samples[{row.partition}]@{row.offset + 1}"),
     ):
         samples = (manifest.samples[0], other, *manifest.samples[2:])
         rewrite(made, record, CODEC.encode(dataclasses.replace(manifest, samples=samples)))

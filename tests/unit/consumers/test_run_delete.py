@@ -173,7 +173,7 @@ async def test_a_directory_that_went_in_part_goes_whole(house: House) -> None:
     house.directory.mkdir()
     (house.directory / "mine").touch()
     plan = await house.plan()
-    assert "no settings.toml there says that it is the run's" in plan.left[0]
+    assert "it has no settings.toml that shows that it belongs to the run" in plan.left[0]
     await house.delete()
     assert (house.directory / "mine").exists()
 

@@ -179,7 +179,7 @@ async def test_files_of_another_log_are_refused(tmp_path: Path) -> None:
     written(event_files, tmp_path, STEPS)
     run = TrainedRun()
     await run.append(STEPS[:2])
-    with pytest.raises(OtherHistory, match="it is of another log"):
+    with pytest.raises(OtherHistory, match="the files are of another log"):
         await track(run.role("track"), [("tensorboard", tmp_path)], until_end=True)
 
 

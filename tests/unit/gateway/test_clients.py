@@ -113,7 +113,7 @@ async def test_agno_and_langgraph_share_a_gateway_though_they_write_one_tool_wit
 async def test_smolagents_as_it_comes_is_refused_in_a_session_that_trains(rig: Any, tmp_path: Path) -> None:
     session = await rig.open(**OPENED)
     status, said = await driven(rig, session, "smolagents", tmp_path, TOOL="look_up", TOOL_CHOICE="required")
-    assert (status, "tool_choice would constrain what is sampled" in said) == (1, True), said
+    assert (status, "tool_choice would constrain sampling" in said) == (1, True), said
     assert await rig.written("TurnCompleted") == []
 
 
@@ -128,5 +128,5 @@ async def test_gemini_cli_asks_in_an_api_of_its_own_and_shows_which_are_served(r
     )  # fmt: skip
     assert status == 1
     assert "/v1beta/models/policy:streamGenerateContent is not served. Agents speak OpenAI's chat" in said
-    assert "take another client, or a proxy that translates" in said
+    assert "use another client, or a translating proxy" in said
     assert await rig.written("TurnCompleted") == []

@@ -221,8 +221,8 @@ async def test_a_call_that_must_be_is_what_engines_are_held_to_where_nothing_tra
     ("purpose", "choice", "why"),
     [
         ("train", "required", "recorded log-probs are the policy's own"),
-        ("eval", {"type": "function", "function": {"name": "other"}}, "no grammar of engines says it"),
-        ("eval", {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "no grammar"),
+        ("eval", {"type": "function", "function": {"name": "other"}}, "no engine grammar expresses it"),
+        ("eval", {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "no engine grammar"),
     ],
 )
 async def test_a_call_that_no_grammar_can_ask_for_is_refused_and_why(

@@ -290,7 +290,7 @@ async def test_a_call_that_must_be_made_is_refused_where_it_trains_with_the_reme
     asked = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
     refused = await rig.chat(session, [{"role": "user", "content": "hi"}], **asked)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "constraint_refused")
-    assert "leave it out or send `auto`" in refused.json()["error"]["message"]
+    assert "omit it or send `auto`" in refused.json()["error"]["message"]
 
 
 def test_the_page_starts_codex_with_a_model_and_a_provider_of_its_own() -> None:

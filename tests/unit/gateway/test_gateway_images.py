@@ -171,7 +171,7 @@ async def test_a_reference_to_another_sessions_image_shows_nothing(sees: Any) ->
     ("url", "says"),
     [
         ("https://example.org/cat.png", "fetches nothing"),
-        ("data:image/png;base64,!!", "no base64"),
+        ("data:image/png;base64,!!", "not base64"),
         ("data:image/png;base64,AAAA", "cannot be read"),
         (f"blob:{'0' * 64};9;image/png", "no turn of this session"),
         (png(2001, 10), "too narrow"),
@@ -210,7 +210,7 @@ async def test_an_image_token_that_the_model_wrote_ends_a_session_with_images(se
     messages += [await said(sees, session, messages), {"role": "user", "content": "go on"}]
     refused = await sees.chat(session, messages)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "stray_image_token")
-    assert "1 image tokens of no image" in refused.json()["error"]["message"]
+    assert "1 image tokens without an image" in refused.json()["error"]["message"]
     text = [{"role": "user", "content": "hello"}]
     text += [await said(sees, plain, text), {"role": "user", "content": "go on"}]
     await said(sees, plain, text)

@@ -131,7 +131,7 @@ def test_two_packages_that_offer_one_profile_are_named(installed: Callable[[str]
         harness("rooms")
 
 
-@pytest.mark.parametrize(("entry", "says"), [("rooms:absent", "rooms:absent"), ("rooms:LIMIT", "is no function")])
+@pytest.mark.parametrize(("entry", "says"), [("rooms:absent", "rooms:absent"), ("rooms:LIMIT", "is not a function")])
 def test_an_entry_point_that_is_no_profile_ends_the_start(
     installed: Callable[[str], None], entry: str, says: str
 ) -> None:

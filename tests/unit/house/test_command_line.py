@@ -42,7 +42,7 @@ def test_every_verb_stands_in_one_group_of_the_help() -> None:
         (["staus"], "invalid choice: 'staus', did you mean status?"),
         (["dataset", "biuld"], "did you mean build? choose from verify, build"),
         (["run", "puase"], "did you mean pause?"),
-        (["xyzzy"], "`turnlog --help` lists them"),
+        (["xyzzy"], "see `turnlog --help`"),
     ],
 )
 def test_a_misspelt_verb_or_action_names_the_nearest(
@@ -92,7 +92,7 @@ def test_the_last_run_is_looked_at_where_none_is_named(
     assert main(["status"]) == ExitStatus.NOT_UP
     shown = capsys.readouterr()
     assert "run 'newer' is not up: start it with `turnlog --run newer up`" in shown.out
-    assert "run newer, the newest of runs/" in shown.err
+    assert "run newer, the newest in runs/" in shown.err
     assert main(["status", "--run", "older"]) == ExitStatus.NOT_UP
     assert capsys.readouterr().err == ""
     assert main(["down"]) == ExitStatus.FAILED

@@ -44,7 +44,7 @@ async def test_a_role_whose_clock_is_off_waits_and_says_so(store: StoreSettings,
             with pytest.raises(Looked):
                 await Servers([clock], health, sleep=sleep).there()
             side = "ahead of" if hours > 0 else "behind"
-            assert f"{side} that of the store at {url}: set both by NTP" in health.waiting["clock"]
+            assert f"{side} that of the store at {url}: synchronize both with NTP" in health.waiting["clock"]
             faulty.heal()
             assert await _look(clock) is None
 

@@ -120,7 +120,7 @@ def test_a_list_of_ended_logins_that_was_cut_off_keeps_the_dashboard_shut(tmp_pa
     keys.end(cookie)
     assert not Keys("", tmp_path).is_login(cookie)
     (tmp_path / ENDED).write_bytes(b"")
-    with pytest.raises(SecretUnusable, match="which logins were ended"):
+    with pytest.raises(SecretUnusable, match="ended logins are unknown"):
         Keys("", tmp_path)
 
 
@@ -269,7 +269,7 @@ def test_a_run_that_is_named_by_half_its_name_keeps_the_settings_that_it_was_sta
     own.write_text("[feeder]\ndraws = 9\n")
     found = run_settings(own, {"TURNLOG_RUN_DIRECTORY": whole})
     assert (found.run.id, found.feeder.draws) == ("demo-1", 9)
-    with pytest.raises(SettingsError, match=r"demo-1/settings.toml is of run 'demo-1', and TURNLOG_RUN_ID is 'other'"):
+    with pytest.raises(SettingsError, match=r"settings.toml belongs to run 'demo-1', but TURNLOG_RUN_ID is 'other'"):
         named(TURNLOG_RUN_ID="other", TURNLOG_RUN_DIRECTORY=whole)
 
 
@@ -304,4 +304,4 @@ def test_up_says_each_member_that_it_goes_on_without_on_a_line_of_its_own(
 
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         of_up._follow(pipe, tmp_path, wait=True, attached=False, timeout_s=60.0, say=say, optional_s=-1.0)
-    assert lines == [f"not ready, and the run trains without it: {name}" for name in waiting]
+    assert lines == [f"not ready, but the run trains without it: {name}" for name in waiting]

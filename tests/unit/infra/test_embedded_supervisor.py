@@ -200,7 +200,7 @@ async def test_a_full_disk_is_waited_for_however_often_an_essential_member_dies_
             await _until(seen, ("log", ChildState.RESTARTING))
         error = supervisor.watched["log"].error
         assert isinstance(error, DiskFull)
-        assert "make room there, and it goes on" in str(error)
+        assert "free space there, and it continues" in str(error)
         full.unlink()
         await _until(seen, ("log", ChildState.READY))
     assert told == []

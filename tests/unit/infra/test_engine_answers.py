@@ -60,7 +60,7 @@ async def test_routed_experts_are_asked_from_a_position_and_come_as_bytes() -> N
 
 async def test_routed_experts_that_are_no_base64_are_refused() -> None:
     async with engine(meta={"routed_experts": "!"}) as (client, _):
-        with pytest.raises(EngineRefused, match="no base64"):
+        with pytest.raises(EngineRefused, match="not base64"):
             await answer(client, experts_from=0)
 
 

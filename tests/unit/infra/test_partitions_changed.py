@@ -20,7 +20,7 @@ from turnlog.settings import KafkaSettings, Settings
 
 pytestmark = pytest.mark.kafka
 PATIENCE_S = 60.0
-TOLD = r"agent\.sessions has 4 partitions, the settings say 2 .*\[kafka\] groups"
+TOLD = r"agent\.sessions has 4 partitions, but the settings ask for 2 .*\[kafka\] groups"
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_role_says_on_readyz_that_a_topic_has_got_more_and_writes_as_bef
         async with asyncio.timeout(PATIENCE_S):
             while (said := await _look(looked_at)) is None:
                 pass  # the role looks at its own copy of the metadata, which is renewed every half second
-        assert "agent.sessions has 4 partitions, the settings say 2" in said
+        assert "agent.sessions has 4 partitions, but the settings ask for 2" in said
         after = [await appender.append(SESSIONS.name, bytes([key]), b"v") for key in range(16)]
         assert [place for place, _ in after] == [place for place, _ in before]
 

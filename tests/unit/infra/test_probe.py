@@ -63,7 +63,7 @@ async def test_a_loop_that_stands_still_is_named() -> None:
     async with served(health) as port:
         status, said = await asked("runner", "--live", TURNLOG_HEALTH_PORT=str(port))
     assert status == 1
-    assert said.startswith("runner is not alive: its loop 'reaper' has stood still")
+    assert said.startswith("runner is not alive: its loop 'reaper' has made no progress")
 
 
 async def test_another_role_at_the_address_is_not_the_one_that_was_asked_for() -> None:

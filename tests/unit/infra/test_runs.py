@@ -152,7 +152,7 @@ async def test_a_damaged_record_of_the_run_is_no_empty_log(connect: Connect) -> 
     async with role.log.appender() as appender:
         await appender.append("runs", b"k", b"garbage of somebody else")
         await appender.append("runs", b"k", value, headers=[(RECORD_HEADER, b"RunConfigured")])
-    with pytest.raises(RunUnreadable, match=r"runs\[0\]@1 says what the run is and cannot be read"):
+    with pytest.raises(RunUnreadable, match=r"runs\[0\]@1 holds the run's configuration and cannot be read"):
         await configure(role)
 
 
@@ -188,7 +188,7 @@ async def test_blobs_of_a_run_that_an_earlier_release_began_stay_where_they_are(
 
 async def test_another_run_on_the_prefix_is_refused_by_both_names_and_with_the_remedy(connect: Connect) -> None:
     await configure(await connect(THEIRS))
-    with pytest.raises(OtherRun, match=r"prefix 'team\.'.*belongs to run 'theirs', this is 'ours'.*\[kafka\] prefix"):
+    with pytest.raises(OtherRun, match=r"prefix 'team\.'.*to run 'theirs', but this is run 'ours'.*\[kafka\] prefix"):
         await configure(await connect(OURS))
     assert len(await written(await connect(OURS), RunConfigured)) == 1
 
@@ -307,7 +307,7 @@ async def test_a_plan_is_written_again_when_it_changes_and_the_latest_counts(con
 async def test_a_role_does_not_start_on_the_log_of_another_run(connect: Connect) -> None:
     await configure(await connect(THEIRS))
     worked = False
-    with pytest.raises(OtherRun, match="belongs to run 'theirs', this is 'ours'"):
+    with pytest.raises(OtherRun, match="belongs to run 'theirs', but this is run 'ours'"):
         async with claim_log(await connect(OURS)):
             worked = True
     assert not worked
@@ -403,7 +403,7 @@ async def test_a_closed_run_is_over_for_good(connect: Connect) -> None:
     assert await set_phase(role, RunPhase.CLOSED) is RunPhase.RUNNING
     assert await set_phase(role, RunPhase.CLOSED) is RunPhase.CLOSED
     for phase in (RunPhase.RUNNING, RunPhase.PAUSED):
-        with pytest.raises(RunClosed, match=r"run 'ours' is closed: nothing starts.*turnlog run fork --from"):
+        with pytest.raises(RunClosed, match=r"run 'ours' is closed: no role starts.*turnlog run fork --from"):
             await set_phase(role, phase)
     with pytest.raises(RunClosed):
         await configure(await connect(OURS))

@@ -107,7 +107,7 @@ def test_only_secrets_have_files(tmp_path: Path) -> None:
         (None, "cannot be read: No such file"),
         (b"", "is empty"),
         (b"\n", "is empty"),
-        (b"\xff", "no UTF-8"),
+        (b"\xff", "not UTF-8"),
         (b" \n\n", "is blank"),
         (b"too short\n", "fewer than 16 characters"),
     ],

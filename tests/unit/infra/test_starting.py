@@ -58,8 +58,8 @@ async def test_each_server_is_waited_for_and_named_with_its_address_its_setting_
     assert set(said) == {"start", "Kafka", "store"}
     assert re.fullmatch(
         r"Kafka at kafka:9092 does not answer \(nobody listens\); "
-        r"start it, or set \[kafka\] bootstrap \(TURNLOG_KAFKA_BOOTSTRAP\) to where it is; "
-        r"\d looks since \d{4}-\d\d-\d\dT[\d:]+\+00:00",
+        r"start it, or set \[kafka\] bootstrap \(TURNLOG_KAFKA_BOOTSTRAP\) to its address; "
+        r"\d attempts since \d{4}-\d\d-\d\dT[\d:]+\+00:00",
         said["Kafka"],
     )
     assert health.living()[0]

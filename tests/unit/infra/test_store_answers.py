@@ -153,7 +153,7 @@ async def test_an_answer_that_passes_is_waited_for(blobs: S3Blobs, faulty: Fault
         (Fault(status=302, headers={"location": "http://127.0.0.1:9/login"}),
          r"redirects to http://127.0.0.1:9/login; set \[store\] endpoint"),
         (Fault(status=404, body=b"404 page not found", kind="text/plain"),
-         r"as no S3 store does; check \[store\] endpoint"),
+         r"which is not the answer of an S3 store; check \[store\] endpoint"),
         (Fault(status=501, body=error("NotImplemented")), "NotImplemented"),
     ],
     ids=["signature", "denied", "region", "region of a signature", "redirect", "no store", "not implemented"],

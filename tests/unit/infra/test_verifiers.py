@@ -275,7 +275,7 @@ async def test_a_sum_has_its_parts_as_components_and_fails_with_any_of_them(serv
     assert (found.value, found.components) == (1.25, {"short": 1.0, "short.length": 3.0, "ci": 0.5})
     assert is_late(verifier)
     assert "part ci: refused" in await refusal(verifier, means)
-    with pytest.raises(ValueError, match="names of their own"):
+    with pytest.raises(ValueError, match="distinct names"):
         WeightedSum(name="twice", version="1", parts=((short, 1.0), (short, 1.0)))
 
 
@@ -426,5 +426,5 @@ async def test_without_its_group_a_session_is_refused_by_name(service: Service, 
     assert "has no other session" in str(alone)
     assert service.asked == []
     for wrong in ({"reference": "best"}, {"read": float}, {"opponents": -1}):
-        with pytest.raises(ValueError, match="opponents are at least 0, and leave no room"):
+        with pytest.raises(ValueError, match="opponents must be at least 0, and cannot be combined"):
             a_judge(service, **{"opponents": 4} | wrong)

@@ -56,7 +56,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(FolderExists):
         create("odd-game", tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["odd-game"]
-    with pytest.raises(NotCreated, match="is no folder"):
+    with pytest.raises(NotCreated, match="is not a folder"):
         create("other", tmp_path / "missing")
 
 

@@ -102,7 +102,7 @@ def test_parts_that_are_missing_or_no_text_are_named(tmp_path: Path) -> None:
         with pytest.raises(BadTaskFolder, match=path.rpartition("/")[2]):
             task_row(tmp_path / path.replace("/", "-"))
     (folder(tmp_path) / "environment/data/a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(BadTaskFolder, match="come with the image"):
+    with pytest.raises(BadTaskFolder, match="must be part of the image"):
         task_row(tmp_path / "one")
     with pytest.raises(BadTaskFolder, match="no folder in it"):
         TaskFolders("none", tmp_path / "one/solution", CommandAgent(name="a", version="1", argv=("a",)))

@@ -241,7 +241,7 @@ async def test_a_defect_stops_its_unit_and_says_where_while_others_go_on(cluster
     waiting = await cluster.fold(defective_plan())
     assert await cluster.scored() == ["d"]
     assert waiting["unit 0"].startswith(
-        "agent.turns[0]@1: ZeroDivisionError: a bug; mend what it names or `turnlog dead-letters skip` it"
+        "agent.turns[0]@1: ZeroDivisionError: a bug; fix the cause, or skip the record with `turnlog dead-letters skip`"
     )
     assert await cluster.read("dead-letters") == []
     assert cluster.health.waiting == {}, "it is another's now"
@@ -320,7 +320,7 @@ async def test_commits_of_topics_that_the_role_does_not_read_refuse_to_start(clu
     commits = cluster.broker.group(PLAN.group).commits
     commits[Partition("agent.more", 0)] = commits[Partition(TURNS, 0)]
     with pytest.raises(
-        OtherInputs, match=r"assembler has commits of agent\.more, this release reads agent\.sessions, "
+        OtherInputs, match=r"assembler has commits for agent\.more, but this release reads agent\.sessions, "
     ):
         await cluster.fold()
 

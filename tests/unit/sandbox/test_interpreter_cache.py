@@ -61,5 +61,5 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
-    with pytest.raises(SandboxUnavailable, match="written by others"):
+    with pytest.raises(SandboxUnavailable, match="writable by other users"):
         ensure_cached_folder(cache, "thing", ["v1"], lambda root: None)

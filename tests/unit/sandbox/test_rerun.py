@@ -173,7 +173,7 @@ async def test_files_that_differ_are_named_and_later_calls_run_on_the_recorded_o
     first, second = await house.again("files")
     (difference,) = first.differences
     assert difference.what == "workspace"
-    assert "another content or mode: stamp" in difference.recorded
+    assert "different content or mode: stamp" in difference.recorded
     assert "only then: 1" in difference.recorded
     assert "only now: 1" in difference.now
     assert (second.verdict, second.notes) == ("same", ["its files were restored from the recorded workspace"])

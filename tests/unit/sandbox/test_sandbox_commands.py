@@ -145,7 +145,7 @@ def test_check_ends_with_1_where_the_configured_backend_is_no_boundary(
 def test_exec_refuses_source_that_is_no_text_and_takes_any_bytes_for_a_program(language: str) -> None:
     """Arguments that are no UTF-8 come as halves of surrogate pairs."""
     given = {"command": ["--", "ls", os.fsdecode(b"\xff")], "stdin": False, "shell": False, "python": False}
-    with pytest.raises(NotText, match="no UTF-8"):
+    with pytest.raises(NotText, match="not UTF-8"):
         command_of(argparse.Namespace(**given | {language: True}))
     command = command_of(argparse.Namespace(**given))
     assert (command.kind, command.argv[1]) == (Kind.program, "\udcff")

@@ -147,7 +147,7 @@ async def test_a_commit_keeps_what_a_newer_release_says_and_one_that_expired_is_
         for place, commit in commits.items():
             commits[place] = Commit(commit.offset, json.dumps({**json.loads(commit.metadata), "later": "kept"}))
     commits[Partition("agent.more", 0)] = Commit(1)
-    with pytest.raises(OtherInputs, match=r"run\.sandbox has commits of agent\.more"):
+    with pytest.raises(OtherInputs, match=r"run\.sandbox has commits for agent\.more"):
         await calls.PartitionRecovery(role, "run.sandbox").units([0, 1])
     commits.clear()
     for number in range(2):

@@ -139,7 +139,7 @@ def test_a_fork_leaves_the_checkpoints_of_a_run_that_has_begun(tmp_path: Path) -
     own = claimed(FolderPlace(tmp_path))
     name = save(own, 10)
     source = tmp_path / name
-    with pytest.raises(CheckpointUnusable, match="a run that has begun"):
+    with pytest.raises(CheckpointUnusable, match="a run that has already started"):
         hand_on(source, tmp_path)
     assert own.newest() == source
 
@@ -184,7 +184,7 @@ def test_a_marker_that_cannot_be_read_is_named(ground: Ground, content: bytes) -
     save(claimed(place), 0)
     (marker,) = place.markers()
     ground.write(marker, content)
-    with pytest.raises(CheckpointUnusable, match=rf"{marker} does not say which checkpoint to go on from"):
+    with pytest.raises(CheckpointUnusable, match=rf"{marker} does not say which checkpoint to continue from"):
         ground.newest()
 
 
@@ -303,10 +303,10 @@ def test_where_a_file_is_not_what_was_written_the_checkpoint_before_it_is_taken(
     found = ground.opened(1).newest()
     assert found is not None
     assert found.name == before == ground.newest()
-    assert f"{last} are taken again" in caplog.text
+    assert f"{last} are repeated" in caplog.text
     assert f"{last}/content" in caplog.text
     ground.write(f"{before}/content", b"1O")
-    with pytest.raises(CheckpointUnusable, match=r"which is damaged, and there is none before it"):
+    with pytest.raises(CheckpointUnusable, match=r"which is damaged, and there is no earlier one"):
         ground.opened(2)
 
 
@@ -329,7 +329,7 @@ def test_sums_that_list_no_files_are_damage(tmp_path: Path) -> None:
     checkpoints = claimed(place)
     before, last = save(checkpoints, 10), save(checkpoints, 20)
     (tmp_path / last / SUMS).write_bytes(b"\xffgarbage\n")
-    with pytest.raises(CheckpointDamaged, match=f"{SUMS} does not list sums of files"):
+    with pytest.raises(CheckpointDamaged, match=f"{SUMS} does not list checksums of files"):
         place.open_folder(last)
     assert Checkpoints(place, keep=3).newest() == tmp_path / before
 

@@ -231,7 +231,7 @@ async def test_from_a_stored_checkpoint_that_a_rank_finds_damaged_training_goes_
     assert [(step.batch_index, step.incarnation) for step in (first, second, again)] == [(0, 0), (1, 0), (1, 1)]
     assert (again.loss, again.grad_norm) == (second.loss, second.grad_norm)
     assert "__0_0.distcp" in caplog.text
-    assert "step-00000002-i0 are taken again" in caplog.text
+    assert "step-00000002-i0 are repeated" in caplog.text
 
 
 async def test_manifests_are_read_ahead_without_being_taken() -> None:

@@ -156,7 +156,7 @@ async def test_an_older_version_is_another_folder_and_an_unknown_one_is_refused(
 async def test_a_folder_that_exists_is_left_alone(steps: Steps, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
-    with pytest.raises(ExportRefused, match="is there already"):
+    with pytest.raises(ExportRefused, match="already exists"):
         await export_version(steps.run.role(), taken, None)
     assert not there(taken)
 

@@ -60,7 +60,7 @@ def test_a_rank_that_hangs_before_it_joins_ends_the_gang_after_its_time() -> Non
     store = meeting_place(0, 3)
     with child("import time; time.sleep(600)") as one, child("import time; time.sleep(600)") as silent:
         store.set("turnlog/here/1", "")
-        with pytest.raises(RankLost, match=r"of the ranks 2 nothing was heard .*join_s"):
+        with pytest.raises(RankLost, match=r"ranks 2 have reported nothing .*join_s"):
             await_ranks(store, {1: one, 2: silent}, 0.3)
         store.set("turnlog/here/2", "")
         await_ranks(store, {1: one, 2: silent}, 0.3)
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_before_it_joins_ends_the_gang_after_its_time() -> Non
 
 def test_a_rank_that_goes_away_while_the_others_meet_it_ends_them_after_their_time() -> None:
     with (
-        pytest.raises(RankLost, match="did not meet within 1 s"),
+        pytest.raises(RankLost, match="did not join each other within 1 s"),
         process_group(world_size=2, store=meeting_place(0, 2), join_s=1.0),
     ):
         pytest.fail("one rank met nobody")
@@ -122,7 +122,7 @@ def test_a_rank_of_this_machine_waits_for_the_others_as_long_as_the_run_says() -
     store = meeting_place(0, 2)
     command, environment = follower(plan, 1, store.port)
     alone = subprocess.run(command, env=environment, input=pickle.dumps(None), stderr=subprocess.PIPE, check=False)
-    assert b"RankLost: the ranks did not meet within 1 s" in alone.stderr
+    assert b"RankLost: the ranks did not join each other within 1 s" in alone.stderr
 
 
 class Struck(LearnerThread):

@@ -132,7 +132,7 @@ async def test_a_token_that_the_model_lacks_is_refused_by_batch_sample_and_place
     manifest = synthetic_manifest(rows, BlobRef("0" * 64, 1), "run", 3)
     check_vocabulary(manifest, rows, 384)
     with pytest.raises(
-        TokensUnfit, match=rf"batch 3 .*: sample sample-3-005 has token {token} at 2, the model has 384"
+        TokensUnfit, match=rf"batch 3 .*: sample sample-3-005 has token {token} at 2, but the model has 384"
     ):
         check_vocabulary(manifest, dataclasses.replace(rows, token_ids=ids), 384)
 
@@ -144,7 +144,7 @@ async def test_a_row_that_the_model_has_too_few_positions_for_is_refused_by_batc
     check_lengths(manifest, rows, longest - 1)
     with pytest.raises(
         TokensUnfit,
-        match=rf"batch 3 .*: sample sample-3-{row:03} has {longest} tokens, the model has {longest - 2} positions",
+        match=rf"batch 3 .*: sample sample-3-{row:03} has {longest} tokens, but the model has {longest - 2} positions",
     ):
         check_lengths(manifest, rows, longest - 2)
 

@@ -242,7 +242,7 @@ def test_a_folder_whose_weights_are_not_all_there_is_refused(tmp_path: Path) -> 
     with pytest.raises(UnsupportedModel, match=rf"lacks {first.name}, which model\.safetensors\.index\.json names"):
         weights.read_weights(tmp_path)
     first.write_bytes(second.read_bytes())
-    with pytest.raises(WeightsMismatch, match=rf"{first.name} and the index do not agree"):
+    with pytest.raises(WeightsMismatch, match=rf"{first.name} and the index disagree"):
         weights.read_weights(tmp_path)
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="transformers reads the first, engines the others"):

@@ -79,7 +79,7 @@ def test_settings_that_make_no_layout_are_refused_by_name(trainer: dict[str, Any
         ({"tensor_parallel": 4}, False, r"tensor_parallel = 4 does not divide the model's key-value heads \(2\)"),
         ({"pipeline_parallel": 3}, False, r"pipeline_parallel = 3 does not divide the model's layers \(2\)"),
         ({"expert_parallel": 3}, True, r"expert_parallel = 3 does not divide the model's experts \(4\)"),
-        ({"expert_parallel": 2}, False, "expert_parallel = 2 of a model without experts"),
+        ({"expert_parallel": 2}, False, "expert_parallel = 2 is not supported for a model without experts"),
         ({"tensor_parallel": 2, "expert_parallel": 2}, True, "mixture of experts needs trainer.sequence_parallel"),
         ({"tensor_parallel": 2, "sequence_parallel": True}, True, "and trainer.expert_parallel above 1"),
     ],

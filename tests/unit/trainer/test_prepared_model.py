@@ -15,7 +15,7 @@ from turnlog.trainer.tiny_policy import prepare_model
 
 def test_an_id_of_the_hub_is_told_as_one_with_how_to_get_it() -> None:
     with pytest.raises(
-        ModelMissing, match=r"Ids of the Hub are not fetched: `hf download Qwen/Qwen3-0\.6B --local-dir"
+        ModelMissing, match=r"not downloaded from the Hugging Face Hub: run `hf download Qwen/Qwen3-0\.6B --local-dir"
     ):
         prepare_model(Settings(model=ModelSettings(path="Qwen/Qwen3-0.6B")))
 

@@ -195,7 +195,7 @@ async def test_an_image_token_that_an_agent_or_the_policy_wrote_is_text(events: 
 @pytest.mark.parametrize(
     ("content", "tokens", "painted", "message"),
     [
-        (drawn(84, 84), 6, 6, r"sample sample-0-000: the image \w+ at token 3 takes 6 tokens by the sample and 9 by"),
+        (drawn(84, 84), 6, 6, r"sample sample-0-000: the image \w+ at token 3 takes 6 tokens in the sample, but 9"),
         (drawn(84, 56), 6, 5, r"the image \w+ at token 3: its tokens are not all 5"),
         (b"GIF89a", 6, 6, r"at token 3: an image of 6 bytes cannot be read"),
         (drawn(84, 56)[:-40], 6, 6, r"at token 3: .*truncated"),

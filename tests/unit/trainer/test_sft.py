@@ -226,7 +226,7 @@ def test_an_answer_that_the_template_writes_otherwise_later_begins_another_row(c
 
 
 def test_what_cannot_be_imitated_is_refused_or_counted(tmp_path: Path) -> None:
-    with pytest.raises(BadDataset, match="of the view preference"):
+    with pytest.raises(BadDataset, match="has the view preference"):
         list(rows_of(tmp_path, SimpleNamespace(view="preference", format="parquet", rows_sha256=""), unused))
     long, dumb = (SftRow("t", np.arange(tokens, dtype="<i4") % 9, np.zeros(tokens, "u1")) for tokens in (600, 4))
     good = SftRow("t", np.array([1, 2], "<i4"), np.array([0, 1], "u1"))

@@ -192,7 +192,7 @@ def test_what_the_tower_would_not_compute_is_refused(folder: Path, tmp_path: Pat
         UnsupportedModel, match=r"rotary positions .*yarn.* are not supported; supported: mrope_section"
     ):
         changed_shape(folder, tmp_path, scaled)
-    with pytest.raises(LayoutUnfit, match="context_parallel = 2 of a model that takes images"):
+    with pytest.raises(LayoutUnfit, match="context_parallel = 2 is not supported for a model that takes images"):
         check_layout(TINY_VISION, LearnerOptions(context_parallel=2))
 
 

@@ -66,5 +66,5 @@ async def test_a_connection_goes_to_the_address_that_was_checked_and_the_name_is
 
 
 def test_a_private_host_needs_its_port() -> None:
-    with pytest.raises(EgressUnavailable, match="private_hosts takes host:port"):
+    with pytest.raises(EgressUnavailable, match="private_hosts must list host:port"):
         Addresses(["mirror.test"])

@@ -160,7 +160,7 @@ def served_by(authority: CertificateAuthority, folder: Path) -> Path:
 
 @pytest.mark.parametrize("changed", [{"signing_key": ""}, {"tls": "tunnel", "allow": ("* https://origin.test/*",)}])
 async def test_a_worker_that_cannot_use_it_does_not_start(serving: Serving, changed: dict[str, Any]) -> None:
-    with pytest.raises(EgressUnavailable, match=r"signing_key|hides from"):
+    with pytest.raises(EgressUnavailable, match=r"signing_key|hides requests from"):
         await serving(**(through("http://127.0.0.1:1") | changed)).__aenter__()
 
 

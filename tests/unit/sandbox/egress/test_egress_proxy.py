@@ -311,9 +311,9 @@ async def test_tls_can_be_refused(serving: Any) -> None:
     ("changed", "said"),
     [
         (dict(tls="tunnel", mode="record"), 'record and replay need tls = "intercept"'),
-        (dict(tls="tunnel", allow=("GET https://h.test/*",)), "'GET https://h.test/\\*' cannot be kept"),
-        (dict(mode="offline"), "mode is live, record or replay"),
-        (dict(cache="../other"), "cache takes letters"),
+        (dict(tls="tunnel", allow=("GET https://h.test/*",)), "'GET https://h.test/\\*' cannot be enforced"),
+        (dict(mode="offline"), "mode must be live, record or replay"),
+        (dict(cache="../other"), "cache may only have letters"),
         (dict(upstream_ca="/nowhere.pem"), "upstream_ca: /nowhere.pem"),
     ],
 )

@@ -17,7 +17,7 @@ app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
-{{/* (list root role): where its objects live */}}
+{{/* (list root role): the namespace of its objects */}}
 {{- define "turnlog.namespace" -}}
 {{- $root := index . 0 -}}
 {{- ternary (default $root.Release.Namespace $root.Values.sandbox.namespace) $root.Release.Namespace (eq (index . 1) "sandbox") }}
@@ -30,7 +30,7 @@ image: {{ printf "%s/%s:%s" $root.Values.image.repository (index . 1) (default $
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- end }}
 
-{{/* What every process of ours is told, but for keys of secrets. */}}
+{{/* Environment of every turnlog process, except for keys of secrets. */}}
 {{- define "turnlog.told" -}}
 - {name: TURNLOG_INSTANCE, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: TURNLOG_HEALTH_HOST, value: "::"}
@@ -50,8 +50,8 @@ imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 {{- end }}
 {{- end }}
 
-{{/* (list root role), for sandbox and egress, as JSON: no key that signs for gateways is where agents' code runs, and the
-egress proxy has its own alone. */}}
+{{/* (list root role): keys of the Secret for sandbox and egress, as JSON. Pods that run agents' code get no gateway
+signing key, and the egress proxy gets only its own keys. */}}
 {{- define "turnlog.keys" -}}
 {{- $keys := list }}
 {{- range (index . 0).Values.secrets.keys }}
@@ -69,14 +69,14 @@ egress proxy has its own alone. */}}
 {{- end }}
 {{- end }}
 
-{{/* Whether the egress proxy is made, and where workers find it. */}}
+{{/* Whether the egress proxy is created, and its address for workers. */}}
 {{- define "turnlog.egress" -}}
 {{- if and .Values.roles.egress.enabled .Values.roles.sandbox.enabled (dig "egress" "allow" list .Values.settings) }}
 {{- printf "%s://%s-egress.%s:%v" (ternary "https" "http" (ne "" (dig "egress" "certificate_file" "" .Values.settings))) (include "turnlog.name" .) .Release.Namespace .Values.roles.egress.port }}
 {{- end }}
 {{- end }}
 
-{{/* (list root role): who it is to the cluster, and to Kafka */}}
+{{/* (list root role): its identity in the cluster and in Kafka */}}
 {{- define "turnlog.serviceAccount" -}}
 {{- with dig (index . 1) "serviceAccountName" (index . 0).Values.serviceAccountName (index . 0).Values.principals.roles }}
 serviceAccountName: {{ . }}
@@ -115,7 +115,7 @@ serviceAccountName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* Of what reads the policy's folder. */}}
+{{/* For containers that read the policy's folder. */}}
 {{- define "turnlog.modelMount" -}}
 {{- if .Values.model.claim }}
 - {name: model, mountPath: /model, readOnly: true}
@@ -128,7 +128,7 @@ serviceAccountName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* `work` is the role's own: scratch, or a claim of its StatefulSet. */}}
+{{/* `work` belongs to the role: scratch space, or a claim of its StatefulSet. */}}
 {{- define "turnlog.volumes" -}}
 {{- if .Values.secrets.name }}
 - {name: secrets, secret: {secretName: {{ .Values.secrets.name }}, defaultMode: 0440}}
@@ -159,7 +159,7 @@ serviceAccountName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{/* A pod that Pod Security `restricted` admits, without service links: a Service named like us would set our settings. */}}
+{{/* A pod that Pod Security `restricted` admits. No service links: a Service named turnlog would set TURNLOG_*. */}}
 {{- define "turnlog.pod" -}}
 enableServiceLinks: false
 automountServiceAccountToken: false
@@ -177,7 +177,7 @@ tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* An id of 0 is refused by values.schema.json; one that is null is left to the cluster, which assigns it. */}}
+{{/* values.schema.json refuses an id of 0; the cluster assigns an id that is null. */}}
 {{- define "turnlog.podSecurity" -}}
 securityContext:
   runAsNonRoot: true
@@ -202,7 +202,7 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* A silent process is restarted, one that waits for a server is not. */}}
+{{/* A hung process is restarted; one that waits for a server is not. */}}
 {{- define "turnlog.probes" -}}
 startupProbe: {httpGet: {path: /healthz, port: health}, periodSeconds: 2, failureThreshold: 60}
 livenessProbe: {httpGet: {path: /healthz, port: health}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
@@ -220,7 +220,7 @@ annotations:
   {{- with $root.Values.podAnnotations }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 
-{{/* Of a container that makes sandboxes, by profile. */}}
+{{/* Security context of a container that creates sandboxes, by profile. */}}
 {{- define "turnlog.sandboxSecurity" -}}
 securityContext:
   {{- if eq . "privileged" }}
