@@ -51,6 +51,12 @@ LIMITS = Path(__file__).parents[1] / "docs/limits.md"
 ROOT = LIMITS.parents[1]
 MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if Path(folder).is_dir())
 """Everybody's folders."""
+EARLY = {"integration", "contract"}
+COSTLY = {
+    "test_draws.py", "test_kafka_faults.py", "test_weight_files.py", "test_parsers.py", "test_patches.py", "test_resumes.py",
+    "test_replay.py", "test_read_ahead.py", "test_dashboard.py", "test_launch.py", "test_learner.py", "test_house.py",
+}  # fmt: skip
+"""Files of unit tests that take the longest."""
 USERS = ("alice",)
 """Of the secured broker, beside one of each role's name."""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of a run share the cores
@@ -106,6 +112,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "engine_url" if _shares_engine(file) else file
 
     return Files(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run costly unit files right after what waits for servers, so that no worker has a long file left at the end."""
+    items.sort(key=lambda item: 0 if item.path.parent.name in EARLY else 1 if item.path.name in COSTLY else 2)
 
 
 @functools.cache

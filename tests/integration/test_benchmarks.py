@@ -24,6 +24,8 @@ NUMBERED = {path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-
 NAMES = sorted(NUMBERED - {"E1", "W2"} | {"SCALE"})
 """E1, MODES, LOOP and W2 need an engine: test_engine_scale.py, test_closed_loop.py and test_loader_engine.py run them,
 on one that is there."""
+HEAVY = {"G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "W1"}
+"""Benchmarks that take longer than 10 s at their smallest size."""
 LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "load", "detail"}
 
 
@@ -60,7 +62,9 @@ def checked(line: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in HEAVY else name for name in NAMES]
+)
 def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, environment: dict[str, str]) -> None:
     if name in {"G15", "P1"} and asyncio.run(find_isolation_failure(SandboxSettings())):
         pytest.skip("user namespaces are off")

@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks/chaos/soak.py"
 
 @pytest.mark.kafka
 @pytest.mark.chaos
+@pytest.mark.long  # the suite judges recorded samples of a soak (tests/unit/benchmarks/test_soak.py)
 @pytest.mark.timeout(1200)
 def test_a_loaded_run_whose_topics_are_pruned_ends_whole_with_a_page_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--minutes", "0.7", "--step", "5", "--keep", str(tmp_path / "soak")]

@@ -171,6 +171,7 @@ async def test_three_brokers_hold_three_copies_of_everything(run: Settings, log:
     assert all(len(one["replicas"]) == 3 for one in await partitions(run))
 
 
+@pytest.mark.long  # the suite kills one broker that comes back (test_embedded_broker.py)
 async def test_what_was_acknowledged_outlives_a_broker_and_its_folder(run: Settings, log: KafkaLog) -> None:
     victim = NAMES[await leader(run, PLACE) - 1]
     await append(log, range(100))

@@ -63,7 +63,12 @@ reshardable 24 + 12 / D and up to 8 that gloo takes, and to load, on one rank, 1
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layouts"), [(2, OF_TWO), (4, OF_FOUR), (8, ("tp2-pp2",))], ids=["two ranks", "four ranks", "eight ranks"]
+    ("ranks", "layouts"),
+    [
+        pytest.param(2, OF_TWO, id="two ranks", marks=pytest.mark.long),
+        pytest.param(4, OF_FOUR, id="four ranks"),
+        pytest.param(8, ("tp2-pp2",), id="eight ranks", marks=pytest.mark.long),
+    ],
 )
 async def test_loss_and_gradient_norm_are_those_of_the_reference(ranks: int, layouts: tuple[str, ...]) -> None:
     process = await asyncio.create_subprocess_exec(

@@ -60,7 +60,7 @@ async def role(settings: Settings) -> AsyncIterator[Role]:
         yield role
 
 
-@pytest.mark.parametrize("checkpoints", ["folder", "s3"])
+@pytest.mark.parametrize("checkpoints", ["folder", pytest.param("s3", marks=pytest.mark.long)])
 async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
     settings: Settings, role: Role, checkpoints: str, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ async def checked(rig: Any, session: Any, folder: Path) -> int:
 
 
 @pytest.mark.engine
+@pytest.mark.long  # the suite has rows of experts as an engine answers them (test_gateway_experts.py)
 async def test_the_rows_of_a_session_are_those_that_the_models_router_chooses(real: Any, model_folder: Path) -> None:
     session = await real.open(group_size=1)
     messages: list[Any] = [QUESTION]

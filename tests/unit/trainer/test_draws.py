@@ -187,8 +187,15 @@ async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name
     assert again[3] in (1, 2)  # behind the checkpoint before, where the last one was still being written
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
-@pytest.mark.parametrize("cut", [None, 0, 20, 0.5])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "__0_0.distcp",
+        ".metadata",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("common.pt", "metadata.json")),
+    ],
+)
+@pytest.mark.parametrize("cut", [None, 20, *(pytest.param(cut, marks=pytest.mark.long) for cut in (0, 0.5))])
 async def test_training_goes_back_from_a_checkpoint_whose_damage_no_sums_show(
     tmp_path: Path, file: str, cut: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:

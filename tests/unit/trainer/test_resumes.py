@@ -53,7 +53,7 @@ async def test_a_reference_is_what_its_files_hold_wherever_they_lie(tmp_path: Pa
         await run.train()
 
 
-@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("forked", [pytest.param(True, marks=pytest.mark.long), False])
 async def test_a_critic_that_begins_behind_steps_of_the_policy_warms_up_from_there(
     tmp_path: Path, forked: bool
 ) -> None:
