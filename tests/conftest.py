@@ -53,9 +53,9 @@ MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if P
 """Everybody's folders."""
 EARLY = {"integration", "contract"}
 COSTLY = {
-    "test_draws.py", "test_kafka_faults.py", "test_weight_files.py", "test_parsers.py", "test_patches.py", "test_resumes.py",
-    "test_replay.py", "test_read_ahead.py", "test_dashboard.py", "test_launch.py", "test_learner.py", "test_house.py",
-}  # fmt: skip
+    f"test_{name}.py"
+    for name in """draws kafka_faults weight_files parsers patches resumes replay read_ahead dashboard launch learner house""".split()
+}
 """Files of unit tests that take the longest."""
 USERS = ("alice",)
 """Of the secured broker, beside one of each role's name."""

@@ -268,7 +268,9 @@ FILTERS: list[tuple[Query, dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(
-    ("query", "removed"), FILTERS, ids=lambda value: None if isinstance(value, dict) else str(value.asked())
+    ("query", "removed"),
+    FILTERS,
+    ids=lambda value: None if isinstance(value, dict) else str(value.non_default_values()),
 )
 @pytest.mark.parametrize("view", ["rl", "sft"])
 async def test_each_filter_removes_what_it_names(

@@ -414,7 +414,7 @@ async def test_after_200_clients_have_left_nothing_of_them_is_left(rig: Any) -> 
         await asyncio.gather(*asks, return_exceptions=True)
     async with asyncio.timeout(10):
         await until(lambda: not engine.live and len(asyncio.all_tasks()) <= before)
-    held = await rig.gateway.sessions.find(verify(session["token"], *rig.gateway.keys.accepted))
+    held = await rig.gateway.sessions.find(verify(session["token"], *rig.gateway.keys.accepted_keys))
     assert not held.running
     assert rig.gateway.engines.live["e0"].in_flight == 0
     assert len(engine.aborted) == 200

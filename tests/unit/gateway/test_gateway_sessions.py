@@ -174,7 +174,7 @@ async def test_a_gateway_that_lost_its_session_does_not_end_it(rig: Any) -> None
     await rig.describe(session)
     headers = {"authorization": f"Bearer {session['token']}"}
     held = zombie.sessions.held[session["session_id"]]
-    await until(lambda: zombie.sessions.owned(session["session_id"]) is not held)
+    await until(lambda: zombie.sessions.find_owned(session["session_id"]) is not held)
     assert (await http.get(f"/sessions/{session['session_id']}", headers=headers)).status_code == 200
     assert len(await rig.written("SessionAdopted")) == 2
 

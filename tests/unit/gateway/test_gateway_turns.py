@@ -274,7 +274,7 @@ async def test_reasoning_is_told_apart_and_counted_where_the_template_has_it(rig
     rig.gateway = dataclasses.replace(rig.gateway, turns=dataclasses.replace(rig.gateway.turns, planner=planner))
     session = await rig.open(sampling={"max_new_tokens": 100})
     rig.script.says(f"<think>\nof 3 and 5\n</think>\n\nlet me see {CALL}")
-    claims = verify(session["token"], *rig.gateway.keys.accepted)
+    claims = verify(session["token"], *rig.gateway.keys.accepted_keys)
     held = await rig.gateway.sessions.find(claims)
     asked = OpenAIChat().request(
         orjson.dumps({"messages": [QUESTION], "tools": CALC, "stream": stream}), Conversation()

@@ -105,7 +105,7 @@ class Run:
             reader.assign({Partition(STEPS.name, 0): 0})
             while len(found) < count:
                 for record in await reader.poll(timeout_s=0.05):
-                    event = await events.known(record)
+                    event = await events.decode_known(record)
                     found += [event] if isinstance(event, StepCompleted) else []
         return found
 

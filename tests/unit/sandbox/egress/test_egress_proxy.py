@@ -26,7 +26,7 @@ async def test_a_granted_request_reaches_its_origin_with_and_without_tls(serving
             assert (answer.status_code, answer.text, answer.headers["x-of"]) == (200, "GET /a?b=c 0", "origin")
             assert (await client.post(served.url("/a", tls=tls), content=b"12345")).text == "POST /a 5"
             assert (await client.head(served.url("/size?bytes=7", tls=tls))).headers["content-length"] == "7"
-    made = served.requests.made()
+    made = served.requests.recorded_requests()
     assert len(made) == 6
     assert [(r.method, r.url, r.status, r.source, r.reason) for r in made[3:5]] == [
         ("GET", served.url("/a?b=c", tls=True), 200, EgressSource.live, ""),
@@ -44,7 +44,9 @@ async def test_what_no_rule_grants_is_refused_with_words_and_noted(serving: Any,
             assert "(rule): no rule grants it; one of [egress] allow must" in answer.text
         assert (await client.get(served.url("/public/x", tls=tls))).status_code == 200  # the same connection goes on
     assert [what for what, _, _ in served.origin.seen] == ["GET /public/x"]
-    assert [(r.status, r.source, r.reason) for r in served.requests.made()[:3]] == [(403, "refused", "rule")] * 3
+    assert [(r.status, r.source, r.reason) for r in served.requests.recorded_requests()[:3]] == [
+        (403, "refused", "rule")
+    ] * 3
 
 
 async def test_a_tunnel_to_a_host_without_a_rule_is_refused_before_it_opens(serving: Any) -> None:
@@ -52,7 +54,7 @@ async def test_a_tunnel_to_a_host_without_a_rule_is_refused_before_it_opens(serv
         proxy = urllib.request.ProxyHandler({"https": f"http://127.0.0.1:{served.port}"})
         with pytest.raises(urllib.error.URLError, match=r"403 Forbidden \(turnlog egress: rule\)"):
             await asyncio.to_thread(urllib.request.build_opener(proxy).open, "https://open.test/x")
-    assert [(r.method, r.url, r.status, r.reason) for r in served.requests.made()] == [
+    assert [(r.method, r.url, r.status, r.reason) for r in served.requests.recorded_requests()] == [
         ("CONNECT", "open.test:443", 403, "rule")
     ]
     assert served.origin.names == []
@@ -80,7 +82,7 @@ async def test_a_private_address_is_refused_also_when_a_redirect_leads_there(
         said = await served.raw(f"GET {answer.headers['location']} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     assert said.startswith(b"HTTP/1.1 403 ")
     assert b"[egress] private_hosts does not name it" in said
-    assert [(r.status, r.reason) for r in served.requests.made()] == [(302, ""), (403, "private_address")]
+    assert [(r.status, r.reason) for r in served.requests.recorded_requests()] == [(302, ""), (403, "private_address")]
     assert len(origin.seen) == 1
 
 
@@ -103,7 +105,7 @@ async def test_an_origin_that_nobody_vouches_for_is_not_believed(serving: Any) -
     async with serving(upstream_ca="") as served, served.client() as client:
         answer = await client.get(served.url("/", tls=True))
     assert (answer.status_code, "[egress] upstream_ca" in answer.text) == (502, True)
-    assert [r.reason for r in served.requests.made()] == ["certificate"]
+    assert [r.reason for r in served.requests.recorded_requests()] == ["certificate"]
     assert served.origin.seen == []
 
 
@@ -140,7 +142,7 @@ async def test_bodies_over_the_limit_are_refused_however_they_are_framed(serving
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
         writer.close()
     assert [len(body) for _, _, body in served.origin.seen] == [1000, 3]
-    assert [r.reason for r in served.requests.made()] == ["", *["request_bytes"] * 3, ""]
+    assert [r.reason for r in served.requests.recorded_requests()] == ["", *["request_bytes"] * 3, ""]
 
 
 async def test_answers_over_the_limit_are_refused_or_cut(serving: Any) -> None:
@@ -151,7 +153,7 @@ async def test_answers_over_the_limit_are_refused_or_cut(serving: Any) -> None:
         with pytest.raises(httpx.HTTPError):
             await client.get(served.url("/endless"))
         assert (await client.head(served.url("/size?bytes=100001"))).status_code == 200
-    made = served.requests.made()
+    made = served.requests.recorded_requests()
     assert [(r.status, r.source, r.reason) for r in made[1:3]] == [
         (502, "refused", "response_bytes"),
         (200, "live", "response_bytes"),
@@ -166,7 +168,7 @@ async def test_a_call_has_so_many_requests_and_one_entry_tells_that_it_wanted_mo
     assert statuses == [200] * 3
     assert {answer.status_code for answer in answers} == {403}
     assert "[egress] requests" in answers[0].text
-    assert [r.reason for r in served.requests.made()] == ["", "", "", "requests"]
+    assert [r.reason for r in served.requests.recorded_requests()] == ["", "", "", "requests"]
 
 
 async def test_a_slow_origin_and_a_slow_client_run_into_the_same_time_out(serving: Any) -> None:
@@ -176,7 +178,7 @@ async def test_a_slow_origin_and_a_slow_client_run_into_the_same_time_out(servin
         assert b" 504 " in await served.raw(b"GET http://origin.te", end=False)
         slow = f"POST {served.url('/')} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc".encode()
         assert b" 504 " in await served.raw(slow, end=False)
-    assert [(r.status, r.reason) for r in served.requests.made()] == [(504, "timeout_s")] * 3
+    assert [(r.status, r.reason) for r in served.requests.recorded_requests()] == [(504, "timeout_s")] * 3
 
 
 MALFORMED = {
@@ -215,7 +217,7 @@ async def test_what_two_readers_may_read_differently_is_refused(serving: Any, te
     assert got.startswith(b"HTTP/1.1 400 Bad Request (turnlog egress: malformed)\r\n")
     assert got.count(b"HTTP/1.1 ") == 1
     assert served.origin.seen == []
-    (entry,) = served.requests.made()
+    (entry,) = served.requests.recorded_requests()
     assert (entry.status, entry.reason) == (400, "malformed")
     assert "pw" not in entry.url
 
@@ -247,7 +249,7 @@ async def test_idle_connections_make_room_for_new_ones(serving: Any) -> None:
             writers.append(writer)
         for writer in writers:
             writer.close()
-    assert len(served.requests.made()) == len(writers)
+    assert len(served.requests.recorded_requests()) == len(writers)
 
 
 async def test_a_host_behind_the_same_front_is_refused_inside_a_tunnel(serving: Any) -> None:
@@ -263,7 +265,7 @@ async def test_a_client_that_does_not_trust_us_is_noted(serving: Any) -> None:
         async with httpx.AsyncClient(proxy=proxy, verify=ssl.create_default_context(), trust_env=False) as client:
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await client.get(served.url("/", tls=True))
-    (entry,) = served.requests.made()
+    (entry,) = served.requests.recorded_requests()
     assert (entry.method, entry.source, entry.reason) == ("CONNECT", "refused", "tls")
 
 
@@ -274,7 +276,7 @@ async def test_a_tunnel_is_opened_to_granted_hosts_and_bounded(serving: Any, ori
         assert (await client.get(served.url("/a", tls=False))).status_code == 403
         with pytest.raises(httpx.HTTPError):
             await client.get(served.url("/size?bytes=60000", tls=True))
-    tunnel = served.requests.made()[0]
+    tunnel = served.requests.recorded_requests()[0]
     assert (tunnel.method, tunnel.url) == ("CONNECT", f"origin.test:{origin.tls_port}")
     assert tunnel.reason == "response_bytes"
     assert tunnel.request_bytes > 0
@@ -286,7 +288,7 @@ async def test_an_idle_tunnel_ends(serving: Any, origin: Any, caplog: pytest.Log
             f"CONNECT origin.test:{origin.tls_port} HTTP/1.1\r\nHost: x\r\n\r\n".encode(), end=False
         )
     assert opened.startswith(b"HTTP/1.1 200 ")
-    assert [(r.status, r.reason) for r in served.requests.made()] == [(200, "")]
+    assert [(r.status, r.reason) for r in served.requests.recorded_requests()] == [(200, "")]
     assert not caplog.records
 
 
@@ -304,7 +306,7 @@ async def test_tls_can_be_refused(serving: Any) -> None:
             await client.get(served.url("/", tls=True))
         plainly = f"GET {served.url('/', tls=True)} HTTP/1.1\r\nHost: x\r\n\r\n"
         assert b"[egress] tls" in await served.raw(plainly.encode())
-    assert [r.reason for r in served.requests.made()] == ["tls", "tls"]
+    assert [r.reason for r in served.requests.recorded_requests()] == ["tls", "tls"]
 
 
 @pytest.mark.parametrize(

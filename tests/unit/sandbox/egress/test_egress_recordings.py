@@ -23,7 +23,7 @@ async def test_a_replay_gives_the_recorded_bytes_without_the_network(serving: An
     paths = ("/count", "/count", "/a?b", "/redirect?to=/a", "/size?bytes=70000")
     async with serving(mode="record") as served:
         plain, secure = await exchanged(served, *paths), await exchanged(served, *paths, tls=True)
-    made = served.requests.made()
+    made = served.requests.recorded_requests()
     assert [(r.source, r.reason) for r in made] == [("recorded", "")] * 10
     assert all(r.response and r.answer and r.response.size == r.response_bytes for r in made)
     assert plain[0][1] != plain[1][1]
@@ -33,7 +33,7 @@ async def test_a_replay_gives_the_recorded_bytes_without_the_network(serving: An
         assert await exchanged(served, *paths) == plain
         assert await exchanged(served, *paths, tls=True) == secure
         assert [status for status, _, _ in await exchanged(served, "/never")] == [504]
-    again = served.requests.made()
+    again = served.requests.recorded_requests()
     assert [(r.source, r.request_sha256, r.response) for r in again[:10]] == [
         ("replayed", r.request_sha256, r.response) for r in made
     ]
@@ -48,7 +48,7 @@ async def test_requests_that_differ_in_what_selects_an_answer_are_told_apart(ser
             await client.post(url, content=body)
         for accept in ("text/html", "text/plain"):
             await client.get(url, headers={"Accept": accept, "Authorization": f"Bearer {accept}", "Cookie": accept})
-    keys = [r.request_sha256 for r in served.requests.made()]
+    keys = [r.request_sha256 for r in served.requests.recorded_requests()]
     assert len(set(keys)) == 4
     head = ((b"accept", b"text/html"), (b"host", b"x"))
     assert request_key("GET", url, head, b"") == request_key("GET", url, (*head, (b"authorization", b"y")), b"")
@@ -82,7 +82,7 @@ async def test_a_recorded_call_is_given_again_exactly_with_its_refusals(serving:
         then = await exchanged(served, *paths)
         async with served.client() as client:
             refused = await client.get("http://open.test/x")
-    made = served.requests.made()
+    made = served.requests.recorded_requests()
     assert [(r.status, r.reason) for r in made] == [(200, ""), (502, "response_bytes"), (200, ""), (403, "rule")]
     await origin.stop()
     async with serving(allow=(), answers=made) as served:
@@ -90,14 +90,14 @@ async def test_a_recorded_call_is_given_again_exactly_with_its_refusals(serving:
         async with served.client() as client:
             assert (await client.get("http://open.test/x")).content == refused.content
         assert [status for status, _, _ in await exchanged(served, "/count")] == [504]
-    assert [r.reason for r in served.requests.made()] == ["", "response_bytes", "", "rule", "not_recorded"]
+    assert [r.reason for r in served.requests.recorded_requests()] == ["", "response_bytes", "", "rule", "not_recorded"]
 
 
 async def test_no_secret_is_kept(serving: Any, blobs: MemoryBlobs) -> None:
     secret = {"Authorization": "Bearer hunter2", "Cookie": "hunter2", "Proxy-Authorization": "hunter2"}
     async with serving(mode="record") as served:
         assert (await exchanged(served, "/a", headers=secret))[0][0] == 200
-    kept = [*blobs.objects.values(), *blobs.named.values(), repr(served.requests.made()).encode()]
+    kept = [*blobs.objects.values(), *blobs.named.values(), repr(served.requests.recorded_requests()).encode()]
     assert len(kept) == 4
     assert not any(b"hunter2" in content for content in kept)
 
@@ -130,7 +130,7 @@ async def test_a_store_that_fails_fails_the_call_and_not_the_agent(serving: Any,
     noted: list[Any] = []
     with pytest.raises(expected):
         await call()
-    assert [r.reason for r in noted[0].made()] == ["call_ended"]
+    assert [r.reason for r in noted[0].recorded_requests()] == ["call_ended"]
 
 
 def test_an_entry_is_small_however_long_its_url() -> None:
