@@ -52,10 +52,20 @@ ROOT = LIMITS.parents[1]
 MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if Path(folder).is_dir())
 """Everybody's folders."""
 EARLY = {"integration", "contract"}
-COSTLY = {
-    f"test_{name}.py"
-    for name in """draws kafka_faults weight_files parsers patches resumes replay read_ahead dashboard launch learner house""".split()
-}
+COSTLY = [
+    "test_dashboard.py",
+    "test_draws.py",
+    "test_house.py",
+    "test_kafka_faults.py",
+    "test_launch.py",
+    "test_learner.py",
+    "test_parsers.py",
+    "test_patches.py",
+    "test_read_ahead.py",
+    "test_replay.py",
+    "test_resumes.py",
+    "test_weight_files.py",
+]
 """Files of unit tests that take the longest."""
 USERS = ("alice",)
 """Of the secured broker, beside one of each role's name."""

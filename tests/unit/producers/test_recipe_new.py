@@ -46,7 +46,7 @@ def test_what_is_written_is_formatted_and_lints(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_name_that_would_not_work_is_refused(tmp_path: Path, name: str, why: type[NotCreated]) -> None:
-    with pytest.raises(why, match=r"take another|words of lower-case"):
+    with pytest.raises(why, match=r"choose another|words of lower-case"):
         create(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -85,7 +85,7 @@ def test_a_recipe_offers_every_folder_again_and_again_with_limits_for_all(tmp_pa
     [
         ({"task.toml": "[agent"}, "task.toml"),
         ({"task.toml": "a=" + "[" * 5000}, "task.toml: not TOML"),
-        ({"environment/Dockerfile": "FROM x\nRUN apt-get update"}, "RUN makes an image"),
+        ({"environment/Dockerfile": "FROM x\nRUN apt-get update"}, "RUN builds an image"),
         ({"environment/Dockerfile": "WORKDIR /app\nCOPY main.py /etc/x"}, "below WORKDIR"),
         ({"environment/Dockerfile": "COPY missing.py ."}, "missing.py is missing"),
         ({"environment/Dockerfile": 'COPY ["main.py", "."]'}, "below WORKDIR"),
