@@ -320,9 +320,7 @@ def fork_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--from", dest="parent", required=True, metavar="RUN", help="id of a run in the same folder, or its directory"
     )
-    verb.add_argument(
-        "--step", type=int, metavar="N", help="use the checkpoint after N optimizer steps (default newest)"
-    )
+    verb.add_argument("--step", type=int, metavar="N", help="use the checkpoint after N steps (default newest)")
     verb.add_argument(
         "--from-settings", type=Path, metavar="FILE", help="the parent's settings (default settings.toml there)"
     )

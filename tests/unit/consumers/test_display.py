@@ -14,7 +14,7 @@ from turnlog.settings import BatcherSettings, FeederSettings, Settings
 
 
 def test_a_run_that_is_fed_already_is_refused_to_a_second_feeder(tmp_path: Path) -> None:
-    with alone(tmp_path), pytest.raises(AlreadyFed, match="goes on"), alone(tmp_path):
+    with alone(tmp_path), pytest.raises(AlreadyFed, match="already feeds"), alone(tmp_path):
         pass
     with alone(tmp_path):
         pass

@@ -122,7 +122,7 @@ async def test_a_rerun_gives_the_rows_that_the_new_rewards_would_have_given(
         "mean_before": 0.0, "mean_after": 0.5, "kept": {},
     }  # fmt: skip
     said = list(verdicts.lines())
-    assert "6 sessions judged by exact:2: 2 rewards change (2 up, 0 down), 2 have none any more" in said[0]
+    assert "6 sessions judged by exact:2: 2 rewards change (2 up, 0 down), 2 no longer have one" in said[0]
     assert sum("0 -> 1" in line for line in said) == 2
     assert sum("crashed: ValueError: cannot read it" in line for line in said) == 2
     recorded_rewards = [event for event in await made.read(topics.SESSIONS) if isinstance(event, RewardAssigned)]

@@ -134,7 +134,7 @@ async def test_the_dry_run_counts_what_goes_and_names_what_stays(house: House) -
     assert plan.topics[-1] == "runs", "which says whose they are"
     assert set(plan.topics) == {topic.name for topic in topics.CATALOGUE} | {CHANGELOG}
     assert plan.groups == ("ours.archive", "ours.assembler", "ours.loader.engine-0")
-    assert "transactional ids team.ours.assembler.0, team.ours.batcher: Kafka forgets them" in " ".join(plan.left)
+    assert "transactional ids team.ours.assembler.0, team.ours.batcher: Kafka expires them" in " ".join(plan.left)
 
 
 async def test_all_of_the_run_goes_and_nothing_of_anybody_else(house: House) -> None:
@@ -206,7 +206,7 @@ async def test_what_a_fork_names_keeps_the_run_unless_it_has_a_copy(house: House
     fork.create(specs(settings(house.directory.parent / "fork", "fork.")))
     fork.write(Partition(topics.RUNS.name, 0), b"fork", b"", [(RECORD_HEADER, b"RunConfigured")])
     fork.write(Partition(topics.WEIGHTS.name, 0), b"", house.weights.sha256.encode(), [])
-    with pytest.raises(StillNeeded, match=f"named by the log below prefix 'fork.'.*{house.weights.sha256}"):
+    with pytest.raises(StillNeeded, match=f"referenced by the log below prefix 'fork.'.*{house.weights.sha256}"):
         await house.plan(fork=fork)
     house.blobs._write(key(house.weights.sha256, FORK.folder), b"weights", "")
     assert ("weights", 1) in [(item.what, item.count) for item in (await house.plan(fork=fork)).items]

@@ -99,7 +99,7 @@ async def test_a_member_that_is_given_new_partitions_ends(settings: Settings, lo
             while not held.is_set():
                 await member.poll(timeout_s=0.1)
             await give_more(settings, SESSIONS.name)
-            with pytest.raises(BrokenAssignment, match=r"have got \[2, 3\]"):
+            with pytest.raises(BrokenAssignment, match=r"now have \[2, 3\]"):
                 await polled_for_ever(member)
 
 

@@ -173,7 +173,9 @@ async def test_steps_without_a_finite_gradient_in_a_row_end_the_trainer_and_name
                 rows = dataclasses.replace(rows, advantages=np.where(rows.trained, np.float32(3e38), np.float32(0)))
             file = await run.blobs.put(write_rows(rows), media_type=MEDIA_TYPE)
             await events.append(synthetic_manifest(rows, file, "run", index, part=index, parts=4))
-    with pytest.raises(Diverged, match=r"2 steps in a row had no finite gradient.* batch 2 of draw 0 .*learning_rate"):
+    with pytest.raises(
+        Diverged, match=r"2 steps in a row had no finite gradient.* batch 2 of rollout batch 0 .*learning_rate"
+    ):
         await run.train()
     steps = await run.steps(3)
     assert [(step.skipped, step.masked) for step in steps] == [
@@ -264,7 +266,7 @@ async def test_a_part_whose_draw_was_begun_without_its_passes_is_refused() -> No
     manifest = synthetic_manifest(rows, file, "run", 1, part=1, parts=2)
     passes = DrawPasses(PolicyGradient(logprobs="recomputed"), unasked, unasked, unasked, {})
     with pytest.raises(
-        CheckpointUnusable, match=r"batch 1 is part 1 of draw 0, .* no proximal log-probs of sample-1-000"
+        CheckpointUnusable, match=r"batch 1 is part 1 of rollout batch 0, .* no proximal log-probs of sample-1-000"
     ):
         await passes.numbers(manifest, rows)
 
