@@ -443,7 +443,8 @@ def _tell(
         said = {ObjectState.GARBAGE: "moved to the trash", ObjectState.NEEDED: "restored"}
         told = [f"{done[state]} objects were {where}" for state, where in said.items()]
         console.print(
-            "; ".join([*told, f"{done[ObjectState.DUE] + done[ObjectState.UNFINISHED]} objects were deleted for good"])
+            "; ".join([*told, f"{done[ObjectState.DUE] + done[ObjectState.UNFINISHED]} objects were deleted for good"]),
+            soft_wrap=True,
         )
     else:
         console.print("nothing was changed; --delete moves garbage to the trash and deletes what is due there")

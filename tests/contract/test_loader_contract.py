@@ -227,7 +227,7 @@ async def said(role: Role, engine_id: str, count: int) -> list[Event]:
 
 def told(events: list[Event]) -> list[tuple[str, int, str]]:
     """(record, version, state)"""
-    return [(type(event).__name__.removeprefix("EngineServer"), event.version, event.state) for event in events]  # type: ignore[attr-defined]
+    return [(type(event).__name__.removeprefix("Engine"), event.version, event.state) for event in events]  # type: ignore[attr-defined]
 
 
 def loading(role: Role, engine: Struck, engine_id: str) -> asyncio.Task[None]:

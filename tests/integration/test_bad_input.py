@@ -211,7 +211,7 @@ async def large(tool: Role, written: Written) -> None:
         finished = story.finished()
         await tool.events.append(finished)
     wordy = dataclasses.replace(finished, reason="x" * 10 * MIB)
-    with pytest.raises(Oversized, match=r"8388608 bytes at most.*object store.*BlobRef"):
+    with pytest.raises(Oversized, match=r"at most 8388608 bytes.*object store.*BlobRef"):
         await tool.events.append(wordy)
     topic, value = f"{tool.settings.kafka.prefix}agent.sessions", tool.events.codec.encode(wordy)
     answer = await asyncio.to_thread(foreign, tool.settings.kafka.bootstrap, topic, value)

@@ -143,7 +143,10 @@ def judge_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another verifier's rewards, shown and written."""
     rerun = ["reward", "rerun", "--verifier", f"{__name__}:SECOND"]
     assert cli.main([*rerun, "--dry-run"]) == 0
-    assert "6 sessions judged by second:1: 5 rewards change (2 up, 3 down), 0 have none" in capsys.readouterr().out
+    assert (
+        "6 sessions judged by second:1: 5 rewards change (2 up, 3 down), 0 no longer have one"
+        in capsys.readouterr().out
+    )
     assert cli.main(rerun) == 2
     assert cli.main([*rerun, str(out)]) == 0
     assert cli.main(["dataset", "verify", str(out)]) == 0

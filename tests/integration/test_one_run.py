@@ -50,5 +50,5 @@ async def test_no_role_starts_on_the_log_of_another_run(live_settings: Settings)
     for verb, line in zip(ROLES, said, strict=True):
         assert line.startswith(f"turnlog {verb}: OtherRun: runs of "), line
         assert f"prefix {live_settings.kafka.prefix!r}, belongs to run {live_settings.run.id!r}" in line
-        assert "this is 'another'" in line
+        assert "this is run 'another'" in line
         assert "[kafka] prefix" in line

@@ -60,7 +60,7 @@ async def test_a_run_is_shown_and_goes_for_good_and_its_neighbour_stays(run: Set
         assert kept["count"] == 2, "RunConfigured and RunPlanned"
         assert kept["bytes"] > 0
         assert ("group", f"{prefix}{name}.assembler") in items
-        assert f"transactional ids {prefix}{name}.assembler.0: Kafka forgets" in said
+        assert f"transactional ids {prefix}{name}.assembler.0: Kafka expires" in said
         folder = Owner(await log.cluster(), prefix, name).folder
         assert items["blobs", f"{folder}/"]["bytes"] == len(b"a blob")
         status, _, why = await turnlog(run, "run", "delete", name, "--delete")

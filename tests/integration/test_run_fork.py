@@ -123,7 +123,7 @@ async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
     assert (found.parent, found.state) == (f"{stored.run.id}@4", "finished")
     await forked(stored)  # finds it made
     with pytest.raises(
-        ForkRefused, match=r"run 'second' has begun already .*, from .* at step 4: choose another --run"
+        ForkRefused, match=r"run 'second' has already begun .*, from .* at step 4: choose another --run"
     ):
         await forked(stored, step=6)
 

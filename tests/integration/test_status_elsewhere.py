@@ -67,7 +67,11 @@ async def test_the_log_and_health_addresses_tell_what_no_supervisor_knows(live_s
         assert progress["last_step"]["batch"] == 1
         code, said = await status(live_settings, "--health", one)
         assert code == 0
-        for line in ("draws trained: 2 of 30", "sglang-0: serving, weight version 0", f"{one} warns: it has no hands"):
+        for line in (
+            "draws trained: 2 of 30",
+            "sglang-0: serving, weight version 0",
+            f"warning from {one}: it has no hands",
+        ):
             assert line in said
 
 
