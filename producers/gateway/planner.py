@@ -4,44 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from turnlog.infra.engine import EngineImage, Grammar
 from turnlog.infra.roles.event_loop import LARGE
 from turnlog.processors.core.turns import Ids
-from turnlog.producers.gateway import (
-    BadRequest,
-    ConstraintRefused,
-    ContextOverflow,
-    PrefillNotServed,
-    ToolsNotServed,
-)
+from turnlog.producers.gateway import BadRequest, ConstraintRefused, ContextOverflow, PrefillNotServed, ToolsNotServed
 from turnlog.producers.gateway.conversation import RecordedTurn, TokenCursor, above
 from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, TurnRequest
 from turnlog.producers.gateway.engines import Routing
 from turnlog.producers.gateway.images import Admitted, check_images_alone, place_images
 from turnlog.producers.gateway.messages import Message, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
-from turnlog.producers.gateway.parsers.parser import (
-    CallFormat,
-    Delimiters,
-)
+from turnlog.producers.gateway.parsers.parser import CallFormat, Delimiters
 from turnlog.producers.gateway.prompts import Prompts
 from turnlog.producers.gateway.rendering.shown import TemplateFeatures
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
 from turnlog.schemas.events.tasks import Purpose
-from turnlog.schemas.events.turns import (
-    Boundary,
-    FinishReason,
-    ImageRef,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from turnlog.schemas.events.turns import Boundary, FinishReason, ImageRef
 
 TAIL = 32
 """Number of ids at the end of a prompt among which the mark that opens reasoning is searched."""

@@ -171,7 +171,7 @@ async def test_a_batch_is_drawn_over_time_a_lane_for_each_of_its_sessions(told: 
     assert sum(style in ("called", "failed") for style, _, _ in spans) == calls["n"]
     assert all(0 <= float(x) <= float(x) + float(wide) <= 1105 for _, x, wide in spans)
     assert {phase for _, phase, _ in drawn.phases} == {"wait", "read", "step", "export"}
-    assert "has a turn" in empty.picture
+    assert "none of its sessions has a turn" in empty.picture
     assert not empty.phases
 
 

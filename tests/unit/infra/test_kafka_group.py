@@ -39,9 +39,11 @@ def prefix() -> str:
 @pytest.fixture
 async def log(kafka: str, prefix: str) -> AsyncIterator[KafkaLog]:
     log = KafkaLog(kafka, prefix=prefix)
-    await log.create_topics([TopicSpec(name, UNITS, 1, {}) for name in ("in", "side")])
-    yield log
-    await log.close()
+    try:
+        await log.create_topics([TopicSpec(name, UNITS, 1, {}) for name in ("in", "side")])
+        yield log
+    finally:
+        await log.close()
 
 
 class Units:
