@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import queue
 import re
@@ -100,6 +101,14 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def wait_readable(descriptor: int, timeout_s: float) -> bool:
+    """Wait at most `timeout_s` seconds until the file descriptor is readable (a pidfd: until its process has ended);
+    return whether it is."""
+    poll = select.poll()  # select() refuses descriptors above 1,023, and `raise_file_limit` allows many more
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(math.ceil(timeout_s * 1000)))
+
+
 @functools.cache
 def scope() -> str:
     """Return the prefix of the marks of all children of this process."""
@@ -172,7 +181,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):  # another thread has just seen its end
             pidfd = os.pidfd_open(self.pid)
             try:
-                select.select([pidfd], [], [], timeout_s)
+                wait_readable(pidfd, timeout_s)
             finally:
                 os.close(pidfd)
         return self.returncode is not None

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from turnlog.infra import run_folder
 from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
 from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
-from turnlog.infra.embedded.process import find_marked_pids
+from turnlog.infra.embedded.process import find_marked_pids, wait_readable
 from turnlog.infra.embedded.supervisor import ChildState
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
@@ -254,7 +253,7 @@ def test_a_killed_broker_comes_back_on_its_port_and_a_killed_supervisor_leaves_n
         assert len(family) >= 3
         supervisor.kill()
     for pidfd in family:
-        assert select.select([pidfd], [], [], 30)[0]
+        assert wait_readable(pidfd, 30)
         os.close(pidfd)
     assert find_marked_pids(state["scope"]) == []
 
@@ -276,7 +275,7 @@ def test_an_attached_run_ends_with_the_process_that_started_it(tmp_path: Path) -
         assert owner.stdout is not None
         pidfd = os.pidfd_open(int(owner.stdout.readline()))
         owner.kill()
-    assert select.select([pidfd], [], [], 60)[0]
+    assert wait_readable(pidfd, 60)
     os.close(pidfd)
     assert find_marked_pids(read_state(directory)["scope"]) == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from turnlog.consumers.index import IndexFull
 from turnlog.consumers.index.indexer import build, opened_writer
 from turnlog.infra.embedded import NoSpace
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import NO_ROOM
+from turnlog.infra.embedded.process import NO_ROOM, wait_readable
 from turnlog.infra.embedded.supervisor import ChildState
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
@@ -103,7 +102,7 @@ def kafka(settings: Settings) -> dict[str, Any]:
 def wait_for_end(pid: int, within_s: float) -> bool:
     pidfd = os.pidfd_open(pid)
     try:
-        return bool(select.select([pidfd], [], [], within_s)[0])
+        return wait_readable(pidfd, within_s)
     finally:
         os.close(pidfd)
 

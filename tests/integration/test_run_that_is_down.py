@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from turnlog.infra import run_folder
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import find_marked_pids
+from turnlog.infra.embedded.process import find_marked_pids, wait_readable
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
@@ -75,7 +74,7 @@ def test_a_reader_that_is_killed_leaves_no_server(folder: Path) -> None:
             assert b"starting the servers" in reader.stderr.readline()
             pidfd = os.pidfd_open(reader.pid)
             while not (directory / run_folder.FILE).exists():
-                assert not select.select([pidfd], [], [], 0.05)[0], reader.stderr.read()
+                assert not wait_readable(pidfd, 0.05), reader.stderr.read()
             os.close(pidfd)
             reader.send_signal(number)
             reader.wait(60)

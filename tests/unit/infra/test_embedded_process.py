@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.embedded import NotReady, ServerDied
-from turnlog.infra.embedded.process import Child, Launch, cause_of, find_marked_pids, sweep
+from turnlog.infra.embedded.process import (
+    Child,
+    Launch,
+    cause_of,
+    find_marked_pids,
+    raise_file_limit,
+    sweep,
+    wait_readable,
+)
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -34,7 +42,7 @@ def _ends(pid: int, *, within_s: float = 20.0) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([pidfd], [], [], within_s)[0])
+        return wait_readable(pidfd, within_s)
     finally:
         os.close(pidfd)
 
@@ -45,6 +53,22 @@ def test_a_child_that_ends_before_it_is_ready_is_told_with_its_log(tmp_path: Pat
     with pytest.raises(ServerDied, match=r"(?s)child ended with status 3: set it.*no such model"):
         child.wait_ready()
     child.stop()
+
+
+def test_an_end_is_seen_by_a_process_with_more_than_1024_open_files() -> None:
+    raise_file_limit()
+    process = subprocess.Popen([sys.executable, "-S", "-c", SLEEPER])
+    low = os.pidfd_open(process.pid)
+    high = fcntl.fcntl(low, fcntl.F_DUPFD, 1_100)
+    os.close(low)
+    try:
+        assert not wait_readable(high, 0.01)
+        process.kill()
+        assert wait_readable(high, 20)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(high)
 
 
 def test_a_child_that_is_never_ready_is_told_in_time(tmp_path: Path) -> None:
