@@ -100,6 +100,9 @@ def process_group(
         yield control
     finally:
         mcore.RouterReplay.clear_global_router_replay_instances()
+        for network in list(mcore.TRAINED):
+            network.release()
+        mcore.TRAINED.clear()
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

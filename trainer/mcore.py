@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,6 +78,10 @@ BACKEND = "gloo" if ON_CPU else "nccl"
 """Chosen by device, because torch reports that NCCL is available on machines without a GPU too."""
 
 
+TRAINED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The model.TrainedNetworks of this process, which are released with its groups."""
+
+
 def rewrite_common(directory: Path, common: Mapping[str, Any]) -> None:
     """Replace the value of `common` in a checkpoint's common state; shards are not touched."""
     state = dist_checkpointing.load_common_state_dict(str(directory))
@@ -113,6 +118,7 @@ __all__ = [
     "DEVICE",
     "LOCAL_RANK",
     "ON_CPU",
+    "TRAINED",
     "CheckpointingException",
     "ColumnParallelLinear",
     "DistributedDataParallel",

@@ -324,6 +324,17 @@ class TrainedNetwork(Network):
                 group.setdefault("step", 0)
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._config.finalize_model_grads_func = mcore.finalize_model_grads
+        mcore.TRAINED.add(self)
+
+    def release(self) -> None:
+        """Drop the optimizer and the gradient hooks, so that the garbage collector can free the network.
+
+        Hooks and the optimizer's views of the weights refer to each other through autograd's C++ nodes. The collector
+        does not see such a cycle: a process would keep every network that it has trained, and its groups' sockets.
+        """
+        self._wrapped.grad_accs.clear()
+        self._config.grad_scale_func = self._config.finalize_model_grads_func = None
+        del self.optimizer
 
     @property
     def state(self) -> State:

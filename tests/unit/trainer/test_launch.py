@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +26,12 @@ from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, process_group
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.loop import LearnerThread
-from turnlog.trainer.plan import LearningPlan, learning_plan
+from turnlog.trainer.plan import LearnerOptions, LearningPlan, learning_plan
 from turnlog.trainer.reference import append_batches, synthetic_model
 from turnlog.trainer.shape import TINY
+from turnlog.trainer.warm_start import random_weights
 
 DIES = """
 import os, sys
@@ -74,6 +78,15 @@ def test_a_rank_that_goes_away_while_the_others_meet_it_ends_them_after_their_ti
         pytest.fail("one rank met nobody")
     with process_group():
         pass  # as it ends torch counts its groups from 0 again, by which gangs of later tests meet
+
+
+def test_a_model_does_not_outlive_its_group() -> None:
+    with process_group():
+        learner = Learner(TINY, random_weights(TINY, 1), LearnerOptions(threads=1))
+        model = weakref.ref(learner.policy.model)
+    del learner
+    gc.collect()
+    assert model() is None
 
 
 @pytest.fixture
