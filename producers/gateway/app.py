@@ -43,18 +43,7 @@ from turnlog.infra.roles.probe import bracket_ipv6, client_url
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import serving as tls_context
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.producers.gateway import (
-    ERRORS,
-    AgentsToken,
-    GatewayError,
-    GroupTooSmall,
-    ImagesNotServed,
-    NotRecorded,
-    TooLarge,
-    TooSlow,
-    Unauthorized,
-    fleet,
-)
+from turnlog.producers.gateway import fleet
 from turnlog.producers.gateway.conversation import RecordedTurn
 from turnlog.producers.gateway.dialects.anthropic_messages import AnthropicMessages
 from turnlog.producers.gateway.dialects.dialect import (
@@ -68,6 +57,17 @@ from turnlog.producers.gateway.dialects.dialect import (
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.dialects.openai_responses import OpenAIResponses
 from turnlog.producers.gateway.engines import EnginePool, Sampler, follow, routing_of, side_engines
+from turnlog.producers.gateway.errors import (
+    ERRORS,
+    AgentsToken,
+    GatewayError,
+    GroupTooSmall,
+    ImagesNotServed,
+    NotRecorded,
+    TooLarge,
+    TooSlow,
+    Unauthorized,
+)
 from turnlog.producers.gateway.images import ImageTokens, image_tokens
 from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners

@@ -44,7 +44,7 @@ from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.fleet import DRAINING, RELEASED, SERVING
 from turnlog.processors.core.turns import Ids
-from turnlog.producers.gateway import EngineFailed, NoEngine, VersionGone
+from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import UndecodableRecord, ids
 from turnlog.schemas.events import (
     EngineRegistered,

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from turnlog.producers.gateway import BadRequest
+from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import MessageImage, picture
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.parsers.values import compact, exact

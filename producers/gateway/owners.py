@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from turnlog.infra.roles.tls import trusting
-from turnlog.producers.gateway import ERRORS, EpochLost, GatewayError
+from turnlog.producers.gateway.errors import ERRORS, EpochLost, GatewayError
 
 LOOK_S = 2.0
 """An owner that does not answer for this many seconds is gone. If it is a zombie, its turns do not count, because its

@@ -11,10 +11,16 @@ import numpy as np
 from turnlog.infra.engine import EngineImage, Grammar
 from turnlog.infra.roles.event_loop import LARGE
 from turnlog.processors.core.turns import Ids
-from turnlog.producers.gateway import BadRequest, ConstraintRefused, ContextOverflow, PrefillNotServed, ToolsNotServed
 from turnlog.producers.gateway.conversation import RecordedTurn, TokenCursor, above
 from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, TurnRequest
 from turnlog.producers.gateway.engines import Routing
+from turnlog.producers.gateway.errors import (
+    BadRequest,
+    ConstraintRefused,
+    ContextOverflow,
+    PrefillNotServed,
+    ToolsNotServed,
+)
 from turnlog.producers.gateway.images import Admitted, check_images_alone, place_images
 from turnlog.producers.gateway.messages import Message, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json

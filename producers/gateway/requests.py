@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from turnlog.infra.run_folder import GATEWAY_KEY, kept_secret, present
-from turnlog.producers.gateway import BadRequest, Unauthorized
+from turnlog.producers.gateway.errors import BadRequest, Unauthorized
 from turnlog.schemas import ids
 from turnlog.schemas.events.sessions import Agent, Environment, Expects, Outcome, Verifier
 from turnlog.schemas.events.tasks import Purpose, Sampling

@@ -17,7 +17,8 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles import now_s
 from turnlog.infra.roles.event_loop import LARGE, off_loop
-from turnlog.producers.gateway import (
+from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
+from turnlog.producers.gateway.errors import (
     BadRequest,
     EpochLost,
     KeyReused,
@@ -26,7 +27,6 @@ from turnlog.producers.gateway import (
     TooMany,
     Unauthorized,
 )
-from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.parser import Part
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionControlRecords, SessionTail, Sought

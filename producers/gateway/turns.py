@@ -17,10 +17,10 @@ from turnlog.infra.blobs import BlobError, Blobs, externalize_payloads
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import LogError
 from turnlog.processors.core.experts import MEDIA_TYPE, pack_experts
-from turnlog.producers.gateway import GatewayError, NotRecorded, TurnsSpent
 from turnlog.producers.gateway.conversation import RecordedTurn, extend_hash
 from turnlog.producers.gateway.dialects.dialect import TurnRequest
 from turnlog.producers.gateway.engines import SECONDS, Draft, Sampler, TurnRows, WeightRequirement
+from turnlog.producers.gateway.errors import GatewayError, NotRecorded, TurnsSpent
 from turnlog.producers.gateway.images import by_reference
 from turnlog.producers.gateway.messages import id_of_call, response_of, system_digest
 from turnlog.producers.gateway.parsers.parser import OutputParser, Part, Reasoning, certain, cut_at_stop

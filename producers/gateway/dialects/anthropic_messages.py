@@ -17,7 +17,6 @@ import orjson
 from prometheus_client import Counter
 from starlette.responses import Response
 
-from turnlog.producers.gateway import BadRequest, ContextOverflow, GatewayError, ThreadNotHeld
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.dialects.dialect import (
     IGNORED,
@@ -32,6 +31,7 @@ from turnlog.producers.gateway.dialects.dialect import (
     parse_tools,
     stop_sequences,
 )
+from turnlog.producers.gateway.errors import BadRequest, ContextOverflow, GatewayError, ThreadNotHeld
 from turnlog.producers.gateway.messages import BILLING, call_in, id_of_call, in_call_order, message_list, parts_of
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, resolve_reference, typed_field

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
-from turnlog.producers.gateway import ERRORS, BadRequest, GatewayError, SessionEnded
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
+from turnlog.producers.gateway.errors import ERRORS, BadRequest, GatewayError, SessionEnded
 from turnlog.producers.gateway.images import Admitted, MessageImage
 from turnlog.producers.gateway.messages import Message, parts_of
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text

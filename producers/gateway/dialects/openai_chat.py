@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import orjson
 
-from turnlog.producers.gateway import BadRequest, GatewayError
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.dialects.dialect import (
     MODEL,
@@ -28,6 +27,7 @@ from turnlog.producers.gateway.dialects.dialect import (
     parse_tools,
     stop_sequences,
 )
+from turnlog.producers.gateway.errors import BadRequest, GatewayError
 from turnlog.producers.gateway.messages import call_in, id_of_call, in_call_order, message_list
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning
 from turnlog.producers.gateway.requests import object_of, typed_field

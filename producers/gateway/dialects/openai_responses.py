@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import orjson
 from starlette.responses import Response
 
-from turnlog.producers.gateway import BadRequest, GatewayError, UnknownPrevious, UnknownResponse, WebSocketNotServed
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
 from turnlog.producers.gateway.dialects.dialect import (
     IGNORED,
@@ -34,6 +33,13 @@ from turnlog.producers.gateway.dialects.dialect import (
     logprobs_of,
     openai_constraints,
     parse_tools,
+)
+from turnlog.producers.gateway.errors import (
+    BadRequest,
+    GatewayError,
+    UnknownPrevious,
+    UnknownResponse,
+    WebSocketNotServed,
 )
 from turnlog.producers.gateway.messages import id_of_call, in_call_order
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning

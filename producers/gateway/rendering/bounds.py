@@ -14,7 +14,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from turnlog.producers.gateway import TemplateSpent
+from turnlog.producers.gateway.errors import TemplateSpent
 
 ROUNDS = 1_000_000
 ROUNDS_PER_PAIR = 8

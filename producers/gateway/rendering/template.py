@@ -22,7 +22,7 @@ import jinja2.ext
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
-from turnlog.producers.gateway import BadRequest
+from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.rendering.bounds import SLOW, WORK, BoundedEnvironment, Work
 
 SPECIAL_TOKENS = (

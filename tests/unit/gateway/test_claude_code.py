@@ -15,7 +15,7 @@ from tests.agent_clis import program
 from tests.unit.gateway.conftest import model_in, settings_of
 from tests.unit.gateway.test_anthropic_messages import THINKS, boundaries, unsigned
 from tests.unit.gateway.test_gateway_retries import until
-from turnlog.producers.gateway import ERRORS
+from turnlog.producers.gateway.errors import ERRORS
 from turnlog.schemas.events import Boundary
 from turnlog.settings import Settings
 

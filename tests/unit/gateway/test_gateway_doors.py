@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from tests.fakes.pictures import encoded, painted
 from tests.unit.gateway.conftest import until
 from turnlog.infra.tools import GATEWAY_INSIDE
-from turnlog.producers.gateway import BadRequest
 from turnlog.producers.gateway.dialects.openai_chat import FIELDS
+from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import ImageTokens, picture
 from turnlog.producers.gateway_client import EnginesBusy, HttpResponse, refusal
 from turnlog.schemas.events import Outcome

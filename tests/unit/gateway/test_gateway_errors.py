@@ -21,8 +21,8 @@ from tests.unit.producers.test_admission import published
 from turnlog.infra.engine import EngineDead, Generate, OutputChunk
 from turnlog.infra.roles import tls
 from turnlog.infra.run_folder import GATEWAY_KEY
-from turnlog.producers.gateway import NoEngine, Unauthorized
 from turnlog.producers.gateway.engines import SILENCE_S, EnginePool, WeightRequirement
+from turnlog.producers.gateway.errors import NoEngine, Unauthorized
 from turnlog.producers.gateway.requests import Claims, SigningKeys, sign, verify
 from turnlog.producers.gateway_client import GatewayFailed, HttpResponse, refusal
 from turnlog.schemas.events import EngineRegistered, FinishReason

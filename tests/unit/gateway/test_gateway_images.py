@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tests.fakes.pictures import data_url, encoded, painted
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.producers.gateway import BadRequest
+from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import image_tokens, patches
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier
 from turnlog.schemas.topics import TOPIC_OF

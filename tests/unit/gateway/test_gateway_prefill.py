@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
-from turnlog.producers.gateway import PrefillNotServed
+from turnlog.producers.gateway.errors import PrefillNotServed
 from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.rendering.template import ChatTemplate

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from turnlog.producers.gateway import TemplateSpent
+from turnlog.producers.gateway.errors import TemplateSpent
 from turnlog.producers.gateway.messages import normalise_messages, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
 from turnlog.producers.gateway.parsers.parser import OutputParser, ParsedCall, Part, Reasoning, Text

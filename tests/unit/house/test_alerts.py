@@ -13,7 +13,7 @@ import yaml
 
 from turnlog.consumers.lag import ROLES as CONSUMERS
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
-from turnlog.producers.gateway import GatewayError
+from turnlog.producers.gateway.errors import GatewayError
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "infra/deploy/monitoring/rules.yaml"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from turnlog.infra.run_folder import present, write_settings
-from turnlog.producers.gateway import Unauthorized
+from turnlog.producers.gateway.errors import Unauthorized
 from turnlog.producers.gateway.requests import Claims, SigningKeys, require_key, sign, verify
 from turnlog.secret_files import SecretUnusable
 from turnlog.settings import Settings, SettingsError, load
