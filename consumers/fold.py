@@ -27,7 +27,7 @@ from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import Configured, nothing_recorded
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
-from turnlog.processors.core import FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.render import render, sizes
 from turnlog.processors.core.fold_versions import INPUTS

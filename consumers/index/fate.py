@@ -26,9 +26,9 @@ from turnlog.infra.blobs import inlined
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core import FoldError
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
 from turnlog.processors.core.batches.progress import recorded_version
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns
 from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldState
 from turnlog.processors.core.messages import Dialogues

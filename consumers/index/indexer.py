@@ -38,8 +38,8 @@ from turnlog.infra.roles.runs import load_configuration, serve
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import lock_file
 from turnlog.names import ExitStatus
-from turnlog.processors.core import FoldError
 from turnlog.processors.core.books import counting_steps
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold.unit import DEFECTS, RefusedRecord, check_place
 from turnlog.processors.core.fold_versions import FoldVersion, fold_version

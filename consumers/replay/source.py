@@ -31,7 +31,7 @@ from turnlog.infra.log import Log, LogError, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_configuration
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core import FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold.unit import DEFECTS, UnitFold, payloads_read

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from turnlog.processors.core import FoldError
 from turnlog.processors.core.books import LEVELS, Imbalance, TokenAccount, counting_step, run_books, total
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.session import named_turns
 from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import FoldVersion

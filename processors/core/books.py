@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from turnlog.processors.core import BooksDoNotBalance
+from turnlog.processors.core.errors import BooksDoNotBalance
 from turnlog.schemas.events import (
     BatchSkipped,
     GroupScored,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnlog.processors.core import ExpertRowsDoNotCover
+from turnlog.processors.core.errors import ExpertRowsDoNotCover
 from turnlog.schemas.events import ExpertsLayout, SegmentSample, TokenSnapshot
 from turnlog.schemas.types import BlobRef
 

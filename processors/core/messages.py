@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from turnlog.processors.core import BaseUnknown, BrokenMessages, PayloadNotFetched
+from turnlog.processors.core.errors import BaseUnknown, BrokenMessages, PayloadNotFetched
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import TurnCompleted
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from turnlog.processors.core import (
+from turnlog.processors.core.errors import (
     BaseBeyondParent,
     BaseNotBefore,
     BrokenArray,

@@ -28,7 +28,7 @@ from tests.fakes.sessions import GroupName, SessionStory, Shape, bad_days, whole
 from turnlog.infra.log import partition_of
 from turnlog.infra.roles.runs import configuration
 from turnlog.names import OUTPUT_TOKENS_HEADER, RECORD_HEADER
-from turnlog.processors.core import FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
 from turnlog.processors.core.methods.rules import fold_rules

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from turnlog.processors.core import FoldError, MisplacedRecord
+from turnlog.processors.core.errors import FoldError, MisplacedRecord
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns, tree_event
 from turnlog.processors.core.fold.settlement import score
 from turnlog.processors.core.fold.spine import ControlStreamFold

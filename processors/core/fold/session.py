@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from turnlog.processors.core import FoldError
 from turnlog.processors.core.books import Ledger
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.spine import SessionFoldState
 from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
 from turnlog.processors.core.messages import Dialogues

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnlog.processors.core import (
+from turnlog.processors.core.errors import (
     MisplacedRecord,
     RewardNotFinite,
     SessionContradicted,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from turnlog.processors.core import FoldDefect, FoldError
+from turnlog.processors.core.errors import FoldDefect, FoldError
 from turnlog.processors.core.fold.low_water import Done, FoldFactory, LowWater, LowWaterMarks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import SPINE

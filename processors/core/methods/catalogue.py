@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnlog.names import EntryPointGroup
-from turnlog.processors.core import BrokenMethod
+from turnlog.processors.core.errors import BrokenMethod
 from turnlog.processors.core.methods.estimators import (
     ESTIMATORS,
     Advantages,

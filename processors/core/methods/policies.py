@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from turnlog.processors.core import SegmentsDoNotFit
+from turnlog.processors.core.errors import SegmentsDoNotFit
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.methods.segments import PolicyOptions, Segments, count_duplicates, cut, one_row, taken_out
 from turnlog.processors.core.methods.slime import Slime

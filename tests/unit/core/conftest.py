@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.processors.core import FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.render import render as pictures
 from turnlog.processors.core.methods.rules import FoldRules

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.processors.core import ExpertRowsDoNotCover
+from turnlog.processors.core.errors import ExpertRowsDoNotCover
 from turnlog.processors.core.experts import (
     BrokenExperts,
     ExpertsDoNotCover,

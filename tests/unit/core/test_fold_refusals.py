@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from turnlog.processors import core
+from turnlog.processors.core import errors
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import VERSIONS
@@ -101,7 +101,7 @@ def test_a_refused_record_comes_with_the_outputs_that_it_makes_due(story, folded
     group = GroupFold("g", 5, RULES)
     for topic, offset, event in records[:-1]:
         assert group.apply(topic, offset, event) == []
-    with pytest.raises(core.PromptHashMismatch) as refusal:
+    with pytest.raises(errors.PromptHashMismatch) as refusal:
         group.apply(*records[-1])
     assert [type(output).__name__ for output in refusal.value.outputs] == ["TurnTreeAssembled", "GroupScored"]
     assert group.complete
@@ -154,7 +154,7 @@ def test_a_base_that_is_not_earlier_is_refused(story):
     s.end("a", reward=1.0)
     folded = s.fold(RULES)
     topic, _, error = only_refusal(folded)
-    assert (topic, type(error)) == ("agent.turns", core.BaseNotBefore)
+    assert (topic, type(error)) == ("agent.turns", errors.BaseNotBefore)
     assert str(error) == (
         "session a turn (start/a, 0): base_turn is turn 0; a base is an earlier turn: fix the gateway"
     )
@@ -169,7 +169,7 @@ def test_a_reward_that_is_no_number_excludes_its_session(story, value):
     s.reward("a", 1.0)
     folded = s.fold(RULES)
     error = only_refusal(folded)[2]
-    assert isinstance(error, core.RewardNotFinite)
+    assert isinstance(error, errors.RewardNotFinite)
     assert str(error) == f"session a: is rewarded with {value}; a verifier that cannot judge writes RewardFailed"
     assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
 
@@ -183,7 +183,7 @@ def test_a_component_that_is_no_number_excludes_its_session_too(story, value):
     s.arrivals.append((topic, offset, replace(verdict, components={"format": 1.0, "length": value})))
     folded = s.fold(RULES)
     error = only_refusal(folded)[2]
-    assert isinstance(error, core.RewardNotFinite)
+    assert isinstance(error, errors.RewardNotFinite)
     assert "in component 'length'" in str(error)
     assert (folded.score.rollouts[0].excluded_reason, folded.score.rollouts[0].reward) == ("refused", None)
 
@@ -200,7 +200,7 @@ def test_a_step_reward_that_is_no_number_excludes_its_session(story, value, comp
     )  # fmt: skip
     s.end("a", reward=1.0, expects=Expects(reward=True, step_rewards=1))
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], core.RewardNotFinite)
+    assert isinstance(only_refusal(folded)[2], errors.RewardNotFinite)
     assert folded.score.rollouts[0].excluded_reason == "refused"
     assert (folded.score.reason, folded.score.books.masked) == ("too_few_valid", {"discarded_group": 1})
 
@@ -249,7 +249,7 @@ def test_an_empty_output_is_legal_and_an_empty_prompt_is_not(story):
     s.turn("b", 0, "", "A")
     s.end("b", reward=1.0)
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], core.EmptyPrompt)
+    assert isinstance(only_refusal(folded)[2], errors.EmptyPrompt)
     assert [rollout.excluded_reason for rollout in folded.score.rollouts] == [None, "refused"]
     assert folded.trees["a"].books.trained == 1
 
@@ -264,7 +264,7 @@ def test_a_group_whose_sizes_disagree_is_decided_at_its_deadline_without_the_ses
     s.end("c", reward=1.0)
     s.close("a", "b", reason="deadline")
     folded = s.fold(RULES)
-    assert isinstance(only_refusal(folded)[2], core.SessionContradicted)
+    assert isinstance(only_refusal(folded)[2], errors.SessionContradicted)
     assert [rollout.session_id for rollout in folded.score.rollouts] == ["a", "b"]
     assert folded.score.status is GroupStatus.trained
     assert folded.score.books.sampled == folded.score.books.trained + sum(folded.score.books.masked.values())
@@ -287,7 +287,7 @@ def test_a_finish_that_names_an_unknown_epoch_ends_its_session_as_refused(story)
     s.finish("a", turns=[TurnId("nowhere", 0)])
     folded = s.fold(RULES)
     error = only_refusal(folded)[2]
-    assert isinstance(error, core.UnknownEpoch)
+    assert isinstance(error, errors.UnknownEpoch)
     assert str(error) == (
         "session a: is finished with turns of epochs ['nowhere'], it has ['start/a']; "
         "name turns by the event_id of the Started or Adopted that opened their epoch"
@@ -300,7 +300,7 @@ def test_a_session_that_never_started_cannot_be_adopted(story):
     s.epochs["a"] = []
     s.adopt("a")
     error = only_refusal(s.fold(RULES))[2]
-    assert isinstance(error, core.UnknownSession)
+    assert isinstance(error, errors.UnknownSession)
     assert str(error) == "session a: is adopted but never started; write SessionStarted first"
 
 
@@ -312,7 +312,7 @@ def test_a_start_that_contradicts_its_group_is_refused(story, change):
     s.start("a")
     s.start("b", **change)
     error = only_refusal(s.fold(RULES))[2]
-    assert isinstance(error, core.SessionContradicted)
+    assert isinstance(error, errors.SessionContradicted)
     told = {"task_id": "t", "group_size": 2, "purpose": "train", "session_id": "b"} | change
     assert str(error) == (
         f"session {told['session_id']}: a start with task {told['task_id']}, group of {told['group_size']}, purpose "
@@ -325,11 +325,11 @@ def test_a_record_in_a_topic_of_others_is_refused(story, folded):
     s = story()
     s.turn("a", 0, "sq", "A")
     start, turn, _ = s.arrivals
-    errors = [
+    refusals = [
         only_refusal(folded([record]))[2] for record in (("agent.sessions", 3, turn[2]), ("agent.turns", 4, start[2]))
     ]
-    assert {type(error) for error in errors} == {core.MisplacedRecord}
-    assert [str(error) for error in errors] == [
+    assert {type(error) for error in refusals} == {errors.MisplacedRecord}
+    assert [str(error) for error in refusals] == [
         "agent.sessions offset 3: holds a TurnCompleted; write it to its own topic",
         "agent.turns offset 4: holds a SessionStarted; write it to its topic",
     ]
@@ -338,7 +338,7 @@ def test_a_record_in_a_topic_of_others_is_refused(story, folded):
 def test_a_payload_that_was_not_fetched_is_a_defect_of_the_shell_and_parks_nothing(story):
     s = story()
     s.turn("a", 0, "sq", "A", delta_ids=BlobRef("0" * 64, 8))
-    with pytest.raises(core.PayloadNotFetched, match="session a: delta_ids is a BlobRef"):
+    with pytest.raises(errors.PayloadNotFetched, match="session a: delta_ids is a BlobRef"):
         s.fold(RULES)
 
 
@@ -347,6 +347,8 @@ def test_books_that_do_not_balance_stop_the_unit():
     ledger.enter(3, None)
     ledger.enter(2, MaskReason.side_call)
     assert ledger.close("x", 5).masked == {"side_call": 2}
-    with pytest.raises(core.BooksDoNotBalance, match=r"books of x: sampled 6 != trained 3 \+ masked {'side_call': 2}"):
+    with pytest.raises(
+        errors.BooksDoNotBalance, match=r"books of x: sampled 6 != trained 3 \+ masked {'side_call': 2}"
+    ):
         ledger.close("x", 6)
-    assert not issubclass(core.BooksDoNotBalance, core.FoldError)
+    assert not issubclass(errors.BooksDoNotBalance, errors.FoldError)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.sessions import bad_days
-from turnlog.processors.core import FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.avsc import field_types

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from turnlog.processors.core import RewardNotFinite, UnknownTurn
+from turnlog.processors.core.errors import RewardNotFinite, UnknownTurn
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import FOLD_VERSION, VERSIONS, UnknownFoldVersion, fold_version

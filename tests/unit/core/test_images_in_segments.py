@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlog.processors.core import ImageOutOfPlace
+from turnlog.processors.core.errors import ImageOutOfPlace
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.events import ImageRef
 from turnlog.schemas.types import BlobRef, int32s

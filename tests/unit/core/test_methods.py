@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from turnlog.fold_settings import Since
-from turnlog.processors.core import BrokenMethod
 from turnlog.processors.core.batches.draws import draw_rules
+from turnlog.processors.core.errors import BrokenMethod
 from turnlog.processors.core.fold.settlement import settle
 from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods
 from turnlog.processors.core.methods.estimators import Advantages, Estimator, Trajectory, TurnReward, of_rewards

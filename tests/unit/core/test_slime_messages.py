@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core import PayloadNotFetched
+from turnlog.processors.core.errors import PayloadNotFetched
 from turnlog.processors.core.messages import ComparableMessage, Dialogue, NotMessages, message, messages, response
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.methods.slime import Routes

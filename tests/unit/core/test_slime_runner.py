@@ -15,7 +15,7 @@ from turnlog.infra.offers import installed_policies, load_methods
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
-from turnlog.processors.core import SegmentsDoNotFit
+from turnlog.processors.core.errors import SegmentsDoNotFit
 from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
 from turnlog.processors.core.methods.rules import FoldRules

@@ -21,7 +21,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, GroupReader, Partition, Record, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
-from turnlog.processors.core import FoldError
+from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold.settlement import figures
