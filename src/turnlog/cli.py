@@ -452,13 +452,15 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
         from turnlog.consumers.life.delete import command as delete
 
         return delete(settings, arguments)
-    from turnlog.consumers import life
+    if arguments.action == "list":
+        from turnlog.consumers.life.run_list import list_command
+
+        return list_command(settings, as_json=arguments.json)
+    from turnlog.consumers.life.phases import phase_command
     from turnlog.infra.roles.role import RunPhase
 
-    if arguments.action == "list":
-        return life.list_command(settings, as_json=arguments.json)
     phases = {"pause": RunPhase.PAUSED, "resume": RunPhase.RUNNING, "close": RunPhase.CLOSED}
-    return life.phase_command(settings, phases[arguments.action])
+    return phase_command(settings, phases[arguments.action])
 
 
 def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.integration.test_trainer_loop import start, steps_of, versions_of
-from turnlog.consumers.life import runs_of
 from turnlog.consumers.life.fork import ForkRefused, fork
+from turnlog.consumers.life.run_list import runs_of
 from turnlog.consumers.run import prepare_run
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.roles.role import Role, open_role

@@ -17,7 +17,7 @@ import pytest
 from tests.addresses import variables
 from tests.integration.test_run_configure import serve_weights
 from tests.integration.test_status_elsewhere import step
-from turnlog.consumers.life import RunSummary, list_command, runs_of
+from turnlog.consumers.life.run_list import RunSummary, list_command, runs_of
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, RunPhase, open_role
