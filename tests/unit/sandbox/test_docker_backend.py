@@ -21,7 +21,7 @@ from tests.fakes.docker_engine import DockerServer
 from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.docker import Docker, filter_for, known_runtime
+from turnlog.sandbox_workers.backends.docker.backend import Docker, filter_for, known_runtime
 from turnlog.sandbox_workers.backends.docker.sandbox import (
     LABEL,
     Daemon,
