@@ -285,7 +285,7 @@ def _askers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _readers(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the verbs that read the recorded log."""
     from turnlog.consumers import arguments as of  # argparse alone; too many for this page
-    from turnlog.sandbox_workers.console import sandbox_arguments, session_arguments
+    from turnlog.sandbox_workers.console.verbs import sandbox_arguments, session_arguments
 
     sandbox_arguments(_verb(verbs, "sandbox", _sandbox, "role: run tool calls in sandboxes; pool, check, exec"))
     of.replay_arguments(_verb(verbs, "replay", _replay, "fold the log again: compare, go back in time, refold"))
@@ -566,7 +566,7 @@ def _gc(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.sandbox_workers.console import sandbox
+    from turnlog.sandbox_workers.console.verbs import sandbox
 
     return sandbox(settings, arguments)
 

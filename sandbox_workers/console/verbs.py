@@ -1,0 +1,175 @@
+"""Arguments of `turnlog sandbox` and `turnlog session`, and dispatch; imports only argparse, so that --help stays
+instant."""
+
+from __future__ import annotations
+
+import argparse
+
+from turnlog.settings import Settings
+
+SANDBOX_EPILOG = """\
+Examples:
+  turnlog sandbox                       the role: answer tool calls until it is stopped
+  turnlog sandbox check                 what isolates on this machine, and how to get what is missing
+  turnlog sandbox pool --watch          what the slots of every live worker do
+  turnlog sandbox exec -- ls -la /      run one command as a tool call would be run
+"""
+CHECK_EPILOG = """\
+Exit status: 0 when the backend of [sandbox] is fully isolated here, 1 when anything is missing.
+"""
+POOL_EPILOG = """\
+Examples:
+  turnlog sandbox pool                  workers of the run that `turnlog up` started
+  turnlog --run exp7 sandbox pool --watch
+  kubectl port-forward deploy/sandbox 9100 & turnlog sandbox pool --url http://127.0.0.1:9100
+
+Exit status: 0, or 3 when no worker answers.
+"""
+EXEC_EPILOG = """\
+Examples:
+  turnlog sandbox exec -- ls -la /
+  turnlog sandbox exec --python -- 'import os; print(os.getuid(), os.listdir("/"))'
+  turnlog sandbox exec --wall-s 0.5 -- sleep 60               ends as `timeout: wall_s`, status 124
+  turnlog sandbox exec --network allowlist --allow 'GET https://pypi.example/simple/*' -- \\
+      curl -sI https://pypi.example/simple/turnlog/
+  tar c src | turnlog sandbox exec --stdin -- tar tf -
+  turnlog sandbox exec --backend docker --image python:3.12-slim -- python3 --version
+
+Exit status: the command's; 124 after a time-out, 137 after another limit, 130 after Ctrl-C, 2 when it could not run.
+"""
+
+SESSION_EPILOG = """\
+Examples:
+  turnlog session show 4f1c               the calls of a session: status, duration, workspace, requests
+  turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
+  turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
+  turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
+  turnlog session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
+
+A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
+nor to the object store, and nothing goes out to the network: its recorded answers are given again.
+Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
+"""
+
+
+def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the actions of the verb; without an action it is the role."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SANDBOX_EPILOG
+    actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
+    pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
+    pool.add_argument("--json", action="store_true", help="for programs")
+    pool.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
+    pool.add_argument(
+        "--url", dest="urls", metavar="URL", action="append", default=[],
+        help="health address of a worker (default: those in the run's endpoints.json); may be given several times",
+    )  # fmt: skip
+    check = _action(actions, "check", "which backends and which layers of isolation work on this machine", CHECK_EPILOG)
+    check.add_argument("--json", action="store_true", help="for programs")
+    _exec(_action(actions, "exec", "run one command in a fresh sandbox and stream its output", EXEC_EPILOG))
+
+
+def _exec(execute: argparse.ArgumentParser) -> None:
+    execute.add_argument("--backend", metavar="B", default=None, help="default: the backend of [sandbox]")
+    execute.add_argument(
+        "--image", metavar="I", default=None, help="a folder in [sandbox] image_folder, or a docker image"
+    )
+    execute.add_argument("--network", choices=("none", "allowlist"), default="none", help="default none")
+    execute.add_argument(
+        "--allow", dest="allow", metavar="RULE", action="append", default=[],
+        help="requests that the allowlist permits, as in [egress] allow; may be given several times",
+    )  # fmt: skip
+    for name, kind, what in (
+        ("wall-s", float, "seconds"),
+        ("cpu-s", float, "seconds of CPU"),
+        ("memory-bytes", int, "of all its processes"),
+        ("pids", int, "processes and threads"),
+        ("disk-bytes", int, "of the workspace"),
+        ("output-bytes", int, "of output"),
+    ):
+        execute.add_argument(f"--{name}", type=kind, metavar="N", default=None, help=f"at most so many {what}")
+    source = execute.add_mutually_exclusive_group()
+    source.add_argument("--python", action="store_true", help="COMMAND is Python source")
+    source.add_argument("--shell", action="store_true", help="COMMAND is shell source")
+    execute.add_argument("--stdin", action="store_true", help="pass standard input to the command")
+    execute.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command to run")
+
+
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, epilog: str
+) -> argparse.ArgumentParser:
+    return actions.add_parser(
+        name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
+def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Run `turnlog sandbox [pool|check|exec]`, the role or one of its three tools; return the exit status."""
+    match arguments.action:
+        case "pool":
+            from turnlog.sandbox_workers.console.actions import show_pools
+
+            return show_pools(settings, arguments)
+        case "check":
+            from turnlog.infra.roles.ending import run_verb
+            from turnlog.sandbox_workers.console.actions import check
+
+            return run_verb(check(settings, as_json=arguments.json))
+        case "exec":
+            from turnlog.sandbox_workers.console.actions import execute
+
+            return execute(settings, arguments)
+        case _:
+            from turnlog.infra.roles.runs import serve
+            from turnlog.sandbox_workers.worker import main
+
+            return serve("sandbox", main, settings)
+
+
+def session_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the actions of the verb."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SESSION_EPILOG
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
+    _add_session_arguments(again)
+    again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
+    again.add_argument(
+        "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
+    )
+    again.add_argument(
+        "--keep-going",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="continue after a call that differs (default: yes)",
+    )
+    again.add_argument(
+        "--strict", action="store_true", help="a different environment (environment_sha256) counts as a difference, too"
+    )
+    shown = actions.add_parser("show", help="list the recorded calls; with --tree, also the turns, from the index")
+    _add_session_arguments(shown)
+    shown.add_argument(
+        "--tree", action="store_true", help="show turns, each below the turn that it continues, and calls"
+    )
+    shown.add_argument(
+        "--tokens", action="store_true", help="show the tree, with the tokens of each turn by disposition"
+    )
+    export = actions.add_parser("export", help="write the session to one file: a self-contained page, or JSON")
+    export.add_argument("id", metavar="ID", help="the session's id, or its beginning")
+    into = export.add_mutually_exclusive_group(required=True)
+    into.add_argument("--html", metavar="FILE", help="write an HTML page, with the tokens")
+    into.add_argument(
+        "--json", dest="json_file", metavar="FILE", help="write the JSON that docs/dashboard.md describes"
+    )
+    _add_source_argument(export)
+
+
+def _add_session_arguments(action: argparse.ArgumentParser) -> None:
+    action.add_argument("id", metavar="ID", help="the session")
+    action.add_argument("--json", action="store_true")
+    _add_source_argument(action)
+
+
+def _add_source_argument(action: argparse.ArgumentParser) -> None:
+    action.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
