@@ -29,7 +29,7 @@ from turnlog.infra.roles.probe import states
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling import backend, find_backends
+from turnlog.sandbox_workers.pooling.providers import backend, find_backends
 from turnlog.sandbox_workers.pooling.slots import SlotState
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,

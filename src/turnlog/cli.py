@@ -485,7 +485,7 @@ def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.demo import demo
-    from turnlog.sandbox_workers.pooling import find_isolation_failure
+    from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
     from turnlog.trainer.tiny_policy import prepare_model
 
     return demo(settings, prepare_model, find_isolation_failure, steps=arguments.steps, engines=arguments.engines)

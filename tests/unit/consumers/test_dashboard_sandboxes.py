@@ -24,7 +24,8 @@ from turnlog.consumers.index.reader import Index
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.health import Health, QuietServer, application, uvicorn_config
 from turnlog.infra.run_folder import Endpoints, write_endpoints
-from turnlog.sandbox_workers.pooling import LOCAL, SandboxPools
+from turnlog.sandbox_settings import LOCAL
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas import topics

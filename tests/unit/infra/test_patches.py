@@ -22,7 +22,7 @@ from turnlog.infra.verifiers.judges import NoVerdict
 from turnlog.infra.verifiers.patches import Trees, grade_patch
 from turnlog.infra.workspaces import store_files
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling import find_isolation_failure
+from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
 from turnlog.schemas.events import Outcome, SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
 from turnlog.schemas.types import BlobRef
 

@@ -9,7 +9,8 @@ from tests.fakes.memory_backend import Memory
 from turnlog.infra.log import Record
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.sandbox_workers.pooling import LOCAL, SandboxPools
+from turnlog.sandbox_settings import LOCAL
+from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.worker import SandboxWorker
 from turnlog.schemas.events import SandboxSpec, ToolStatus

@@ -1,0 +1,106 @@
+"""The sandbox pools of one worker: one for the local backend and one for each further backend in [sandbox] backends."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnlog.sandbox_settings import LOCAL, SandboxSettings
+from turnlog.sandbox_workers.pooling.pool import Pool
+from turnlog.sandbox_workers.pooling.providers import backend, local
+from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, Provider, SandboxUnavailable, Shape
+
+if TYPE_CHECKING:
+    from turnlog.settings import Settings
+
+
+class SandboxPools:
+    """The pools of one worker, by the backend that a call names."""
+
+    def __init__(self, pools: dict[str, Pool], *, fallback: bool) -> None:
+        self._pools = pools
+        self.fallback = fallback
+        """True if bubblewrap is configured but does not work, and subprocess replaces it, as a setting allows."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, settings: Settings | SandboxSettings, *, ca: Path | None = None) -> AsyncIterator[SandboxPools]:
+        """Open every backend of the settings with warm sandboxes, watch them while the block runs, and end all after
+        it.
+
+        `ca` is passed to the backends. Raises BackendUnavailable: a backend that is configured must work."""
+        chosen = settings if isinstance(settings, SandboxSettings) else settings.sandbox
+        async with AsyncExitStack() as stack:
+            provider, fallback = await local(chosen, ca=ca)
+            pool = await _create_pool(stack, provider, chosen)
+            pools = dict.fromkeys(LOCAL, pool)
+            for name in dict.fromkeys(chosen.backends):
+                if name not in pools:
+                    pools[name] = await _create_pool(stack, await backend(name, chosen, ca=ca), chosen)
+            yield cls(pools, fallback=fallback)
+
+    @property
+    def served_backends(self) -> tuple[str, ...]:
+        """Backends that a call may ask for."""
+        return tuple(self._pools)
+
+    @property
+    def local(self) -> Pool:
+        """The pool of this machine's backend."""
+        return self._pools[LOCAL[0]]
+
+    def pool(self, backend: str) -> Pool | None:
+        """Return the pool of the backend, or None if this worker does not serve it."""
+        return self._pools.get(backend)
+
+    def release(self, session: str) -> None:
+        """Give up the slots that the session holds; it will not come back to this worker."""
+        for pool in set(self._pools.values()):
+            pool.release(session)
+
+    def snapshot(self) -> dict[str, object]:
+        """Return the state of all pools as JSON, for people."""
+        pools = dict.fromkeys(self._pools.values())
+        return {"fallback": self.fallback, "pools": [pool.snapshot() for pool in pools]}
+
+
+async def _create_pool(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:
+    """Create a warm pool and watch it. Raises BackendUnavailable."""
+    stack.push_async_callback(provider.close)
+    prewarm = 0 if provider.costly else settings.prewarm
+    pool = Pool(provider, slots=settings.slots, prewarm=prewarm, max_uses=settings.max_uses)
+    stack.push_async_callback(pool.close)
+    try:
+        await pool.prefill(Shape(disk_bytes=settings.disk_bytes))
+    except (SandboxUnavailable, ImageMissing) as error:
+        raise BackendUnavailable(f"backend {provider.name} works here, but no sandbox starts: {error}") from error
+    watcher = asyncio.create_task(_watch(pool, settings.health_s, sweeps=provider.name in LOCAL))
+    watcher.add_done_callback(functools.partial(_on_watcher_end, pool))
+    stack.push_async_callback(_end, watcher)
+    return pool
+
+
+async def _watch(pool: Pool, every_s: float, *, sweeps: bool) -> None:
+    """Check idle sandboxes periodically. With `sweeps`, also remove what dead workers left on this machine."""
+    from turnlog.sandbox_workers.backends.cgroups import sweep
+
+    while True:
+        await asyncio.sleep(every_s)
+        await pool.check()
+        if sweeps:
+            pool.count_leaks(sum(sweep().values()))
+
+
+def _on_watcher_end(pool: Pool, watcher: asyncio.Task[None]) -> None:
+    """Fail the pool if its watcher died: an unwatched pool must not serve, and its callers get the error."""
+    if not watcher.cancelled() and (error := watcher.exception()) is not None:
+        pool.fail(error)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
