@@ -40,7 +40,8 @@ from turnlog.sandbox_workers.protocol import (
     attribute_death,
 )
 from turnlog.sandbox_workers.tools import Refusal
-from turnlog.sandbox_workers.workspaces import SessionFiles, Workspaces
+from turnlog.sandbox_workers.workspaces import Workspaces
+from turnlog.sandbox_workers.workspaces.session_files import SessionFiles
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES

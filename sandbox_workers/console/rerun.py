@@ -18,6 +18,7 @@ from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, Listing, Memory
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, aside, say_json
 from turnlog.infra.tools import AGENT
+from turnlog.infra.workspaces import WorkspaceManifest
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import LOCAL, Interception
 from turnlog.sandbox_workers import answers
@@ -35,7 +36,7 @@ from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Lease
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Kind, SandboxError
 from turnlog.sandbox_workers.tools import Refusal, tools
-from turnlog.sandbox_workers.workspaces import WorkspaceManifest, Workspaces
+from turnlog.sandbox_workers.workspaces import Workspaces
 from turnlog.schemas.events import EgressRequest, ToolStatus
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings

@@ -24,7 +24,6 @@ LONGEST = 700
 FAT = [
     "schemas/events",
     "sandbox_workers/egress",
-    "sandbox_workers/workspaces",
     "infra/archive",
     "infra/kafka",
     "infra/verifiers",

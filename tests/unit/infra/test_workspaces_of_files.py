@@ -12,7 +12,8 @@ import pytest
 
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.workspaces import FilesUnusable, NotAWorkspace, fetch_manifest, join_trees, put, read, store_files
-from turnlog.sandbox_workers.workspaces import Folder, Workspaces, stored
+from turnlog.sandbox_workers.workspaces import Workspaces
+from turnlog.sandbox_workers.workspaces.folder import Folder, stored
 from turnlog.schemas.types import BlobRef
 
 FILES: dict[str, Any] = {

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.infra.workspaces import MEDIA_TYPE, FileEntry, FileKind
 from turnlog.sandbox_workers.protocol import FileRefused, QuotaExceeded, WorkspaceCorrupt, WorkspaceLost
-from turnlog.sandbox_workers.workspaces import MEDIA_TYPE, Folder, Workspaces, stored
+from turnlog.sandbox_workers.workspaces import Workspaces
+from turnlog.sandbox_workers.workspaces.folder import Folder, stored
 from turnlog.schemas.types import BlobRef
 
 MIB = 1 << 20
