@@ -18,8 +18,9 @@ from aiohttp import web
 
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.egress import Egress, Requests
+from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
+from turnlog.sandbox_workers.egress.recordings import Requests
 
 NAMES = {"origin.test": ["127.0.0.1"], "open.test": ["93.184.216.34"], "inside.test": ["10.0.0.7"]}
 

@@ -17,9 +17,10 @@ import pytest
 from tests.unit.sandbox.egress.conftest import Origin, Served
 from turnlog.infra.roles.health import Health, listening
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.egress import EgressUnavailable, ProxyUnusable, rules
+from turnlog.sandbox_workers.egress import EgressUnavailable, ProxyUnusable
 from turnlog.sandbox_workers.egress.apart import Apart, EgressTokens
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
+from turnlog.sandbox_workers.egress.policy import rules
 from turnlog.schemas.events import EgressSource
 
 KEY = "a-key-that-both-know"

@@ -14,7 +14,8 @@ from aiohttp import web
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, GatewayRelay, Requests
+from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, GatewayRelay
+from turnlog.sandbox_workers.egress.recordings import Requests
 from turnlog.settings import GatewaySettings
 
 TOKEN = "session-token"

@@ -14,7 +14,8 @@ import pytest
 
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, RuleInvalid
+from turnlog.sandbox_workers.egress import Egress, EgressUnavailable
+from turnlog.sandbox_workers.egress.policy import RuleInvalid
 from turnlog.sandbox_workers.egress.proxy import CONNECTIONS
 from turnlog.schemas.events import EgressSource
 
