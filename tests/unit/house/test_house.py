@@ -26,7 +26,6 @@ FAT = [
     "infra/archive",
     "infra/kafka",
     "infra/verifiers",
-    "infra/workspaces",
 ]
 """Packages with much code in `__init__.py`."""
 SHORT = 25
