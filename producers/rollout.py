@@ -35,7 +35,7 @@ from turnlog.infra.recipes import (
     sandbox_of,
 )
 from turnlog.infra.roles import log_lines
-from turnlog.infra.verifiers import is_late
+from turnlog.infra.verifiers.kinds import is_late
 from turnlog.producers.agents import WAITED, Actor, Attempt, SessionEnding, ToolBroken, acting
 from turnlog.producers.gateway_client import (
     ContextExceeded,

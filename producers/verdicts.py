@@ -29,7 +29,6 @@ from turnlog.infra.recipes import (
     call_recipe,
     sandbox_of,
 )
-from turnlog.infra.verifiers import PatchVerifier, SandboxVerifier, rewarding_steps
 from turnlog.infra.verifiers.judges import (
     Cause,
     EnvStep,
@@ -41,6 +40,7 @@ from turnlog.infra.verifiers.judges import (
     rewarded_steps,
     tail,
 )
+from turnlog.infra.verifiers.kinds import PatchVerifier, SandboxVerifier, rewarding_steps
 from turnlog.infra.verifiers.patches import Trees, grade_patch
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with, json_of

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
 from turnlog.infra.recipes import Episode, Judged, Recipe, RecipeError
-from turnlog.infra.verifiers import JudgeVerifier, WeightedSum
+from turnlog.infra.verifiers.kinds import JudgeVerifier, WeightedSum
 from turnlog.schemas import ids
 
 

@@ -30,7 +30,8 @@ from prometheus_client import Counter, Histogram
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
 from turnlog.infra.roles.http_clients import outside
-from turnlog.infra.verifiers import (
+from turnlog.infra.verifiers.groups import JudgedGroup, why_not_live
+from turnlog.infra.verifiers.kinds import (
     EnvironmentVerifier,
     HttpVerifier,
     JudgeVerifier,
@@ -38,7 +39,6 @@ from turnlog.infra.verifiers import (
     SandboxVerifier,
     WeightedSum,
 )
-from turnlog.infra.verifiers.groups import JudgedGroup, why_not_live
 from turnlog.schemas.types import TurnId
 from turnlog.secret_files import FileSecret, SecretUnusable
 

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.recipes import Episode, SandboxCall, Verdict
-from turnlog.infra.verifiers import Grading, PatchVerifier
 from turnlog.infra.verifiers.grading import AFTER, ASKED, BEFORE, DIFF, PASSED, PROGRAM, REPOSITORY
 from turnlog.infra.verifiers.judges import Cause, NoVerdict, foreign, tail
+from turnlog.infra.verifiers.kinds import Grading, PatchVerifier
 from turnlog.infra.workspaces import (
     FileKind,
     NotAWorkspace,

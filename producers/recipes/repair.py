@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from turnlog.infra.recipes import Demonstration, Message, PlainRecipe, TaskRow
 from turnlog.infra.tools import tool_declarations
-from turnlog.infra.verifiers import PROTECTED, Grading, PatchVerifier
+from turnlog.infra.verifiers.kinds import PROTECTED, Grading, PatchVerifier
 from turnlog.producers.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 

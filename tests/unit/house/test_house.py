@@ -25,7 +25,6 @@ FAT = [
     "schemas/events",
     "infra/archive",
     "infra/kafka",
-    "infra/verifiers",
 ]
 """Packages with much code in `__init__.py`."""
 SHORT = 25

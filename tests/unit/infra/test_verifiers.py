@@ -15,7 +15,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
-from turnlog.infra.verifiers import (
+from turnlog.infra.verifiers.groups import JudgedGroup
+from turnlog.infra.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
+from turnlog.infra.verifiers.kinds import (
     EnvironmentVerifier,
     HttpVerifier,
     JudgeVerifier,
@@ -24,8 +26,6 @@ from turnlog.infra.verifiers import (
     is_late,
     rewarding_steps,
 )
-from turnlog.infra.verifiers.groups import JudgedGroup
-from turnlog.infra.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
 from turnlog.schemas.events import Outcome
 
 SAID = ({"role": "user", "content": "3 + 5 = ?"}, {"role": "assistant", "content": "8"})

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from turnlog.infra import recipes
-from turnlog.infra.verifiers import PROTECTED
 from turnlog.infra.verifiers import grading as program
+from turnlog.infra.verifiers.kinds import PROTECTED
 from turnlog.producers.recipes.repair import (
     RECIPE,
     RowUnusable,
