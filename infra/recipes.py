@@ -521,7 +521,7 @@ def demo_rise(recipe: Recipe) -> float:
 
 def first_files(recipe: Recipe, task: TaskRow) -> Mapping[str, Any] | None:
     """Return the files of a session's initial workspace for this row, from the recipe's method `files` (format:
-    `turnlog.infra.workspaces.kept`). Returns None if the recipe has no such method."""
+    `turnlog.infra.workspaces.store_files`). Returns None if the recipe has no such method."""
     files: Callable[[TaskRow], Mapping[str, Any]] | None = getattr(recipe, "files", None)
     return None if files is None else files(task)
 

@@ -3,8 +3,8 @@
 A manifest is a blob of canonical JSON (`version` 1). `tree_sha256` covers only paths, kinds, modes, targets and content
 hashes, so that equal trees have equal hashes, however they were made and wherever their pieces are stored.
 
-ref = await kept({"calc.py": "def add(a, b): ..."}, blobs)  # store files, for example a session's first workspace
-both = await put(joined({"before": first, "after": last}), blobs)  # join manifests below folders without reading files
+ref = await store_files({"calc.py": "def add(a, b): ..."}, blobs)  # for example a session's first workspace
+both = await put(join_trees({"before": first, "after": last}), blobs)  # joined below folders without reading files
 
 NotAWorkspace      the blob is not a manifest, describes an impossible workspace, or is not in the store
 FilesUnusable      files that no workspace can contain; the message names the path
