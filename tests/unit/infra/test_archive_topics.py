@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from turnlog.infra.archive import FIRST_TOPICS, ArchiveDamaged, ArchiveIndex
+from turnlog.infra.archive import ArchiveDamaged
+from turnlog.infra.archive.index import FIRST_TOPICS, ArchiveIndex
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.schemas.topics import CATALOGUE
 
