@@ -21,11 +21,6 @@ ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 LONGEST = 700
 """Lines of a module; 500 are the aim."""
-FAT = [
-    "schemas/events",
-    "infra/kafka",
-]
-"""Packages with much code in `__init__.py`."""
 SHORT = 25
 """Nodes of a function's tree: what has fewer may be written twice."""
 NEWLINE = "\n"
@@ -65,8 +60,8 @@ def test_a_module_is_one_idea_and_says_which() -> None:
 
 
 def test_an_init_module_holds_little_code() -> None:
-    """The packages that are listed hold more than 40 lines in theirs; the list only becomes shorter."""
-    assert [line.partition(":")[0] for line in hard_to_read()["inits"]] == FAT
+    """At most 40 lines; that of infra/kafka is still to be moved."""
+    assert [line.partition(":")[0] for line in hard_to_read()["inits"]] == ["infra/kafka"]
 
 
 def test_no_import_closes_a_circle() -> None:
