@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from turnlog.infra.event_log import check_written, is_configuration
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.schemas import OtherRegistry, UndecodableRecord, UnknownSchemaId
@@ -49,11 +50,8 @@ async def records(
     starts = await role.log.start_offsets(wanted)
     starts = {place: max(start, (since or {}).get(place, start)) for place, start in starts.items()}
     async with role.log.reader() as reader:
-        reader.assign(starts)
-        while any(reader.position(partition) < ends[partition] for partition in wanted):
-            for record in await reader.poll(max_records=2000):
-                if record.offset < ends[Partition(record.topic, record.partition)]:
-                    yield record
+        async for record in read_range(reader, starts, ends, max_records=2000):
+            yield record
 
 
 async def events_of(

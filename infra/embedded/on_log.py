@@ -22,6 +22,7 @@ from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.process import cause_of
 from turnlog.infra.embedded.supervisor import ChildState, Failure, Supervisor, Watched
 from turnlog.infra.engine import EngineError, SGLangControl
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import LogError, Partition, Reader
 from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles import fleet as requests
@@ -98,9 +99,8 @@ class OnLog:
         """Apply requests of the log to the supervisor, and append reports, forever. Raises LogError."""
         fleet = Fleet()
         async with role.log.reader() as reader:
-            reader.assign(await role.log.start_offsets(PLACES))
-            ends = await role.log.end_offsets(PLACES)
-            while any(reader.position(place) < end for place, end in ends.items()):
+            ends = await assign_from_start(role.log, reader, PLACES)
+            while not caught_up(reader, ends):
                 await self._hear(role, reader, fleet)
             await requests.ask(role, fleet, fleet.compare_settings(self._plan.declared_engines()), by=SETTINGS)
             while True:

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -33,6 +33,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from turnlog.infra.embedded.ports import claim
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import Log, LogError, Partition, TopicSpec, Transactor
 from turnlog.infra.registry import MEDIA_TYPE, authorization
 from turnlog.infra.roles import log_lines
@@ -210,19 +211,17 @@ class SchemaStore:
         if start == end:
             return
         async with self._log.reader() as reader:
-            reader.assign({partition: start})
-            while reader.position(partition) < end:
-                self._fold((record.key, record.value) for record in await reader.poll())
+            async for record in read_range(reader, {partition: start}, {partition: end}):
+                self._fold(record.key, record.value)
 
-    def _fold(self, records: Iterable[tuple[bytes, bytes]]) -> None:
-        for key_bytes, value_bytes in records:
-            key, value = json.loads(key_bytes), json.loads(value_bytes or b"null")
-            match key["keytype"]:
-                case "SCHEMA":
-                    version = SchemaVersion(key["subject"], key["version"], value["id"], value["schema"])
-                    self._hold(version, _canonical(json.loads(version.schema)))
-                case "CONFIG":
-                    self._levels[key["subject"]] = value["compatibilityLevel"]
+    def _fold(self, key_bytes: bytes, value_bytes: bytes) -> None:
+        key, value = json.loads(key_bytes), json.loads(value_bytes or b"null")
+        match key["keytype"]:
+            case "SCHEMA":
+                version = SchemaVersion(key["subject"], key["version"], value["id"], value["schema"])
+                self._hold(version, _canonical(json.loads(version.schema)))
+            case "CONFIG":
+                self._levels[key["subject"]] = value["compatibilityLevel"]
 
 
 SCHEMA_BYTES = 128 << 10

@@ -30,6 +30,7 @@ import msgspec
 from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.blobs import BlobMissing, Owner
 from turnlog.infra.event_log import is_configuration, where
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.history import all_events
 from turnlog.infra.log import Partition
 from turnlog.infra.offers import load_methods
@@ -467,11 +468,10 @@ async def _events(role: Role, *, wait: bool = False, read: asyncio.Event | None 
     OtherRegistry and RunUnreadable are raised, because the record may be the run's configuration; later records cannot
     be."""
     known = False
-    end = (await role.log.end_offsets([PLACE]))[PLACE]
     async with role.log.reader(patient=wait) as reader:
-        reader.assign(await role.log.start_offsets([PLACE]))
+        ends = await assign_from_start(role.log, reader, [PLACE])
         while True:
-            if reader.position(PLACE) >= end:
+            if caught_up(reader, ends):
                 if read is not None:
                     read.set()
                 if not wait or role.stopping.is_set():

@@ -21,6 +21,7 @@ from turnlog.infra import log as ours
 from turnlog.infra.archive import ArchiveLog, ReadOnlyArchive
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import read_range
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
@@ -70,12 +71,8 @@ async def read(reader: Reader, count: int) -> list[Record]:
 async def read_to_end(log: Log, partition: Partition, start: int = 0) -> list[Record]:
     """What a fresh reader sees of one partition up to the committed end, which its position must reach."""
     end = (await log.end_offsets([partition]))[partition]
-    found: list[Record] = []
     async with log.reader() as reader, asyncio.timeout(PATIENCE_S):
-        reader.assign({partition: start})
-        while reader.position(partition) < end:
-            found += await reader.poll()
-    return found
+        return [record async for record in read_range(reader, {partition: start}, {partition: end})]
 
 
 class Owner:
