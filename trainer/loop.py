@@ -42,6 +42,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import PARQUET, write_tokens
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import caught_up, read_range
 from turnlog.infra.log import Commit, Log, Partition, Reached, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
@@ -101,17 +102,14 @@ async def read_past(log: Log, events: EventLog, run_id: str) -> tuple[WeightChai
 
     Call this after entering the transactor. Raises TransactionHanging.
     """
-    start = (await log.start_offsets([VERSIONS]))[VERSIONS]
-    end = (await own_ends(log, [VERSIONS]))[VERSIONS]
+    starts, ends = await log.start_offsets([VERSIONS]), await own_ends(log, [VERSIONS])
     past, whole = WeightChain(), None
     async with log.reader() as reader:
-        reader.assign({VERSIONS: start})
-        while reader.position(VERSIONS) < end:
-            for record in await reader.poll():
-                event = await events.decode_known(record)
-                if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
-                    past.apply(event)
-                    whole = event if event.kind == "full" else whole
+        async for record in read_range(reader, starts, ends):
+            event = await events.decode_known(record)
+            if isinstance(event, WeightVersionPublished) and event.run_id == run_id:
+                past.apply(event)
+                whole = event if event.kind == "full" else whole
     return past, whole
 
 
@@ -658,7 +656,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
         plan = plan.behind(cursor.inherited, cursor.critic_from)
         everyone.restore(checkpoint)
     start = (await role.log.start_offsets([PARTITION]))[PARTITION]
-    end = (await role.log.end_offsets([PARTITION]))[PARTITION]
+    ends = await role.log.end_offsets([PARTITION])
     losses: list[float] = []
     async with role.log.reader() as reader:
         manifests = Manifests(reader, role.events, role.settings.run.id, cursor, start=start)
@@ -670,7 +668,7 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
         passes = draw_passes(plan.objective, call, manifests, fetch, role, kept)
         while True:
             found = await manifests.next(timeout_s=POLL_S)
-            if found is None and reader.position(PARTITION) >= end:
+            if found is None and caught_up(reader, ends):
                 return losses
             if found is None:
                 continue

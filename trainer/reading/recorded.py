@@ -17,6 +17,7 @@ from prometheus_client import Counter
 
 from turnlog.infra.blobs import Blobs, expert_rows
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import Outcome, SampleBatchFormed, SegmentSample
@@ -97,13 +98,11 @@ async def samples_of(manifest: SampleBatchFormed, log: Log, events: EventLog) ->
     found: dict[str, SegmentSample] = {}
     async with log.reader() as reader:
         for partition, ids in wanted.items():
-            place, last = Partition(SAMPLES.name, partition), max(ids)
-            reader.assign({place: min(ids)})
-            while reader.position(place) <= last:
-                for record in await reader.poll():
-                    event = await events.decode_known(record) if record.offset in ids else None
-                    if isinstance(event, SegmentSample) and event.sample_id == ids[record.offset]:
-                        found[event.sample_id] = event
+            place = Partition(SAMPLES.name, partition)
+            async for record in read_range(reader, {place: min(ids)}, {place: max(ids) + 1}):
+                event = await events.decode_known(record) if record.offset in ids else None
+                if isinstance(event, SegmentSample) and event.sample_id == ids[record.offset]:
+                    found[event.sample_id] = event
     for row in manifest.samples:
         if row.sample_id not in found:
             place_said = f"{SAMPLES.name}[{row.partition}]@{row.offset}"

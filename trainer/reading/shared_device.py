@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.fleet import RELEASED
@@ -45,12 +46,12 @@ class SharedDevice:
         Return False if the role is to stop first.
         """
         wanted = -1 if published is None else published
-        end = (await self._role.log.end_offsets([PARTITION]))[PARTITION]
-        while self._reader.position(PARTITION) < end or (holding := self._holding(wanted)):
+        ends = await self._role.log.end_offsets([PARTITION])
+        while not caught_up(self._reader, ends) or (holding := self._holding(wanted)):
             beat()
             if self._role.stopping.is_set():
                 return False
-            if self._reader.position(PARTITION) >= end:
+            if caught_up(self._reader, ends):
                 self._role.health.unmet(
                     "device", f"{', '.join(holding)} still on the trainer's devices ([engine] colocate)"
                 )
