@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import externalize_payloads
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
 from turnlog.infra.roles.measures import STAGE_S
@@ -86,9 +87,8 @@ async def main(role: Role) -> None:
         role.log.reader() as reader,
     ):
         feeder = Feeder(role, run, transactor, drawn_from, sampling, limits, evaluated)
-        reader.assign(await role.log.start_offsets(partitions))
-        ends = await role.log.end_offsets(partitions)
-        while any(reader.position(partition) < ends[partition] for partition in partitions):
+        ends = await assign_from_start(role.log, reader, partitions)
+        while not caught_up(reader, ends):
             role.health.beat()
             await feeder.take(await reader.poll(max_records=2000))
         await feeder.remember()

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import caught_up, read_range
 from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record, check_commits
 from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.placements import Placement
@@ -240,19 +241,17 @@ class ToolResultReader:
         """Return (position, event) of every record of a partition from `first` up to `end`. Records that cannot be
         decoded or are gone are left out. Raises LogUnavailable, RegistryUnavailable."""
         place = Partition(TOOL_RESULTS.name, number)
-        found: list[Record] = []
         async with self._one:
             if self._reader is None:
                 self._reader = await self._stack.enter_async_context(self._log.reader())
             try:
-                self._reader.assign({place: first})
-                while self._reader.position(place) < end:
-                    found += await self._reader.poll(max_records=max(1, end - first))
+                wanted = read_range(self._reader, {place: first}, {place: end}, max_records=max(1, end - first))
+                found = [record async for record in wanted]
             except OffsetOutOfRange:  # it is only in the archive now, and nobody has asked for so long
                 return []
             finally:
                 self._reader.assign({})
-        decoded = [(record.offset, await self._decode_record(record)) for record in found if record.offset < end]
+        decoded = [(record.offset, await self._decode_record(record)) for record in found]
         return [(position, event) for position, event in decoded if event is not None]
 
     async def at(self, number: int, position: int) -> Event | None:
@@ -300,7 +299,7 @@ class PartitionRecovery:
             )
         async with log.reader() as reader:
             reader.assign({results[number]: unit.next_result for number, unit in units.items()})
-            while any(reader.position(place) < ends[place] for place in results.values()):
+            while not caught_up(reader, ends):
                 for record in await reader.poll():
                     await self._recall(units[record.partition], record)
         return list(units.values())

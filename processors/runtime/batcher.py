@@ -18,6 +18,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.batch_files import MEDIA_TYPE, build_batch_file
 from turnlog.infra.blobs import inlined
 from turnlog.infra.event_log import where
+from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
@@ -109,7 +110,7 @@ class Batcher:
             reader.assign(dict.fromkeys(control, 0))
             own = [partition for partition in control if partition.topic == topics.BATCHES.name]
             ends = await role.log.end_offsets(control) | await own_ends(role.log, own)
-            while any(reader.position(partition) < ends[partition] for partition in control):
+            while not caught_up(reader, ends):
                 role.health.beat()
                 await self._take(await reader.poll())
             groups = range(role.settings.kafka.groups)
@@ -123,7 +124,7 @@ class Batcher:
             while not role.stopping.is_set():
                 role.health.beat()
                 await self._take(await reader.poll(timeout_s=0.05))
-                if again and all(reader.position(partition) >= end for partition, end in again.items()):
+                if again and caught_up(reader, again):
                     self.progress.forget_taken()
                     again = {}
                 while self._may_form():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import GroupNotAuthorized, Log, LogUnavailable, Partition
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fleet import SERVING, Fleet
@@ -71,11 +72,10 @@ class EnginesServe:
     async def follow(self) -> None:
         """Fold engine-status until cancelled."""
         places = [Partition(ENGINES.name, 0)] if ENGINES.name in await self._log.topics() else []
-        starts, ends = await self._log.start_offsets(places), await self._log.end_offsets(places)
         async with self._log.reader() as reader:
-            reader.assign(starts)
+            ends = await assign_from_start(self._log, reader, places)
             while True:
-                if all(reader.position(place) >= end for place, end in ends.items()):
+                if caught_up(reader, ends):
                     self._look()
                 for record in await reader.poll(timeout_s=1.0):
                     try:

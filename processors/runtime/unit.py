@@ -18,6 +18,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalize_payloads, inlined
 from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor, check_commits, own_ends
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
@@ -223,11 +224,9 @@ async def records_between(
     """Yield the records of [start, end) whose header names one of `only` (empty: all)."""
     wanted = {record.encode() for record in only}
     async with log.reader() as reader:
-        reader.assign({name: start})
-        while reader.position(name) < end:
-            for record in await reader.poll():
-                if record.offset < end and (not wanted or dict(record.headers).get(RECORD_HEADER) in wanted):
-                    yield record
+        async for record in read_range(reader, {name: start}, {name: end}):
+            if not wanted or dict(record.headers).get(RECORD_HEADER) in wanted:
+                yield record
 
 
 RECORDS = Counter("turnlog_assembler_records", "Input records processed")

@@ -39,6 +39,7 @@ from turnlog.infra.engine import (
     SGLang,
 )
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.experts import own_rows, routing_of_model
@@ -390,11 +391,10 @@ async def follow(engines: EnginePool, log_: Log, events: EventLog, *, current: a
     """Fold engine-status and weight-versions forever. Sets `current` once the records that were there at the start are
     folded."""
     partitions = [Partition(ENGINES.name, 0), Partition(WEIGHTS.name, 0)]
-    starts, ends = await log_.start_offsets(partitions), await log_.end_offsets(partitions)
     async with log_.reader() as reader:
-        reader.assign(starts)
+        ends = await assign_from_start(log_, reader, partitions)
         while True:
-            if all(reader.position(partition) >= end for partition, end in ends.items()):
+            if caught_up(reader, ends):
                 current.set()
             for record in await reader.poll(timeout_s=1.0):
                 try:

@@ -19,6 +19,7 @@ import orjson
 
 from turnlog.infra.blobs import Blobs, inlined
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import Log, Partition, Record, partition_of
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure
@@ -201,10 +202,10 @@ class SessionTail:
             if first >= covered:
                 return
             async with self._log.reader() as reader:
-                reader.assign({partition: first})
-                while reader.position(partition) < covered:
-                    for record in await reader.poll(max_records=POLL_RECORDS, timeout_s=0.5):
-                        await self._take(record)
+                async for record in read_range(
+                    reader, {partition: first}, {partition: covered}, max_records=POLL_RECORDS, timeout_s=0.5
+                ):
+                    await self._take(record)
             self._covered[partition] = first
 
     async def _take(self, record: Record) -> None:
@@ -273,13 +274,12 @@ class ConversationRecovery:
         since = min(sought.since_ms for sought, _ in wanted) - CLOCK_SKEW_MS
         for topic in (TURNS.name, SNAPSHOTS.name):
             partition = Partition(topic, number)
-            end = (await self._log.end_offsets([partition]))[partition]
+            ends = await self._log.end_offsets([partition])
             async with self._log.reader() as reader:
-                reader.assign({partition: await self._log.offset_since(partition, since)})
-                while reader.position(partition) < end:
-                    for record in await reader.poll(max_records=500, timeout_s=0.5):
-                        if record.key in keys:
-                            await self._take(record, found)
+                starts = {partition: await self._log.offset_since(partition, since)}
+                async for record in read_range(reader, starts, ends, timeout_s=0.5):
+                    if record.key in keys:
+                        await self._take(record, found)
         for sought, waiting in wanted:
             if not waiting.done():
                 waiting.set_result(found[sought.session_id])
