@@ -35,6 +35,7 @@ from turnlog.infra.archive import (
 )
 from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import caught_up, read_range
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
@@ -210,7 +211,7 @@ class Archiver:
         units = range(self.index.topics.get(SESSIONS.name, 0))
         self._cuts = {unit: await self._patient_cut(unit) for unit in units}
         ends = await self._role.log.end_offsets(list(self._ends), committed=False)
-        while any(self._reader.position(place) < end for place, end in ends.items()):
+        while not caught_up(self._reader, ends):
             await self.turn()
         await self._close({place: self._reader.position(place) for place in self._open})
         await self._put_cuts()
@@ -306,11 +307,8 @@ class Archiver:
         """Read a decided range from the log again."""
         file = RangeFile(place, codec=self._rules.codec)
         async with self._role.log.reader() as reader:
-            reader.assign({place: span.start})
-            while reader.position(place) < span.end:
-                for record in await reader.poll(max_records=POLL_RECORDS):
-                    if record.offset < span.end:
-                        file.add(record, await self._schemas.of(record))
+            async for record in read_range(reader, {place: span.start}, {place: span.end}, max_records=POLL_RECORDS):
+                file.add(record, await self._schemas.of(record))
         return file
 
     async def _follow_cuts(self, now: float) -> None:
@@ -335,7 +333,7 @@ class Archiver:
     def _covers(self, place: Partition, offset: int) -> bool:
         """Return whether every record below `offset` is in the index. Offsets after the last record may be those of
         markers."""
-        return self._ends[place] >= offset or (place not in self._open and self._reader.position(place) >= offset)
+        return self._ends[place] >= offset or (place not in self._open and caught_up(self._reader, {place: offset}))
 
     async def _patient_cut(self, unit: int) -> Cut:
         try:

@@ -27,6 +27,7 @@ from typing import Any
 
 from rich.table import Table
 
+from turnlog.infra.follow import read_range
 from turnlog.infra.history import events, records
 from turnlog.infra.log import Appender, Headers, Partition, Record, partition_of
 from turnlog.infra.roles.role import Role, open_role
@@ -99,17 +100,13 @@ async def origin(role: Role, letter: DeadLetter) -> Record | None:
 
 
 async def record_at(role: Role, place: Partition, offset: int) -> Record | None:
-    """Return one record, or None if the topic begins after it or ends before it."""
+    """Return one record, or None if the topic begins after it or ends before it, or if it was aborted."""
     start = (await role.log.start_offsets([place]))[place]
     end = (await role.log.end_offsets([place]))[place]
     if not start <= offset < end:
         return None
     async with role.log.reader() as reader:
-        reader.assign({place: offset})
-        while reader.position(place) <= offset:
-            for record in await reader.poll(max_records=1):
-                return record if record.offset == offset else None  # the offset was that of an aborted record
-    return None
+        return await anext(read_range(reader, {place: offset}, {place: offset + 1}, max_records=1), None)
 
 
 async def whole(role: Role, letter: DeadLetter) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
 from turnlog.infra.run_folder import resolve_endpoints, run_settings
@@ -159,7 +160,7 @@ class Events:
         )
 
     def _at_end(self) -> bool:
-        return self._held and all(self.reader.position(name) >= end for name, end in self._ends.items())
+        return self._held and caught_up(self.reader, self._ends)
 
 
 @asynccontextmanager

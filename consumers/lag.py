@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from prometheus_client import Gauge
 
 from turnlog.infra.archive import archive_name
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import Log, LogUnavailable, Partition, TlsFailed, TopicMissing
 from turnlog.infra.roles.health import Health, QuietServer, application, listening, uvicorn_config
 from turnlog.infra.roles.measures import STAGE_S
@@ -100,11 +101,7 @@ class Markers:
         if wanted:
             async with client.reader() as reader:
                 for place, start, end in wanted:
-                    reader.assign({place: start})
-                    held = False
-                    while not held and reader.position(place) < end:
-                        held = any(record.offset < end for record in await reader.poll())
-                    if not held:
+                    if await anext(read_range(reader, {place: start}, {place: end}), None) is None:
                         found.add((place, start, end))
         self.known = {}
         for place, start, end in found:

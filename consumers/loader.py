@@ -38,6 +38,7 @@ from turnlog.infra.engine import (
     ModelInfo,
     SGLangControl,
 )
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Commit, Partition, Reader
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.batches.progress import DeviceTurn
@@ -105,9 +106,8 @@ class Loader:
 
     async def _run(self) -> None:
         async with self._role.log.reader() as requests, self._role.log.reader() as reader:
-            requests.assign(await self._role.log.start_offsets([REQUESTED, SAID]))
-            ends = await self._role.log.end_offsets([REQUESTED, SAID])
-            while any(requests.position(place) < end for place, end in ends.items()):
+            ends = await assign_from_start(self._role.log, requests, [REQUESTED, SAID])
+            while not caught_up(requests, ends):
                 self._beat()
                 await self._standing.hear(requests)
             reader.assign(await self._role.log.start_offsets(self._topics))
@@ -277,7 +277,7 @@ class Loader:
 
     async def _catch_up(self, reader: Reader) -> None:
         ends = await self._role.log.end_offsets(self._topics)
-        while any(reader.position(partition) < end for partition, end in ends.items()):
+        while not caught_up(reader, ends):
             self._beat()
             await self._take(reader, timeout_s=0.2)
 

@@ -21,6 +21,7 @@ from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.index import BadQuestion, fate
 from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, where_of
 from turnlog.consumers.index.rows import message_texts
+from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
@@ -130,7 +131,7 @@ async def tail(
     starts = await role.log.start_offsets(places) if since_start else ends
     async with role.log.reader(patient=True) as reader:
         reader.assign(starts)
-        while not until_end or any(reader.position(place) < end for place, end in ends.items()):
+        while not (until_end and caught_up(reader, ends)):
             for record in sorted(await reader.poll(timeout_s=0.5), key=lambda record: record.timestamp_ms):
                 try:
                     event = await role.events.decode(record)

@@ -49,6 +49,7 @@ from turnlog.infra.blobs import (
     Owner,
     key,
 )
+from turnlog.infra.follow import read_range
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.ending import run_verb
@@ -283,10 +284,8 @@ async def values(log: Log, places: Sequence[Partition]) -> AsyncIterator[tuple[b
     for committed, begin, end in ((True, starts, stable), (False, stable, ends)):
         begin = {place: offset for place, offset in begin.items() if offset < end[place]}
         async with log.reader(committed=committed) as reader:
-            reader.assign(begin)
-            while any(reader.position(place) < end[place] for place in begin):
-                for record in await reader.poll(max_records=2000):
-                    yield record.key, record.value, dict(record.headers).get(RECORD_HEADER, b"")
+            async for record in read_range(reader, begin, end, max_records=2000):
+                yield record.key, record.value, dict(record.headers).get(RECORD_HEADER, b"")
 
 
 async def archives(blobs: Blobs) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from turnlog.infra import run_folder
 from turnlog.infra.blobs import BlobError
+from turnlog.infra.follow import read_range
 from turnlog.infra.log import LogError, Partition, Record
 from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles.ending import run_verb
@@ -207,25 +208,18 @@ async def _seen(role: Role, place_of: Mapping[Partition, tuple[str, str]]) -> di
             for place in wanted
         }
         met = set()
-        async for record in _records(role, begin, ends):
-            prefix, topic = place_of[Partition(record.topic, record.partition)]
-            met.add(Partition(record.topic, record.partition))
-            try:
-                event = await role.events.decode(record) if topic in FOLDED else None
-            except UndecodableRecord:
-                continue  # another program's topic of that name; or its own role dead-letters the record
-            seen[prefix].take(topic, record, event)
+        async with role.log.reader() as reader:
+            async for record in read_range(reader, begin, ends, max_records=2000):
+                prefix, topic = place_of[Partition(record.topic, record.partition)]
+                met.add(Partition(record.topic, record.partition))
+                try:
+                    event = await role.events.decode(record) if topic in FOLDED else None
+                except UndecodableRecord:
+                    continue  # another program's topic of that name; or its own role dead-letters the record
+                seen[prefix].take(topic, record, event)
         few *= LAST_FEW
         wanted = [place for place in wanted if place not in met and begin[place] > starts[place]]
     return seen
-
-
-async def _records(role: Role, begin: Mapping[Partition, int], ends: Mapping[Partition, int]) -> AsyncIterator[Record]:
-    async with role.log.reader() as reader:
-        reader.assign(dict(begin))
-        while any(reader.position(place) < ends[place] for place in begin):
-            for record in await reader.poll(max_records=2000):
-                yield record
 
 
 def _tell(found: Iterable[RunSummary]) -> None:

@@ -22,6 +22,7 @@ from turnlog.consumers.outlets import OutletError, library
 from turnlog.consumers.outlets.spans import Traces, TraceSpan
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.blobs import inlined
+from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.ending import run_verb
@@ -146,7 +147,7 @@ class Tracer:
         RegistryUnavailable, BlobError."""
         ends = await self._role.log.end_offsets(self._places)
         spans = await self._read()
-        while any(self._reader.position(place) < end for place, end in ends.items()):
+        while not caught_up(self._reader, ends):
             self._role.health.beat()
             spans += await self._read()
             if len(spans) >= self._batch:

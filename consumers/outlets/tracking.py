@@ -19,6 +19,7 @@ from turnlog.consumers.outlets.event_files import event_files
 from turnlog.consumers.outlets.history import Point, StepHistory, Tracker
 from turnlog.consumers.outlets.offline_runs import offline_runs
 from turnlog.consumers.replay.source import recorded_run
+from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.measures import STAGE_S
@@ -59,17 +60,16 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
     with contextlib.ExitStack() as stack:
         trackers = [stack.enter_context(KINDS[kind](folder, role.settings.run.id)) for kind, folder in wanted]
         async with role.log.reader(patient=True) as reader:
-            starts, ends = await role.log.start_offsets([PLACE]), await role.log.end_offsets([PLACE])
+            ends = await assign_from_start(role.log, reader, [PLACE])
             for (kind, folder), tracker in zip(wanted, trackers, strict=True):
                 if tracker.there >= ends[PLACE]:
                     raise OtherHistory(
                         f"{kind}={folder} holds the step at offset {tracker.there} of {STEPS.name}, which ends at "
                         f"{ends[PLACE]}: the files are of another log"
                     )
-            reader.assign(starts)
             role.health.mark_started()
             history = StepHistory()
-            while not role.stopping.is_set() and not (until_end and reader.position(PLACE) >= ends[PLACE]):
+            while not role.stopping.is_set() and not (until_end and caught_up(reader, ends)):
                 role.health.beat()
                 for record in await reader.poll(timeout_s=0.5):
                     try:

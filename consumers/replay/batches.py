@@ -17,6 +17,7 @@ from pathlib import Path
 
 from turnlog.infra.batch_files import CorruptBatch, build_batch_file, read_rows
 from turnlog.infra.blobs import BlobError, inlined
+from turnlog.infra.follow import caught_up
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
@@ -61,7 +62,7 @@ class SampleReader:
         missing = {offset for offset in wanted - found.keys() if offset < self._end}
         if missing and min(missing) < self._reader.position(self._place):
             self._reader.seek(self._place, min(missing))
-        while missing and self._reader.position(self._place) <= max(missing):
+        while missing and not caught_up(self._reader, {self._place: max(missing) + 1}):
             for record in await self._reader.poll():
                 if record.offset in missing:
                     found[record.offset] = record

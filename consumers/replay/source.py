@@ -26,6 +26,7 @@ from types import TracebackType
 from turnlog.consumers.replay.unit import UnitState, fresh_state
 from turnlog.infra.archive import ArchiveLog, Cut, live_cut
 from turnlog.infra.blobs import inlined
+from turnlog.infra.follow import caught_up, read_range
 from turnlog.infra.history import events
 from turnlog.infra.log import Log, LogError, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
@@ -139,7 +140,7 @@ class Merge:
 
     async def _fill(self, place: Partition) -> None:
         reader, end, ready = self._readers[place], self._ends[place], self._ready[place]
-        while not ready and reader.position(place) < end:
+        while not ready and not caught_up(reader, {place: end}):
             for record in await reader.poll(max_records=self._poll_records):
                 self._times[place] = max(self._times[place], record.timestamp_ms)
                 if self._until_ms is not None and self._times[place] > self._until_ms:
@@ -194,15 +195,13 @@ async def _step(role: Role, number: int) -> Until:
 
 async def _record(role: Role, place: Partition, offset: int) -> Until:
     try:
-        end = (await role.log.end_offsets([place]))[place]
+        ends = await role.log.end_offsets([place])
         async with role.log.reader() as reader:
-            reader.assign({place: offset})
-            while reader.position(place) < end:
-                for record in await reader.poll(max_records=1):
-                    return Until(record.timestamp_ms)
+            async for record in read_range(reader, {place: offset}, ends, max_records=1):
+                return Until(record.timestamp_ms)
     except LogError as error:
         raise NoSuchMoment(f"--until {place.topic}[{place.number}]@{offset}: {error}") from error
-    raise NoSuchMoment(f"--until {place.topic}[{place.number}]@{offset}: the partition ends at {end}")
+    raise NoSuchMoment(f"--until {place.topic}[{place.number}]@{offset}: the partition ends at {ends[place]}")
 
 
 PATIENCE_S = 30.0
