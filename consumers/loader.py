@@ -284,10 +284,7 @@ class Loader:
     async def _take(self, reader: Reader, *, timeout_s: float) -> bool:
         """Read records. Return whether there were any."""
         records = await reader.poll(timeout_s=timeout_s)
-        for record in records:
-            event = await self._role.events.decode_known(record)
-            if event is None or event.run_id != self._role.settings.run.id:
-                continue
+        async for _, event in self._role.run_events(records):
             if self._role.settings.engine.colocate:
                 self._turn.apply(event)
             if isinstance(event, WeightVersionPublished):

@@ -80,10 +80,9 @@ class EngineStatus:
 
     async def hear(self, requests: Reader, *, timeout_s: float = 0.2) -> None:
         """Fold new requests for and reports of this engine."""
-        for record in await requests.poll(timeout_s=timeout_s):
-            event = await self._role.events.decode_known(record) if record.key == self.engine_id.encode() else None
-            if event is not None and event.run_id == self._role.settings.run.id:
-                self._apply(event)
+        records, own = await requests.poll(timeout_s=timeout_s), self.engine_id.encode()
+        async for _, event in self._role.run_events(record for record in records if record.key == own):
+            self._apply(event)
 
     def _apply(self, event: Event) -> None:
         self._fleet.apply(event)

@@ -77,9 +77,8 @@ class AlertCollector:
 
     async def look(self, failures: Reader) -> list[Alarm]:
         """Return the present alerts. `failures` is a reader of run-health. Raises LogUnavailable."""
-        for record in await failures.poll(timeout_s=0.2):
-            event = await self._role.events.decode_known(record)
-            if isinstance(event, RoleFailed) and event.run_id == self._role.settings.run.id:
+        async for record, event in self._role.run_events(await failures.poll(timeout_s=0.2)):
+            if isinstance(event, RoleFailed):
                 done = DONE.get(event.remedy, "it stays down")
                 said = f"{event.role} on {event.host} failed, {done}: {event.cause}"
                 alarm = Alarm(f"failed {event.event_id}", said, "/queues", FAILED)

@@ -144,10 +144,8 @@ class OnLog:
         return [load for load in found if isinstance(load, int)]
 
     async def _hear(self, role: Role, reader: Reader, fleet: Fleet) -> None:
-        for record in await reader.poll(timeout_s=POLL_S):
-            event = await role.events.decode_known(record)
-            if event is not None and event.run_id == role.settings.run.id:
-                fleet.apply(event)
+        async for _, event in role.run_events(await reader.poll(timeout_s=POLL_S)):
+            fleet.apply(event)
 
     async def _obey(self, role: Role, fleet: Fleet) -> None:
         """Start engines that are wanted and do not run, stop those that have left."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +19,7 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.log_lines import instance_of
 from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.schemas import LaterKind
+from turnlog.schemas.events import Event
 from turnlog.schemas.topics import CATALOGUE
 from turnlog.settings import Settings
 
@@ -52,6 +53,14 @@ class Role:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     phase: RunPhase = RunPhase.RUNNING
     """Phase of the run according to the records that `runs.claimed` has read."""
+
+    async def run_events(self, records: Iterable[Record]) -> AsyncIterator[tuple[Record, Event]]:
+        """Decode the records of a topic that another role owns, one by one, and yield those that are events of this
+        run; others are passed over as by `EventLog.decode_known`. Raises RegistryUnavailable."""
+        for record in records:
+            event = await self.events.decode_known(record)
+            if event is not None and event.run_id == self.settings.run.id:
+                yield record, event
 
     async def park(self, record: Record, cause: Exception) -> None:
         """Append a dead letter for the record, and wait until it is in the log. Raises LogUnavailable.

@@ -63,10 +63,7 @@ class SharedDevice:
         return sorted(engine for engine, behind in self._released.items() if behind < wanted)
 
     async def _take(self) -> None:
-        for record in await self._reader.poll(timeout_s=LOOK_S):
-            event = await self._role.events.decode_known(record)
-            if event is None or event.run_id != self._role.settings.run.id:
-                continue
+        async for _, event in self._role.run_events(await self._reader.poll(timeout_s=LOOK_S)):
             match event:
                 case EngineDraining() if event.state == RELEASED:
                     self._released[event.engine_id] = event.published
