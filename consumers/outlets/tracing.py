@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
@@ -32,7 +31,6 @@ from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.topics_admin import ACCESS
 from turnlog.names import ConsumerGroup, ExitStatus, TransactionalId
-from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import (
     EngineWeightsLoaded,
     EngineWeightsRefused,
@@ -48,7 +46,6 @@ from turnlog.schemas.events import (
 from turnlog.setting_types import SettingsError
 from turnlog.settings import Settings, TraceSettings
 
-log = logging.getLogger(__name__)
 READ_S, EXPORT_S, MARK_S = (STAGE_S.labels("trace", stage) for stage in ("read", "export", "mark"))
 SPANS = Counter("turnlog_traced_spans", "Spans that the collector has accepted, including repeats")
 EXTRA = "traces"
@@ -169,13 +166,8 @@ class Tracer:
 
     async def _collect_spans(self, records: Sequence[Record]) -> list[TraceSpan]:
         spans: list[TraceSpan] = []
-        for record in records:
-            try:
-                event = await self._role.events.decode(record)
-            except UndecodableRecord as error:
-                log.warning("skipped: %s", error)
-                continue
-            if isinstance(event, TOLD) and event.run_id == self._role.settings.run.id:
+        async for record, event in self._role.run_events(records):
+            if isinstance(event, TOLD):
                 if isinstance(event, TurnCompleted):
                     event = await inlined(event, self._role.blobs)
                 place = Partition(record.topic, record.partition)

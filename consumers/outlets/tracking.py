@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,12 +26,10 @@ from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import say
 from turnlog.names import ExitStatus
-from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
 
-log = logging.getLogger(__name__)
 TAKE_S = STAGE_S.labels("track", "take")
 TRACKED = Counter("turnlog_tracked_steps", "Steps of the effective history, including those that were already there")
 PLACE = Partition(STEPS.name, 0)
@@ -71,13 +68,8 @@ async def track(role: Role, wanted: Sequence[tuple[str, Path]], *, until_end: bo
             history = StepHistory()
             while not role.stopping.is_set() and not (until_end and caught_up(reader, ends)):
                 role.health.beat()
-                for record in await reader.poll(timeout_s=0.5):
-                    try:
-                        event = await role.events.decode(record)
-                    except UndecodableRecord as error:
-                        log.warning("skipped: %s", error)
-                        continue
-                    if isinstance(event, StepCompleted) and event.run_id == role.settings.run.id:
+                async for record, event in role.run_events(await reader.poll(timeout_s=0.5)):
+                    if isinstance(event, StepCompleted):
                         point = Point(record.offset, record.timestamp_ms / 1000, event)
                         with TAKE_S.time():
                             await asyncio.to_thread(_take, point, history, trackers)

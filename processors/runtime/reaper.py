@@ -23,7 +23,6 @@ from turnlog.processors.core.fleet import SERVING, Fleet
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
 from turnlog.processors.runtime.unit import Clock, FoldPartitionTask
 from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
-from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import GroupClosed, SessionFinished
 from turnlog.schemas.topics import ENGINES
 
@@ -78,10 +77,8 @@ class EnginesServe:
                 if caught_up(reader, ends):
                     self._look()
                 for record in await reader.poll(timeout_s=1.0):
-                    try:
-                        self._fleet.apply(await self._events.decode(record))
-                    except UndecodableRecord as error:
-                        log.warning("passed over %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+                    if (event := await self._events.decode_known(record)) is not None:
+                        self._fleet.apply(event)
 
     def _look(self) -> None:
         engines = self._fleet.engines.values()

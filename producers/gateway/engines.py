@@ -46,7 +46,7 @@ from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.fleet import DRAINING, RELEASED, SERVING
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
-from turnlog.schemas import UndecodableRecord, ids
+from turnlog.schemas import ids
 from turnlog.schemas.events import (
     EngineRegistered,
     EngineWeightsLoaded,
@@ -397,10 +397,8 @@ async def follow(engines: EnginePool, log_: Log, events: EventLog, *, current: a
             if caught_up(reader, ends):
                 current.set()
             for record in await reader.poll(timeout_s=1.0):
-                try:
-                    engines.apply(await events.decode(record))
-                except UndecodableRecord as error:
-                    log.warning("skipped %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+                if (event := await events.decode_known(record)) is not None:
+                    engines.apply(event)
 
 
 RESUBMISSIONS = 32

@@ -10,7 +10,6 @@ records, found by timestamp, and serves all sessions that wait for one.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,13 +24,10 @@ from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn, above, extend_hash
 from turnlog.producers.gateway.messages import normalise_messages
-from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events.sessions import SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.events.turns import TokenSnapshot, TurnCompleted
 from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS
 from turnlog.schemas.types import TurnId, int32s
-
-log = logging.getLogger(__name__)
 
 WANTED = frozenset({b"SessionStarted", b"SessionAdopted", b"SessionFinished"})
 POLL_RECORDS = 2000
@@ -211,10 +207,8 @@ class SessionTail:
     async def _take(self, record: Record) -> None:
         if dict(record.headers).get(RECORD_HEADER) not in WANTED:
             return
-        try:
-            event = await self._events.decode(record)
-        except UndecodableRecord as error:
-            log.warning("skipped %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
+        event = await self._events.decode_known(record)
+        if event is None:
             return
         spine = self._spines.setdefault(event.session_id, SessionControlRecords())
         spine.add(record, event)
@@ -285,12 +279,8 @@ class ConversationRecovery:
                 waiting.set_result(found[sought.session_id])
 
     async def _take(self, record: Record, found: dict[str, _SessionRecords]) -> None:
-        try:
-            event = await self._events.decode(record)
-        except UndecodableRecord as error:
-            log.warning("skipped %s[%d]@%d: %s", record.topic, record.partition, record.offset, error)
-            return
-        mine = found.get(event.session_id)
+        event = await self._events.decode_known(record)
+        mine = None if event is None else found.get(event.session_id)
         if mine is None:
             return
         event = await inlined(event, self._blobs)
