@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from aiokafka import AIOKafkaProducer
-
+from turnlog.infra.kafka.aiokafka_changes import MendedProducer
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import Headers, Partition, partition_of
 from turnlog.infra.roles.role import Role
@@ -45,7 +44,7 @@ class Bulk:
     """What is not yet sent, and what is not yet acknowledged."""
 
     role: Role
-    producer: AIOKafkaProducer
+    producer: MendedProducer
     ends: dict[Partition, int]
     """Offset of the next record; partitions that are not in it are empty."""
     _open: dict[Partition, tuple[Any, int]] = field(default_factory=dict)
@@ -98,7 +97,7 @@ class Bulk:
 async def bulk(role: Role, ends: dict[Partition, int]) -> AsyncIterator[Bulk]:
     """Sends what is left when the block ends. `ends` goes on with what is appended."""
     kafka = role.settings.kafka
-    async with AIOKafkaProducer(
+    async with MendedProducer(
         bootstrap_servers=kafka.bootstrap, enable_idempotence=True, max_batch_size=BATCH_BYTES, **Login(kafka).options()
     ) as producer:
         appending = Bulk(role, producer, ends)

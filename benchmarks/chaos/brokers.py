@@ -41,7 +41,8 @@ from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.kafka.connection import Admin, AIOKafkaClient, ConnectionGroup, CoordinationType
+from turnlog.infra.kafka.admin import Admin
+from turnlog.infra.kafka.aiokafka_changes import ConnectionGroup, CoordinationType, MendedClient
 from turnlog.infra.kafka.producers import KafkaTransactor
 from turnlog.infra.log import Log
 from turnlog.infra.roles.role import open_role
@@ -291,7 +292,7 @@ async def rows(only: list[str], settings: Settings, brokers: Brokers, *, kills: 
 
 def hold(port: int) -> None:
     """Make this process say where its transactions are, and wait there until it is answered."""
-    send, offsets, commit = AIOKafkaClient.send, KafkaTransactor.offsets, KafkaTransactor.commit
+    send, offsets, commit = MendedClient.send, KafkaTransactor.offsets, KafkaTransactor.commit
 
     async def at(place: str) -> None:
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -299,7 +300,7 @@ def hold(port: int) -> None:
         await reader.read()
         writer.close()
 
-    async def asked(client: AIOKafkaClient, node: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
+    async def asked(client: MendedClient, node: int, request: Any, *, group: Any = ConnectionGroup.DEFAULT) -> Any:
         if type(request).__name__ != "EndTxnRequest":
             return await send(client, node, request, group=group)
         answer = asyncio.ensure_future(send(client, node, request, group=group))
@@ -317,7 +318,7 @@ def hold(port: int) -> None:
         await commit(transactor)
         await at("markers")
 
-    AIOKafkaClient.send = asked
+    MendedClient.send = asked  # type: ignore[method-assign]
     KafkaTransactor.offsets, KafkaTransactor.commit = with_offsets, committed  # type: ignore[method-assign]
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from loop import PATIENCE_S, at_end, at_first_interrupt, settled, there, verdict
 from loop import Story as Strikes
@@ -41,6 +40,7 @@ from turnlog.consumers.lag import by_role, lag_of
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import all_events
+from turnlog.infra.kafka.admin import Admin
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
@@ -180,7 +180,7 @@ async def visit(url: str) -> None:
 
 async def segments_of_a_minute(kafka: KafkaSettings) -> None:
     """For every topic."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap, **Login(kafka).options())
+    admin = Admin(bootstrap_servers=kafka.bootstrap, **Login(kafka).options())
     await admin.start()
     try:
         resources = [

@@ -13,19 +13,20 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import NewTopic, RecordsToDelete
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, UnknownTopicOrPartitionError, for_code
 from aiokafka.protocol.metadata import MetadataRequest
 
+from turnlog.infra.kafka.admin import Admin
+from turnlog.infra.kafka.aiokafka_changes import MendedConsumer
 from turnlog.infra.kafka.connection import (
     ANSWER_TIMEOUT_S,
     CLOSE_TIMEOUT_S,
     REQUEST_TIMEOUT_MS,
     RETRY_S,
     UNSEEN,
-    Admin,
     Connection,
     Membership,
     convert_errors,
@@ -100,7 +101,7 @@ class KafkaLog:
         self._making = asyncio.Lock()
         self._looking = asyncio.Lock()
         self._admin: Admin | None = None
-        self._offsets: dict[bool, AIOKafkaConsumer] = {}
+        self._offsets: dict[bool, MendedConsumer] = {}
         self._partitions: dict[str, int] = {}
         """Partition counts of the topics seen so far. Entries stay valid, because only `run delete` deletes topics."""
         self._counts = counts or {}
@@ -291,7 +292,7 @@ class KafkaLog:
         """See Log. Raises TopicMissing, LogUnavailable."""
         places, consumer = await self._places(partitions), await self._offset_client(committed=True)
         with convert_errors(self._connection, "start offsets"):
-            _ask_of_all(consumer, places)
+            consumer.add_topics({place.topic for place in places})
             found = await consumer.beginning_offsets(list(places))
         return {places[place]: offset for place, offset in found.items()}
 
@@ -299,7 +300,7 @@ class KafkaLog:
         """See Log. Raises TopicMissing, LogUnavailable."""
         places, consumer = await self._places(partitions), await self._offset_client(committed=committed)
         with convert_errors(self._connection, "end offsets"):
-            _ask_of_all(consumer, places)
+            consumer.add_topics({place.topic for place in places})
             found = await consumer.end_offsets(list(places))
         return {places[place]: offset for place, offset in found.items()}
 
@@ -307,7 +308,7 @@ class KafkaLog:
         """See Log. Raises TopicMissing, LogUnavailable."""
         [place], consumer = await self._places([partition]), await self._offset_client(committed=True)
         with convert_errors(self._connection, "offsets by time"):
-            _ask_of_all(consumer, [place])
+            consumer.add_topics([place.topic])
             found = (await consumer.offsets_for_times({place: max(since_ms, 0)}))[place]
         return found.offset if found else (await self.end_offsets([partition]))[partition]
 
@@ -387,7 +388,7 @@ class KafkaLog:
                 self._admin = admin
         return self._admin
 
-    async def _offset_client(self, *, committed: bool) -> AIOKafkaConsumer:
+    async def _offset_client(self, *, committed: bool) -> MendedConsumer:
         """Return a consumer that fetches nothing, because a long poll would delay its answers about offsets."""
         async with self._making:
             if committed not in self._offsets:
@@ -452,13 +453,6 @@ class KafkaLog:
                 self._know(found)
                 return
             await asyncio.sleep(RETRY_S)
-
-
-def _ask_of_all(consumer: AIOKafkaConsumer, places: Iterable[TopicPartition]) -> None:
-    """Register all topics with the client, so that one request finds all leaders. aiokafka itself asks for one topic,
-    waits 0.1 s and asks for the next: a role that starts on the whole catalogue would wait two seconds."""
-    for topic in {place.topic for place in places}:
-        consumer._client.add_topic(topic)
 
 
 async def _answers(admin: Admin, broker: int) -> bool:

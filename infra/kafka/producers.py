@@ -14,11 +14,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 from typing import Any
 
-from aiokafka import AIOKafkaProducer
 from aiokafka.errors import IllegalOperation, KafkaError, KafkaTimeoutError
 
+from turnlog.infra.kafka.aiokafka_changes import QUICK_S, MendedProducer
 from turnlog.infra.kafka.connection import (
-    QUICK_S,
     Connection,
     convert_errors,
     parting,
@@ -55,7 +54,7 @@ RETRY_MS = 100
 """Milliseconds between attempts of a plain producer, aiokafka's default."""
 TRANSACTION_RETRY_MS = 20
 """Milliseconds between attempts of a transactional producer. A transaction that begins with its offsets waits this long
-while the markers of the previous one are being written (`infra.kafka.connection` shortens only the wait of a
+while the markers of the previous one are being written (`infra.kafka.aiokafka_changes` shortens only the wait of a
 transaction that begins with a send). All groups that end meanwhile wait as well: with 100 ms the p99 of benchmark G6 is
 128 ms, with 20 ms about 55 ms."""
 
@@ -65,10 +64,10 @@ exist. Free of cost once the topic is known."""
 
 
 @contextlib.asynccontextmanager
-async def producing(connection: Connection, transactional_id: str | None = None) -> AsyncIterator[AIOKafkaProducer]:
+async def producing(connection: Connection, transactional_id: str | None = None) -> AsyncIterator[MendedProducer]:
     """Start an aiokafka producer and stop it at the end. With a transactional id, the start fences the last owner,
     aborts its open transaction and waits for the markers (KIP-98). Raises LogUnavailable."""
-    producer = AIOKafkaProducer(
+    producer = MendedProducer(
         **connection.options(),
         acks="all",
         enable_idempotence=True,
@@ -85,20 +84,16 @@ async def producing(connection: Connection, transactional_id: str | None = None)
                 await producer.start()
         yield producer
     finally:
-        async with parting(connection, producer.client):
-            await asyncio.sleep(0)  # aiokafka's stop fails if its own tasks have not started yet
+        async with parting(connection, producer):
             await producer.stop()
-        # A stop that was cut off leaves the sender task running, which would retry for ever.
-        if producer._sender.sender_task is not None:
-            producer._sender.sender_task.cancel()
 
 
 @contextlib.asynccontextmanager
-async def while_it_sends(connection: Connection, producer: AIOKafkaProducer) -> AsyncIterator[None]:
+async def while_it_sends(connection: Connection, producer: MendedProducer) -> AsyncIterator[None]:
     """Cancel the block and raise ProducerDied if aiokafka's sender task ends. The client notifies nobody of it, and if
     the task was cancelled, its pending appends would never fail."""
     owner, ended = asyncio.current_task(), asyncio.Event()
-    sender: asyncio.Task[None] = producer._sender.sender_task
+    sender = producer.sender_task
     assert owner is not None
 
     def end(_: asyncio.Task[None]) -> None:
@@ -195,7 +190,7 @@ class KafkaAppender:
     callers wait. After LogUnavailable it is unknown whether the record is on the log; the producer goes on trying and
     cannot write it twice."""
 
-    def __init__(self, connection: Connection, producer: AIOKafkaProducer, known: Known) -> None:
+    def __init__(self, connection: Connection, producer: MendedProducer, known: Known) -> None:
         self._connection = connection
         self._producer = producer
         self._known = known
@@ -249,7 +244,7 @@ class KafkaAppender:
 class KafkaTransactor:
     """See Transactor. The first error is final: every later call raises it again."""
 
-    def __init__(self, connection: Connection, producer: AIOKafkaProducer, known: Known, transactional_id: str) -> None:
+    def __init__(self, connection: Connection, producer: MendedProducer, known: Known, transactional_id: str) -> None:
         self._connection = connection
         self._producer = producer
         self._known = known

@@ -14,29 +14,17 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 from weakref import WeakSet
 
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
-from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.errors import IllegalStateError, KafkaError, for_code
-from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import (
-    Array,
-    Boolean,
-    CompactArray,
-    CompactString,
-    Int16,
-    Int32,
-    Int64,
-    Schema,
-    String,
-    TaggedFields,
-)
 
-from turnlog.infra.kafka.connection import RETRY_S, Admin, Connection, convert_errors, parting
+from turnlog.infra.kafka.admin import Admin
+from turnlog.infra.kafka.aiokafka_changes import MendedConsumer
+from turnlog.infra.kafka.connection import RETRY_S, Connection, convert_errors, parting
+from turnlog.infra.kafka.extra_requests import StableOffsets
 from turnlog.infra.log import HANGING_S, Assigned, BrokenAssignment, Commit, Fenced, Partition, Record, hanging
 from turnlog.infra.roles.measures import BYTES, UNREAD
 from turnlog.schemas.binary import constructor
@@ -51,57 +39,8 @@ make_record = constructor(Record)
 SLICE_S = 0.1
 """Maximum seconds that a rebalance waits for a poll() that waits for records."""
 
-OFFSET_FETCH = 9
 UNSTABLE_OFFSET_COMMIT = 88
 """Error code: a transaction that commits offsets of the partition is still open."""
-TAGS = ("tags", TaggedFields)
-
-
-class _Answer(Response):  # type: ignore[misc]
-    API_KEY = OFFSET_FETCH
-    API_VERSION = 7
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("topics", CompactArray(
-            ("name", CompactString("utf-8")),
-            ("partitions", CompactArray(
-                ("partition", Int32), ("offset", Int64), ("leader_epoch", Int32), ("metadata", CompactString("utf-8")),
-                ("error_code", Int16), TAGS,
-            )),
-            TAGS,
-        )),
-        ("error_code", Int16),
-        TAGS,
-    )  # fmt: skip
-
-
-class _Question(RequestStruct):  # type: ignore[misc]
-    API_KEY = OFFSET_FETCH
-    API_VERSION = 7
-    FLEXIBLE_VERSION = True
-    RESPONSE_TYPE = _Answer
-    SCHEMA = Schema(
-        ("group", CompactString("utf-8")),
-        ("topics", CompactArray(("name", CompactString("utf-8")), ("partitions", CompactArray(Int32)), TAGS)),
-        ("require_stable", Boolean),
-        TAGS,
-    )
-
-
-class _StableOffsets(Request[_Question]):  # type: ignore[misc]
-    API_KEY = OFFSET_FETCH
-
-    def __init__(self, group: str, places: Sequence[TopicPartition] | None) -> None:
-        """`places`: the partitions to read; None reads all and ignores open transactions."""
-        self._group = group
-        self._places = None if places is None else sorted(places)
-
-    def build(self, request_struct_class: type[_Question]) -> _Question:
-        if self._places is None:
-            return request_struct_class(self._group, None, False, {})
-        topics: list[Any] = [(topic, [place.partition for place in places], {})
-                  for topic, places in groupby(self._places, key=lambda place: place.topic)]  # fmt: skip
-        return request_struct_class(self._group, topics, True, {})
 
 
 async def stable_commits(
@@ -116,7 +55,7 @@ async def stable_commits(
     deadline = clock() + patience_s
     while True:
         try:
-            answer = await admin._send_request(_StableOffsets(group, places), await admin.find_coordinator(group))
+            answer = await admin._send_request(StableOffsets(group, places), await admin.find_coordinator(group))
             found, codes = _read(answer)
         except KafkaError as error:
             if not error.retriable:
@@ -143,44 +82,6 @@ def _read(answer: Any) -> tuple[dict[TopicPartition, Commit], set[int]]:
     return found, codes - {0}
 
 
-LEAVE_GROUP = 13
-
-
-class _Left(Response):  # type: ignore[misc]
-    API_KEY = LEAVE_GROUP
-    API_VERSION = 3
-    SCHEMA = Schema(
-        ("throttle_time_ms", Int32),
-        ("error_code", Int16),
-        ("members", Array(
-            ("member_id", String("utf-8")), ("group_instance_id", String("utf-8")), ("error_code", Int16),
-        )),
-    )  # fmt: skip
-
-
-class _Leave(RequestStruct):  # type: ignore[misc]
-    API_KEY = LEAVE_GROUP
-    API_VERSION = 3
-    RESPONSE_TYPE = _Left
-    SCHEMA = Schema(
-        ("group", String("utf-8")),
-        ("members", Array(("member_id", String("utf-8")), ("group_instance_id", String("utf-8")))),
-    )
-
-
-class _StaticGoodbye(Request[_Leave]):  # type: ignore[misc]
-    """LeaveGroup version 3 (KIP-345) for one static member; aiokafka's own request ends at version 1."""
-
-    API_KEY = LEAVE_GROUP
-
-    def __init__(self, group: str, member_id: str, instance: str) -> None:
-        self._group = group
-        self._member = member_id, instance
-
-    def build(self, request_struct_class: type[_Leave]) -> _Leave:
-        return request_struct_class(self._group, [self._member])
-
-
 @contextlib.asynccontextmanager
 async def consuming(
     connection: Connection,
@@ -189,9 +90,9 @@ async def consuming(
     group: str | None = None,
     instance: str | None = None,
     patient: bool = False,
-) -> AsyncIterator[AIOKafkaConsumer]:
+) -> AsyncIterator[MendedConsumer]:
     """Start an aiokafka consumer without a subscription, and stop it at the end. Raises LogUnavailable."""
-    consumer = AIOKafkaConsumer(
+    consumer = MendedConsumer(
         **connection.options(),
         group_id=None if group is None else connection.full(group),
         group_instance_id=instance,
@@ -215,21 +116,8 @@ async def consuming(
                 await consumer.start()
         yield consumer
     finally:
-        async with parting(connection, consumer._client):
-            await asyncio.sleep(0)  # aiokafka's stop fails if its own tasks have not started yet
-            await _stop(consumer)
-
-
-async def _stop(consumer: AIOKafkaConsumer) -> None:
-    """Stop the consumer. aiokafka's stop cancels its fetch tasks and awaits them. A task that pauses between two
-    attempts, as all do while no broker answers, cancels the stop in turn before its connections are closed."""
-    task = asyncio.current_task()
-    try:
-        await consumer.stop()
-    except asyncio.CancelledError:
-        if task is None or task.cancelling():
-            raise
-        await consumer._client.close()
+        async with parting(connection, consumer):
+            await consumer.stop()
 
 
 _readers: defaultdict[str, WeakSet[KafkaReader]] = defaultdict(WeakSet)
@@ -239,7 +127,7 @@ _readers: defaultdict[str, WeakSet[KafkaReader]] = defaultdict(WeakSet)
 class KafkaReader:
     """See Reader. During a broker outage polls return nothing, and the client keeps trying."""
 
-    def __init__(self, connection: Connection, consumer: AIOKafkaConsumer) -> None:
+    def __init__(self, connection: Connection, consumer: MendedConsumer) -> None:
         self._connection = connection
         self._consumer = consumer
         self._places: dict[TopicPartition, Partition] = {}
@@ -296,7 +184,7 @@ class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
     """Listener that stores rebalance requests of the group until poll() serves them. It runs on the coordinator's task
     and raises nothing, because aiokafka logs and swallows a listener's exceptions."""
 
-    def __init__(self, member: AIOKafkaConsumer) -> None:
+    def __init__(self, member: MendedConsumer) -> None:
         self._member = member
         self.news = asyncio.Event()
         """Set while something waits for poll()."""
@@ -346,8 +234,8 @@ class KafkaGroupReader(KafkaReader):
     def __init__(
         self,
         connection: Connection,
-        consumer: AIOKafkaConsumer,
-        member: AIOKafkaConsumer,
+        consumer: MendedConsumer,
+        member: MendedConsumer,
         topics: Sequence[str],
         assigned: Assigned,
         revoked: Assigned,
@@ -401,29 +289,18 @@ class KafkaGroupReader(KafkaReader):
                 ) from error
 
     async def leave(self) -> None:
-        """Give up all partition tasks, which runs the callback, and leave the group at once, even during a rebalance.
-        aiokafka would join once more, wait for every other member to do so, and only then leave."""
+        """Give up all partition tasks, which runs the callback, and leave the group at once, even during a
+        rebalance."""
         try:
             await self._give_up()
         finally:
-            coordinator = self._member._coordinator
-            coordinator._coordination_task.cancel()
-            await asyncio.wait({coordinator._coordination_task})
+            await self._member.stop_coordination()
             if self._rebalances.rebalancing and self._rebalances.gone.is_set():
                 # A join is unanswered and the broker reads nothing after it: a LeaveGroup would wait as long.
-                coordinator.reset_generation()
-            elif coordinator._group_instance_id is not None:
-                await self._goodbye(coordinator)
-
-    async def _goodbye(self, coordinator: GroupCoordinator) -> None:
-        """Send a LeaveGroup request for a static member, which aiokafka omits: its partition tasks would idle for the
-        rest of the Kafka session (decision 28). A successor with the same instance name is not removed, because its
-        member id differs."""
-        async with parting(self._connection):
-            await coordinator._stop_heartbeat_task()
-            if coordinator.generation > 0:
-                member = (coordinator.member_id, coordinator._group_instance_id)
-                await coordinator._send_req(_StaticGoodbye(coordinator.group_id, *member))
+                self._member.drop_membership()
+            else:
+                async with parting(self._connection):
+                    await self._member.send_goodbye()
 
     async def _serve(self) -> None:
         """Run the pending callbacks. Raises their errors, BrokenAssignment, and the coordinator's errors."""
@@ -439,7 +316,7 @@ class KafkaGroupReader(KafkaReader):
                     self._rebalances.new = None
                     await self._take_up(new)
             with convert_errors(self._connection, "group"):
-                self._member._coordinator.check_errors()  # a member that may not join would wait for ever
+                self._member.check_group()  # a member that may not join would wait for ever
                 if not self._rebalances.rebalancing:  # during a rebalance this call would wait for its end
                     await self._member.getmany(timeout_ms=0)
         except BaseException as error:

@@ -1,37 +1,29 @@
 """Authentication and encryption of connections to the cluster: TLS, SASL, tokens.
 
-Certificates, passwords and tokens are read again for each connection and each re-authentication (KIP-368). A broker
-that limits sessions closes a connection that is used after its session has ended, and aiokafka does not
-re-authenticate. So its connection class is replaced by `ReauthenticatingConnection`, which does. No other part of
-aiokafka stores a secret.
+Certificates, passwords and tokens are read again for each connection and each re-authentication, which
+`infra.kafka.aiokafka_changes.ReauthenticatingConnection` does. No other part of aiokafka stores a secret.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
 import ssl
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiokafka.conn
 from aiokafka.abc import AbstractTokenProvider
-from aiokafka.conn import AIOKafkaConnection, CloseReason, collect_hosts
+from aiokafka.conn import collect_hosts
 from aiokafka.errors import (
     AuthenticationFailedError,
     IllegalSaslStateError,
-    KafkaError,
     SaslAuthenticationFailed,
     UnsupportedSaslMechanismError,
 )
-from aiokafka.protocol.admin import SaslAuthenticateRequest, SaslHandShakeRequest
 
 from turnlog.infra.log import LoginRefused, LogUnreachable, TlsFailed, TokenUnavailable
 from turnlog.infra.roles.http_clients import outside
-from turnlog.infra.roles.probe import is_loopback
 from turnlog.infra.run_folder import present
 from turnlog.kafka_settings import KafkaSettings
 
@@ -41,8 +33,6 @@ SPENT = 0.8
 time."""
 TOKEN_TIMEOUT_S = 10.0
 """Time-out in seconds for the answer of a token endpoint."""
-CLEAR = "Sending username and password in the clear"
-"""Warning that aiokafka logs at each connection, whatever the host."""
 NO_LIFETIME_S = 60.0
 """Assumed lifetime in seconds of a token whose endpoint states none (RFC 6749, 5.1 only recommends to state it)."""
 
@@ -192,112 +182,6 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
         )
 
 
-class ReauthenticatingConnection(AIOKafkaConnection):  # type: ignore[misc]
-    """Connection that logs in with the current credentials of its Login, and again before its session ends. Requests
-    wait during a login, because the broker accepts no other request then."""
-
-    renew_at = math.inf
-    """Time on the loop's clock; the first request after it waits for another login."""
-    _renewing: asyncio.Task[None] | None = None
-    _left = False
-    """True if the client closed the connection, so that a pending login counts as abandoned and not as failed."""
-
-    @property
-    def _login(self) -> Login | None:
-        own = self._sasl_oauth_token_provider
-        return own if isinstance(own, Login) else None
-
-    async def connect(self) -> Any:
-        """See AIOKafkaConnection. The outcome is recorded in its Login."""
-        login = self._login
-        if login is None:
-            return await super().connect()
-        try:
-            if login.is_tls:
-                self._ssl_context = login.context()
-            streams = await super().connect()
-        except (OSError, KafkaError, TimeoutError) as error:
-            login.record_refusal(error)
-            raise
-        except (TlsFailed, TokenUnavailable) as error:  # aiokafka counts only errors of its own as a failed connection
-            login.record_refusal(error)
-            raise AuthenticationFailedError(str(error)) from error
-        login.refused = None
-        return streams
-
-    async def _do_sasl_handshake(self) -> None:
-        self.renew_at = math.inf
-        if self._login is not None:
-            self._sasl_plain_username, self._sasl_plain_password = self._login.name_and_password()
-            in_clear = (self._security_protocol, self._sasl_mechanism) == ("SASL_PLAINTEXT", "PLAIN")
-            if in_clear and not is_loopback(self.host):
-                log.warning(
-                    "%s:%s receives the password in the clear: see [kafka] sasl_mechanism", self.host, self.port
-                )
-        try:
-            await super()._do_sasl_handshake()
-        except ValueError as error:  # SCRAM is mutual: the broker must prove that it knows the password
-            raise AuthenticationFailedError(f"the broker did not prove that it knows the password ({error})") from error
-
-    def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
-        """See AIOKafkaConnection."""
-        if isinstance(request, SaslAuthenticateRequest):
-            return self._read_auth_response(super().send(Discreet(request._payload)))
-        if isinstance(request, SaslHandShakeRequest):
-            return super().send(request)  # type: ignore[no-any-return]
-        if self._renewing is None and self._loop.time() >= self.renew_at:
-            self._renewing = self._loop.create_task(self._renew())
-        if self._renewing is None:
-            return super().send(request, expect_response)  # type: ignore[no-any-return]
-        return self._later(self._renewing, request, expect_response)
-
-    async def _later(self, renewing: asyncio.Task[None], request: Any, expect_response: bool) -> Any:
-        await asyncio.shield(renewing)
-        return await super().send(request, expect_response)
-
-    async def _read_auth_response(self, answer: Awaitable[Any]) -> Any:
-        response = await answer
-        if self._sasl_mechanism == "OAUTHBEARER" and response.sasl_auth_bytes:
-            # A refusal (RFC 7628, 3.2.2), which aiokafka treats as success.
-            raise SaslAuthenticationFailed(response.sasl_auth_bytes.decode(errors="replace"))
-        lifetime_ms = getattr(response, "session_lifetime_ms", 0)
-        if lifetime_ms > 0:
-            self.renew_at = self._loop.time() + SPENT * lifetime_ms / 1000
-        return response
-
-    def close(self, reason: CloseReason | None = None, exc: Exception | None = None) -> Any:
-        """See AIOKafkaConnection."""
-        if self.connected():
-            self._left = reason in (None, CloseReason.IDLE_DROP, CloseReason.SHUTDOWN)
-        return super().close(reason, exc)
-
-    async def _renew(self) -> None:
-        try:
-            await self._do_sasl_handshake()
-        except (OSError, KafkaError, TimeoutError, TlsFailed, TokenUnavailable) as error:
-            if self._left:
-                return
-            if self._login is not None:
-                self._login.record_refusal(error)
-            log.warning("%s:%s: the session could not be renewed: %s", self.host, self.port, error)
-            self.close(reason=CloseReason.AUTH_FAILURE, exc=error)  # waiting requests fail, and the client reconnects
-        finally:
-            self._renewing = None
-
-
-class Discreet(SaslAuthenticateRequest):  # type: ignore[misc]
-    """Authentication request whose payload does not appear in aiokafka's debug log of requests."""
-
-    def build(self, request_struct_class: Any) -> Any:
-        """See Request."""
-
-        class Unshown(request_struct_class):  # type: ignore[misc]
-            def __repr__(self) -> str:
-                return "SaslAuthenticateRequest(...)"
-
-        return Unshown(self._payload)
-
-
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the error and its causes."""
     while error is not None:
@@ -312,7 +196,3 @@ def _unusable(*keys: str, kafka: KafkaSettings, error: Exception) -> str:
 
 def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-
-
-aiokafka.conn.AIOKafkaConnection = ReauthenticatingConnection
-logging.getLogger("aiokafka.conn").addFilter(lambda record: record.msg != CLEAR)

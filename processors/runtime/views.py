@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +38,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.aiokafka_changes import MendedConsumer, MendedProducer
 from turnlog.infra.kafka.connection import Connection, convert_errors
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LogError
@@ -291,6 +293,7 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
     connection = connection or Connection(settings.kafka.bootstrap, login=Login(settings.kafka))
     # Faust's own credentials keep one password for good; ours are fetched at each login.
     driver.credentials_to_aiokafka_auth = lambda *_: connection.login.options()
+    _mend_clients()
     _mend_recovery()
     _mend_seeking()
     _mend_rejoining()
@@ -516,6 +519,15 @@ def _mend_recovery() -> None:
 
     on_recovery_completed.stops_flow_first = True  # type: ignore[attr-defined]
     Recovery.on_recovery_completed = on_recovery_completed  # type: ignore[method-assign]
+
+
+def _mend_clients() -> None:
+    """Let Faust create our clients of Kafka, which log in again and survive silent brokers.
+
+    Only Faust's name for aiokafka is replaced, aiokafka itself is not.
+    """
+    ours = {"AIOKafkaConsumer": MendedConsumer, "AIOKafkaProducer": MendedProducer}
+    driver.aiokafka = SimpleNamespace(**{**vars(driver.aiokafka), **ours})
 
 
 def _mend_seeking() -> None:

@@ -14,7 +14,7 @@ from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Float64, Int16, Int32, Schema, String
 
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.kafka.connection import THROTTLED
+from turnlog.infra.kafka.aiokafka_changes import THROTTLED
 from turnlog.infra.log import TopicSpec
 
 pytestmark = pytest.mark.kafka

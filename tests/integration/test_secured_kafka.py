@@ -21,12 +21,13 @@ from urllib.parse import parse_qs
 from uuid import uuid4
 
 import pytest
-from aiokafka.conn import CloseReason, create_conn
+from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError
 from aiokafka.protocol.metadata import MetadataRequest
 
 from tests.secured import PASSWORD, SESSION_MS, SUPER, Authority, Secured
 from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.aiokafka_changes import create_connection
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     Commit,
@@ -189,7 +190,7 @@ async def test_a_client_that_closes_amid_a_login_has_not_failed(
     kafka = secured.by("PLAIN", username=SUPER, password=PASSWORD)
     login = Login(kafka)
     ((host, port),) = login.addresses
-    channel = await create_conn(host, port, **login.options())
+    channel = await create_connection(host, port, **login.options())
     channel.renew_at = 0.0
     asked = asyncio.ensure_future(channel.send(MetadataRequest([])))
     await asyncio.sleep(0)  # the login is begun

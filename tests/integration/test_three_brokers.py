@@ -22,7 +22,7 @@ from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.kafka import KafkaLog
-from turnlog.infra.kafka.connection import Admin
+from turnlog.infra.kafka.admin import Admin
 from turnlog.infra.kafka.producers import KafkaAppender
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LacksReplicas, LogUnreachable, Partition, ProducerDied, Record, TopicSpec
