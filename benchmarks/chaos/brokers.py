@@ -34,6 +34,7 @@ from typing import Any
 from uuid import uuid4
 
 import assembler
+from aiokafka.client import ConnectionGroup, CoordinationType
 from servers import environment, make_topics, say, servers
 
 from turnlog import cli
@@ -42,7 +43,7 @@ from turnlog.infra.embedded.brokers import Brokers
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.kafka.admin import Admin
-from turnlog.infra.kafka.aiokafka_changes import ConnectionGroup, CoordinationType, MendedClient
+from turnlog.infra.kafka.aiokafka_changes import MendedClient
 from turnlog.infra.kafka.producers import KafkaTransactor
 from turnlog.infra.log import Log
 from turnlog.infra.roles.role import open_role

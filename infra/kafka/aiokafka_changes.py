@@ -145,7 +145,7 @@ _handshake = _with_globals(
 )
 
 
-class ReauthenticatingConnection(PromptConnection):  # type: ignore[misc]
+class ReauthenticatingConnection(PromptConnection):
     """Connection that logs in with the current credentials of its Login, and again before its session ends. Requests
     wait during a login, because the broker accepts no other request then.
 
@@ -202,11 +202,11 @@ class ReauthenticatingConnection(PromptConnection):  # type: ignore[misc]
         if isinstance(request, SaslAuthenticateRequest):
             return self._read_auth_response(super().send(Discreet(request._payload)))
         if isinstance(request, SaslHandShakeRequest):
-            return super().send(request)  # type: ignore[no-any-return]
+            return super().send(request)
         if self._renewing is None and self._loop.time() >= self.renew_at:
             self._renewing = self._loop.create_task(self._renew())
         if self._renewing is None:
-            return super().send(request, expect_response)  # type: ignore[no-any-return]
+            return super().send(request, expect_response)
         return self._later(self._renewing, request, expect_response)
 
     async def _later(self, renewing: asyncio.Task[None], request: Any, expect_response: bool) -> Any:

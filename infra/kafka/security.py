@@ -55,7 +55,7 @@ class Login(AbstractTokenProvider):  # type: ignore[misc]
             "security_protocol": self.kafka.security_protocol,
             "ssl_context": self.context() if self.is_tls else None,
             "sasl_mechanism": self.kafka.sasl_mechanism or "PLAIN",
-            "sasl_plain_username": "",  # Channel sets both for each login
+            "sasl_plain_username": "",  # ReauthenticatingConnection sets both for each login
             "sasl_plain_password": "",
             "sasl_oauth_token_provider": self,
         }

@@ -527,7 +527,7 @@ def _mend_clients() -> None:
     Only Faust's name for aiokafka is replaced, aiokafka itself is not.
     """
     ours = {"AIOKafkaConsumer": MendedConsumer, "AIOKafkaProducer": MendedProducer}
-    driver.aiokafka = SimpleNamespace(**{**vars(driver.aiokafka), **ours})
+    driver.aiokafka = SimpleNamespace(**{**vars(driver.aiokafka), **ours})  # type: ignore[attr-defined]
 
 
 def _mend_seeking() -> None:
