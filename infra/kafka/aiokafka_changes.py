@@ -77,13 +77,8 @@ _silent: dict[tuple[str, int], float] = {}
 
 def _with_globals(function: Any, **names: Any) -> Any:
     """Return a copy of a function of aiokafka that finds `names` instead of the globals of its module."""
-    copied = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    found = {**function.__globals__, **names}
+    copied = FunctionType(function.__code__, found, None, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copied, function)
 
@@ -140,9 +135,7 @@ class _WithoutClear(logging.LoggerAdapter[logging.Logger]):
             super().warning(msg, *args, **kwargs)
 
 
-_handshake = _with_globals(
-    AIOKafkaConnection._do_sasl_handshake, log=_WithoutClear(logging.getLogger(AIOKafkaConnection.__module__))
-)
+_handshake = _with_globals(AIOKafkaConnection._do_sasl_handshake, log=_WithoutClear(logging.getLogger("aiokafka.conn")))
 
 
 class ReauthenticatingConnection(PromptConnection):
@@ -260,7 +253,7 @@ create_connection = _with_globals(aiokafka.conn.create_conn, AIOKafkaConnection=
 """aiokafka's `create_conn`, which creates a ReauthenticatingConnection."""
 
 
-async def _open_connection(host: str, port: int, **how: Any) -> ReauthenticatingConnection:
+async def _open_connection(host: str, port: int, **how: Any) -> Any:
     """Open a connection within CONNECT_S.
 
     aiokafka waits for a broker that accepts connections but does not answer (stopped, cut off) for as long as an append
@@ -270,7 +263,7 @@ async def _open_connection(host: str, port: int, **how: Any) -> Reauthenticating
     glance = time.monotonic() < _silent.get((host, port), 0.0)
     try:
         async with asyncio.timeout(GLANCE_S if glance else CONNECT_S):
-            made: ReauthenticatingConnection = await create_connection(host, port, **how)
+            return await create_connection(host, port, **how)
     except TimeoutError:
         if not glance:
             _silent[host, port] = time.monotonic() + SILENT_S
@@ -279,10 +272,9 @@ async def _open_connection(host: str, port: int, **how: Any) -> Reauthenticating
         raise
     except Exception as error:
         raise KafkaConnectionError(f"{host}:{port}: {error!r}") from error
-    return made
 
 
-async def _open_for_client(host: str, port: int, *, on_close: Any, **how: Any) -> ReauthenticatingConnection:
+async def _open_for_client(host: str, port: int, *, on_close: Any, **how: Any) -> Any:
     """Open a connection for the client whose method `on_close` is. Raises CancelledError if the client has left: a
     background task outlived the close of its client, which a time limit cut off, and would retry for ever after any
     other error."""
@@ -307,9 +299,9 @@ class MendedClient(AIOKafkaClient):  # type: ignore[misc]
     async def bootstrap(self) -> None:
         """Bootstrap the client, and close its connections on failure. If cancelled, aiokafka leaves the connection open
         over which it requests the first metadata, so every start that a time limit cuts off would leak one."""
-        opened: list[ReauthenticatingConnection] = []
+        opened: list[AIOKafkaConnection] = []
 
-        async def open_connection(host: str, port: int, **how: Any) -> ReauthenticatingConnection:
+        async def open_connection(host: str, port: int, **how: Any) -> AIOKafkaConnection:
             opened.append(await _open_connection(host, port, **how))
             return opened[-1]
 
@@ -330,14 +322,13 @@ class MendedClient(AIOKafkaClient):  # type: ignore[misc]
                 raise
             raise RequestTimedOutError from gone
 
-    async def coordinator_lookup(self, coordinator_type: CoordinationType, coordinator_key: str) -> int:
+    async def coordinator_lookup(self, coordinator_type: CoordinationType, coordinator_key: str) -> Any:
         """Find a coordinator. The broker asked may go down during the request, or no broker may be known while all
         restart. aiokafka's sender ends on either error, but retries after CoordinatorNotAvailableError."""
         try:
-            found: int = await super().coordinator_lookup(coordinator_type, coordinator_key)
+            return await super().coordinator_lookup(coordinator_type, coordinator_key)
         except (KafkaConnectionError, AssertionError) as gone:
             raise CoordinatorNotAvailableError(str(gone)) from gone
-        return found
 
     async def _wait_on_metadata(self, topic: str) -> Any:
         """Return the partition numbers of `topic`. aiokafka reports a topic as missing if no broker described it in
@@ -353,8 +344,7 @@ class MendedClient(AIOKafkaClient):  # type: ignore[misc]
         """Request a metadata update and return whether it succeeded. A closed client's update task has ended, so
         callers of aiokafka's method wait for ever. They get a cancelled future here."""
         if not self.left:
-            waiting: Awaitable[bool] = super().force_metadata_update()
-            return waiting
+            return super().force_metadata_update()  # type: ignore[no-any-return]
         never = asyncio.get_running_loop().create_future()
         never.cancel()
         return never
@@ -404,8 +394,6 @@ class _QuickAddPartitions(AddPartitionsToTxnHandler):  # type: ignore[misc]
 
 
 class _QuickSender(Sender):  # type: ignore[misc]
-    """Sender that repeats the first send of a transaction after CONCURRENT_S."""
-
     _do_add_partitions_to_txn = _with_globals(
         Sender._do_add_partitions_to_txn, AddPartitionsToTxnHandler=_QuickAddPartitions
     )
@@ -422,8 +410,7 @@ class MendedProducer(AIOKafkaProducer):  # type: ignore[misc]
     @property
     def sender_task(self) -> asyncio.Task[None]:
         """Task that sends. The producer notifies nobody of its end."""
-        task: asyncio.Task[None] = self._sender.sender_task
-        return task
+        return self._sender.sender_task  # type: ignore[no-any-return]
 
     async def stop(self) -> None:
         """Stop the producer. aiokafka's stop fails if its own tasks have not started yet."""

@@ -57,6 +57,8 @@ class _Question(RequestStruct):  # type: ignore[misc]
 
 
 class StableOffsets(Request[_Question]):  # type: ignore[misc]
+    """OffsetFetch version 7 (KIP-447), which can wait for open transactions; aiokafka's own ends at version 3."""
+
     API_KEY = OFFSET_FETCH
 
     def __init__(self, group: str, places: Sequence[TopicPartition] | None) -> None:
@@ -65,6 +67,7 @@ class StableOffsets(Request[_Question]):  # type: ignore[misc]
         self._places = None if places is None else sorted(places)
 
     def build(self, request_struct_class: type[_Question]) -> _Question:
+        """See Request."""
         if self._places is None:
             return request_struct_class(self._group, None, False, {})
         topics: list[Any] = [(topic, [place.partition for place in places], {})
@@ -107,6 +110,7 @@ class StaticGoodbye(Request[_Leave]):  # type: ignore[misc]
         self._member = member_id, instance
 
     def build(self, request_struct_class: type[_Leave]) -> _Leave:
+        """See Request."""
         return request_struct_class(self._group, [self._member])
 
 
@@ -140,6 +144,7 @@ class LogDirs(Request[_AskSizes]):  # type: ignore[misc]
         self._topics = [(name, list(range(count))) for name, count in counts.items()]
 
     def build(self, request_struct_class: type[_AskSizes]) -> _AskSizes:
+        """See Request."""
         return request_struct_class(self._topics)
 
 
@@ -172,4 +177,5 @@ class ListTransactions(Request[_AskTransactions]):  # type: ignore[misc]
     API_KEY = 66
 
     def build(self, request_struct_class: type[_AskTransactions]) -> _AskTransactions:
+        """See Request."""
         return request_struct_class([], [], {})
