@@ -20,6 +20,7 @@ from pathlib import Path
 from log_server import LogServer, broker
 from row import percentile, say, size, told
 
+from tests.fakes.batches import append_batches, synthetic_model
 from turnlog.infra.embedded.servers import ObjectStore
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
@@ -33,7 +34,6 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.settings import RunSettings, Settings, StoreSettings
 from turnlog.trainer import loop
 from turnlog.trainer.reading.batches import fetch_rows
-from turnlog.trainer.reference import append_batches, synthetic_model
 
 GOAL_S = 0.05
 BATCHES, ROWS = size((40, 256), smallest=(3, 16))

@@ -19,13 +19,13 @@ import torch
 from row import say, size, told
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import PaddedRows, microbatches, pad_rows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, ModelShape, config_json, row_flops
 from turnlog.trainer.warm_start import random_weights
 

@@ -12,10 +12,12 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from row import say, size, told
 
+ROOT = Path(__file__).parents[1]
 GOAL = 1e-5
 LAYOUTS = {
     1: (
@@ -30,15 +32,15 @@ LAYOUTS = {
     4: ("tp2-pp2", "tp2-sp-ep2", "tp2-sp-cp2", "tp2-pp2:gspo", "tp2-sp-ep2:ppo"),
     8: ("tp2-pp2", "tp2-pp2:ppo"),
 }
-"""Ranks -> what they share, and by which objective they step, as turnlog.trainer.reference names it."""
+"""Ranks -> what they share, and by which objective they step, as tests.reference.layouts names it."""
 STEPS, RANKS = size((6, tuple(LAYOUTS)), smallest=(1, (1,)))
 
 
 def compared(ranks: int) -> list[dict[str, Any]]:
-    """What turnlog.trainer.reference prints for the layouts of so many ranks."""
+    """What tests.reference.layouts prints for the layouts of so many ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "turnlog.trainer.reference", str(STEPS), *LAYOUTS[ranks]]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, *launcher, "-m", "tests.reference.layouts", str(STEPS), *LAYOUTS[ranks]]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
 
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from row import say, size, told
 
+from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import microbatches, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, row_flops
 from turnlog.trainer.warm_start import random_weights
 

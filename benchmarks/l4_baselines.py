@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from row import say, size, told
 
+from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.methods.estimators import dr_grpo
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
 

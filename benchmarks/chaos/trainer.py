@@ -34,6 +34,7 @@ from uuid import uuid4
 from dying import doom, ended, until
 from servers import TURNLOG, environment, say, servers, told
 
+from tests.fakes.batches import append_batches, synthetic_model
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, open_role
@@ -41,7 +42,6 @@ from turnlog.schemas.events import Event, StepCompleted, WeightVersionPublished
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
 from turnlog.trainer.loop import rerun
-from turnlog.trainer.reference import append_batches, synthetic_model
 
 STEPS_PER_KILL = 6
 CHECKPOINT_EVERY = 3

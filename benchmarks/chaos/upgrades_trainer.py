@@ -29,6 +29,7 @@ from loop import went_back
 from servers import say, servers
 from upgrades import Upgrades, Writers, begun, previous
 
+from tests.fakes.batches import synthetic_manifest, synthetic_model, synthetic_rows
 from trainer import PATIENCE_S, Story, verdict
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -37,7 +38,6 @@ from turnlog.infra.s3 import S3Blobs
 from turnlog.schemas.events import EngineGone, EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
 from turnlog.schemas.topics import ENGINES, STEPS, WEIGHTS
 from turnlog.settings import Settings
-from turnlog.trainer.reference import synthetic_manifest, synthetic_model, synthetic_rows
 
 BATCHES = 4
 """That are there when somebody is replaced; one of them is trained before the next one is."""

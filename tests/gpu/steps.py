@@ -1,6 +1,7 @@
 """Steps of the trainer on whatever device torch sees first, in a process of their own: `python steps.py WHAT`.
 
-Prints one line of JSON. It needs the source tree on PYTHONPATH and what the trainer imports, no installed turnlog.
+Prints one line of JSON. It needs the source tree and tests/fakes on PYTHONPATH and what the trainer imports, but no
+installed turnlog.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from batches import synthetic_rows
 
 from turnlog.trainer import mcore
 from turnlog.trainer.launch import process_group
@@ -20,7 +22,6 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.model import DTYPES
 from turnlog.trainer.models.attention import varlen_kernel
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, ModelShape, row_flops
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import expected_shapes

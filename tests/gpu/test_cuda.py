@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 STEPS = Path(__file__).with_name("steps.py")
+FAKES = Path(__file__).parents[1] / "fakes"
 PEAK_TFLOPS = float(os.environ.get("BENCH_PEAK_TFLOPS", "989"))
 """Of an H100 in dense bfloat16 (NVIDIA's data sheet)."""
 
@@ -26,7 +27,8 @@ PEAK_TFLOPS = float(os.environ.get("BENCH_PEAK_TFLOPS", "989"))
 @cache
 def found(what: str, devices: str = "0") -> dict[str, Any]:
     """What a process of its own says; `devices` that it sees."""
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+    path = os.pathsep.join((str(FAKES), os.environ.get("PYTHONPATH", "")))
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(STEPS), what], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

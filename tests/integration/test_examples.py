@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.addresses import variables
+from tests.fakes.batches import append_batches
 from tests.fakes.sessions import GroupName, SessionStory, Shape, whole_group
 from turnlog.consumers.archiver import flush
 from turnlog.infra.event_log import EventLog
@@ -29,7 +30,6 @@ from turnlog.schemas.events import Event, RewardAssigned, SandboxSpec, SessionSt
 from turnlog.schemas.ids import call_id, digest, turn_event_id
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.settings import FoldSettings, Settings
-from turnlog.trainer.reference import append_batches
 
 pytestmark = pytest.mark.kafka
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.batches import synthetic_rows
 from tests.integration.test_embedded_up import opened_log
 from tests.small_disk import fill, mounted
 from tests.unit.consumers.conftest import CODEC, TrainedRun
@@ -39,7 +40,6 @@ from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import imitation
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY
 
 

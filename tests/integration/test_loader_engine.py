@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_rows
 from tests.fakes.weights import Publications, version
 from turnlog.consumers.loader import main
 from turnlog.consumers.loading import EngineSwapFailed
@@ -42,7 +43,6 @@ from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import Of, read_weights, upload, version_event
 

@@ -14,12 +14,12 @@ import psutil
 import pytest
 from ray.cluster_utils import Cluster
 
+from tests.fakes.batches import append_batches
 from tests.ray_nodes import actors, two_nodes
 from tests.unit.trainer.test_draws import Run
 from turnlog.trainer import LayoutUnfit, RankLost
 from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.plan import learning_plan
-from turnlog.trainer.reference import append_batches
 
 RANKS, DRAWS = 2, 4
 pytestmark = [

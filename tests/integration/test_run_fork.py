@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 from tests.integration.test_trainer_loop import start, steps_of, versions_of
 from turnlog.consumers.life.fork import ForkRefused, fork
 from turnlog.consumers.life.run_list import runs_of
@@ -23,7 +24,6 @@ from turnlog.settings import RunSettings, Settings, load
 from turnlog.trainer import CheckpointUnusable
 from turnlog.trainer.checkpoint import hand_on, open_checkpoint
 from turnlog.trainer.loop import rerun
-from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
 pytestmark = pytest.mark.kafka
 DATASET = "tasks.jsonl@0123456789abcdef"

@@ -10,9 +10,11 @@ import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 STEPS = 2
 OF_TWO = (
     "tp2",
@@ -82,8 +84,9 @@ async def test_loss_and_gradient_norm_are_those_of_the_reference(ranks: int, lay
             "--nproc-per-node",
             str(ranks),
         ),
-        *("-m", "turnlog.trainer.reference", str(STEPS), *layouts),
+        *("-m", "tests.reference.layouts", str(STEPS), *layouts),
         stdout=subprocess.PIPE,
+        cwd=ROOT,
     )
     output, _ = await process.communicate()
     assert process.returncode == 0

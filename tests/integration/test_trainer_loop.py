@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.log import Partition
@@ -30,7 +31,6 @@ from turnlog.schemas.events import (
 from turnlog.schemas.topics import STEPS, WEIGHTS
 from turnlog.settings import Settings
 from turnlog.trainer.loop import rerun
-from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 
 pytestmark = pytest.mark.kafka
 ROLE = """

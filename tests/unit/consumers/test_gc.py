@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.batches import synthetic_model
 from tests.fakes.memory_broker import Fate, MemoryBroker, Transaction
 from tests.fakes.memory_broker import Owner as Producer
 from tests.fakes.memory_log import Died, MemoryLog
@@ -32,7 +33,6 @@ from turnlog.sandbox_workers.workspaces.store import PieceLocations
 from turnlog.schemas import topics
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import KafkaSettings, RunSettings, Settings
-from turnlog.trainer.reference import synthetic_model
 
 GRACE_S = 100.0
 OURS = Settings(run=RunSettings(id="ours"), kafka=KafkaSettings(prefix="team.", groups=1, rollouts=1))

@@ -143,8 +143,8 @@ def seen(folder: Path, image: Any) -> tuple[list[int], Any]:
 
 def row_of(prompt: list[int], output: list[int], said: list[float], picture: Any) -> Any:
     """A batch of one, whose output trains."""
+    from tests.fakes.batches import synthetic_rows
     from turnlog.trainer.models.vision import attach_pictures
-    from turnlog.trainer.reference import synthetic_rows
 
     trained = np.repeat([0, 1], [len(prompt), len(output)]).astype("u1")
     row = dataclasses.replace(

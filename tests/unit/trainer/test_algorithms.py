@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_rows
 from turnlog.learning_settings import WANTS
 from turnlog.names import EntryPointGroup
 from turnlog.setting_types import find_offered
@@ -23,7 +24,6 @@ from turnlog.trainer.algorithms.objective import ForwardPassResults as Passes
 from turnlog.trainer.algorithms.objective import PolicyGradient, estimate
 from turnlog.trainer.algorithms.tokens import Tokens
 from turnlog.trainer.plan import learning_plan
-from turnlog.trainer.reference import synthetic_rows
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5
 TRAJECTORIES = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 3])

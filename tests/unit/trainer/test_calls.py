@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
+from tests.fakes.batches import synthetic_rows, with_random_experts
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.gang.calls import laid_out
 from turnlog.trainer.models.experts import RoutedRows
-from turnlog.trainer.reference import synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE
 
 ROWS = with_random_experts(synthetic_rows(0), TINY_MIXTURE, 0)

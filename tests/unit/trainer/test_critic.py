@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_rows
+from tests.reference.layouts import OBJECTIVES, RATE, Theirs, ours
+from tests.reference.plain import PlainCritic, credits, with_credits
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
@@ -19,9 +22,7 @@ from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradi
 from turnlog.trainer.checkpoints.state import Save
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.models.plain import PlainCritic, credits, with_credits
 from turnlog.trainer.plan import LearnerOptions, learning_plan
-from turnlog.trainer.reference import OBJECTIVES, RATE, Theirs, ours, synthetic_rows
 from turnlog.trainer.shape import TINY, as_dict
 from turnlog.trainer.warm_start import random_weights
 

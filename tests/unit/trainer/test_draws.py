@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_model, synthetic_rows, with_random_experts
 from tests.fakes.memory_log import MemoryLog
 from tests.unit.trainer.test_recorded import ROWS, formed
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
@@ -40,13 +41,6 @@ from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer, draw_passes
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
 from turnlog.trainer.reading.batches import Manifests
-from turnlog.trainer.reference import (
-    append_batches,
-    synthetic_manifest,
-    synthetic_model,
-    synthetic_rows,
-    with_random_experts,
-)
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape
 
 PARTS = 3

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.fakes.batches import synthetic_model, synthetic_rows
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
 from turnlog.settings import ModelSettings, RunSettings, StoreSettings
 from turnlog.trainer import CheckpointUnusable, mcore
@@ -30,7 +31,6 @@ from turnlog.trainer.offline.export import (
     published_versions,
 )
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.reference import synthetic_model, synthetic_rows
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import Of, upload, version_event

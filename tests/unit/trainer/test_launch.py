@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.fakes.batches import append_batches, synthetic_model
 from tests.unit.trainer.test_draws import Run
 from turnlog.settings import Settings, from_tables
 from turnlog.trainer import LayoutUnfit, RankLost, TeacherUnfit
@@ -29,7 +30,6 @@ from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, p
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.loop import LearnerThread
 from turnlog.trainer.plan import LearnerOptions, LearningPlan, learning_plan
-from turnlog.trainer.reference import append_batches, synthetic_model
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
 

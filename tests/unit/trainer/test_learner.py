@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_rows
+from tests.reference.plain import PlainLearner
 from turnlog.infra.blobs import StoreUnreachable
 from turnlog.settings import StoreSettings
 from turnlog.trainer import (
@@ -24,14 +26,12 @@ from turnlog.trainer import (
     CheckpointUnusable,
     WeightsMismatch,
     mcore,
-    reference,
 )
 from turnlog.trainer.checkpoints.state import Save, read_common
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.reference import synthetic_rows
 from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, as_dict
 from turnlog.trainer.warm_start import random_weights
 
@@ -58,7 +58,7 @@ def test_what_a_step_held_goes_back_to_the_system() -> None:
 def test_steps_are_those_of_transformers_and_adamw() -> None:
     weights = random_weights(TINY, 1)
     learner = Learner(TINY, weights, dataclasses.replace(ONE, microbatch_tokens=200))
-    plain = reference.PlainLearner(TINY, weights, ONE)
+    plain = PlainLearner(TINY, weights, ONE)
     for step in range(4):
         rows = synthetic_rows(step)
         ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
@@ -71,7 +71,7 @@ def test_steps_are_those_of_transformers_and_adamw() -> None:
 @pytest.mark.parametrize("shape", [dataclasses.replace(TINY, kind="qwen2"), TINY_MIXTURE], ids=lambda shape: shape.kind)
 def test_weight_decay_is_of_matrices_alone(shape: ModelShape) -> None:
     weights, options = random_weights(shape, 1), dataclasses.replace(ONE, weight_decay=0.1)
-    learner, plain = Learner(shape, weights, options), reference.PlainLearner(shape, weights, options)
+    learner, plain = Learner(shape, weights, options), PlainLearner(shape, weights, options)
     rows = synthetic_rows(0)
     still = dataclasses.replace(rows, advantages=rows.advantages * 0)
     learner.step(still, OBJECTIVE, 0.1)
@@ -91,7 +91,7 @@ def test_adapters_take_the_steps_of_a_plain_low_rank_model_and_nothing_else_move
     tmp_path: Path, shape: ModelShape
 ) -> None:
     weights, options = random_weights(shape, 1), dataclasses.replace(ONE, lora_rank=4, lora_alpha=8.0)
-    learner, plain = Learner(shape, weights, options), reference.PlainLearner(shape, weights, options)
+    learner, plain = Learner(shape, weights, options), PlainLearner(shape, weights, options)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.export().items())
     for step in range(3):
         rows = synthetic_rows(step)

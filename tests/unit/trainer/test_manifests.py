@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_rows
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.batch_files import CorruptBatch, write_rows
 from turnlog.infra.blobs import BlobMissing, MemoryBlobs
@@ -24,7 +25,6 @@ from turnlog.trainer import BatchGap, TokensUnfit
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.loop import VERSIONS, read_past
 from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, check_lengths, check_vocabulary, fetch_rows
-from turnlog.trainer.reference import append_batches, synthetic_manifest, synthetic_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

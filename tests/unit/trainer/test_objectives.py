@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_rows, with_random_experts
+from tests.reference.layouts import OBJECTIVES, Theirs, learner_of, ours
+from tests.reference.plain import PlainLearner, of_row
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
@@ -19,9 +22,7 @@ from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows
-from turnlog.trainer.models.plain import PlainLearner, of_row
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.reference import OBJECTIVES, Theirs, learner_of, ours, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.batches import append_batches, synthetic_rows
 from tests.unit.trainer.test_draws import Run
 from turnlog.infra.batch_files import CorruptBatch, write_rows
 from turnlog.infra.blobs import MemoryBlobs
@@ -18,7 +19,6 @@ from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread
 from turnlog.trainer.plan import LearningPlan
-from turnlog.trainer.reference import append_batches, synthetic_rows
 
 PATIENCE_S = 120
 BATCHES = 3

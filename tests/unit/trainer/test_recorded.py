@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_manifest, synthetic_rows, with_random_experts
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.pictures import encoded, painted
 from turnlog.infra.blobs import MemoryBlobs
@@ -29,7 +30,6 @@ from turnlog.trainer.models.experts import RoutedRows, unrouted_rows
 from turnlog.trainer.models.vision import PicturedRows, lay_out_images
 from turnlog.trainer.reading.pictures import with_pictures
 from turnlog.trainer.reading.recorded import read_truncation_flags, with_experts
-from turnlog.trainer.reference import synthetic_manifest, synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY_MIXTURE, TINY_VISION
 
 ROWS = with_random_experts(synthetic_rows(0, rows=4), TINY_MIXTURE, 0)

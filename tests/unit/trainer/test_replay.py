@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_rows, with_random_experts
+from tests.reference.plain import PlainLearner
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import ExpertsUnfit
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, attach_experts, unrouted_rows
-from turnlog.trainer.models.plain import PlainLearner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.reference import synthetic_rows, with_random_experts
 from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.fakes.batches import synthetic_model
 from tests.fakes.pictures import encoded, painted
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.recipes import recipe
@@ -37,7 +38,6 @@ from turnlog.trainer.offline.sft import (
     rows_of,
     split_rows,
 )
-from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.shape import TINY, TINY_VISION, read_shape
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import read_weights, write_folder

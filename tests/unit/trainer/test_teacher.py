@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.fakes.batches import synthetic_model, synthetic_rows
+from tests.reference.layouts import OBJECTIVES, Theirs, learner_of, ours
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import TeacherUnfit
 from turnlog.trainer.algorithms.logprobs import check_teacher
@@ -22,7 +24,6 @@ from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradi
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.reference import OBJECTIVES, Theirs, learner_of, ours, synthetic_model, synthetic_rows
 from turnlog.trainer.shape import TINY, config_json
 from turnlog.trainer.warm_start import random_weights
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.fakes.batches import synthetic_manifest, synthetic_rows
 from tests.fakes.sessions import GroupName, SessionStory
 from tests.unit.trainer.test_draws import Run
 from turnlog.infra.batch_files import write_rows
@@ -16,7 +17,6 @@ from turnlog.infra.log import Partition
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.topics import STEPS
 from turnlog.trainer import TokensUnfit
-from turnlog.trainer.reference import synthetic_manifest, synthetic_rows
 
 
 async def begun(folder: Path, sessions: dict[str, str], rows: BatchRows) -> Run:

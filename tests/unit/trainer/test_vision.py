@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_model, synthetic_rows, with_random_pictures
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import LayoutUnfit, TeacherUnfit, UnsupportedModel, weights
@@ -20,7 +21,6 @@ from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures, axes
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
-from turnlog.trainer.reference import synthetic_model, synthetic_rows, with_random_pictures
 from turnlog.trainer.shape import TINY_VISION, ModelShape, read_shape
 from turnlog.trainer.warm_start import random_weights
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.batches import synthetic_model
 from tests.fakes.weights import Publications
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.tensors.deltas import MAGIC, BrokenDelta, Unchanged, apply_delta, write_delta
 from turnlog.schemas.events import WeightVersionPublished
-from turnlog.trainer.reference import synthetic_model
 from turnlog.trainer.weights import write_tensors
 
 SHARD = 16 << 20
