@@ -108,14 +108,14 @@ schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 	@$(BIN)/python -m turnlog.schemas.avsc
 
 docs: $(ENVIRONMENT)  ## rewrite the generated pages
-	@$(BIN)/python -m turnlog.schemas.catalogue_page > docs/events.md
-	@$(BIN)/python -m turnlog.settings_page > docs/settings.md
-	@$(BIN)/python -m turnlog.metrics_page > docs/metrics.md
-	@$(BIN)/python -m turnlog.infra.deploy.monitoring.grafana infra/deploy/monitoring/dashboards
-	@$(BIN)/python -c 'from turnlog.producers.gateway.dialects import fields_page as p; print(p(), end="")' > docs/fields.md
-	@$(BIN)/python -c 'from turnlog.consumers.index.schema import page as p; print(p(), end="")' > docs/index-schema.md
+	@$(BIN)/python docs/tools/catalogue_page.py > docs/events.md
+	@$(BIN)/python docs/tools/settings_page.py > docs/settings.md
+	@$(BIN)/python docs/tools/metrics_page.py > docs/metrics.md
+	@$(BIN)/python docs/tools/fields_page.py > docs/fields.md
+	@$(BIN)/python docs/tools/index_page.py > docs/index-schema.md
 	@$(BIN)/python -m turnlog.asyncapi_page > docs/asyncapi.yaml
-	@$(BIN)/python -m turnlog.settings_page infra/deploy/helm/turnlog
+	@$(BIN)/python docs/tools/grafana.py infra/deploy/monitoring/dashboards
+	@$(BIN)/python docs/tools/settings_page.py infra/deploy/helm/turnlog
 
 $(UV): locks/uv.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 is needed: install it or set PYTHON=/path/to/python3.11"; exit 2; }

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError
 
+from docs.tools.settings_page import chart_page, chart_schema
 from turnlog.cli import parser
 from turnlog.infra.embedded.plan import ROLES as EMBEDDED
 from turnlog.infra.roles.ending import grace_s
@@ -27,7 +28,6 @@ from turnlog.infra.topics_admin import ROLES as RIGHTS
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
 from turnlog.settings import Settings, load
 from turnlog.settings import variables as known_variables
-from turnlog.settings_page import chart_page, chart_schema
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "infra/deploy"

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.tools.catalogue_page import catalogue_page
+from docs.tools.fields_page import fields_page
+from docs.tools.index_page import index_page
+from docs.tools.metrics_page import metrics_page
+from docs.tools.settings_page import settings_page
 from tests.agent_clis import PACKAGES
 from tests.frameworks.clients import CLIENTS
 from turnlog import cli
 from turnlog.asyncapi_page import asyncapi_page
-from turnlog.consumers.index.schema import page as index_page
 from turnlog.infra.topics_admin import ACCESS, ROLES, VERBS, acls
-from turnlog.metrics_page import metrics_page
-from turnlog.producers.gateway.dialects import fields_page
-from turnlog.schemas.catalogue_page import catalogue_page
 from turnlog.settings import Settings, from_tables
-from turnlog.settings_page import settings_page
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -164,4 +164,4 @@ def test_the_page_of_frameworks_has_the_clients_that_are_driven() -> None:
 
 def test_every_field_of_every_record_says_what_it_is() -> None:
     silent = [line for line in catalogue_page().splitlines() if re.search(r"^\| `.*\| *\|$", line)]
-    assert silent == [], "a string literal behind the field, or SHARED in schemas/catalogue_page.py"
+    assert silent == [], "a string literal behind the field, or SHARED in docs/tools/catalogue_page.py"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.tools.grafana import dashboards
+from docs.tools.metrics_page import metrics, stages
 from turnlog import cli
-from turnlog.infra.deploy.monitoring.grafana import dashboards
-from turnlog.metrics_page import metrics, stages
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")

@@ -16,8 +16,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from docs.tools.metrics_page import metrics as declared
 from turnlog import __version__
-from turnlog.metrics_page import metrics as declared
 from turnlog.names import (
     HEADERS,
     REGISTRY_TOPIC,

@@ -12,6 +12,7 @@ from typing import get_type_hints
 
 import pytest
 
+from docs.tools.settings_page import said_of
 from turnlog.infra.roles.probe import health_address
 from turnlog.names import TEST_VARIABLES, VARIABLES
 from turnlog.setting_types import value_of
@@ -28,7 +29,6 @@ from turnlog.settings import (
     settings_sha256,
     variables,
 )
-from turnlog.settings_page import said_of
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 

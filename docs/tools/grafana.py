@@ -1,4 +1,4 @@
-"""Generator of dashboards/*.json, with Grafana's own library (`make docs`; extra `dev`).
+"""Generator of infra/deploy/monitoring/dashboards/*.json, with Grafana's own library (`make docs`; extra `dev`).
 
 A query uses a recording rule (rules.yaml) where there is one. Every name and label in it is checked against the metrics
 that the code declares (tests/unit/house/test_metrics.py).

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
 KINDS = {"Counter": "_total", "Gauge": "", "Histogram": "", "Summary": ""}
 """prometheus_client class -> suffix that it adds to the name."""
@@ -63,7 +63,7 @@ class Metric:
 
 def metrics() -> list[Metric]:
     """Return all metrics, sorted by package and name."""
-    paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
+    paths = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     return sorted(
         (metric for path in paths for metric in _declared_metrics(path)), key=lambda each: (each.room, each.name)
     )
@@ -90,7 +90,7 @@ def _declared_metrics(path: Path) -> Iterator[Metric]:
 def stages() -> dict[str, tuple[str, ...]]:
     """Return role -> its stages, in the order of its module; empty where the records that the role writes name them."""
     found: dict[str, tuple[str, ...]] = {}
-    paths = sorted(path for room in ROOMS for path in (HERE / room).resolve().rglob("*.py"))
+    paths = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     for path in paths:
         tree = ast.parse(path.read_text())
         among = {
