@@ -65,11 +65,11 @@ lint: $(ENVIRONMENT)  ## format, lint, types, import layers
 check: lint  ## make lint, then the unit tests
 	@$(BIN)/python -m pytest -q tests/unit
 
-bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line each on stdout
-	@$(BIN)/python benchmarks/run.py $(if $(ONLY),--only $(ONLY))
+bench: $(ENVIRONMENT)  ## measure the goals (ONLY=G1,T1 for some); one JSON line each on stdout and in docs/results
+	@$(BIN)/python benchmarks/run.py --record $(if $(ONLY),--only $(ONLY))
 
 chaos: $(ENVIRONMENT)  ## strike every role and server: kill, hang, zombie (ONLY=loader,broker; KILLS=20)
-	@$(BIN)/python benchmarks/chaos/run.py $(if $(ONLY),--only $(ONLY)) $(if $(KILLS),--kills $(KILLS))
+	@$(BIN)/python benchmarks/chaos/run.py --record $(if $(ONLY),--only $(ONLY)) $(if $(KILLS),--kills $(KILLS))
 
 soak: $(ENVIRONMENT)  ## load that lasts: kills at random, does memory grow? (MINUTES=30, SEED=0; a page in runs/soak-TIME)
 	@$(BIN)/python benchmarks/chaos/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
@@ -114,6 +114,7 @@ docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python docs/tools/fields_page.py > docs/fields.md
 	@$(BIN)/python docs/tools/index_page.py > docs/index-schema.md
 	@$(BIN)/python -m turnlog.asyncapi_page > docs/asyncapi.yaml
+	@$(BIN)/python benchmarks/table.py --write
 	@$(BIN)/python docs/tools/grafana.py infra/deploy/monitoring/dashboards
 	@$(BIN)/python docs/tools/settings_page.py infra/deploy/helm/turnlog
 

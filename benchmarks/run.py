@@ -1,8 +1,8 @@
-"""Run the benchmarks, one after another: `python benchmarks/run.py [--only G1,T1] [--smallest]`.
+"""Run the benchmarks, one after another: `python benchmarks/run.py [--only G1,T1] [--smallest | --record]`.
 
 Every script `<id>_<name>.py` of this folder, and each of `NAMED`, prints one line (row.py) on stdout and everything
 else on stderr. Status 1 when one missed its goal, broke or printed no such line. `--smallest` shows that they run, and
-measures nothing.
+measures nothing. `--record` replaces their lines in docs/results/bench.jsonl (results.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from results import record
 from row import SIZE, SMALLEST
 
 HERE = Path(__file__).resolve().parent
@@ -57,7 +58,9 @@ def main() -> int:
     """Print every line as it comes."""
     parser = argparse.ArgumentParser(description="Run the benchmarks one after another.")
     parser.add_argument("--only", default="", metavar="IDS", help="for example G1,T1")
-    parser.add_argument("--smallest", action="store_true", help="show that they run, measure nothing")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--smallest", action="store_true", help="show that they run, measure nothing")
+    how.add_argument("--record", action="store_true", help="replace their lines in docs/results/bench.jsonl")
     asked = parser.parse_args()
     if asked.smallest:
         os.environ[SIZE] = SMALLEST
@@ -67,6 +70,8 @@ def main() -> int:
         line = measured(name, script)
         passed = passed and bool(line.get("ok"))
         print(json.dumps(line), flush=True)
+        if asked.record:
+            record("bench", line)
     return 0 if passed else 1
 
 

@@ -1,8 +1,9 @@
-"""Strike roles and servers again and again: `python benchmarks/chaos/run.py [--only assembler,loader] [--kills 20]`.
+"""Strike roles and servers: `python benchmarks/chaos/run.py [--only assembler,loader] [--kills 20] [--record]`.
 
 loop.py strikes every role and server of a whole run in every way. Each other script of this folder that takes --kills
 kills one role under a load that is the worst for it. One JSON line on stdout for each (id, kills, lost, twice, skipped,
-identical, ok, detail), everything else on stderr. Status 1 when one failed or printed no such line.
+identical, ok, detail), everything else on stderr. Status 1 when one failed or printed no such line. `--record` replaces
+their lines in docs/results/chaos.jsonl (../results.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # results is found by whatever is imported after this
+
+from results import record
 
 HERE = Path(__file__).resolve().parent
 SHARED = frozenset(
@@ -70,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Strike roles and servers again and again.")
     parser.add_argument("--only", default="", metavar="ROLES", help="for example assembler,loader,broker")
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--record", action="store_true", help="replace their lines in docs/results/chaos.jsonl")
     arguments = parser.parse_args()
     only = [name.strip() for name in arguments.only.split(",") if name.strip()]
     passed = True
@@ -77,6 +83,8 @@ def main() -> int:
         for line in suffered(name, script, more, arguments.kills):
             passed = passed and bool(line.get("ok"))
             print(json.dumps(line), flush=True)
+            if arguments.record:
+                record("chaos", line)
     return 0 if passed else 1
 
 
