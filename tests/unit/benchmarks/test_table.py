@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))  # its scripts import each other by their names
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))  # its scripts import each other by their names
 
 import results
 import table
