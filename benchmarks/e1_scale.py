@@ -34,7 +34,7 @@ from turnlog.infra.roles import fleet
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.run_folder import kept_secret, read_endpoints, read_state
-from turnlog.processors.core.fleet import SERVING
+from turnlog.processors.core.views.fleet import SERVING
 from turnlog.schemas.events import EngineRegistered, EngineWeightsLoaded, TurnCompleted
 from turnlog.schemas.topics import ENGINES, TURNS
 from turnlog.settings import EngineSettings, ModelSettings, RunSettings, Settings, load

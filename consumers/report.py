@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,11 +23,9 @@ from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.books import TokenAccount, counting_steps
+from turnlog.processors.core.views.fleet import AnsweredVersions
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
-    EngineRegistered,
-    EngineWeightsLoaded,
-    EngineWeightsRefused,
     SampleBatchFormed,
     SessionFinished,
     StepCompleted,
@@ -140,28 +138,19 @@ async def acknowledgements(role: Role) -> dict[str, Any]:
     """Return how many versions were published, and per engine the versions that were loaded, refused, superseded before
     they were loaded, and unanswered."""
     published = {event.version for event in await all_events(role, topics.WEIGHTS)}
-    loaded: dict[str, set[int]] = {}
-    refused: dict[str, set[int]] = {}
-    superseded: dict[str, set[int]] = {}
+    engines: dict[str, AnsweredVersions] = defaultdict(AnsweredVersions)
     for event in await all_events(role, topics.ENGINES):
-        loaded.setdefault(event.engine_id, set())
-        if isinstance(event, EngineWeightsLoaded):
-            loaded[event.engine_id].add(event.version)
-            superseded.setdefault(event.engine_id, set()).update(event.superseded)
-        elif isinstance(event, EngineWeightsRefused):
-            refused.setdefault(event.engine_id, set()).add(event.refused_version)
-        elif isinstance(event, EngineRegistered) and event.version >= 0:
-            loaded[event.engine_id].add(event.version)
+        engines[event.engine_id].apply(event)
+    acknowledged = {name: one.loaded | one.registered for name, one in engines.items()}
     unanswered = {
-        engine: sorted(published - versions - refused.get(engine, set()) - superseded.get(engine, set()))
-        for engine, versions in loaded.items()
+        name: sorted(published - acknowledged[name] - one.refused - one.superseded) for name, one in engines.items()
     }
     return {
         "weight_versions_published": len(published),
-        "weight_versions_acknowledged": {engine: len(versions & published) for engine, versions in loaded.items()},
-        "weight_versions_refused": {engine: len(versions) for engine, versions in refused.items() if versions},
-        "weight_versions_superseded": {engine: len(versions) for engine, versions in superseded.items() if versions},
-        "weight_versions_unanswered": {engine: versions for engine, versions in unanswered.items() if versions},
+        "weight_versions_acknowledged": {name: len(versions & published) for name, versions in acknowledged.items()},
+        "weight_versions_refused": {name: len(one.refused) for name, one in engines.items() if one.refused},
+        "weight_versions_superseded": {name: len(one.superseded) for name, one in engines.items() if one.superseded},
+        "weight_versions_unanswered": {name: versions for name, versions in unanswered.items() if versions},
     }
 
 

@@ -45,11 +45,9 @@ from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.infra.run_folder import LOGS, SETTINGS, lacks_room, lock_file, private_folder, verb_line
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
+from turnlog.processors.core.views.fleet import NO_WEIGHTS, Fleet
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import (
-    EngineGone,
-    EngineRegistered,
-    EngineWeightsLoaded,
     Event,
     GroupEmitted,
     GroupRequested,
@@ -87,8 +85,7 @@ class DisplayState:
     version: int = -1
     version_batch: int = -2
     """Last batch that the newest version includes."""
-    engines: dict[str, int] = field(default_factory=dict)
-    """Engine -> version that it serves; -2 once it is gone."""
+    fleet: Fleet = field(default_factory=Fleet)
     rounds: dict[int, set[str]] = field(default_factory=dict)
     """Evaluation round -> its groups."""
     scored: set[str] = field(default_factory=set)
@@ -115,11 +112,8 @@ class DisplayState:
             case WeightVersionPublished():
                 if event.version > self.version:
                     self.version, self.version_batch = event.version, event.batch_index
-            case EngineRegistered() | EngineWeightsLoaded():
-                self.engines[event.engine_id] = event.version
-            case EngineGone():
-                self.engines[event.engine_id] = -2
             case _:
+                self.fleet.apply(event)
                 self._evaluation(event)
 
     def _evaluation(self, event: Event) -> None:
@@ -205,7 +199,9 @@ class Display:
         facts.add_row("turns", f"{picture.turns}  ({picture.output_tokens:,} tokens, {self._tokens_per_s():.0f} tok/s)")
         facts.add_row("tool calls", _counts(Counter(picture.tool_calls.values())))
         facts.add_row("weights", f"version {picture.version}, lag {picture.lag}")
-        engines = ", ".join(f"{name}: {_serving(version)}" for name, version in sorted(picture.engines.items()))
+        engines = ", ".join(
+            f"{name}: {_serving(version)}" for name, version in sorted(picture.fleet.acknowledged_versions().items())
+        )
         facts.add_row("engines", engines or "-")
         return Panel(facts, title=Text(f"turnlog · run {self._run_id}"))
 
@@ -227,7 +223,7 @@ class Display:
 
 
 def _serving(version: int) -> str:
-    return {-2: "gone", -1: "no weights yet"}.get(version, f"version {version}")
+    return {NO_WEIGHTS: "gone", -1: "no weights yet"}.get(version, f"version {version}")
 
 
 def _counts(counts: Counter[str]) -> str:
@@ -435,7 +431,7 @@ async def _over(role: Role, display: Display) -> bool:
     if picture.phase == RunPhase.CLOSED:
         raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
     drawn = len({step.draw_index for step in picture.steps.values()})
-    loaded = all(version >= picture.version for version in picture.engines.values())
+    loaded = all(version >= picture.version for version in picture.fleet.acknowledged_versions().values())
     every = settings.eval.every
     evaluated = not every or picture.is_evaluated(settings.feeder.draws // every)
     if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded and evaluated:

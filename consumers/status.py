@@ -27,6 +27,7 @@ from turnlog.infra.roles.runs import life
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus
 from turnlog.processors.core.books import counting_steps
+from turnlog.processors.core.views.fleet import Fleet
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed, StepCompleted
 from turnlog.settings import Settings
@@ -139,8 +140,11 @@ def recipes(settings: Settings) -> dict[str, Any]:
 async def _from_log(settings: Settings) -> dict[str, Any]:
     async with open_role("status", settings) as role:
         lag = _by_topic(await lag_of(role.log, settings))
-        engines = {event.engine_id: {"state": event.state, "version": event.version, "url": event.url}
-                   for event in await all_events(role, topics.ENGINES)}  # fmt: skip
+        fleet = Fleet()
+        for event in await all_events(role, topics.ENGINES):
+            fleet.apply(event)
+        engines = {engine.id: {"state": engine.state, "version": engine.version, "url": engine.url}
+                   for engine in fleet.engines.values()}  # fmt: skip
         return {"lag": lag, "engines": engines, "progress": await _progress(role)}
 
 

@@ -34,13 +34,9 @@ from typing import NamedTuple
 
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.fold.settlement import PASS, TOO_FEW
+from turnlog.processors.core.views.fleet import Fleet
 from turnlog.schemas.events import (
     BatchSkipped,
-    EngineDraining,
-    EngineGone,
-    EngineRegistered,
-    EngineWeightsLoaded,
-    EngineWeightsRefused,
     Event,
     GroupEmitted,
     GroupRequested,
@@ -408,20 +404,15 @@ class Readiness:
     def __init__(self) -> None:
         self.batch = -1
         """Last batch on which the newest published weights were trained."""
-        self._engines: dict[str, int] = {}
-        """Live engine -> the weight version that it serves."""
+        self._fleet = Fleet()
         self._chain = WeightChain()
 
     def apply(self, event: Event) -> None:
         """Fold one record; other kinds are ignored."""
-        match event:
-            case WeightVersionPublished() if event.version > self.version:
-                self._chain.apply(event)
-                self.batch = event.batch_index
-            case EngineRegistered() | EngineWeightsLoaded() | EngineWeightsRefused():
-                self._engines[event.engine_id] = event.version
-            case EngineDraining() | EngineGone():
-                self._engines.pop(event.engine_id, None)
+        self._fleet.apply(event)
+        if isinstance(event, WeightVersionPublished) and event.version > self.version:
+            self._chain.apply(event)
+            self.batch = event.batch_index
 
     @property
     def version(self) -> int:
@@ -447,7 +438,8 @@ class Readiness:
     def _first_acknowledgements(self) -> str:
         """Return which engines do not serve the first weights yet; the very first task waits until every registered one
         does."""
-        if not self._engines:
+        engines = self._fleet.serving_versions()
+        if not engines:
             return "no engine is registered yet: is a weight loader running?"
-        behind = sorted(engine for engine, version in self._engines.items() if version < self.version)
+        behind = sorted(engine for engine, version in engines.items() if version < self.version)
         return f"weight version {self.version} is not loaded yet by {', '.join(behind)}" if behind else ""

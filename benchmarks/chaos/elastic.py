@@ -34,7 +34,7 @@ from turnlog.infra.embedded.up import up as run_up
 from turnlog.infra.roles import fleet
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
-from turnlog.processors.core.fleet import GONE, SERVING
+from turnlog.processors.core.views.fleet import GONE, SERVING
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.settings import Settings
 

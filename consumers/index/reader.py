@@ -331,6 +331,7 @@ class Index:
     def engines(self) -> tuple[Sequence[Row], AsOf]:
         """Return the last event of each engine."""
         with self.snapshot() as as_of:
+            # The same rule as Fleet (the last report is the status), in SQL: a page does not read every report.
             newest = "SELECT max(place) FROM engine_events GROUP BY engine_id"
             return self.rows(f"SELECT * FROM engine_events WHERE place IN ({newest}) ORDER BY engine_id"), as_of
 

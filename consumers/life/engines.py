@@ -23,7 +23,7 @@ from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
-from turnlog.processors.core.fleet import GONE, SERVING, Fleet, FleetEngine
+from turnlog.processors.core.views.fleet import GONE, SERVING, Fleet, FleetEngine
 from turnlog.settings import Settings
 
 LOOK_S = 0.2

@@ -19,13 +19,20 @@ from turnlog.infra.engine import UNLABELLED, EngineDead, ModelInfo
 from turnlog.infra.log import Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
-from turnlog.processors.core.fleet import GONE, RELEASED, SERVING, SILENT, STARTING, Fleet, FleetEngine
+from turnlog.processors.core.views.fleet import (
+    GONE,
+    RELEASED,
+    SERVING,
+    SILENT,
+    STARTING,
+    AnsweredVersions,
+    Fleet,
+    FleetEngine,
+)
 from turnlog.schemas.events import (
     EngineDraining,
     EngineGone,
     EngineRegistered,
-    EngineWeightsLoaded,
-    EngineWeightsRefused,
     Event,
 )
 from turnlog.schemas.ids import digest
@@ -55,10 +62,9 @@ class EngineStatus:
         self.silent = False
         self.released = False
         """True if the engine has released its memory ([engine] colocate)."""
-        self.given: set[int] = set()
-        """Versions that were loaded into this engine, according to its reports on the log."""
-        self.answered: set[int] = set()
-        """`given`, and versions that were refused or superseded."""
+        self.versions = AnsweredVersions()
+        """Fold of the same records: the versions that the log records as loaded into this engine, refused, or
+        superseded."""
         self._fleet = Fleet()
         """Fold of the records about this engine only."""
         self._said = 0
@@ -86,14 +92,7 @@ class EngineStatus:
 
     def _apply(self, event: Event) -> None:
         self._fleet.apply(event)
-        match event:
-            case EngineWeightsLoaded():
-                self.given.add(event.version)
-                self.answered |= {event.version, *event.superseded}
-            case EngineWeightsRefused():
-                self.answered.add(event.refused_version)
-            case _:
-                pass
+        self.versions.apply(event)
 
     @property
     def whole(self) -> int:
@@ -103,7 +102,7 @@ class EngineStatus:
     def drop_unrecorded(self, info: ModelInfo) -> ModelInfo:
         """Drop versions from `info` that the log does not record as loaded here: they belong to another run, or their
         loader died before reporting them."""
-        known = info.version in self.given or info.version < 0
+        known = info.version in self.versions.loaded or info.version < 0
         return info if known else replace(info, weight_version=UNLABELLED, adapters=())
 
     def has(self, info: ModelInfo) -> bool:

@@ -43,7 +43,7 @@ from turnlog.infra.tensors.versions import (
     model_shapes,
 )
 from turnlog.processors.core.batches.progress import WeightChain
-from turnlog.processors.core.fleet import STARTING
+from turnlog.processors.core.views.fleet import STARTING
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Swap:
 
     def remember(self, event: WeightVersionPublished) -> None:
         """Add a version that was published on the log."""
-        if event.version not in self._standing.answered:
+        if not self._standing.versions.is_answered(event.version):
             self._unanswered.add(event.version)
         self._chain.apply(event)
         if self._chain.is_news(event.version, self._standing.version):
@@ -199,7 +199,7 @@ class Swap:
         """Load and check an adapter. Raises EngineRefused, EngineDead, Fenced."""
         await self._standing.reached.check_owner()
         for found in (await self._control.model_info()).adapters:
-            if found == version or found not in self._standing.given:
+            if found == version or found not in self._standing.versions.loaded:
                 await self._control.unload_adapter(found, patience_s=PATIENCE_S)
         with timer.phase("load"):
             await self._control.load_adapter(folder, version, timeout_s=self._role.settings.loader.timeout_s)

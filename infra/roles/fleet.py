@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.fleet import GONE, OPERATOR, SERVING, SILENT, Fleet, FleetEngine
+from turnlog.processors.core.views.fleet import GONE, OPERATOR, SERVING, SILENT, Fleet, FleetEngine
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES
 
 ADDRESS = re.compile(r"https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?/?", re.ASCII)

@@ -19,8 +19,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import GroupNotAuthorized, Log, LogUnavailable, Partition
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fleet import SERVING, Fleet
 from turnlog.processors.core.fold_versions import INPUTS, SPINE
+from turnlog.processors.core.views.fleet import SERVING, Fleet
 from turnlog.processors.runtime.unit import Clock, FoldPartitionTask
 from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
 from turnlog.schemas.events import GroupClosed, SessionFinished

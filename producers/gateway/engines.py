@@ -43,12 +43,11 @@ from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.experts import own_rows, routing_of_model
-from turnlog.processors.core.fleet import DRAINING, RELEASED, SERVING
 from turnlog.processors.core.turns import Ids
+from turnlog.processors.core.views.fleet import DRAINING, RELEASED, SERVING, Fleet
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
-    EngineRegistered,
     EngineWeightsLoaded,
     EngineWeightsRefused,
     Event,
@@ -290,6 +289,8 @@ class EnginePool:
     live: dict[str, LiveEngine] = field(default_factory=dict)
     chain: WeightChain = field(default_factory=WeightChain)
     """Weight versions that were published."""
+    fleet: Fleet = field(default_factory=Fleet)
+    """Engines according to the log."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def apply(self, event: Event) -> None:
@@ -301,15 +302,16 @@ class EnginePool:
                     each.swaps_since = self.clock()
             self._wake()
             return
-        engine = self.live.get(event.engine_id)
+        self.fleet.apply(event)
+        known = self.fleet.engines[event.engine_id]
+        engine = self.live.get(known.id)
         if engine is None:
-            engine = LiveEngine(event.engine_id, event.url, event.state, event.version, self.connect(event.url))
-            self.live[event.engine_id] = engine
-        elif engine.url != event.url:
-            engine.url, engine.client = event.url, self.connect(event.url)
-        engine.state, engine.version = event.state, event.version
-        if isinstance(event, EngineRegistered | EngineWeightsLoaded):
-            engine.base_version = event.base_version
+            engine = LiveEngine(known.id, known.url, known.state, known.version, self.connect(known.url))
+            self.live[known.id] = engine
+        elif engine.url != known.url:
+            engine.url, engine.client = known.url, self.connect(known.url)
+        engine.state, engine.version = known.state, known.version
+        engine.base_version = self.fleet.reports[known.id].base_version
         engine.update_pauses(event, self.clock())
         engine.failures, engine.rests_until = 0, float("-inf")
         self._wake()

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from turnlog.infra.roles import fleet
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.fleet import FleetEngine
+from turnlog.processors.core.views.fleet import FleetEngine
 from turnlog.producers.gateway.errors import BadRequest, EnginesRefused
 from turnlog.producers.gateway.requests import SigningKeys, object_of, require_key, typed_field
 

@@ -25,7 +25,7 @@ from turnlog.infra.roles import fleet
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.run_folder import SETTINGS, read_endpoints
-from turnlog.processors.core.fleet import SERVING
+from turnlog.processors.core.views.fleet import SERVING
 from turnlog.schemas.events import EngineRequested, TurnCompleted
 from turnlog.schemas.topics import ENGINE_REQUESTS, TURNS
 from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, Settings

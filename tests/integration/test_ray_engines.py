@@ -26,7 +26,7 @@ from turnlog.infra.history import all_events
 from turnlog.infra.roles import fleet
 from turnlog.infra.roles.role import Role
 from turnlog.infra.run_folder import read_endpoints
-from turnlog.processors.core.fleet import SERVING, FleetEngine
+from turnlog.processors.core.views.fleet import SERVING, FleetEngine
 from turnlog.schemas.events import EngineGone, TurnCompleted
 from turnlog.schemas.topics import ENGINES, TURNS
 from turnlog.settings import EngineSettings, Settings

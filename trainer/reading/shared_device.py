@@ -12,14 +12,7 @@ from collections.abc import Callable
 from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.fleet import RELEASED
-from turnlog.schemas.events import (
-    EngineDraining,
-    EngineGone,
-    EngineRegistered,
-    EngineWeightsLoaded,
-    EngineWeightsRefused,
-)
+from turnlog.processors.core.views.fleet import Fleet
 from turnlog.schemas.topics import ENGINES
 
 PARTITION = Partition(ENGINES.name, 0)
@@ -32,8 +25,7 @@ class SharedDevice:
     def __init__(self, role: Role) -> None:
         self._role = role
         self._reader: Reader
-        self._released: dict[str, int] = {}
-        """Engine -> newest version when it was released; -1 if it holds memory."""
+        self._fleet = Fleet()
 
     async def follow(self, reader: Reader) -> None:
         """Start to follow engine-status from the start of the log."""
@@ -47,7 +39,7 @@ class SharedDevice:
         """
         wanted = -1 if published is None else published
         ends = await self._role.log.end_offsets([PARTITION])
-        while not caught_up(self._reader, ends) or (holding := self._holding(wanted)):
+        while not caught_up(self._reader, ends) or (holding := self._fleet.engines_holding_memory(wanted)):
             beat()
             if self._role.stopping.is_set():
                 return False
@@ -59,15 +51,6 @@ class SharedDevice:
         self._role.health.mark_ready("device")
         return True
 
-    def _holding(self, wanted: int) -> list[str]:
-        return sorted(engine for engine, behind in self._released.items() if behind < wanted)
-
     async def _take(self) -> None:
         async for _, event in self._role.run_events(await self._reader.poll(timeout_s=LOOK_S)):
-            match event:
-                case EngineDraining() if event.state == RELEASED:
-                    self._released[event.engine_id] = event.published
-                case EngineGone():
-                    self._released.pop(event.engine_id, None)
-                case EngineRegistered() | EngineWeightsLoaded() | EngineWeightsRefused():
-                    self._released[event.engine_id] = -1
+            self._fleet.apply(event)

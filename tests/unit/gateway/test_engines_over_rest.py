@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.processors.core.fleet import SETTINGS
+from turnlog.processors.core.views.fleet import SETTINGS
 from turnlog.schemas.events import EngineRequested
 
 

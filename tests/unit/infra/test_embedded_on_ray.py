@@ -25,7 +25,7 @@ from turnlog.infra.roles import fleet
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.fleet import GONE, SERVING, FleetEngine
+from turnlog.processors.core.views.fleet import GONE, SERVING, FleetEngine
 from turnlog.schemas.events import EngineGone, EngineRegistered
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import (

@@ -1,4 +1,7 @@
-"""The engines of a run: what was requested for each (engine-requests) and its last reported status (engine-status).
+"""The engines of a run: what was requested for each (engine-requests) and what was reported of it (engine-status).
+
+Every report repeats url, state and version: the last one is the engine's status (FleetEngine), whatever its kind. What
+depends on the kinds of reports is in EngineReports, where each field says which kinds change it.
 
 The two topics can be folded in any order. An engine that nobody requested was announced by its own loader: a sidecar.
 An engine that was requested without an address is hosted: the run's supervisor starts it under the name engine-N.
@@ -12,7 +15,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from turnlog.schemas.events import EngineGone, EngineRequested, Event
+from turnlog.schemas.events import (
+    EngineDraining,
+    EngineGone,
+    EngineRegistered,
+    EngineRequested,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+)
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINES, TOPIC_OF
 
@@ -26,6 +37,8 @@ SETTINGS: Final = "settings"
 OPERATOR: Final = "operator"
 AUTOSCALE: Final = "autoscale"
 HOSTED = re.compile(r"engine-(\d+)")
+NO_WEIGHTS: Final = -2
+"""Acknowledged version of an engine that is gone: below every version, and below -1 (no version loaded yet)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +77,43 @@ class FleetEngine:
 
 
 @dataclass(slots=True)
+class EngineReports:
+    """The part of an engine's state that depends on the kinds of its reports, not only on the last one."""
+
+    takes_turns: bool = False
+    """Whether the last report was of an engine that is there: neither EngineDraining, in any state, nor EngineGone."""
+    acknowledged: int | None = None
+    """Version of the last EngineRegistered or EngineWeightsLoaded; NO_WEIGHTS after EngineGone; None before any."""
+    base_version: int | None = None
+    """Base version of the last EngineRegistered or EngineWeightsLoaded."""
+    lent_at: int | None = None
+    """Newest published version when the engine released its memory; -1 while it holds its memory; None if it has none
+    (it is gone, or has only reported that it drains or is silent, which changes nothing).
+    """
+
+    def apply(self, event: Event) -> None:
+        """Fold one report of the engine."""
+        self.takes_turns = not isinstance(event, EngineDraining | EngineGone)
+        match event:
+            case EngineRegistered() | EngineWeightsLoaded():
+                self.acknowledged, self.base_version, self.lent_at = event.version, event.base_version, -1
+            case EngineWeightsRefused():
+                self.lent_at = -1
+            case EngineDraining() if event.state == RELEASED:
+                self.lent_at = event.published
+            case EngineGone():
+                self.acknowledged, self.lent_at = NO_WEIGHTS, None
+            case _:
+                pass
+
+
+@dataclass(slots=True)
 class Fleet:
     """Fold of engine-requests and engine-status."""
 
     engines: dict[str, FleetEngine] = field(default_factory=dict)
+    reports: dict[str, EngineReports] = field(default_factory=dict)
+    """Engine -> the rest of what was reported of it; engines that were only requested have no entry."""
 
     def apply(self, event: Event) -> None:
         """Fold one record of either topic; ignore any other record."""
@@ -83,6 +129,7 @@ class Fleet:
             self.engines[known.id] = dataclasses.replace(
                 known, url=event.url, state=event.state, version=event.version, cause=cause
             )
+            self.reports.setdefault(known.id, EngineReports()).apply(event)
 
     def present(self) -> list[FleetEngine]:
         """Return the engines that were not requested to go."""
@@ -91,6 +138,26 @@ class Fleet:
     def hosted_engines(self) -> list[FleetEngine]:
         """Return the present engines that the supervisor starts, ordered by number."""
         return sorted((engine for engine in self.present() if engine.hosted), key=number)
+
+    def serving_versions(self) -> dict[str, int]:
+        """Return engine -> version last reported, for the engines that take turns. A refusal is a report as well: the
+        engine is there, with its old version.
+        """
+        return {name: self.engines[name].version for name, reports in self.reports.items() if reports.takes_turns}
+
+    def acknowledged_versions(self) -> dict[str, int]:
+        """Return engine -> version last acknowledged, NO_WEIGHTS for those that are gone. An engine that drains or is
+        silent keeps its version.
+        """
+        found = ((name, reports.acknowledged) for name, reports in self.reports.items())
+        return {name: version for name, version in found if version is not None}
+
+    def engines_holding_memory(self, published: int) -> list[str]:
+        """Return the names of engines that hold memory, or may have taken it back since: they did not release it with
+        `published`, the newest version, or a later one. -1 before the first version.
+        """
+        found = ((name, reports.lent_at) for name, reports in self.reports.items())
+        return sorted(name for name, lent_at in found if lent_at is not None and lent_at < published)
 
     def find_engine(self, name: str) -> FleetEngine | None:
         """Return the engine with this id or address; one that is not leaving is preferred. None if there is none."""
@@ -141,6 +208,38 @@ class Fleet:
         if known.leaving:
             return known.by == SETTINGS
         return known.hosted != (not url) or (not known.hosted and known.url != url)
+
+
+@dataclass(slots=True)
+class AnsweredVersions:
+    """Fold of the reports of one engine: what became of each weight version there."""
+
+    registered: set[int] = field(default_factory=set)
+    """Versions that the engine had when it was registered."""
+    loaded: set[int] = field(default_factory=set)
+    """Versions that its loader loaded."""
+    refused: set[int] = field(default_factory=set)
+    superseded: set[int] = field(default_factory=set)
+    """Versions that were skipped for a newer one."""
+
+    def apply(self, event: Event) -> None:
+        """Fold one report; ignore other records."""
+        match event:
+            case EngineRegistered() if event.version >= 0:
+                self.registered.add(event.version)
+            case EngineWeightsLoaded():
+                self.loaded.add(event.version)
+                self.superseded.update(event.superseded)
+            case EngineWeightsRefused():
+                self.refused.add(event.refused_version)
+            case _:
+                pass
+
+    def is_answered(self, version: int) -> bool:
+        """Return whether the version was loaded, refused or superseded. A registered one may still be to load: the
+        engine may have got it from another run.
+        """
+        return version in self.loaded or version in self.refused or version in self.superseded
 
 
 def number(engine: FleetEngine) -> int:

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.processors.core.fleet import AUTOSCALE, GONE, OPERATOR, SERVING, SETTINGS, Fleet
-from turnlog.schemas.events import EngineGone, EngineRegistered
+from turnlog.processors.core.views.fleet import (
+    AUTOSCALE,
+    GONE,
+    NO_WEIGHTS,
+    OPERATOR,
+    RELEASED,
+    SERVING,
+    SETTINGS,
+    SILENT,
+    AnsweredVersions,
+    Fleet,
+)
+from turnlog.schemas.events import (
+    EngineDraining,
+    EngineGone,
+    EngineRegistered,
+    EngineWeightsLoaded,
+    EngineWeightsRefused,
+    Event,
+)
 
 
 def asked(fleet: Fleet, *changes: tuple[str, str], by: str = OPERATOR, url: str = "") -> None:
@@ -89,3 +108,71 @@ def test_an_engine_is_found_by_name_or_address_and_one_that_stays_before_one_tha
         "old",
         None,
     ]
+
+
+def report(kind: type[Event], version: int = 0, *, engine: str = "e", state: str = SERVING, **more: Any) -> Event:
+    fields: dict[str, Any] = {"event_id": "", "run_id": "r", "engine_id": engine, "url": "http://e"}
+    rest: dict[type[Event], dict[str, Any]] = {
+        EngineRegistered: {"model": "m"},
+        EngineWeightsLoaded: {"superseded": (), "seconds": {}},
+        EngineWeightsRefused: {"refused_version": version + 1, "cause": "BadWeights", "message": ""},
+        EngineGone: {"cause": "drained"},
+    }
+    return kind(**fields, version=version, state=state, **rest.get(kind, {}) | more)
+
+
+REGISTERED = report(EngineRegistered, 1)
+LOADED = report(EngineWeightsLoaded, 2, superseded=(1,), base_version=0)
+REFUSED = report(EngineWeightsRefused, 2)
+SILENCE = report(EngineDraining, 2, state=SILENT)
+LENT = report(EngineDraining, 2, state=RELEASED, published=3)
+LEFT = report(EngineGone, 2, state=GONE)
+
+
+@pytest.mark.parametrize(
+    ("reports", "serving", "acknowledged", "lent_at"),
+    [
+        ([REGISTERED], {"e": 1}, {"e": 1}, -1),
+        ([REGISTERED, LOADED], {"e": 2}, {"e": 2}, -1),
+        ([REGISTERED, LOADED, SILENCE], {}, {"e": 2}, -1),
+        ([REGISTERED, LENT], {}, {"e": 1}, 3),
+        ([REGISTERED, LENT, SILENCE], {}, {"e": 1}, 3),
+        ([REGISTERED, LENT, REFUSED], {"e": 2}, {"e": 1}, -1),
+        ([REGISTERED, LENT, LEFT], {}, {"e": NO_WEIGHTS}, None),
+        ([REGISTERED, LEFT, SILENCE], {}, {"e": NO_WEIGHTS}, None),
+        ([REGISTERED, LEFT, REGISTERED], {"e": 1}, {"e": 1}, -1),
+        ([REFUSED], {"e": 2}, {}, -1),
+        ([SILENCE], {}, {}, None),
+        ([LENT], {}, {}, 3),
+        ([LEFT], {}, {"e": NO_WEIGHTS}, None),
+    ],
+)
+def test_each_kind_of_report_changes_what_the_queries_say(
+    reports: list[Event], serving: dict[str, int], acknowledged: dict[str, int], lent_at: int | None
+) -> None:
+    fleet = Fleet()
+    asked(fleet, ("requested", SERVING))
+    for event in reports:
+        fleet.apply(event)
+    assert fleet.serving_versions() == serving
+    assert fleet.acknowledged_versions() == acknowledged
+    assert [bool(fleet.engines_holding_memory(published)) for published in (-1, 0, 3, 4)] == [
+        lent_at is not None and lent_at < published for published in (-1, 0, 3, 4)
+    ]
+    assert fleet.engines["e"].state == reports[-1].state
+
+
+def test_a_base_version_stays_until_the_next_weights() -> None:
+    fleet, found = Fleet(), []
+    for event in (LOADED, REFUSED, LENT, LEFT, REGISTERED):
+        fleet.apply(event)
+        found.append(fleet.reports["e"].base_version)
+    assert found == [0, 0, 0, 0, None]
+
+
+def test_versions_are_answered_once_loaded_refused_or_superseded_but_not_by_a_registration() -> None:
+    versions = AnsweredVersions()
+    for event in (report(EngineRegistered, -1), report(EngineRegistered, 0), LOADED, REFUSED, LENT, LEFT):
+        versions.apply(event)
+    assert (versions.registered, versions.loaded, versions.refused, versions.superseded) == ({0}, {2}, {3}, {1})
+    assert [version for version in range(5) if versions.is_answered(version)] == [1, 2, 3]
