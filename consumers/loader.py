@@ -41,8 +41,8 @@ from turnlog.infra.engine import (
 from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Commit, Partition, Reader
 from turnlog.infra.roles.role import Role
-from turnlog.processors.core.batches.progress import DeviceTurn
 from turnlog.processors.core.views.fleet import DRAINING, GONE
+from turnlog.processors.core.views.progress import DeviceTurn
 from turnlog.schemas.events import EngineDraining, EngineGone, WeightVersionPublished
 from turnlog.schemas.topics import BATCHES
 

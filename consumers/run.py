@@ -46,6 +46,7 @@ from turnlog.infra.run_folder import LOGS, SETTINGS, lacks_room, lock_file, priv
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.processors.core.views.fleet import NO_WEIGHTS, Fleet
+from turnlog.processors.core.views.weights import WeightChain
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import (
     Event,
@@ -59,7 +60,6 @@ from turnlog.schemas.events import (
     StepCompleted,
     ToolCallCompleted,
     TurnCompleted,
-    WeightVersionPublished,
 )
 from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
@@ -82,9 +82,7 @@ class DisplayState:
     phase: str = ""
     """Phase in the last RunPlanned; empty means running."""
     lag: int = 0
-    version: int = -1
-    version_batch: int = -2
-    """Last batch that the newest version includes."""
+    weights: WeightChain = field(default_factory=WeightChain)
     fleet: Fleet = field(default_factory=Fleet)
     rounds: dict[int, set[str]] = field(default_factory=dict)
     """Evaluation round -> its groups."""
@@ -109,10 +107,8 @@ class DisplayState:
                 self.batches, self.lag = event.batch_index + 1, event.max_lag
             case StepCompleted():
                 self.steps[event.batch_index] = event
-            case WeightVersionPublished():
-                if event.version > self.version:
-                    self.version, self.version_batch = event.version, event.batch_index
             case _:
+                self.weights.apply(event)
                 self.fleet.apply(event)
                 self._evaluation(event)
 
@@ -125,7 +121,7 @@ class DisplayState:
 
     def published_after(self, batch: int) -> bool:
         """Return whether the newest weights include `batch`."""
-        return self.version_batch >= batch
+        return self.weights.batch >= batch
 
     def is_evaluated(self, number: int) -> bool:
         """Return whether an evaluation round was requested and is completely scored."""
@@ -181,7 +177,7 @@ class Display:
             self._said += 1
             self._console.print(
                 f"step {self._said:3d}/{self._wanted}  reward {step.reward_mean:.3f}  loss {step.loss:+.4f}  "
-                f"gap {step.logprob_gap_max:.0e}  lag {step.lag_max}  version {self.picture.version}  "
+                f"gap {step.logprob_gap_max:.0e}  lag {step.lag_max}  version {self.picture.weights.version}  "
                 f"{self._tokens_per_s():.0f} tok/s"
             )
 
@@ -198,7 +194,7 @@ class Display:
         facts.add_row("sessions", f"{picture.sessions_started} started, {_counts(picture.outcomes)}")
         facts.add_row("turns", f"{picture.turns}  ({picture.output_tokens:,} tokens, {self._tokens_per_s():.0f} tok/s)")
         facts.add_row("tool calls", _counts(Counter(picture.tool_calls.values())))
-        facts.add_row("weights", f"version {picture.version}, lag {picture.lag}")
+        facts.add_row("weights", f"version {picture.weights.version}, lag {picture.lag}")
         engines = ", ".join(
             f"{name}: {_serving(version)}" for name, version in sorted(picture.fleet.acknowledged_versions().items())
         )
@@ -431,7 +427,7 @@ async def _over(role: Role, display: Display) -> bool:
     if picture.phase == RunPhase.CLOSED:
         raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
     drawn = len({step.draw_index for step in picture.steps.values()})
-    loaded = all(version >= picture.version for version in picture.fleet.acknowledged_versions().values())
+    loaded = all(version >= picture.weights.version for version in picture.fleet.acknowledged_versions().values())
     every = settings.eval.every
     evaluated = not every or picture.is_evaluated(settings.feeder.draws // every)
     if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded and evaluated:

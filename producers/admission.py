@@ -32,9 +32,9 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.fold.settlement import PASS, TOO_FEW
 from turnlog.processors.core.views.fleet import Fleet
+from turnlog.processors.core.views.weights import WeightChain
 from turnlog.schemas.events import (
     BatchSkipped,
     Event,
@@ -45,7 +45,6 @@ from turnlog.schemas.events import (
     Purpose,
     SampleBatchFormed,
     StepCompleted,
-    WeightVersionPublished,
 )
 
 
@@ -402,22 +401,23 @@ class Readiness:
     topic is read in its own order."""
 
     def __init__(self) -> None:
-        self.batch = -1
-        """Last batch on which the newest published weights were trained."""
         self._fleet = Fleet()
         self._chain = WeightChain()
 
     def apply(self, event: Event) -> None:
         """Fold one record; other kinds are ignored."""
         self._fleet.apply(event)
-        if isinstance(event, WeightVersionPublished) and event.version > self.version:
-            self._chain.apply(event)
-            self.batch = event.batch_index
+        self._chain.apply(event)
 
     @property
     def version(self) -> int:
         """Newest published weight version; -1 before the first."""
-        return -1 if self._chain.newest is None else self._chain.newest
+        return self._chain.version
+
+    @property
+    def batch(self) -> int:
+        """Last batch on which the newest published weights were trained; -1 before the first."""
+        return self._chain.batch
 
     def waits_for(self, *, first: bool) -> str:
         """Return what prevents requesting groups; empty if nothing does. `first`: nothing was requested yet."""

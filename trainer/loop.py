@@ -48,8 +48,8 @@ from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.names import ConsumerGroup, TransactionalId
-from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.processors.core.views.weights import WeightChain
 from turnlog.schemas.events import (
     BatchSkipped,
     MaskReason,

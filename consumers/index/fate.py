@@ -27,13 +27,13 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
-from turnlog.processors.core.batches.progress import recorded_version
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns
 from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldState
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.turns import TurnKey, TurnTokenDelta, key_of
+from turnlog.processors.core.views.weights import recorded_version
 from turnlog.schemas.events import Event, MaskReason, SegmentSample, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 

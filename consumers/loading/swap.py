@@ -42,8 +42,8 @@ from turnlog.infra.tensors.versions import (
     check_fits,
     model_shapes,
 )
-from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.views.fleet import STARTING
+from turnlog.processors.core.views.weights import WeightChain
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,9 @@ from turnlog.processors.core.batches.draws import (
     form_draw,
     overtaken,
 )
-from turnlog.processors.core.batches.progress import BatchProgress, HeldVersion
 from turnlog.processors.core.fold.unit import WrongTopic
+from turnlog.processors.core.views.progress import BatchProgress
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.processors.runtime.by_recipe import count_row
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import (

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Summary
 
-from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.fold.settlement import PASS
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import Event, SegmentSample, SessionStarted, TurnTreeAssembled
 
 SESSIONS = Counter("turnlog_recipe_sessions", "Sessions that settled", ["recipe", "outcome"])

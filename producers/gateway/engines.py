@@ -41,10 +41,10 @@ from turnlog.infra.engine import (
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Log, Partition
-from turnlog.processors.core.batches.progress import WeightChain
 from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.turns import Ids
 from turnlog.processors.core.views.fleet import DRAINING, RELEASED, SERVING, Fleet
+from turnlog.processors.core.views.weights import WeightChain
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import ids
 from turnlog.schemas.events import (

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnlog.fold_settings import BatcherSettings, FoldSettings
-from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import (
     LiveRow,
@@ -28,6 +27,7 @@ from turnlog.processors.core.batches.weighting import (
 )
 from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods
 from turnlog.processors.core.methods.rules import fold_rules
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import (
     BatchSample,
     DroppedSample,

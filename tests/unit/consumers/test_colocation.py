@@ -35,7 +35,7 @@ from turnlog.infra.roles.fleet import TakesTurns, scale
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.processors.core.batches.progress import DeviceTurn
+from turnlog.processors.core.views.progress import DeviceTurn
 from turnlog.schemas.events import EngineDraining, EngineGone, EngineRegistered, Event, SampleBatchFormed
 from turnlog.schemas.releases import example
 from turnlog.schemas.topics import ENGINES

@@ -21,9 +21,9 @@ from turnlog.processors.core.batches.draws import (
     overtaken,
     reform_batch,
 )
-from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.batches.rows import rows_sha256
 from turnlog.processors.core.batches.weighting import Whitening, whitening
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import (
     GroupScored,
     GroupStatus,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
-from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.methods.catalogue import BUILT_IN
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier
 from turnlog.settings import BatcherSettings, FoldSettings
 

@@ -17,11 +17,11 @@ from tests.fakes.sessions import bad_days
 from turnlog.processors.core.audit import Books, Ledgers
 from turnlog.processors.core.audit import follow_manifests as drawn_accounts
 from turnlog.processors.core.batches.draws import DrawRules, FormedDraw, PlacedSample, ReadableGroup, form_draw
-from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import (
     BatchSkipped,
     DeadLetter,

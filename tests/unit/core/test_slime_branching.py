@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
-from turnlog.processors.core.batches.progress import HeldVersion
 from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import FinishReason, Weighting
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, policy="slime")

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from turnlog.processors.core.batches.progress import OFF_CHAIN, BatchProgress
+from turnlog.processors.core.views.progress import BatchProgress
+from turnlog.processors.core.views.weights import OFF_CHAIN
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,
