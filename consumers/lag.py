@@ -53,6 +53,8 @@ FEW = 4
 """Maximum number of offsets that are checked for actual records. A transaction leaves one marker per partition."""
 LOOKS = 1000
 """Number of observed ends of a partition that are remembered. An age covers at most that many observations."""
+STANDS_S = 1800.0
+"""Seconds after which a role counts as standing still; the same as in the alert TurnlogRoleStands."""
 LABELS = ("group", "topic", "partition")
 RECORDS = Gauge("turnlog_lag_records", "Records that a consumer group has not committed yet", LABELS)
 ROLE_RECORDS = Gauge("turnlog_role_lag_records", "Sum of turnlog_lag_records over the role's groups", ["role"])
@@ -189,6 +191,29 @@ class Ages:
             since = next((at for at, end in self._seen[one.place] if end > one.taken), now)
             ages[one.role] = max(ages.get(one.role, 0.0), now - since)
         return ages
+
+
+class ConsumerStallTimes:
+    """Observation of how long each consumer group has waited at the same offset. A queue that was empty at one
+    observation starts again."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, Partition], tuple[int, float]] = {}
+
+    def look(self, lags: Iterable[Lag], now: float) -> dict[str, tuple[float, Lag]]:
+        """Return role -> (seconds, lag) of the partition that has waited longest. Roles without unread records are
+        absent."""
+        before, self._since = self._since, {}
+        found: dict[str, tuple[float, Lag]] = {}
+        for one in lags:
+            if one.end <= one.taken:
+                continue
+            key, here = (one.group, one.place), (one.taken, now)
+            known = before.get(key, here)
+            self._since[key] = since = known if known[0] == one.taken else here
+            if one.role not in found or now - since[1] > found[one.role][0]:
+                found[one.role] = now - since[1], one
+        return found
 
 
 class Open:

@@ -27,7 +27,6 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from turnlog.consumers.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
-from turnlog.consumers.dashboard.alarms import STANDS
 from turnlog.consumers.dashboard.conversation import align_turns, conversation, prompts, said_alike
 from turnlog.consumers.dashboard.guard import checked_form
 from turnlog.consumers.dashboard.overview import StepWindow, beside, engines, is_supervised, of_batches, overview
@@ -43,6 +42,7 @@ from turnlog.consumers.index import (
     NoIndex,
     RecordGone,
 )
+from turnlog.consumers.index.alarms import STANDS
 from turnlog.consumers.index.comparison import Other, diff_settings, differences, settings_of
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.notes import RUN, Note, Notes

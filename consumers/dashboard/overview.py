@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
-from turnlog.consumers.dashboard.alarms import Alarm, alarms, behind
 from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, clock, curves, number, smooth
+from turnlog.consumers.index.alarms import Alarm, alarms, behind
 from turnlog.consumers.index.reader import AsOf, Index, Row
 from turnlog.infra.roles.role import RunPhase
 from turnlog.infra.run_folder import is_live, read_state

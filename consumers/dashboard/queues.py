@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from turnlog.consumers.dashboard import CachedQuery
 from turnlog.consumers.dashboard.records import Records
-from turnlog.consumers.lag import Lag, Markers, by_role, lag_of
+from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Lag, Markers, by_role, lag_of
 from turnlog.infra.log import Partition
 from turnlog.infra.topics_admin import ACCESS
 
-STANDS_S = 1800.0
-"""Seconds after which a role counts as standing still; the same as in the alert TurnlogRoleStands."""
 TELLS_NOTHING = ("gateway",)
 """Roles of the loop that serve requests and read no records, so that the log does not show what waits for them."""
 
@@ -37,29 +35,6 @@ class Queue:
     @property
     def stands(self) -> bool:
         return self.first is not None and self.stands_s > STANDS_S
-
-
-class ConsumerStallTimes:
-    """Observation of how long each consumer group has waited at the same offset. A queue that was empty at one
-    observation starts again."""
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, Partition], tuple[int, float]] = {}
-
-    def look(self, lags: Iterable[Lag], now: float) -> dict[str, tuple[float, Lag]]:
-        """Return role -> (seconds, lag) of the partition that has waited longest. Roles without unread records are
-        absent."""
-        before, self._since = self._since, {}
-        found: dict[str, tuple[float, Lag]] = {}
-        for one in lags:
-            if one.end <= one.taken:
-                continue
-            key, here = (one.group, one.place), (one.taken, now)
-            known = before.get(key, here)
-            self._since[key] = since = known if known[0] == one.taken else here
-            if one.role not in found or now - since[1] > found[one.role][0]:
-                found[one.role] = now - since[1], one
-        return found
 
 
 class Queues:

@@ -22,11 +22,10 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from turnlog.consumers.dashboard.alarms import FAILED, STANDS, Alarm, alarms
-from turnlog.consumers.dashboard.queues import STANDS_S, ConsumerStallTimes
 from turnlog.consumers.index import IndexFailure
+from turnlog.consumers.index.alarms import FAILED, STANDS, Alarm, alarms
 from turnlog.consumers.index.reader import Index, path_of
-from turnlog.consumers.lag import Markers, lag_of
+from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Markers, lag_of
 from turnlog.consumers.outlets import BadOutlet, library
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.measures import STAGE_S

@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.dashboard.alarms import FAILED, Alarm
+from turnlog.consumers.index.alarms import FAILED, Alarm
 from turnlog.consumers.outlets import BadOutlet
 from turnlog.consumers.outlets.alerts import PLACE, AlertCollector, Told, targets
 from turnlog.infra.blobs import MemoryBlobs

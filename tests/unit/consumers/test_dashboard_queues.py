@@ -15,12 +15,12 @@ from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, site
 from turnlog.consumers.dashboard import harmless
-from turnlog.consumers.dashboard.alarms import LINES, STANDS
 from turnlog.consumers.dashboard.app import filters
-from turnlog.consumers.dashboard.queues import STANDS_S, ConsumerStallTimes, Queue, Queues
+from turnlog.consumers.dashboard.queues import Queue, Queues
 from turnlog.consumers.dashboard.records import Records, Vocabulary
 from turnlog.consumers.dashboard.server import serving
-from turnlog.consumers.lag import Lag, by_role, lag_of
+from turnlog.consumers.index.alarms import LINES, STANDS
+from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Lag, by_role, lag_of
 from turnlog.infra.log import LogUnavailable, Partition
 from turnlog.infra.roles.role import Role
 

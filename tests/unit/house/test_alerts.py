@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+from turnlog.consumers.index.alarms import GAP
 from turnlog.consumers.lag import ROLES as CONSUMERS
+from turnlog.consumers.lag import STANDS_S
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
 from turnlog.producers.gateway.errors import GatewayError
 
@@ -59,6 +62,19 @@ def asked(text: str) -> set[str]:
 def test_alerts_fire_and_rules_record_when_their_cases_say_and_no_sooner() -> None:
     done = subprocess.run(["promtool", "test", "rules", str(CASES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_thresholds_are_those_of_the_dashboard_and_of_turnlog_alerts() -> None:
+    for alert, threshold in (("TurnlogGap", GAP), ("TurnlogRoleStands", STANDS_S)):
+        compared = re.search(r"> ([\d.]+)", rules()[alert])
+        assert compared is not None
+        assert float(compared[1]) == threshold, alert
+
+
+def test_alerts_are_sent_without_the_dashboard() -> None:
+    program = "import sys, turnlog.consumers.outlets.alerts; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [name for name in done.stdout.split() if name.startswith("turnlog.consumers.dashboard")] == []
 
 
 def test_errors_of_the_gateway_that_an_alert_counts_are_its_own_and_all_of_them() -> None:

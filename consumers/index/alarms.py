@@ -8,12 +8,11 @@ from typing import Final
 
 import orjson
 
-from turnlog.consumers.dashboard.drawing import number
 from turnlog.consumers.index.reader import Index, Row
 from turnlog.schemas.events.batches import same_weights_gap
 
 GAP: Final = 0.01
-"""Log-prob gap in nats above which trainer and engine disagree about what was sampled."""
+"""Log-prob gap in nats above which trainer and engine disagree about what was sampled; as in the alert TurnlogGap."""
 Line = tuple[str, str]
 """Section of docs/operations.md, and the fault that its line names."""
 STANDS: Final[Line] = ("Lag and admission", "a role stands still")
@@ -54,14 +53,14 @@ def alarms(index: Index, steps: Sequence[Row], versions: Sequence[Row], engines:
     ):
         found = index.row(f"SELECT count(*) AS n FROM {table}")
         if found and found["n"]:
-            yield alarm(table, f"{number(found['n'])} {said}", "/dead-letters")
+            yield alarm(table, f"{found['n']:,} {said}", "/dead-letters")
     if skipped := [row["step"] for row in steps if row["skipped"]]:
         said = f"the gradient was not finite in step {', '.join(map(str, skipped[-5:]))}: nothing was learned"
         yield alarm("skipped", said, "/batches")
     for step in steps[-1:]:
         gap = same_weights_gap(step["lag_max"], step["logprob_gap_max"], orjson.loads(step["metrics"] or "{}"))
         if gap is not None and gap > GAP:
-            said = f"trainer and engine differ by {number(gap)} nats in step {step['step']}, with the same weights"
+            said = f"trainer and engine differ by {gap:.4g} nats in step {step['step']}, with the same weights"
             yield alarm("gap", said, f"/batches/{step['batch_index']}")
     refused = sum(len(orjson.loads(row["refused"] or "[]")) for row in versions[-5:])
     if refused:
