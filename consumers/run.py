@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,92 +45,15 @@ from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.infra.run_folder import LOGS, SETTINGS, lacks_room, lock_file, private_folder, verb_line
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
-from turnlog.processors.core.views.fleet import NO_WEIGHTS, Fleet
-from turnlog.processors.core.views.weights import WeightChain
+from turnlog.processors.core.views.fleet import NO_WEIGHTS
+from turnlog.processors.core.views.run import RunView
 from turnlog.schemas import UndecodableRecord, topics
-from turnlog.schemas.events import (
-    Event,
-    GroupEmitted,
-    GroupRequested,
-    Purpose,
-    RunPlanned,
-    SampleBatchFormed,
-    SessionFinished,
-    SessionStarted,
-    StepCompleted,
-    ToolCallCompleted,
-    TurnCompleted,
-)
+from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings
 
 WATCHED = (topics.RUNS, topics.SESSIONS, topics.TURNS, topics.TOOL_RESULTS, topics.BATCHES, topics.STEPS,
            topics.WEIGHTS, topics.ENGINES, topics.GROUP_REQUESTS, topics.GROUP_SCORES)  # fmt: skip
-
-
-@dataclass(slots=True)
-class DisplayState:
-    """State shown by the display. Repeated records are counted once for steps and tool calls, where it matters."""
-
-    steps: dict[int, StepCompleted] = field(default_factory=dict)
-    sessions_started: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    turns: int = 0
-    output_tokens: int = 0
-    tool_calls: dict[str, str] = field(default_factory=dict)
-    batches: int = 0
-    phase: str = ""
-    """Phase in the last RunPlanned; empty means running."""
-    lag: int = 0
-    weights: WeightChain = field(default_factory=WeightChain)
-    fleet: Fleet = field(default_factory=Fleet)
-    rounds: dict[int, set[str]] = field(default_factory=dict)
-    """Evaluation round -> its groups."""
-    scored: set[str] = field(default_factory=set)
-    """Evaluation groups that are scored."""
-
-    def apply(self, event: Event) -> None:
-        """Fold one event."""
-        match event:
-            case RunPlanned():
-                self.phase = event.phase or self.phase
-            case SessionStarted():
-                self.sessions_started += 1
-            case SessionFinished():
-                self.outcomes[event.outcome.value] += 1
-            case TurnCompleted():
-                self.turns += 1
-                self.output_tokens += event.output_tokens
-            case ToolCallCompleted():
-                self.tool_calls.setdefault(event.call_id, event.status.value)
-            case SampleBatchFormed():
-                self.batches, self.lag = event.batch_index + 1, event.max_lag
-            case StepCompleted():
-                self.steps[event.batch_index] = event
-            case _:
-                self.weights.apply(event)
-                self.fleet.apply(event)
-                self._evaluation(event)
-
-    def _evaluation(self, event: Event) -> None:
-        """Fold requests and scores of evaluation groups; ignore other records."""
-        if isinstance(event, GroupRequested) and event.purpose is Purpose.eval:
-            self.rounds.setdefault(event.dataset_epoch, set()).add(event.group_id)
-        if isinstance(event, GroupEmitted) and event.purpose is Purpose.eval:
-            self.scored.add(event.group_id)
-
-    def published_after(self, batch: int) -> bool:
-        """Return whether the newest weights include `batch`."""
-        return self.weights.batch >= batch
-
-    def is_evaluated(self, number: int) -> bool:
-        """Return whether an evaluation round was requested and is completely scored."""
-        return number in self.rounds and self.rounds[number] <= self.scored
-
-    @property
-    def rewards(self) -> list[float]:
-        """Mean reward of each trained batch, in order."""
-        return [self.steps[index].reward_mean for index in sorted(self.steps)]
 
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -148,7 +71,7 @@ class Display:
 
     def __init__(self, settings: Settings, console: Terminal, clock: Callable[[], float] = time.monotonic) -> None:
         self.phase = "starting"
-        self.picture = DisplayState()
+        self.picture = RunView()
         self._run_id = settings.run.id
         self._wanted = settings.feeder.draws * settings.batcher.updates_per_draw
         self._console = console
@@ -426,12 +349,9 @@ async def _over(role: Role, display: Display) -> bool:
     settings, picture = role.settings, display.picture
     if picture.phase == RunPhase.CLOSED:
         raise RunClosed(f"run {settings.run.id!r} was closed; what it recorded can be read")
-    drawn = len({step.draw_index for step in picture.steps.values()})
-    loaded = all(version >= picture.weights.version for version in picture.fleet.acknowledged_versions().values())
-    every = settings.eval.every
-    evaluated = not every or picture.is_evaluated(settings.feeder.draws // every)
-    if drawn >= settings.feeder.draws and picture.published_after(max(picture.steps)) and loaded and evaluated:
+    if picture.is_over(settings.feeder.draws, settings.eval.every):
         return True
+    drawn = picture.draws_trained
     for child in status_processes(settings):
         if child["state"] == ChildState.FAILED:
             raise FatalRoleFailure(f"{child['name']}: {child['error']}; log {child['log']}")

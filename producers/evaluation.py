@@ -1,5 +1,4 @@
-"""Evaluation by the feeder: which rounds of evaluation groups were requested, as a fold of group-requests, and their
-tasks.
+"""Tasks of evaluation rounds, which the feeder requests.
 
 A round is requested before the first rollout batch and after every [eval] every of them, as soon as the weights of
 those batches are published. A round that was missed while no feeder ran is skipped, because its weights are gone.
@@ -7,46 +6,18 @@ those batches are published. A round that was missed while no feeder ran is skip
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.infra import recipes
 from turnlog.infra.verifiers.groups import live
 from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
-from turnlog.schemas.events import Event, GroupRequested, Purpose
 from turnlog.settings import Settings
 
 DATASET_FILE = "eval-tasks.jsonl"
 """Name of the file in the run's directory to which the environment writes its evaluation tasks."""
 OTHER_SEED = 1_000_003
 """Offset between the seeds of the environment's training tasks and its evaluation tasks."""
-
-
-@dataclass(slots=True)
-class Rounds:
-    """Evaluation rounds that were requested. Repeated records change nothing."""
-
-    every: int
-    """Rollout batches between rounds; 0 for no rounds."""
-    _asked: set[int] = field(default_factory=set)
-    _groups: set[str] = field(default_factory=set)
-
-    def apply(self, event: Event) -> None:
-        """Fold one record; other kinds are ignored."""
-        if isinstance(event, GroupRequested) and event.purpose is Purpose.eval:
-            self._asked.add(event.dataset_epoch)
-            self._groups.add(event.group_id)
-
-    def knows(self, group_id: str) -> bool:
-        """Return whether the group belongs to a round that was requested."""
-        return group_id in self._groups
-
-    def due(self, draws_trained: int) -> int | None:
-        """Return the round to request now, or None."""
-        if not self.every:
-            return None
-        newest = draws_trained // self.every
-        return None if newest in self._asked else newest
 
 
 @dataclass(frozen=True, slots=True)

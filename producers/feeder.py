@@ -22,6 +22,7 @@ from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Configured, load_configuration
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import fold_version, scores_topic
+from turnlog.processors.core.views.run import EvaluationRounds
 from turnlog.producers.admission import (
     Admission,
     AdmissionRules,
@@ -32,7 +33,7 @@ from turnlog.producers.admission import (
     TaskDataset,
     position_of,
 )
-from turnlog.producers.evaluation import EvalTasks, Rounds, eval_tasks
+from turnlog.producers.evaluation import EvalTasks, eval_tasks
 from turnlog.producers.mix import EnvironmentTasks, sources
 from turnlog.producers.tasks import Dataset, checked_sampling
 from turnlog.schemas import UndecodableRecord, ids, topics
@@ -133,7 +134,7 @@ class Feeder:
     ) -> None:  # fmt: skip
         settings = role.settings
         self._evaluated = evaluated
-        self._rounds = Rounds(_eval_every(settings, run.fold_version))
+        self._rounds, self._eval_every = EvaluationRounds(), _eval_every(settings, run.fold_version)
         self._role = role
         self._transactor = transactor
         self._sources = sources
@@ -220,7 +221,7 @@ class Feeder:
             return
         self._role.health.mark_ready("phase")
         admission = self.admission
-        due, evaluation = admission.due(), self._rounds.due(admission.draws_trained)
+        due, evaluation = admission.due(), self._rounds.due(admission.draws_trained, self._eval_every)
         waits_for = (due or evaluation is not None) and self._readiness.waits_for(first=admission.requested_count == 0)
         if waits_for:
             self._role.health.unmet("weights", waits_for)

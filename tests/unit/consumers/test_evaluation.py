@@ -16,9 +16,9 @@ from tests.fakes.sessions import GroupName, SessionStory, Shape
 from tests.unit.consumers.conftest import TrainedRun
 from tests.unit.producers.test_admission import emitted, requested
 from turnlog.consumers.evaluation import body, read, table
-from turnlog.consumers.run import DisplayState
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.evaluation import VersionRewards, mean, pass_at, wilson
+from turnlog.processors.core.views.run import EvaluationRounds
 from turnlog.producers.admission import DueGroup, RowVisit
 from turnlog.schemas.events import (
     Event,
@@ -125,7 +125,7 @@ async def test_the_answer_names_the_best_version_and_its_checkpoint(evaluated: T
 
 
 def test_a_run_waits_for_its_last_round() -> None:
-    picture = DisplayState()
+    picture = EvaluationRounds()
     assert not picture.is_evaluated(1)
     for group in ("a", "b"):
         picture.apply(dataclasses.replace(requested(DueGroup(RowVisit(1, 0), 0), Purpose.eval), group_id=group))
