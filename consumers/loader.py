@@ -96,7 +96,7 @@ class Loader:
         self._turn = DeviceTurn()
         """Device lease; always the engine's without [engine] colocate."""
         self._gave_way = -2
-        """DeviceTurn.published at the last report that the engine is released."""
+        """Newest version at the last report that the engine is released."""
 
     async def run(self) -> None:
         """Run until the role stops, as the module describes."""
@@ -263,9 +263,9 @@ class Loader:
         that."""
         if not self._standing.released:
             await self._release()
-        if self._gave_way != self._turn.published:
-            await self._standing.say(EngineDraining, published=self._turn.published)
-            self._gave_way = self._turn.published
+        if self._gave_way != self._turn.weights.version:
+            await self._standing.say(EngineDraining, published=self._turn.weights.version)
+            self._gave_way = self._turn.weights.version
 
     async def _release(self) -> None:
         """Release the engine's memory. Raises EngineSwapFailed, Fenced."""

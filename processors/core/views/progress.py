@@ -41,11 +41,6 @@ class DeviceTurn:
             self.formed = max(self.formed, event.batch_index)
 
     @property
-    def published(self) -> int:
-        """The newest weight version; -1 before the first."""
-        return self.weights.version
-
-    @property
     def trainers(self) -> bool:
         """Whether engines must release the devices to the trainer."""
         return self.formed > self.weights.batch

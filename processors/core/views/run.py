@@ -1,4 +1,4 @@
-"""What a run has done so far: sessions, turns, tool calls, batches, steps, weights, engines and evaluation rounds."""
+"""State of a run for its display: sessions, turns, tool calls, batches, steps, weights, engines and evaluation rounds."""
 
 from __future__ import annotations
 

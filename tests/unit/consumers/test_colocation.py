@@ -126,7 +126,7 @@ class Colocated(RuleBasedStateMachine):
         self.turn.apply(event)
 
     async def _publish(self, *, batch: int, good: bool) -> None:
-        number = self.turn.published + 1
+        number = self.turn.weights.version + 1
         event = await version(tensors(number, 2 if good else 3), number, self.role.blobs, self.model)
         await self._say(dataclasses.replace(event, batch_index=batch))
         self.good = number if good else self.good
@@ -173,7 +173,7 @@ class Colocated(RuleBasedStateMachine):
         assert not self.engine.misused
 
     async def _yielded(self) -> None:
-        free = asyncio.ensure_future(self.device.free(self.turn.published, lambda: None))
+        free = asyncio.ensure_future(self.device.free(self.turn.weights.version, lambda: None))
         while not free.done():
             await asyncio.wait([free, self.loading], return_when=asyncio.FIRST_COMPLETED)
             self._watch()
