@@ -1,4 +1,4 @@
-"""State of a run for its display: sessions, turns, tool calls, batches, steps, weights, engines and evaluation rounds."""
+"""State of a run for its display: sessions, turns, tool calls, batches, steps, weights, engines, evaluations."""
 
 from __future__ import annotations
 
