@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.table import Table
 
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.replay.progress import ProgressReceiver, Silent, TerminalProgress
 from turnlog.consumers.replay.source import Inputs, Merge, recorded_run
 from turnlog.infra.history import events, partitions
@@ -270,7 +269,7 @@ async def print_comparison(settings: Settings, arguments: argparse.Namespace, co
     names = [arguments.policy, arguments.against] if arguments.against else [arguments.policy]
     session = arguments.show or arguments.session
     scope = Scope(group=arguments.group, session=session, top=max(arguments.top, 0), draw=bool(arguments.show))
-    async with open_role("fold", settings, archive=arguments.source == ARCHIVE) as role:
+    async with open_role("fold", settings, archive=arguments.source == "archive") as role:
         with TerminalProgress(Terminal(stderr=True)) as progress:
             found = await compare(role, names, scope, threshold=arguments.fork_threshold, progress=progress)
         empty = "" if found.sessions or found.open_groups else await nothing_recorded(role)

@@ -14,7 +14,6 @@ import orjson
 from markupsafe import Markup
 
 from turnlog import __version__
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.dashboard import drawing, harmless
 from turnlog.consumers.dashboard.app import STATIC, filters
 from turnlog.consumers.dashboard.conversation import conversation
@@ -100,7 +99,7 @@ async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
         view = index.session(name) if kind == "session" else None
         if view is None:
             raise BadQuestion(f"{name} is a group: `turnlog why {name}` names its sessions")
-        async with open_role("session", settings, archive=arguments.source == ARCHIVE) as role:
+        async with open_role("session", settings, archive=arguments.source == "archive") as role:
             tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
     if arguments.html is not None:
         content, path = as_html(view, tokens).encode(), arguments.html

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.dashboard import NotRunning
 from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
 from turnlog.consumers.dashboard.guard import Guard, Keys, Rules
@@ -50,7 +49,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     own = settings.dashboard
     host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
     settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
-    archive = arguments.source == ARCHIVE
+    archive = arguments.source == "archive"
     event_loop.run(NAME, _serve_dashboard(settings, archive=archive, against=arguments.against))
     return ExitStatus.DONE
 

@@ -17,7 +17,6 @@ import orjson
 from rich.text import Text
 from rich.tree import Tree
 
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.index import BadQuestion, fate
 from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, where_of
 from turnlog.consumers.index.rows import message_texts
@@ -151,7 +150,7 @@ def tail_command(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: EventFilter) -> int:
-    archive = arguments.source == ARCHIVE
+    archive = arguments.source == "archive"
     async with open_role("tail", settings, archive=archive) as role:
         whole = {"since_start": arguments.all or archive, "until_end": arguments.until_end or archive}
         async for record, event in tail(role, wanted, **whole):
@@ -199,7 +198,7 @@ def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
         assert view is not None
         if token is None:
             return _tell_chain(_session_head(view), fate.of_session(view), arguments)
-        turns = run_verb(_tokens(settings, index, view, archive=arguments.source == ARCHIVE))
+        turns = run_verb(_tokens(settings, index, view, archive=arguments.source == "archive"))
         return _tell_chain(_token_head(turns, int(token[2]), int(token[3])), fate.of_session(view), arguments)
 
 
@@ -291,7 +290,7 @@ def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
         assert view is not None
         turns = None
         if arguments.tokens:
-            turns = run_verb(_tokens(settings, index, view, archive=arguments.source == ARCHIVE))
+            turns = run_verb(_tokens(settings, index, view, archive=arguments.source == "archive"))
     if arguments.json:
         body = dataclasses.asdict(view.row) | {"turns": view.turns, "calls": view.calls, "tree": view.tree}
         say_json(body | ({} if turns is None else {"tokens": [turn.body() for turn in turns]}))

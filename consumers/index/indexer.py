@@ -23,7 +23,6 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from turnlog import __version__
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.index import BusyIndex, IndexBehind, LaterIndex, OtherIndex, failure, schema
 from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.index.rows import IndexRows, Values, as_json
@@ -516,7 +515,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run one action of `turnlog index`, and return the exit status."""
     if arguments.action == "run":
         return serve("index", main, settings)
-    return run_verb(_build(settings, archive=arguments.source == ARCHIVE))
+    return run_verb(_build(settings, archive=arguments.source == "archive"))
 
 
 async def _build(settings: Settings, *, archive: bool) -> int:

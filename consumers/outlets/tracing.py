@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from prometheus_client import Counter
 
 from turnlog import __version__
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.outlets import OutletError, library
 from turnlog.consumers.outlets.spans import Traces, TraceSpan
 from turnlog.consumers.replay.source import recorded_run
@@ -225,8 +224,8 @@ def _collector(settings: Settings, url: str) -> Collector:
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Follow the run, or send the existing spans and end. Return the exit status."""
     collector = _collector(settings, arguments.to)
-    if arguments.source == ARCHIVE or arguments.until_end:
-        return run_verb(_once(settings, collector, archive=arguments.source == ARCHIVE))
+    if arguments.source == "archive" or arguments.until_end:
+        return run_verb(_once(settings, collector, archive=arguments.source == "archive"))
 
     async def main(role: Role) -> None:
         async with tracing(role, collector) as tracer:

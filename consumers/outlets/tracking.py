@@ -12,7 +12,6 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from turnlog.consumers.arguments import ARCHIVE
 from turnlog.consumers.outlets import BadOutlet, OtherHistory
 from turnlog.consumers.outlets.event_files import event_files
 from turnlog.consumers.outlets.history import Point, StepHistory, Tracker
@@ -88,8 +87,8 @@ def _take(point: Point, history: StepHistory, trackers: Sequence[Tracker]) -> No
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Follow the run, or write the existing steps and end. Return the exit status."""
     wanted = outlets(arguments.to)
-    if arguments.source == ARCHIVE or arguments.until_end:
-        return run_verb(_once(settings, wanted, archive=arguments.source == ARCHIVE))
+    if arguments.source == "archive" or arguments.until_end:
+        return run_verb(_once(settings, wanted, archive=arguments.source == "archive"))
 
     async def main(role: Role) -> None:
         await track(role, wanted, until_end=False)

@@ -1,1 +1,1 @@
-"""The verbs `turnlog sandbox` and `turnlog session`."""
+"""Code of `turnlog sandbox pool|check|exec` and `turnlog session show|rerun`."""

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.arguments import fold_arguments
 from turnlog.consumers.fold import NoUniqueSession, Scope, compare, drawings, rows_to_show, sessions, totals
 from turnlog.infra.blobs import MemoryBlobs, externalize_payloads
 from turnlog.infra.event_log import EventLog
@@ -23,6 +22,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import RunConfigured, SessionStarted
 from turnlog.schemas.topics import CATALOGUE, SESSIONS
 from turnlog.settings import KafkaSettings, RunSettings, Settings, SettingsError, fold_settings_json
+from turnlog.verbs.replay import fold_arguments
 
 SETTINGS = Settings(run=RunSettings(id="r"), kafka=KafkaSettings(groups=2))
 ASKED = {"role": "user", "content": "q"}

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.cli import ROLES
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.roles.ending import CLOSE_S, drain_s, grace_s, run_verb
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings, from_tables
+from turnlog.verbs.roles import LOOPS
 
-ALL = (*ROLES, "sandbox", "views", "registry", "archive", "lag")
+ALL = (*LOOPS, "sandbox", "views", "registry", "archive", "lag")
 
 
 @pytest.mark.parametrize("role", ALL)

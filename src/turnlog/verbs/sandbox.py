@@ -1,11 +1,11 @@
-"""Arguments of `turnlog sandbox` and `turnlog session`, and dispatch; imports only argparse, so that --help stays
-instant."""
+"""`turnlog sandbox`: the role, and the tools to look at sandboxes and try them."""
 
 from __future__ import annotations
 
 import argparse
 
 from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb, acts
 
 SANDBOX_EPILOG = """\
 Examples:
@@ -36,19 +36,6 @@ Examples:
   turnlog sandbox exec --backend docker --image python:3.12-slim -- python3 --version
 
 Exit status: the command's; 124 after a time-out, 137 after another limit, 130 after Ctrl-C, 2 when it could not run.
-"""
-
-SESSION_EPILOG = """\
-Examples:
-  turnlog session show 4f1c               the calls of a session: status, duration, workspace, requests
-  turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
-  turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
-  turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
-  turnlog session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
-
-A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
-nor to the object store, and nothing goes out to the network: its recorded answers are given again.
-Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
 """
 
 
@@ -104,7 +91,7 @@ def _action(
     )  # fmt: skip
 
 
-def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
+def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run `turnlog sandbox [pool|check|exec]`, the role or one of its three tools; return the exit status."""
     match arguments.action:
         case "pool":
@@ -127,49 +114,7 @@ def sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
             return serve("sandbox", main, settings)
 
 
-def session_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions of the verb."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
-    verb.epilog = SESSION_EPILOG
-    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
-    again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
-    _add_session_arguments(again)
-    again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
-    again.add_argument(
-        "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
-    )
-    again.add_argument(
-        "--keep-going",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="continue after a call that differs (default: yes)",
-    )
-    again.add_argument(
-        "--strict", action="store_true", help="a different environment (environment_sha256) counts as a difference, too"
-    )
-    shown = actions.add_parser("show", help="list the recorded calls; with --tree, also the turns, from the index")
-    _add_session_arguments(shown)
-    shown.add_argument(
-        "--tree", action="store_true", help="show turns, each below the turn that it continues, and calls"
-    )
-    shown.add_argument(
-        "--tokens", action="store_true", help="show the tree, with the tokens of each turn by disposition"
-    )
-    export = actions.add_parser("export", help="write the session to one file: a self-contained page, or JSON")
-    export.add_argument("id", metavar="ID", help="the session's id, or its beginning")
-    into = export.add_mutually_exclusive_group(required=True)
-    into.add_argument("--html", metavar="FILE", help="write an HTML page, with the tokens")
-    into.add_argument(
-        "--json", dest="json_file", metavar="FILE", help="write the JSON that docs/dashboard.md describes"
-    )
-    _add_source_argument(export)
-
-
-def _add_session_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("id", metavar="ID", help="the session")
-    action.add_argument("--json", action="store_true")
-    _add_source_argument(action)
-
-
-def _add_source_argument(action: argparse.ArgumentParser) -> None:
-    action.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
+VERBS = (
+    Verb("sandbox", "role: run tool calls in sandboxes; pool, check, exec", _sandbox, sandbox_arguments,
+         looks=acts("pool")),
+)  # fmt: skip

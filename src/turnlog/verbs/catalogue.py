@@ -1,0 +1,57 @@
+"""`turnlog topics` and `turnlog schemas`: what the log is made of."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from turnlog.infra.roles import ending
+from turnlog.names import ExitStatus
+from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb
+
+
+def topics_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog topics`."""
+    verb.add_argument("action", choices=("apply", "check", "acls"), help="acls: print the rights that each role needs")
+    verb.add_argument(
+        "--principal", action="append", default=[], metavar="ROLE=User:NAME", help="acls: who a role is (User:ROLE)"
+    )
+    verb.add_argument(
+        "--format", choices=("kafka-acls", "json"), default="kafka-acls", help="acls: commands (default) or JSON list"
+    )
+
+
+def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.infra.topics_admin import acls_page, run
+
+    if arguments.action == "acls":
+        print(*acls_page(settings, arguments.principal, arguments.format), sep="\n")
+        return ExitStatus.DONE
+    return ending.run_verb(run(arguments.action, settings))
+
+
+def schemas_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog schemas`."""
+    verb.add_argument(
+        "action", choices=("check", "release", "asyncapi"),
+        help="check, cut the next release, or print topics, records, readers and writers as AsyncAPI 3.0",
+    )  # fmt: skip
+    verb.add_argument("--against", type=Path, metavar="DIR", help="folder of releases (default: the package's)")
+
+
+def _schemas(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.action == "asyncapi":
+        from turnlog.asyncapi_page import asyncapi_page
+
+        print(asyncapi_page(settings), end="")
+        return ExitStatus.DONE
+    from turnlog.schemas.releases import run
+
+    return run(arguments.action, arguments.against)
+
+
+VERBS = (
+    Verb("topics", "create or check the catalogue's topics; print ACLs", _topics, topics_arguments),
+    Verb("schemas", "check the schemas against every release; print them as AsyncAPI", _schemas, schemas_arguments),
+)

@@ -1,0 +1,135 @@
+"""`turnlog dataset`: write rows of a run as files, and check them."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb, acts
+
+DATASET_EPILOG = """\
+Examples:
+  turnlog dataset build calc --view rl --format parquet
+  turnlog dataset build good --view sft --best-of-group --min-reward 1
+  turnlog dataset build pairs --view preference --min-margin 0.5 --format arrow
+  turnlog dataset build late --min-step 10 --outcome completed --dedupe tokens
+  turnlog dataset verify calc
+"""
+FILTERS = (
+    ("--recipe", "recipes", str, "NAME", "of these recipes: --recipe calc"),
+    ("--dataset", "datasets", str, "NAME", "of these datasets of tasks: --dataset tasks.jsonl"),
+    ("--task-type", "task_types", str, "TYPE", "whose dataset row has this `task_type` or `type`: --task-type algebra"),
+    ("--task", "tasks", str, "ID", "of these tasks: --task calc/17"),
+    ("--outcome", "outcomes", str, "OUTCOME", "with this outcome (completed, truncated, ...): --outcome completed"),
+    ("--environment-version", "environment_versions", str, "V",
+     "of these environment versions: --environment-version 2"),
+    ("--expire-before", "expire_before", str, "[NAME=]V",
+     "whose environment (or the one named) has at least this version: --expire-before shop=2.1"),
+    ("--include-run", "runs", str, "ID", "of these runs instead of --run; `any` for every run: --include-run any"),
+)  # fmt: skip
+"""(flag, field of Query, type, metavar, help that completes "rows ..."). Each option may be given several times."""
+BOUNDS = (
+    ("--min-reward", "min_reward", float, "X", "with reward >= X: --min-reward 0.5"),
+    ("--max-reward", "max_reward", float, "X", "with reward <= X: --max-reward 0"),
+    ("--min-version", "min_version", int, "N", "sampled only by weight versions >= N: --min-version 3"),
+    ("--max-version", "max_version", int, "N", "sampled only by weight versions <= N: --max-version 9"),
+    ("--min-step", "min_step", int, "N", "trained by batch N or a later one: --min-step 10"),
+    ("--max-step", "max_step", int, "N", "trained by batch N or an earlier one: --max-step 19"),
+)
+
+
+def dataset_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the actions `build` and `verify` of `turnlog dataset`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = DATASET_EPILOG
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    verify = actions.add_parser("verify", help="hash files and rows again and compare them with the manifest")
+    verify.add_argument("out", type=Path, metavar="OUT", help="folder of the dataset")
+    verify.add_argument("--json", action="store_true", help="print its manifest")
+    build = actions.add_parser(
+        "build", help="write rows of a run as files", epilog=DATASET_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write rows of a run to the folder OUT: data/*.parquet or data/*.arrow, and manifest.json.",
+    )  # fmt: skip
+    build.add_argument("out", type=Path, metavar="OUT", help="folder to create; it appears once it is complete")
+    build.add_argument("--json", action="store_true", help="print its manifest and what the filters removed")
+    build.add_argument(
+        "--from", dest="source", choices=("topics", "archive"), default="topics",
+        help="read the topics, or the archive of the run (default topics)",
+    )  # fmt: skip
+    add_rows(build)
+
+
+def add_rows(verb: argparse.ArgumentParser) -> None:
+    """Add the options that select rows and their output format."""
+    verb.add_argument(
+        "--view", choices=("rl", "sft", "preference"), default="rl",
+        help="rl: token rows; sft: conversations; preference: pairs of one group (default rl)",
+    )  # fmt: skip
+    verb.add_argument("--format", choices=("parquet", "arrow"), default="parquet", help="default parquet")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing dataset at OUT")
+    _add_filters(verb.add_argument_group("filters", "Keep only rows ... (a repeated filter matches any of its values)"))
+    _add_choices(verb.add_argument_group("choices"))
+
+
+def _add_filters(group: argparse._ArgumentGroup) -> None:
+    for flag, field, kind, metavar, what in FILTERS:
+        group.add_argument(flag, dest=field, type=kind, metavar=metavar, action="append", default=None, help=what)
+    group.add_argument(
+        "--purpose", dest="purposes", action="append", choices=("train", "eval", "other", "any"), default=None,
+        help="of sessions with this purpose (default train); `any` for all: --purpose eval",
+    )  # fmt: skip
+    for flag, field, parse, metavar, what in BOUNDS:
+        group.add_argument(flag, dest=field, type=parse, metavar=metavar, default=None, help=what)
+    for flag, field, what in (
+        ("--since", "since_ms", "recorded at this time or later"),
+        ("--until", "until_ms", "recorded before this time"),
+    ):
+        group.add_argument(
+            flag, dest=field, type=_milliseconds, metavar="TIME", default=None,
+            help=f"{what}; ISO 8601 (UTC unless it names a zone) or milliseconds: {flag} 2026-01-31T08:00",
+        )  # fmt: skip
+
+
+def _add_choices(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--dedupe", choices=("none", "tokens", "task"), default="none",
+        help="tokens: keep one of the rows with equal token ids (rl) or messages (other views); task: keep only the "
+        "first group of a task that gives a row (default none)",
+    )  # fmt: skip
+    best = group.add_mutually_exclusive_group()
+    best.add_argument(
+        "--best", type=int, default=None, metavar="K", help="sft: the K sessions of each group with the highest reward"
+    )
+    best.add_argument("--best-of-group", action="store_true", help="the same as --best 1")
+    group.add_argument(
+        "--pairs", choices=("extremes", "all"), default="extremes",
+        help="preference: best and worst of a group, or every two with unequal rewards (default extremes)",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-margin", type=float, default=0.0, metavar="X", help="preference: least difference of rewards (default 0)"
+    )
+
+
+def _milliseconds(text: str) -> int:
+    if text.isdigit():
+        return int(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an ISO 8601 time: {error}") from error
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.datasets.build import run
+
+    return run(settings, arguments)
+
+
+VERBS = (
+    Verb("dataset", "build a Parquet or Arrow dataset of a run, or verify one", _dataset, dataset_arguments,
+         reads=acts("build")),
+)  # fmt: skip

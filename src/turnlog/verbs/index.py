@@ -1,0 +1,136 @@
+"""`turnlog index`, and the verbs that read it: query, tail, why."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb, add_source, always
+
+INDEX_EPILOG = """\
+Examples:
+  turnlog index                           run the role: index the log into [index] path until it is stopped
+  turnlog index build                     index everything that is on the log now, and exit
+  turnlog index build --from archive      if the topics are gone, or their first records were deleted
+"""
+
+
+def index_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog index`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = INDEX_EPILOG
+    verb.add_argument(
+        "action", nargs="?", choices=("run", "build"), default="run", help="run the role (default), or index once"
+    )
+    add_source(verb)
+
+
+def _index(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.indexer import command
+
+    return command(settings, arguments)
+
+
+QUERY_EPILOG = """\
+The query reads the file that `turnlog index` writes; docs/index-schema.md lists its tables. It can only read and
+compute: it opens no file, loads no extension, changes nothing, and ends when its time, memory or rows are used up.
+
+Examples:
+  turnlog query "select recipe, avg(reward), count(*) from sessions group by recipe"
+  turnlog query --json "select fate, count(*) from sessions group by fate"
+  turnlog query --out steps.parquet "select * from steps order by step"
+"""
+
+
+def query_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog query`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = QUERY_EPILOG
+    verb.add_argument("sql", metavar="SQL", help="one SELECT statement; - reads it from standard input")
+    shape = verb.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true")
+    shape.add_argument("--out", type=Path, metavar="FILE", help="write the answer as Parquet, with its provenance")
+    verb.add_argument("--limit", type=int, default=10_000, metavar="N", help="maximum number of rows (default 10000)")
+    verb.add_argument("--timeout", type=float, default=30.0, metavar="S", help="time limit in seconds (default 30)")
+    verb.add_argument("--memory", type=int, default=512, metavar="MB", help="memory limit in MB (default 512)")
+
+
+def _query(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.query import command
+
+    return command(settings, arguments)
+
+
+TAIL_EPILOG = """\
+Examples:
+  turnlog tail                                    print new events until Ctrl-C
+  turnlog tail --all --until-end --kind GroupScored --kind StepCompleted
+  turnlog tail --all --session 3fa2 --json
+"""
+
+
+def tail_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog tail`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = TAIL_EPILOG
+    verb.add_argument("--session", default="", metavar="ID", help="only events of sessions whose id begins with ID")
+    verb.add_argument("--group", default="", metavar="ID", help="only events of groups whose id begins with ID")
+    verb.add_argument("--kind", action="append", default=[], metavar="RECORD", help="only these records; repeatable")
+    verb.add_argument("--all", action="store_true", help="start at the beginning (default: only new events)")
+    verb.add_argument("--until-end", action="store_true", help="stop at the current end of the log")
+    verb.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_source(verb)
+
+
+def _tail(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.console import tail_command
+
+    return tail_command(settings, arguments)
+
+
+WHY_EPILOG = """\
+ID is the id of a session or group, or the beginning of one. A token is SESSION:TURN:TOKEN, both counted from 0: turns
+in the order of the log, tokens within the turn's output. Chains of records are read from the index, tokens from the
+topics or the archive.
+
+Examples:
+  turnlog why 3fa2            why a session was trained, masked, discarded, excluded, stale or not drawn
+  turnlog why 3fa2:1:17       the same for one of its tokens
+"""
+
+
+def why_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog why`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = WHY_EPILOG
+    verb.add_argument("about", metavar="ID", help="a session, a group, or SESSION:TURN:TOKEN")
+    verb.add_argument("--json", action="store_true")
+    add_source(verb)
+
+
+def _why(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.index.console import why_command
+
+    return why_command(settings, arguments)
+
+
+def _build(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.action == "build")
+
+
+def _until_end(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.until_end)
+
+
+def _of_a_token(arguments: argparse.Namespace) -> bool:
+    return ":" in arguments.about
+
+
+VERBS = (
+    Verb("index", "role: index the log as tables in one file, for SQL queries", _index, index_arguments, reads=_build),
+    Verb("query", "query the index in SQL; the answer states its as-of time", _query, query_arguments, looks=always),
+    Verb("tail", "print events as they arrive, one per line", _tail, tail_arguments, reads=_until_end, looks=always),
+    Verb("why", "show the records that decided about a session, group or token", _why, why_arguments,
+         reads=_of_a_token, looks=always),
+)  # fmt: skip

@@ -1,0 +1,136 @@
+"""Verbs about the model of a run: eval, export, sft."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb, add_source, always
+
+EVAL_EPILOG = """\
+The feeder requests a round of [eval] tasks after every [eval] every draws; their sessions are never trained. A session
+counts for the version that sampled all of it. pass@k is the unbiased estimator of Chen et al. 2021; intervals are 95 %
+confidence intervals with the task as the unit. The best version has the highest lower bound of pass@1.
+
+Examples:
+  TURNLOG_EVAL_EVERY=5 turnlog --run demo-20260101-120000 up
+  turnlog --run demo-20260101-120000 eval
+  turnlog --run demo-20260101-120000 eval --json --k 1,4
+  turnlog --run demo-20260101-120000 export models/calc --best
+"""
+
+
+def eval_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog eval`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = EVAL_EPILOG
+    verb.add_argument("--k", type=_ks, metavar="K,...", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
+    verb.add_argument("--json", action="store_true")
+    add_source(verb)
+
+
+def _ks(text: str) -> list[int]:
+    """Parse 1,4 into a list of positive integers. Raises ArgumentTypeError."""
+    found = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(found) != len(text.split(",")) or 0 in found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 on, such as 1,4")
+    return found
+
+
+def _eval(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.evaluation import command
+
+    return command(settings, arguments)
+
+
+EXPORT_EPILOG = """\
+FOLDER can be loaded by transformers and SGLang: safetensors, config, tokenizer, chat template, generation settings and
+a card that names the run, step and version. It appears once it is complete; an existing FOLDER is refused.
+
+Examples:
+  turnlog --run demo-20260101-120000 export models/calc                 the newest published version
+  turnlog --run demo-20260101-120000 export models/calc-9 --version 9
+  turnlog --run demo-20260101-120000 export models/calc-best --best     the best one by `turnlog eval`
+  turnlog --run demo-20260101-120000 export models/calc-10 --checkpoint step-00000010-i0
+  turnlog --run demo-20260101-120000 export models/calc --from archive  if the topics are gone
+"""
+
+
+def export_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog export`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = EXPORT_EPILOG
+    verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
+    which = verb.add_mutually_exclusive_group()
+    which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the best version according to `turnlog eval`")
+    which.add_argument(
+        "--checkpoint",
+        default="",
+        metavar="NAME",
+        help="one of the run's checkpoints in [trainer] checkpoints instead",
+    )
+    verb.add_argument("--json", action="store_true", help="print what was written as JSON")
+    add_source(verb)
+
+
+def _export(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.best:
+        from turnlog.consumers.evaluation import best_version
+
+        arguments.version = best_version(settings, archive=arguments.source == "archive")
+    from turnlog.trainer.offline.export import command
+
+    return command(settings, arguments)
+
+
+SFT_EPILOG = """\
+DATASET is a folder written by `turnlog dataset build` with the view sft (conversations, rendered by the chat template
+of MODEL; every answer is imitated) or rl (the recorded tokens and masks). A share of the tasks is held out: their loss
+is measured before the first step and after each epoch. OUT appears once it is complete; after a kill, the same command
+continues after the last finished epoch. [trainer] sets dtype, threads, clip_grad, weight_decay, betas and
+microbatch_tokens.
+
+Rejection sampling, from a run to a better first policy:
+  turnlog --run a dataset build good --view sft --best 2 --min-reward 1
+  turnlog sft --dataset good --model models/base --out models/better --epochs 2 --rate 1e-5
+  TURNLOG_MODEL_PATH=models/better turnlog --run b up
+"""
+
+
+def sft_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog sft`."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SFT_EPILOG
+    for name, what in (
+        ("dataset", "folder of a dataset, view sft or rl"),
+        ("model", "Hugging Face folder to start from: weights, tokenizer, chat template"),
+        ("out", "folder to create"),
+    ):
+        verb.add_argument(f"--{name}", type=Path, required=True, metavar="FOLDER", help=what)
+    for name, kind, default, metavar, what in (
+        ("epochs", int, 1, "N", "passes over the rows"),
+        ("rate", float, 1e-5, "R", "peak learning rate: warms up for a tenth of the steps, then decays to a twentieth"),
+        ("rows", int, 32, "N", "rows per step"),
+        ("held-out", float, 0.05, "SHARE", "share of tasks that are measured and never trained; 0 for none"),
+        ("max-tokens", int, 0, "N", "longest row; longer ones are left out and counted; 0: the model's window"),
+        ("seed", int, 0, "N", "seed for the order of rows and the choice of held-out tasks"),
+    ):
+        verb.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{what} (default {default})")
+    verb.add_argument("--fresh", action="store_true", help="discard the progress of a killed run with this OUT")
+
+
+def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.datasets.build import verify
+    from turnlog.producers.recipes.warm_start import make_row_converter
+    from turnlog.trainer.offline.sft import command
+
+    return command(settings, arguments, verify, make_row_converter(arguments.model))
+
+
+VERBS = (
+    Verb("eval", "show mean reward and pass@k per weight version, and the best", _eval, eval_arguments, reads=always),
+    Verb("export", "write weights of a run as a Hugging Face folder", _export, export_arguments, reads=always),
+    Verb("sft", "fine-tune a model folder on a dataset of a run (supervised)", _sft, sft_arguments),
+)

@@ -1,0 +1,90 @@
+"""`turnlog session`: show one session, run its calls again, or write it to a file."""
+
+from __future__ import annotations
+
+import argparse
+
+from turnlog.infra.roles import ending
+from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb, acts, add_source
+
+SESSION_EPILOG = """\
+Examples:
+  turnlog session show 4f1c               the calls of a session: status, duration, workspace, requests
+  turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
+  turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
+  turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
+  turnlog session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
+
+A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
+nor to the object store, and nothing goes out to the network: its recorded answers are given again.
+Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
+"""
+
+
+def session_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the actions of the verb."""
+    verb.formatter_class = argparse.RawDescriptionHelpFormatter
+    verb.epilog = SESSION_EPILOG
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
+    _add_session_arguments(again)
+    again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
+    again.add_argument(
+        "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
+    )
+    again.add_argument(
+        "--keep-going",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="continue after a call that differs (default: yes)",
+    )
+    again.add_argument(
+        "--strict", action="store_true", help="a different environment (environment_sha256) counts as a difference, too"
+    )
+    shown = actions.add_parser("show", help="list the recorded calls; with --tree, also the turns, from the index")
+    _add_session_arguments(shown)
+    shown.add_argument(
+        "--tree", action="store_true", help="show turns, each below the turn that it continues, and calls"
+    )
+    shown.add_argument(
+        "--tokens", action="store_true", help="show the tree, with the tokens of each turn by disposition"
+    )
+    export = actions.add_parser("export", help="write the session to one file: a self-contained page, or JSON")
+    export.add_argument("id", metavar="ID", help="the session's id, or its beginning")
+    into = export.add_mutually_exclusive_group(required=True)
+    into.add_argument("--html", metavar="FILE", help="write an HTML page, with the tokens")
+    into.add_argument(
+        "--json", dest="json_file", metavar="FILE", help="write the JSON that docs/dashboard.md describes"
+    )
+    add_source(export)
+
+
+def _add_session_arguments(action: argparse.ArgumentParser) -> None:
+    action.add_argument("id", metavar="ID", help="the session")
+    action.add_argument("--json", action="store_true")
+    add_source(action)
+
+
+def _session(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.action == "show" and (arguments.tree or arguments.tokens):
+        from turnlog.consumers.index.console import show_session
+
+        return show_session(settings, arguments)
+    if arguments.action == "export":
+        from turnlog.consumers.dashboard.export import command as export
+
+        return export(settings, arguments)
+    from turnlog.sandbox_workers.console.rerun import command
+
+    return ending.run_verb(command(settings, arguments))
+
+
+def _reads(arguments: argparse.Namespace) -> bool:
+    return arguments.action == "export" or (arguments.action == "show" and not arguments.tree)
+
+
+VERBS = (
+    Verb("session", "show the calls, turns and tokens of a session, or run its calls again", _session,
+         session_arguments, reads=_reads, looks=acts("show", "export")),
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""Verbs that start and stop: demo, recipe, warm-start, up, down, supervise."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from turnlog.settings import Settings
+from turnlog.verbs.verb import Verb
+
+
+def demo_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog demo`."""
+    verb.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
+    verb.add_argument("--engines", type=int, default=None, metavar="N", help="number of engines (default 1)")
+
+
+def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers.demo import demo
+    from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+    from turnlog.trainer.tiny_policy import prepare_model
+
+    return demo(settings, prepare_model, find_isolation_failure, steps=arguments.steps, engines=arguments.engines)
+
+
+def recipe_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the action `new` of `turnlog recipe`."""
+    new = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
+        "new",
+        help="write the package",
+        description="Write a package with a dataset, an environment, a verifier and a test.",
+    )
+    new.add_argument("name", metavar="NAME", help="name of the recipe and its folder, such as my-game")
+    new.add_argument(
+        "--into", type=Path, default=Path(), metavar="DIR", help="create the folder in DIR (default: here)"
+    )
+
+
+def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.producers.recipes.new import command
+
+    return command(arguments)
+
+
+def warm_start_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog warm-start`."""
+    verb.add_argument("--out", type=Path, metavar="DIR", help="copy the model to DIR, unless it is already there")
+
+
+def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.trainer.tiny_policy import copy_model, initial_weights, prepare_model
+
+    made = initial_weights(prepare_model(settings))
+    print(copy_model(made, arguments.out) if arguments.out else made)
+    return 0
+
+
+def up_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of `turnlog up`."""
+    verb.add_argument("--json", action="store_true", help="print the endpoints as JSON on standard output")
+
+
+def _up(settings: Settings, arguments: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.up import up
+    from turnlog.infra.roles.terminal import say_json
+    from turnlog.trainer.tiny_policy import prepare_model
+
+    found = up(prepare_model(settings))
+    if arguments.json:
+        say_json(dataclasses.asdict(found))
+    return 0
+
+
+def _down(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.up import down
+
+    down(settings)
+    return 0
+
+
+def _supervise(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.embedded.up import supervise
+
+    return supervise(settings)
+
+
+VERBS = (
+    Verb("demo", "run the whole loop with a live display, and judge the result", _demo, demo_arguments),
+    Verb("recipe", "create your own recipe: a package that works as generated", _recipe, recipe_arguments),
+    Verb("warm-start", "create the recipe's tiny model by supervised fine-tuning", _warm_start, warm_start_arguments),
+    Verb("up", "start servers and roles, leave them running, print the endpoints", _up, up_arguments),
+    Verb("down", "stop what `up` started", _down),
+    Verb("supervise", "run the servers and roles of a run in the foreground", _supervise),
+)

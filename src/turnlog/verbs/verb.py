@@ -1,0 +1,57 @@
+"""Parts of a verb of the command line, and the options that several verbs share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from turnlog.settings import Settings
+
+Call = Callable[[Settings, argparse.Namespace], int]
+"""Code of a verb; it returns the exit status."""
+Test = Callable[[argparse.Namespace], bool]
+"""A question about the arguments of a verb."""
+
+
+def always(_: argparse.Namespace) -> bool:
+    """Return True."""
+    return True
+
+
+def never(_: argparse.Namespace) -> bool:
+    """Return False."""
+    return False
+
+
+def acts(*actions: str) -> Test:
+    """Return a test for these actions of a verb."""
+    return lambda arguments: arguments.action in actions
+
+
+def no_arguments(_: argparse.ArgumentParser) -> None:
+    """Add nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb of `turnlog`."""
+
+    name: str
+    help: str
+    call: Call
+    add_arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
+    reads: Test = never
+    """True if it reads the log of a run; if the run is down, its servers are started for it."""
+    looks: Test = never
+    """True if it inspects a run and changes nothing in it; it then uses the newest run if none is named. A verb that
+    reads the log looks, too."""
+
+    def inspects(self, arguments: argparse.Namespace) -> bool:
+        """Return True if the verb changes nothing in the run."""
+        return self.looks(arguments) or self.reads(arguments)
+
+
+def add_source(verb: argparse.ArgumentParser) -> None:
+    """Add the option that selects topics or archive."""
+    verb.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
