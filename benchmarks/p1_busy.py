@@ -78,7 +78,7 @@ async def process(settings: Settings, name: str, *argv: str, **variables: str) -
         "TURNLOG_MODEL_PATH": settings.model.path, "TURNLOG_GATEWAY_URL": settings.gateway.url,
         "TURNLOG_GATEWAY_SIGNING_KEY": KEY, **variables,
     }  # fmt: skip
-    argv = argv or (*TURNLOG, name)
+    argv = argv or (*TURNLOG, "role", name)
     child = Child(Launch(name=name, argv=argv, log=Path(settings.run.directory) / f"{name}.log", env=env)).start()
     try:
         yield

@@ -138,7 +138,7 @@ async def measure(settings: Settings) -> int:
     }  # fmt: skip
     argvs = {
         "engine": (*this, "--engine", engine.rpartition(":")[2], settings.model.path),
-        "proxy": (*this, "--proxy", proxy.rpartition(":")[2], engine), "gateway": (*TURNLOG, "gateway"),
+        "proxy": (*this, "--proxy", proxy.rpartition(":")[2], engine), "gateway": (*TURNLOG, "role", "gateway"),
     }  # fmt: skip
     async with (
         open_role("bench", settings) as role,

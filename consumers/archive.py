@@ -1,4 +1,4 @@
-"""`turnlog archive run|flush|status|prune`.
+"""`turnlog log archive flush|status|prune`.
 
 Prune deletes records that are archived and that no role will read again. It covers every topic except the control
 topics, which roles read from the beginning. What roles still need is determined from the log: the commits of consumer
@@ -17,14 +17,13 @@ from datetime import UTC, datetime
 
 from rich.table import Table
 
-from turnlog.consumers.archiver import flush, main
+from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.reader import unread
 from turnlog.infra.archive import ArchiveError, ArchiveIndex, archive_name
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.runs import serve
 from turnlog.infra.roles.terminal import Terminal, say
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import committed_version
@@ -41,8 +40,6 @@ class BadMoment(ArchiveError):
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run one action and return the exit status."""
     match arguments.action:
-        case "run":
-            return serve("archive", main, settings)
         case "flush":
             return run_verb(flush_all(settings))
         case "status":

@@ -1,5 +1,5 @@
-"""`turnlog books`, the token accounting: sampled = trained + masked by reason, for the run or for each session, group
-or batch."""
+"""`turnlog log books`, the token accounting: sampled = trained + masked by reason, for the run or for each session,
+group or batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AccountingArguments:
 
 
 class NoSuchAccount(Exception):
-    """No account of the level has this id. Remedy: `turnlog books --by LEVEL` lists them."""
+    """No account of the level has this id. Remedy: `turnlog log books --by LEVEL` lists them."""
 
 
 async def read(role: Role) -> TokenAccount:
@@ -71,7 +71,7 @@ def body(run_id: str, books: Books, asked: AccountingArguments) -> dict[str, Any
     accounts = books.levels[asked.by]
     if asked.id:
         if asked.id not in accounts:
-            raise NoSuchAccount(f"there is no {asked.by} {asked.id!r}; `turnlog books --by {asked.by}` lists them")
+            raise NoSuchAccount(f"there is no {asked.by} {asked.id!r}; `turnlog log books --by {asked.by}` lists them")
         accounts = {asked.id: accounts[asked.id]}
     largest = heapq.nsmallest(asked.limit, accounts.items(), key=lambda entry: (-entry[1].sampled, entry[0]))
     return {

@@ -1,4 +1,4 @@
-"""`turnlog dead-letters list|show|requeue|skip`: show dead letters of a run and their records; requeue a record, or
+"""`turnlog log dead-letters list|show|requeue|skip`: show dead letters of a run and their records; requeue a record, or
 order a partition task to skip one.
 
 A requeued record has the same bytes as before. If it can be decoded this time (the registry is back, the reader is
@@ -45,7 +45,7 @@ class LetterError(Exception):
 
 
 class NoSuchLetter(LetterError):
-    """Remedy: `turnlog dead-letters list`."""
+    """Remedy: `turnlog log dead-letters list`."""
 
 
 class AmbiguousLetter(LetterError):
@@ -53,7 +53,7 @@ class AmbiguousLetter(LetterError):
 
 
 class NotRequeueable(LetterError):
-    """Remedy: `turnlog archive` may hold the record (--from archive)."""
+    """Remedy: `turnlog role archive` may hold the record (--from archive)."""
 
 
 class NotSkippable(LetterError):
@@ -88,7 +88,7 @@ def find_letter(letters: dict[str, tuple[int, DeadLetter]], beginning: str) -> D
     """Return the only letter whose id begins with `beginning`. Raises NoSuchLetter, AmbiguousLetter."""
     matching = [event_id for event_id in letters if event_id.startswith(beginning)]
     if not matching:
-        raise NoSuchLetter(f"no dead letter {beginning!r} in this run; `turnlog dead-letters list` shows them")
+        raise NoSuchLetter(f"no dead letter {beginning!r} in this run; `turnlog log dead-letters list` shows them")
     if len(matching) > 1:
         raise AmbiguousLetter(f"{len(matching)} letters begin with {beginning!r}: {', '.join(sorted(matching)[:5])}")
     return letters[matching[0]][1]

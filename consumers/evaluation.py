@@ -1,4 +1,4 @@
-"""`turnlog eval`: results of each weight version in the groups of purpose `eval`, from the log alone."""
+"""`turnlog log eval`: results of each weight version in the groups of purpose `eval`, from the log alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnlog fold`: fold recorded sessions by two trajectory rules, and show what each trains, masks and duplicates.
+"""`turnlog log fold`: fold recorded sessions by two trajectory rules, and show what each trains, masks and duplicates.
 
 Nothing is written. Figures are of turn trees, and so of settled sessions. What their group decides later (excluded,
 discarded, late) is the same under every rule and is left out. Memory holds the open groups and the sessions that are

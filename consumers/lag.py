@@ -1,8 +1,8 @@
 """Unread records of a run's consumer groups: the difference between their commits and the ends of their topics.
 
 This is computed from the log, so it is available while no process of a role runs, and nothing is reported twice when
-partition tasks move. `turnlog lag` exports it for autoscaling and alerts. It needs only the broker and is a member of
-none of the groups. `turnlog status` shows it, too.
+partition tasks move. `turnlog role lag` exports it for autoscaling and alerts. It needs only the broker and is a member
+of none of the groups. `turnlog status` shows it, too.
 
 A record counts as unread if nobody has consumed it, or if its consumer has not committed that it is finished. `high`
 and `under_way` of the commit metadata state both (infra.log.Commit); without them, the committed offset counts. Records

@@ -190,7 +190,7 @@ def failures(body: Mapping[str, Any], run: TokenAccount, verdict: ReplayResult) 
     if not run.balance:
         said.append(
             f"the books do not balance: sampled {run.sampled}, trained {run.trained}, masked {dict(run.masked)}; "
-            "`turnlog books` shows where"
+            "`turnlog log books` shows where"
         )
     if not verdict.identical:
         said.append(f"replay differs: {verdict.divergence or 'nothing was compared'}")
@@ -246,7 +246,7 @@ def store(report: RunReport, directory: Path) -> Path:
 
 
 async def write(settings: Settings, *, as_json: bool = False) -> int:
-    """Run `turnlog report`: replay, gather, write, print. Return 0 if nothing is wrong with the run, else 1."""
+    """Run `turnlog log report`: replay, gather, write, print. Return 0 if nothing is wrong with the run, else 1."""
     console = Terminal(stderr=as_json)
     async with open_role("report", settings) as role:
         with console.status("reading the run's topics"):

@@ -312,7 +312,7 @@ async def _running_feeder(settings: Settings) -> AsyncIterator[None]:
     health = f"http://{HOST}:{free_ports(1)[0]}"
     launch = Launch(
         name="feeder-0",
-        argv=(sys.executable, "-m", "turnlog.cli", "--settings", str(directory / SETTINGS), "feeder"),
+        argv=(sys.executable, "-m", "turnlog.cli", "--settings", str(directory / SETTINGS), "role", "feeder"),
         log=directory / LOGS / "feeder-0.log",
         env={"TURNLOG_INSTANCE": "feeder-0", "TURNLOG_HEALTH_PORT": health.rpartition(":")[2], "OMP_NUM_THREADS": "1"},
         ready=lambda: answers(f"{health}/readyz"),

@@ -1,7 +1,7 @@
-"""Ten questions about a run, in SQL, over the index that `turnlog index build` makes.
+"""Ten questions about a run, in SQL, over the index that `turnlog log index build` makes.
 
 usage: python examples/ten_questions.py runs/ID/index.sqlite
-Each question may also be given to `turnlog query`; docs/index-schema.md lists tables and columns.
+Each question may also be given to `turnlog log query`; docs/index-schema.md lists tables and columns.
 """
 
 from __future__ import annotations

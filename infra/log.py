@@ -322,7 +322,8 @@ class Log(Protocol):
         ...
 
     async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
-        """Delete the records of each partition below its offset, for good. Only `turnlog archive prune` does this."""
+        """Delete the records of each partition below its offset, for good. Only `turnlog log archive prune` does
+        this."""
         ...
 
     def appender(self) -> AbstractAsyncContextManager[Appender]:

@@ -1,6 +1,7 @@
 """Kill runners, gateways and engines while sessions are answered: `python benchmarks/chaos/answers.py [--kills 20]`.
 
-Real `turnlog runner` and `turnlog gateway` processes and a scripted engine behind SGLang's HTTP contract, one of each,
+Real `turnlog role runner` and `turnlog role gateway` processes and a scripted engine behind SGLang's HTTP contract, one
+of each,
 are killed by SIGKILL at random moments and started again, under rollouts that call a tool and give an answer that no
 other turn gives. From the topics alone: wherever a verdict says what was judged, the fold of the run must train that
 answer, and the finish must name its turn; every rollout must come to its end, every call have been run once.
@@ -92,7 +93,7 @@ class Processes:
     def start(self, name: str) -> None:
         """Start it, or start it again."""
         settings, folder = self.settings, Path(self.settings.run.directory)
-        argv: tuple[str, ...] = (*TURNLOG, name)
+        argv: tuple[str, ...] = (*TURNLOG, "role", name)
         if name == "engine":
             script = Path(__file__).with_name("scripted_engine.py")
             port = settings.engine.urls[0].rpartition(":")[2]

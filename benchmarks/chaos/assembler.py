@@ -2,8 +2,8 @@
 `--seconds 60`, only write and judge, while somebody else strikes assemblers on the servers that the environment names.
 
 A writer appends histories as bad days leave them (repeats however late, zombies, racing closes) while a real
-`turnlog assembler` is killed by SIGKILL at random moments and started again. In the end a read_committed reader must
-find every tree, sample and score exactly once, with the bytes of an offline fold that read the topics one after
+`turnlog role assembler` is killed by SIGKILL at random moments and started again. In the end a read_committed reader
+must find every tree, sample and score exactly once, with the bytes of an offline fold that read the topics one after
 another, in two orders.
 """
 

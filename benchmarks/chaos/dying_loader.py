@@ -42,7 +42,7 @@ def doomed(kind: str, seed: int) -> int:
 
     rng = random.Random(seed)
     doom(*places(kind), rng.randint(2, LATEST), rng.random())
-    return main(["loader"])
+    return main(["role", "loader"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Kill the loader as it fetches and as it swaps: `python benchmarks/chaos/loader.py [--kills 20] [--engine real]`.
 
 Weights are published one version after another, most as what changed, some of another shape, while clients ask an
-engine that has nothing but what loaders give it. A real `turnlog loader` is killed by SIGKILL, --kills times in a fetch
-and as often in a swap, in turns at a seeded instant of what it does there (dying_loader.py).
+engine that has nothing but what loaders give it. A real `turnlog role loader` is killed by SIGKILL, --kills times in a
+fetch and as often in a swap, in turns at a seeded instant of what it does there (dying_loader.py).
 
 In the end the engine must have the newest version, and the log name every version as loaded, refused or superseded
 (lost), once (twice), in order (skipped). What was answered must be of weights that an event names (identical): its
@@ -76,7 +76,7 @@ class Story:
 
 
 def loader(settings: Settings, *doom: str) -> Child:
-    """Start `turnlog loader`, or one that dies of itself."""
+    """Start `turnlog role loader`, or one that dies of itself."""
     variables = {
         "TURNLOG_MODEL_PATH": settings.model.path,
         "TURNLOG_ENGINE_URLS": settings.engine.urls[0],
@@ -84,7 +84,11 @@ def loader(settings: Settings, *doom: str) -> Child:
     }
     log = Path(settings.run.directory) / "loader-0.log"
     env = {**environment(settings, "loader-0"), **variables}
-    argv = (sys.executable, str(Path(__file__).with_name("dying_loader.py")), *doom) if doom else (*TURNLOG, "loader")
+    argv = (
+        (sys.executable, str(Path(__file__).with_name("dying_loader.py")), *doom)
+        if doom
+        else (*TURNLOG, "role", "loader")
+    )
     return Child(Launch(name="loader-0", argv=argv, log=log, env=env)).start()
 
 

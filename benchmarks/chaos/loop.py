@@ -331,7 +331,7 @@ def beside(loop: Loop, victim: str, name: str) -> Child:
     }  # fmt: skip
     launch = Launch(
         name=f"{name}-successor",
-        argv=(*TURNLOG, "--settings", str(loop.file), VERB.get(victim, victim)),
+        argv=(*TURNLOG, "--settings", str(loop.file), "role", VERB.get(victim, victim)),
         log=loop.directory / f"logs/{name}-successor.log",
         env=env,
         ready=lambda: httpx.get(f"http://{HOST}:{health}/readyz", timeout=1.0).is_success,

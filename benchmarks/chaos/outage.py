@@ -1,6 +1,7 @@
 """Take the only engine away for longer than sessions may last: `python benchmarks/chaos/outage.py [--kills 5]`.
 
-Real `turnlog runner` and `turnlog gateway` processes and a scripted engine whose answers are all right. Each time that
+Real `turnlog role runner` and `turnlog role gateway` processes and a scripted engine whose answers are all right. Each
+time that
 sessions are being sampled the engine is killed, and comes back after AWAY_S, which is more than the deadline of every
 session and than a turn waits for an engine; every other time the log says that it is gone. From the topics alone: each
 rollout has ended (lost), in one final session (twice), completed and with the reward of a run that nobody disturbs

@@ -1,6 +1,7 @@
 """Kill the runner in the middle of sessions: `python benchmarks/chaos/runner.py [--kills 20]`.
 
-A real `turnlog runner`, gateway and sandbox worker, and a scripted engine whose output is a function of the prompt's
+A real `turnlog role runner`, gateway and sandbox worker, and a scripted engine whose output is a function of the
+prompt's
 ids. The built-in loop acts out sessions of several turns, each with one or two calls that append a line to a file which
 no sandbox and no log keeps, while the runner is killed by SIGKILL at random moments and started again. Then the same
 tasks are done once more, undisturbed. From the topics and that file: every rollout has ended (skipped), once and in its
@@ -113,7 +114,7 @@ class Processes:
     def start(self, name: str) -> None:
         """Start it, or start it again."""
         settings, folder = self.settings, Path(self.settings.run.directory)
-        argv: tuple[str, ...] = (*TURNLOG, name)
+        argv: tuple[str, ...] = (*TURNLOG, "role", name)
         if name == "engine":
             script, port = Path(__file__).with_name("scripted_engine.py"), settings.engine.urls[0].rpartition(":")[2]
             argv = (sys.executable, str(script), port, settings.model.path, "--by-ids")

@@ -62,7 +62,7 @@ class Story:
 
 
 class Workers:
-    """Real `turnlog sandbox` processes."""
+    """Real `turnlog role sandbox` processes."""
 
     def __init__(self, settings: Settings, load: Load, story: Story) -> None:
         self._settings = settings
@@ -82,7 +82,7 @@ class Workers:
             "OMP_NUM_THREADS": "1",
         }
         log = Path(self._settings.run.directory) / f"{name}.log"
-        child = Child(Launch(name=name, argv=(*TURNLOG, "sandbox"), log=log, env=env)).start()
+        child = Child(Launch(name=name, argv=(*TURNLOG, "role", "sandbox"), log=log, env=env)).start()
         self._story.pids.add(child.pid)
         self.alive[number] = child
 

@@ -48,7 +48,9 @@ def servers(
 def role(name: str, settings: Settings, *, instance: str) -> Child:
     """Start `turnlog NAME`."""
     log = Path(settings.run.directory) / f"{instance}.log"
-    return Child(Launch(name=instance, argv=(*TURNLOG, name), log=log, env=environment(settings, instance))).start()
+    return Child(
+        Launch(name=instance, argv=(*TURNLOG, "role", name), log=log, env=environment(settings, instance))
+    ).start()
 
 
 def environment(settings: Settings, instance: str) -> dict[str, str]:
@@ -77,7 +79,7 @@ def _started(
     url = f"http://{HOST}:{port}"
     registry = Launch(
         name="registry",
-        argv=(*TURNLOG, "registry"),
+        argv=(*TURNLOG, "role", "registry"),
         log=folder / "registry.log",
         env={
             "TURNLOG_KAFKA_BOOTSTRAP": kafka.bootstrap,

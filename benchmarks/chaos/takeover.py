@@ -1,6 +1,7 @@
 """Kill, or stop, one of two gateways under a hundred streams: `python benchmarks/chaos/takeover.py [--kills 20]`.
 
-Two real `turnlog gateway` processes behind one address, and a scripted engine of which every answer is another one.
+Two real `turnlog role gateway` processes behind one address, and a scripted engine of which every answer is another
+one.
 Each round opens sessions through that address, has each answered once, and asks for its next answer as a stream; in
 the middle one gateway is killed by SIGKILL, or stopped and, once the other one has its sessions, let go on. Clients do
 what SDKs do: the same body again. Then, from what clients saw and from the log: every answer that was complete stands
@@ -90,7 +91,11 @@ class Stage:
         }  # fmt: skip
         log = Path(self.settings.run.directory) / f"gateway-{number}.log"
         launch = Launch(
-            name=f"gateway-{number}", argv=(*TURNLOG, "gateway"), log=log, env=env, ready=lambda: up(f"{own}/readyz")
+            name=f"gateway-{number}",
+            argv=(*TURNLOG, "role", "gateway"),
+            log=log,
+            env=env,
+            ready=lambda: up(f"{own}/readyz"),
         )
         self.children[port] = Child(launch).start()
         self.ports.append(port)

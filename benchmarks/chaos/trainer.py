@@ -1,7 +1,8 @@
 """Kill the trainer, again and again: `python benchmarks/chaos/trainer.py [--kills 20] [--checkpoints s3]
 [--kinds export,upload,commit]`.
 
-Manifests wait on the log; a real `turnlog trainer` is killed by SIGKILL again and again and started again: in turns at
+Manifests wait on the log; a real `turnlog role trainer` is killed by SIGKILL again and again and started again: in
+turns at
 a seeded instant of a step, of an export, of an upload, of a save, of a commit, and while it starts. What is to die in
 one of those is this file (`--dies-in`): the same trainer, in which the n-th call of that kind starts a timer within the
 time that the one before took, and nobody outlives the end of it. Where checkpoints lie in the store
@@ -63,7 +64,7 @@ class Story:
 
 
 def trainer(settings: Settings, *doom: str) -> Child:
-    """Start `turnlog trainer`, or one that dies of itself."""
+    """Start `turnlog role trainer`, or one that dies of itself."""
     variables = {
         "TURNLOG_MODEL_PATH": settings.model.path,
         "TURNLOG_TRAINER_LEARNING_RATE": str(settings.trainer.learning_rate),
@@ -76,7 +77,7 @@ def trainer(settings: Settings, *doom: str) -> Child:
     name = "trainer-0"
     log = Path(settings.run.directory) / f"{name}.log"
     env = {**environment(settings, name), **variables}
-    argv = (sys.executable, __file__, *doom) if doom else (*TURNLOG, "trainer")
+    argv = (sys.executable, __file__, *doom) if doom else (*TURNLOG, "role", "trainer")
     return Child(Launch(name=name, argv=argv, log=log, env=env)).start()
 
 
@@ -128,7 +129,7 @@ def doomed(kind: str, seed: int) -> int:
     rng = random.Random(seed)
     owner, name = rng.choice(places(kind))
     doom(owner, name, 1 if kind in SELDOM else rng.randint(1, LATEST), rng.random())
-    return main(["trainer"])
+    return main(["role", "trainer"])
 
 
 async def kill(settings: Settings, story: Story, kinds: Sequence[str], *, kills: int, rng: random.Random) -> Child:

@@ -78,7 +78,7 @@ class TurnView:
     """A turn with its messages and its place in the tree."""
 
     number: int
-    """Number in the session from 0, as used by `turnlog why SESSION:TURN:TOKEN`."""
+    """Number in the session from 0, as used by `turnlog log why SESSION:TURN:TOKEN`."""
     row: Row
     snapshot: Row | None
     messages: Sequence[MessageView]

@@ -1,4 +1,5 @@
-"""`turnlog session export`: a session as a self-contained HTML page, or as JSON (docs/dashboard.md has the schema)."""
+"""`turnlog log session export`: a session as a self-contained HTML page, or as JSON (docs/dashboard.md has the
+schema)."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
         kind, name = resolve_id(index, arguments.id)
         view = index.session(name) if kind == "session" else None
         if view is None:
-            raise BadQuestion(f"{name} is a group: `turnlog why {name}` names its sessions")
+            raise BadQuestion(f"{name} is a group: `turnlog log why {name}` names its sessions")
         async with open_role("session", settings, archive=arguments.source == "archive") as role:
             tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
     if arguments.html is not None:

@@ -1,4 +1,4 @@
-"""Unread records of each role according to its commits (as in `turnlog lag`), and which roles stand still."""
+"""Unread records of each role according to its commits (as in `turnlog role lag`), and which roles stand still."""
 
 from __future__ import annotations
 

@@ -171,5 +171,5 @@ def _store_address(directory: Path, url: str) -> Iterator[None]:
 
 
 def _hint(settings: Settings) -> str:
-    verb = f"turnlog --run {settings.run.id} index"
+    verb = f"turnlog --run {settings.run.id} role index"
     return f"{verb} build     # once, what is on the log now\n{verb}           # and follow the log"

@@ -28,7 +28,7 @@ class IndexFailure(Exception):
 
 
 class NoIndex(IndexFailure):
-    """Remedy: run `turnlog index build`, or the role `turnlog index`."""
+    """Remedy: run `turnlog log index build`, or the role `turnlog role index`."""
 
 
 class LaterIndex(IndexFailure):
@@ -44,7 +44,7 @@ class BusyIndex(IndexFailure):
 
 
 class IndexBehind(IndexFailure):
-    """Remedy: run `turnlog index build --from archive`, then continue from the topics."""
+    """Remedy: run `turnlog log index build --from archive`, then continue from the topics."""
 
 
 class DamagedIndex(IndexFailure):

@@ -1,4 +1,5 @@
-"""Alerts that can be computed from the index alone: the rules of the dashboard's first page and of `turnlog alerts`."""
+"""Alerts that can be computed from the index alone: the rules of the dashboard's first page and of
+`turnlog role alerts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`turnlog tail`, `turnlog why` and `turnlog session show --tree`: human-readable views of the log and its decisions.
+"""`turnlog log tail`, `turnlog log why` and `turnlog log session show --tree`: human-readable views of the log and its
+decisions.
 
 Text by agents and tools is shown as plain text: none of its escape sequences reach the terminal
 (infra/roles/terminal.py).
@@ -180,7 +181,7 @@ def resolve_id(index: Index, text: str) -> tuple[str, str]:
         found += [(kind, row["id"]) for row in rows]
     if len(found) != 1:
         what = "nothing" if not found else f"{len(found)} or more: " + ", ".join(name for _, name in found)
-        raise BadQuestion(f"{text!r} begins the id of {what}; `turnlog query` finds ids")
+        raise BadQuestion(f"{text!r} begins the id of {what}; `turnlog log query` finds ids")
     return found[0]
 
 
@@ -285,7 +286,7 @@ def show_session(settings: Settings, arguments: argparse.Namespace) -> int:
     with Index.open(path_of(settings)) as index, index.snapshot():
         kind, name = resolve_id(index, arguments.id)
         if kind != "session":
-            raise BadQuestion(f"{name} is a group: `turnlog why {name}` names its sessions")
+            raise BadQuestion(f"{name} is a group: `turnlog log why {name}` names its sessions")
         view = index.session(name)
         assert view is not None
         turns = None

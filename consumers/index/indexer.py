@@ -1,4 +1,4 @@
-"""`turnlog index`: the only writer of an index.
+"""`turnlog role index`: the only writer of an index.
 
 Rows and the offsets up to which records were read are committed together, so a killed indexer resumes where its file
 ends: nothing is in it twice, nothing is missing.
@@ -33,7 +33,7 @@ from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.runs import load_configuration, serve
+from turnlog.infra.roles.runs import load_configuration
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import lock_file
 from turnlog.names import ExitStatus
@@ -428,7 +428,7 @@ class Indexer:
             if at < starts[place]:
                 raise IndexBehind(
                     f"{place.topic}[{place.number}] begins at {starts[place]}, the index ends at {at}: "
-                    "`turnlog index build --from archive` reads the records between; run it, then continue"
+                    "`turnlog log index build --from archive` reads the records between; run it, then continue"
                 )
             if at > ends[place]:
                 raise OtherIndex(
@@ -512,9 +512,7 @@ async def build(role: Role, path: Path) -> int:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run one action of `turnlog index`, and return the exit status."""
-    if arguments.action == "run":
-        return serve("index", main, settings)
+    """Run `turnlog log index build`, and return the exit status."""
     return run_verb(_build(settings, archive=arguments.source == "archive"))
 
 
@@ -524,7 +522,7 @@ async def _build(settings: Settings, *, archive: bool) -> int:
         try:
             records = await build(role, path)
         except BusyIndex:  # its writer reads everything on the log
-            say(f"{path} is kept up to date by another process, `turnlog up` or `turnlog index`: nothing to do")
+            say(f"{path} is kept up to date by another process, `turnlog up` or `turnlog role index`: nothing to do")
             return ExitStatus.DONE
     say(f"{records:,} records in {time.perf_counter() - began:.1f} s: {path}")
     return ExitStatus.DONE

@@ -1,4 +1,4 @@
-"""`turnlog query "select ..."`: one SQL query, answered by a separate process.
+"""`turnlog log query "select ..."`: one SQL query, answered by a separate process.
 
 That process opens the index read-only. An SQLite authorizer checks every statement: it may call SQLite's functions,
 except those that open a file or load code, and may not change a row. Its time and memory are limited. The answer says
@@ -160,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 
 def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run `turnlog query`: print or write the answer, and return the exit status. Raises IndexFailure."""
+    """Run `turnlog log query`: print or write the answer, and return the exit status. Raises IndexFailure."""
     bounds = QueryLimits(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
     answer = ask(reader.path_of(settings), sys.stdin.read() if arguments.sql == "-" else arguments.sql, bounds)
     if arguments.out is not None:

@@ -424,7 +424,9 @@ VERSIONS = """SELECT v.*,
 def connect_read_only(path: Path) -> sqlite3.Connection:
     """Open a read-only connection. Raises NoIndex, LaterIndex, DamagedIndex."""
     if not path.exists():
-        raise NoIndex(f"{path} is not there: `turnlog index build` makes it, `turnlog index` keeps it up to date")
+        raise NoIndex(
+            f"{path} is not there: `turnlog log index build` makes it, `turnlog role index` keeps it up to date"
+        )
     try:
         connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
         connection.execute("PRAGMA query_only = ON")

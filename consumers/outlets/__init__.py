@@ -23,7 +23,7 @@ class OutletError(Exception):
 
 
 class BadOutlet(OutletError):
-    """Remedy: write KIND=DIR, as `turnlog track --help` shows; write an address in apprise's format."""
+    """Remedy: write KIND=DIR, as `turnlog role track --help` shows; write an address in apprise's format."""
 
 
 class NoLibrary(OutletError):

@@ -1,4 +1,4 @@
-"""`turnlog alerts`: send the alerts that the dashboard shows, by any service that apprise supports.
+"""`turnlog role alerts`: send the alerts that the dashboard shows, by any service that apprise supports.
 
 While an alert lasts it is sent once, and again every [alerts] again_s. An alert that has ended may recur and is then
 sent anew. The state of each address is stored in the run's directory, so that a restart sends nothing twice. Addresses
@@ -93,7 +93,7 @@ class AlertCollector:
         return [*failed, *stands, *await asyncio.to_thread(self._read_alerts)]
 
     def _read_alerts(self) -> list[Alarm]:
-        """Return the alerts that the index shows; none if there is no index (`turnlog index` creates one)."""
+        """Return the alerts that the index shows; none if there is no index (`turnlog role index` creates one)."""
         with contextlib.suppress(IndexFailure), Index.open(path_of(self._role.settings)) as index, index.snapshot():
             (steps, _), (versions, _), (engines, _) = index.series(), index.versions(), index.engines()
             return list(alarms(index, steps, versions, engines))

@@ -1,4 +1,5 @@
-"""`turnlog trace`: send the spans of a run (spans.py) to an OpenTelemetry collector by OTLP over HTTP, at least once.
+"""`turnlog role trace`: send the spans of a run (spans.py) to an OpenTelemetry collector by OTLP over HTTP, at least
+once.
 
 The position is stored as commits of the consumer group. They stay below the first record of each open session, and only
 advance past spans that the collector has accepted. So a successor after a kill sends a few spans again, with the same

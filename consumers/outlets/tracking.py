@@ -1,5 +1,5 @@
-"""`turnlog track`: write the training curve of a run, from train-steps, into TensorBoard's or Weights & Biases' own
-files."""
+"""`turnlog role track`: write the training curve of a run, from train-steps, into TensorBoard's or Weights & Biases'
+own files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`turnlog reward rerun`: judge recorded sessions again, and write the dataset that the run would have had with those
-rewards.
+"""`turnlog log reward rerun`: judge recorded sessions again, and write the dataset that the run would have had with
+those rewards.
 
 There are two passes. The first judges every session for which the log holds a reward and a conversation, and changes
 nothing. The second folds the records again with the new rewards in place of the old ones, so that advantages, filters
@@ -173,7 +173,7 @@ def rerunnable(verifier: Judged) -> Judged:
         what = "what an environment answered" if isinstance(verifier, EnvironmentVerifier) else "sandboxes"
         raise NotRerunnable(
             f"{type(verifier).__name__} {verifier.name!r} judges by {what}, which a recorded session no longer has: "
-            "rerun functions, services and judge models (`turnlog session rerun` runs a session's calls again)"
+            "rerun functions, services and judge models (`turnlog log session rerun` runs a session's calls again)"
         )
     if isinstance(verifier, WeightedSum):
         for part, _ in verifier.parts:

@@ -48,7 +48,8 @@ class ReplayError(Exception):
 
 
 class NothingToReplay(ReplayError):
-    """Remedy: check [run] id and [kafka] prefix; for an archive, run `turnlog archive flush` while the topics exist."""
+    """Remedy: check [run] id and [kafka] prefix; for an archive, run `turnlog log archive flush` while the topics
+    exist."""
 
 
 class HistoryPruned(ReplayError):
@@ -227,8 +228,8 @@ async def cut_of(role: Role, unit: int, *, patience_s: float = PATIENCE_S) -> Cu
         archived = await log.cut(ConsumerGroup.ASSEMBLER.format(run=run_id), unit)
         if archived is None:
             raise NothingToReplay(
-                f"{log.index.root} does not say how far unit {unit} of run {run_id} was folded: run `turnlog archive "
-                "flush` while its topics live"
+                f"{log.index.root} does not say how far unit {unit} of run {run_id} was folded: "
+                "run `turnlog log archive flush` while its topics live"
             )
         return archived
     inputs = [Partition(topic, unit) for topic in INPUTS]

@@ -282,7 +282,7 @@ group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=1000
 {more}# The log is the state: nothing expires.
 log.retention.ms=-1
-# What `turnlog archive prune` deletes leaves the disk by whole segments.
+# What `turnlog log archive prune` deletes leaves the disk by whole segments.
 log.segment.bytes=67108864
 log.retention.check.interval.ms=60000
 offsets.retention.minutes=2147483647

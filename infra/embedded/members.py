@@ -87,14 +87,14 @@ def role_member(
     of_all = {"TURNLOG_INSTANCE": slot.name, "TURNLOG_HEALTH_PORT": port_of(health)}
     launch = Launch(
         name=slot.name,
-        argv=turnlog(settings, slot.role),
+        argv=turnlog(settings, "role", slot.role),
         log=log_of(settings, slot.name),
         env={**of_all, **({} if slot.role in THREADED else {"OMP_NUM_THREADS": "1"}), **env},
         ready=lambda: answers(f"{health}/readyz"),
         ready_timeout_s=ROLE_START_S,
         stop_timeout_s=grace_s(slot.role, settings) if slot.role in CLEANS_UP else STOP_S,
         died=RoleDied,
-        remedy=f"`turnlog {slot.role}` can be run by hand with the same settings",
+        remedy=f"`turnlog role {slot.role}` can be run by hand with the same settings",
         liveness=role_liveness(health, settings.liveness),
     )
     tier = GATEWAY if slot.role == "gateway" else ROLE

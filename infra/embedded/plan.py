@@ -213,7 +213,7 @@ class LaunchPlan:
         url = self._address(wanted, "[registry] port")
         launch = Launch(
             name="registry",
-            argv=turnlog(self._settings, "registry"),
+            argv=turnlog(self._settings, "role", "registry"),
             log=log_of(self._settings, "registry"),
             env={"TURNLOG_REGISTRY_PORT": port_of(url), "OMP_NUM_THREADS": "1"},
             ready=lambda: answers(f"{url}/"),  # the only path that requires no login

@@ -1,6 +1,7 @@
 """The embedded schema registry: the part of the Confluent REST API that serializers call, with its state in the log.
 
-`turnlog registry` runs it; so does `python -m turnlog.infra.embedded.registry_app` with TURNLOG_* in the environment.
+`turnlog role registry` runs it; so does `python -m turnlog.infra.embedded.registry_app` with TURNLOG_* in the
+environment.
 The state is a fold of the one-partition compacted topic `_schemas`, whose records are those of Confluent's registry
 (key {"keytype": "SCHEMA", subject, version}, value with id and schema). One process owns the topic: opening it fences
 the previous owner, and a change is acknowledged after its transaction. Ids are global, assigned in order, and never

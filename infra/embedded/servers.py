@@ -210,7 +210,7 @@ def lora_rank_of(settings: Settings) -> int:
 
 
 def serve_engine(settings: Settings) -> int:
-    """Run `turnlog engine`: this process becomes an engine of [model] path, so the function does not return.
+    """Run `turnlog role engine`: this process becomes an engine of [model] path, so the function does not return.
 
     Raises PortTaken, ModelMissing, NotInstalled."""
     name = os.environ.get("TURNLOG_INSTANCE", "engine-0")

@@ -15,7 +15,7 @@ from turnlog.settings import Settings
 
 
 def host_engine(settings: Settings) -> int:
-    """Run an engine on Ray in the foreground: `turnlog engine` with [engine] launcher = "ray".
+    """Run an engine on Ray in the foreground: `turnlog role engine` with [engine] launcher = "ray".
 
     Raises NotInstalled, NoCluster, NodeUnfit, ActorLost, and any error that ends the engine or its loader for good."""
     try:

@@ -20,7 +20,8 @@ from turnlog.schemas import ids
 
 
 class NeedsGroup(RecipeError):
-    """A verifier with `opponents` cannot judge live. Remedy: `turnlog reward rerun`, or compare with a `reference`."""
+    """A verifier with `opponents` cannot judge live. Remedy: `turnlog log reward rerun`, or compare with a
+    `reference`."""
 
 
 def live(recipe: Recipe) -> Recipe:
@@ -34,8 +35,8 @@ def why_not_live(verifier: JudgeVerifier) -> str:
     """Return the message for the user."""
     return (
         f"verifier {verifier.name!r} compares the sessions of a group with each other, but a session is judged before "
-        "its group is complete: compare with a `reference`, or run the verifier on recorded groups with `turnlog "
-        "reward rerun`"
+        "its group is complete: compare with a `reference`, or run the verifier on recorded groups with "
+        "`turnlog log reward rerun`"
     )
 
 

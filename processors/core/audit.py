@@ -112,7 +112,7 @@ class Ledgers:
         return self._groups.setdefault(group_id, GroupRecords(ControlStreamFold(self.version)))
 
     def run_books(self) -> TokenAccount:
-        """Return the run's total as `turnlog report` counts it, from fewer records."""
+        """Return the run's total as `turnlog log report` counts it, from fewer records."""
         sampled = {name: sum(turn.tokens for turns in group.turns.values() for turn in turns.values())
                    for name, group in self._groups.items() if group.turns}  # fmt: skip
         scored = [group.score for group in self._groups.values() if group.score is not None]

@@ -195,7 +195,7 @@ class AssemblerRunner:
             self.stopped[number] = why
             self._health.unmet(
                 f"unit {number}",
-                f"{why}; fix the cause, or skip the record with `turnlog dead-letters skip`, then restart",
+                f"{why}; fix the cause, or skip the record with `turnlog log dead-letters skip`, then restart",
             )
         STOPPED.set(len(self.stopped))
 

@@ -1,1 +1,1 @@
-"""Code of `turnlog sandbox pool|check|exec` and `turnlog session show|rerun`."""
+"""Code of `turnlog sandbox pool|check|exec` and `turnlog log session show|rerun`."""

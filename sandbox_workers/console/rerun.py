@@ -1,4 +1,4 @@
-"""`turnlog session rerun|show`: run recorded calls again and compare the outcomes with the record.
+"""`turnlog log session rerun|show`: run recorded calls again and compare the outcomes with the record.
 
 Calls run one after the other, each on its recorded files and with the recorded answers of the network."""
 

@@ -1,4 +1,4 @@
-"""The standalone egress proxy: the process `turnlog egress` connects to origins, and workers connect only to it.
+"""The standalone egress proxy: the process `turnlog role egress` connects to origins, and workers connect only to it.
 
 A worker's proxy still checks, intercepts and records. It forwards admitted requests to [egress] proxy in absolute form
 (RFC 9112 3.2.2; https, too, so that method and path are visible), with a token that names the call and its task's
@@ -75,7 +75,8 @@ class EgressTokens:
             raise EgressUnavailable("[egress] proxy needs tokens: pip install turnlog[sandbox]") from None
         if not keys.split():
             raise EgressUnavailable(
-                "[egress] signing_key is empty: set TURNLOG_EGRESS_SIGNING_KEY_FILE for workers and `turnlog egress`"
+                "[egress] signing_key is empty: set TURNLOG_EGRESS_SIGNING_KEY_FILE for workers "
+                "and `turnlog role egress`"
             )
         self._keys, self._fernet, self._many, self._invalid = keys, Fernet, MultiFernet, InvalidToken
 

@@ -92,8 +92,8 @@ class Onwards:
         if reason is not Reason.token:
             return RequestRefused(reason)
         return ProxyUnusable(
-            f"{self.url} refuses this worker's token: workers and `turnlog egress` must share [egress] signing_key, "
-            "and their clocks must agree within a minute"
+            f"{self.url} refuses this worker's token: workers and `turnlog role egress` must share [egress] "
+            "signing_key, and their clocks must agree within a minute"
         )
 
 

@@ -9,6 +9,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from turnlog import __version__
 from turnlog.command_help import SHELLS, CommandLineParser, complete_parser, naming
@@ -36,10 +37,17 @@ from turnlog.verbs import (
     start,
     status,
 )
+from turnlog.verbs.old_spellings import modern_words
 from turnlog.verbs.verb import Verb
 
 NAMING_VARIABLES = {*NAMING.values(), "TURNLOG_KAFKA_BOOTSTRAP"}
 """Variables that name a run or its cluster; if one is set, the newest run is not chosen."""
+
+PARENTS = (
+    ("log", "VERB", "Read the log of a run: tail, query, why, books, session and more"),
+    ("role", "ROLE", "Run one role of a run: gateway, assembler, trainer and more"),
+)
+"""Verbs that only group others: (name, metavar of the words below it, description)."""
 
 EPILOG = """\
 First steps:
@@ -56,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status. A typed error ends as one line on stderr and status 2, or 75 if a server
     did not answer."""
     ending.obey()
-    arguments = parser().parse_args(argv)
+    words, hint = modern_words(sys.argv[1:] if argv is None else argv, VERBS)
+    arguments = parser().parse_args(words)
     try:
         log_lines.begin(os.environ, sys.stderr)
+        if hint:
+            _say(logging.WARNING, hint)
         http_clients.spare_loopback(os.environ)
         settings = _settings(arguments)
         log_lines.speaks(arguments.verb, run=settings.run.id)
@@ -118,18 +129,18 @@ def report_failure(verb: str, error: Exception) -> int:
     errors = [no_space_of(each) or each for each in leaves(error)]
     if not all(map(_is_ours, errors)) or os.environ.get("TURNLOG_TRACEBACK"):
         raise error
-    _say_why(verb, errors[0])
+    _say(logging.ERROR, f"turnlog {verb}: {type(errors[0]).__name__}: {errors[0]}")
     return _status_of(error)
 
 
-def _say_why(verb: str, error: BaseException) -> None:
-    said = f"turnlog {verb}: {type(error).__name__}: {error}"
+def _say(level: int, text: str) -> None:
+    """Print to stderr, or log where the log is JSON."""
     if os.environ.get("TURNLOG_LOG_FORMAT") == "json":
-        logging.getLogger("turnlog").error("%s", said)
+        logging.getLogger("turnlog").log(level, "%s", text)
         return
     from turnlog.infra.roles.terminal import aside
 
-    aside(*said.split("\n"))
+    aside(*text.split("\n"))
 
 
 def _is_ours(error: BaseException) -> bool:
@@ -156,8 +167,14 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=__version__)
     naming(top)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    homes = {"": verbs}
+    for name, metavar, what in PARENTS:
+        parent = verbs.add_parser(name, description=f"{what}.")
+        homes[name] = parent.add_subparsers(dest="verb", required=True, metavar=metavar)
     for verb in VERBS:
-        below = verbs.add_parser(verb.name, description=f"{verb.help[0].upper()}{verb.help[1:]}.")
+        what = f"{verb.help[0].upper()}{verb.help[1:]}."
+        listed: dict[str, Any] = {"help": verb.help} if verb.under else {}  # complete_parser lists the others
+        below = homes[verb.under].add_parser(verb.name, description=what, **listed)
         verb.add_arguments(below)
         below.set_defaults(entry=verb)
     complete_parser(top)

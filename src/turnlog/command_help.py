@@ -16,15 +16,12 @@ from turnlog.setting_types import did_you_mean
 
 GROUPS = {
     "Start": ("demo", "recipe", "warm-start", "up", "run", "down"),
-    "Look": ("status", "dashboard", "report", "books", "session", "query", "why", "tail", "eval"),
-    "Data": ("dataset", "export", "replay", "fold", "reward", "sft", "index", "archive"),
-    "Operate": ("doctor", "engines", "dead-letters", "topics", "schemas", "gc", "health", "completion"),
-    "Roles": (
-        "feeder", "gateway", "runner", "sandbox", "assembler", "batcher", "trainer", "loader", "views", "lag",
-        "egress", "engine", "registry", "supervise", "trace", "track", "alerts",
-    ),
+    "Look": ("status", "dashboard", "log"),
+    "Data": ("dataset", "export", "replay", "sft"),
+    "Operate": ("doctor", "engines", "sandbox", "topics", "schemas", "gc", "health", "completion"),
+    "Processes": ("role", "supervise"),
 }  # fmt: skip
-"""Every verb, in the group in which `turnlog --help` lists it."""
+"""Every verb that stands at the top, in the group in which `turnlog --help` lists it."""
 STATUSES = """\
 Exit status: 0 success; 1 completed, but something is not as it should be, or nothing is recorded; 2 error, with the
 reason on standard error; 3 the run is not up (status); 75 a server did not answer, try again; 130, 143 interrupted;
@@ -43,7 +40,7 @@ class CommandLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, or with 0 after printing the help if the command line ends before its verb or action."""
         missing = message.removeprefix("the following arguments are required: ")
-        if missing in ("VERB", "ACTION"):
+        if missing in ("VERB", "ACTION", "ROLE"):
             self.print_help()
             self.exit()
         if found := INVALID.match(message):
@@ -82,7 +79,7 @@ def _groups(top: argparse.ArgumentParser) -> str:
         lines.append(f"{title}:")
         for name in names:
             said = (verbs[name].description or "").rstrip(".")
-            lines += textwrap.wrap(said, width, initial_indent=f"  {name:13} ", subsequent_indent=" " * 16)
+            lines += textwrap.wrap(said, width, initial_indent=f"  {name:11} ", subsequent_indent=" " * 14)
         lines.append("")
     return "\n".join(lines)
 

@@ -109,18 +109,18 @@ class EgressSettings:
     requests: Amount = 100
     """Maximum number of requests of one call."""
     proxy: str = ""
-    """Address http(s)://host:port of `turnlog egress`, which connects to origins on behalf of the workers; empty: each
-    worker connects itself."""
+    """Address http(s)://host:port of `turnlog role egress`, which connects to origins on behalf of the workers; empty:
+    each worker connects itself."""
     signing_key: Annotated[str, Signs(several=True)] = field(default="", repr=False)
-    """Keys shared by workers and `turnlog egress`, separated by white space. The first signs the tokens of calls; the
-    others are accepted as well, for key rotation."""
+    """Keys shared by workers and `turnlog role egress`, separated by white space. The first signs the tokens of calls;
+    the others are accepted as well, for key rotation."""
     host: str = "127.0.0.1"
-    """Address that `turnlog egress` listens on for workers."""
+    """Address that `turnlog role egress` listens on for workers."""
     port: Port = 3128
-    """Port that `turnlog egress` listens on."""
+    """Port that `turnlog role egress` listens on."""
     certificate_file: str = ""
-    """PEM file with the certificate of `turnlog egress` and its chain; if set, it serves only https. Read again when
-    the file changes. Without it, the requests of sandboxes travel from the worker to `turnlog egress` unencrypted,
+    """PEM file with the certificate of `turnlog role egress` and its chain; if set, it serves only https. Read again
+    when the file changes. Without it, the requests of sandboxes travel from the worker to the proxy unencrypted,
     including those that were made by https."""
     key_file: str = ""
     """PEM file with the certificate's private key, without a password; empty means that certificate_file holds the key

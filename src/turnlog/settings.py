@@ -190,9 +190,10 @@ class EngineSettings:
     ray_gpus: Count = 1
     """GPUs of a Ray node reserved for an engine with device cuda; must match the tensor parallelism in extra_args."""
     host: str = "127.0.0.1"
-    """Address that `turnlog engine` and embedded engines listen on. Whoever can reach it can load other weights."""
+    """Address that `turnlog role engine` and embedded engines listen on. Whoever can reach it can load other
+    weights."""
     port: Port = 0
-    """Port of `turnlog engine`; 0 picks a free one and logs it."""
+    """Port of `turnlog role engine`; 0 picks a free one and logs it."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of embedded engines."""
     dtype: Literal["float32", "bfloat16", "float16", "half", "float", "auto"] = "float32"
@@ -404,7 +405,7 @@ class FeederSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """[eval] Evaluation: tasks that the feeder requests, and that are measured and never trained; `turnlog eval`
+    """[eval] Evaluation: tasks that the feeder requests, and that are measured and never trained; `turnlog log eval`
     reports the results."""
 
     every: Amount = 0
@@ -600,7 +601,7 @@ class ViewsSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagSettings:
-    """[lag] `turnlog lag`, which exports each role's number of unread records, for autoscaling."""
+    """[lag] `turnlog role lag`, which exports each role's number of unread records, for autoscaling."""
 
     host: str = "127.0.0.1"
     """Address to serve /metrics, /healthz and /readyz on."""
@@ -613,7 +614,7 @@ class LagSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSettings:
-    """[index] The log as tables of one SQLite file, for `turnlog query` and the dashboard (docs/index.md)."""
+    """[index] The log as tables of one SQLite file, for `turnlog log query` and the dashboard (docs/index.md)."""
 
     enabled: bool = False
     """Whether `turnlog up` runs an indexer."""

@@ -137,7 +137,7 @@ async def process(role: str, verb: str, url: str, env: dict[str, str], folder: P
         except httpx.TransportError:
             return False
 
-    argv = (sys.executable, "-m", "turnlog.cli", verb)
+    argv = (sys.executable, "-m", "turnlog.cli", "role", verb)
     child = Child(Launch(name=role, argv=argv, log=folder / f"{role}.log", env=env, ready=answers))
     await asyncio.to_thread(child.start)
     try:
@@ -334,7 +334,7 @@ def _last(name: str) -> str:
 
 
 AT_ONCE = (
-    ("trace", "trace --to {collector} --until-end"),  # its group is there for `status`
+    ("trace", "role trace --to {collector} --until-end"),  # its group is there for `status`
     ("configure", "topics check"),
     ("doctor", "doctor"),
     ("engines", "engines list"),
@@ -342,24 +342,24 @@ AT_ONCE = (
     ("pause", "run pause"),
     ("pause", "run resume"),
     ("reader", "status --json"),
-    ("reader", "books"),
-    ("reader", "fold"),
+    ("reader", "log books"),
+    ("reader", "log fold"),
     ("reader", "replay --verify"),
-    ("reader", "session show {session}"),
+    ("reader", "log session show {session}"),
     ("reader", "run list"),
-    ("reader", "dead-letters list"),
+    ("reader", "log dead-letters list"),
     ("reader", "dataset build {folder}/dataset"),
-    ("reader", "report"),
-    ("track", "track --to tensorboard={folder}/curves --until-end"),
+    ("reader", "log report"),
+    ("track", "role track --to tensorboard={folder}/curves --until-end"),
     ("gc", "gc --grace 2h --delete"),
     ("fork", "run fork --from {directory} --to-prefix {prefix}fork-"),
 )
 """Who does what when the roles of a run are gone."""
 WITH_LETTERS = (
-    ("reader", "dead-letters show {letter}"),
-    ("dead-letters", "dead-letters requeue --cause LookupError --yes"),
-    *(("skip", f"dead-letters skip {{{_last(topic.name)}}} --reason ours") for topic in AGENTS),
-    ("prune", "archive prune --before 2100-01-01T00:00 --yes"),
+    ("reader", "log dead-letters show {letter}"),
+    ("dead-letters", "log dead-letters requeue --cause LookupError --yes"),
+    *(("skip", f"log dead-letters skip {{{_last(topic.name)}}} --reason ours") for topic in AGENTS),
+    ("prune", "log archive prune --before 2100-01-01T00:00 --yes"),
     ("delete", "run delete {run} --retired {fork} --delete --yes"),
 )
 
@@ -372,7 +372,7 @@ async def done(who: str, line: str, secured: Secured, settings: Settings, words:
     arguments = parser().parse_args(["--settings", "here", *line.format(**words).split()])
     # Not by uvloop, which complains of connections that are closed with their loop.
     call = functools.partial(asyncio.run, refold.command(own, arguments)) if arguments.verb == "replay" else None
-    assert await asyncio.to_thread(call or functools.partial(arguments.call, own, arguments)) == 0, line
+    assert await asyncio.to_thread(call or functools.partial(arguments.entry.call, own, arguments)) == 0, line
 
 
 APART = ("apply", "run")
@@ -442,7 +442,7 @@ async def test_each_role_and_verb_does_its_work_with_its_printed_acls_and_needs_
         await second_life(secured, settings)
         write_settings(Path(settings.run.directory), of("reader", secured, settings))
         own = {"directory": settings.run.directory, "prefix": settings.kafka.prefix}
-        words = {"folder": tmp_path, "session": session} | own
+        words = {"log folder": tmp_path, "session": session} | own
         with collecting() as collector:
             for who, line in AT_ONCE:
                 await done(who, line, secured, settings, words | {"collector": collector.url})

@@ -82,13 +82,13 @@ async def files(role: Role) -> int:
 
 
 async def killed_archiver(settings: Settings, role: Role) -> None:
-    """`turnlog archive` as a process of its own, killed -9 once it has written a few files."""
+    """`turnlog role archive` as a process of its own, killed -9 once it has written a few files."""
     environment = {
         **os.environ,
         **variables(settings),
         "TURNLOG_ARCHIVE_MAX_RECORDS": "40",
     }
-    process = subprocess.Popen([sys.executable, "-m", "turnlog.cli", "archive"], env=environment)  # noqa: ASYNC220
+    process = subprocess.Popen([sys.executable, "-m", "turnlog.cli", "role", "archive"], env=environment)  # noqa: ASYNC220
     try:
         async with asyncio.timeout(60):
             while await files(role) < 3:

@@ -156,9 +156,9 @@ def test_the_offline_fold_of_the_topics_gives_every_sample_and_batch(loop: Loop)
 
 
 def test_the_books_balance_and_the_report_says_so(loop: Loop) -> None:
-    done = loop.turnlog("books", file=loop.kept)
+    done = loop.turnlog("log", "books", file=loop.kept)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = loop.turnlog("report", file=loop.kept)
+    done = loop.turnlog("log", "report", file=loop.kept)
     assert done.returncode == 0, done.stdout + done.stderr
     body = json.loads((loop.directory / "report.json").read_text())
     assert body["sampled_tokens"] == body["trained_tokens"] + sum(body["masked_tokens"].values()) > 0
@@ -278,8 +278,8 @@ def test_a_loop_with_a_critic_is_evaluated_as_it_trains_and_gives_its_best_weigh
     started = loop.turnlog("up")
     assert started.returncode == 0, started.stderr
     try:
-        for verb in ("run", "books"):
-            done = loop.turnlog(verb, file=loop.kept)
+        for verb in (("run",), ("log", "books")):
+            done = loop.turnlog(*verb, file=loop.kept)
             assert done.returncode == 0, done.stdout + done.stderr
         first, second = newest_incarnations(loop.steps())
         assert first.metrics["value_mean"] == 0.0
@@ -288,7 +288,7 @@ def test_a_loop_with_a_critic_is_evaluated_as_it_trains_and_gives_its_best_weigh
         assert first.metrics["value_updates"] == second.metrics["value_updates"] == 1.0
         samples = (event for event in loop.events(topics.SAMPLES) if isinstance(event, SegmentSample))
         assert {sample.outcome for sample in samples} == {Outcome.completed, Outcome.truncated}
-        told = json.loads(loop.turnlog("eval", "--json", file=loop.kept).stdout)
+        told = json.loads(loop.turnlog("log", "eval", "--json", file=loop.kept).stdout)
         assert told["groups"]["scored"] == told["groups"]["asked"] >= 4
         best = next(version for version in told["versions"] if version["version"] == told["best"])
         assert list(loop.directory.glob(f"checkpoints/step-{best['step']:08}-i*"))

@@ -85,14 +85,14 @@ class Container:
 
 
 @contextmanager
-def container(tmp_path: Path, settings: Settings, *verb: str, **more: str) -> Iterator[Container]:
-    """A process of a verb; killed at the end."""
-    folder, port = tmp_path / f"cwd-{verb[0]}", free_ports(1)[0]
+def container(tmp_path: Path, settings: Settings, role: str, **more: str) -> Iterator[Container]:
+    """A process of a role; killed at the end."""
+    folder, port = tmp_path / f"cwd-{role}", free_ports(1)[0]
     folder.mkdir(mode=0o555)
     env = environment(settings, TURNLOG_HEALTH_PORT=str(port), **more)
     with folder.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "turnlog.cli", *verb], cwd=folder, env=env, stdout=log, stderr=log
+            [sys.executable, "-m", "turnlog.cli", "role", role], cwd=folder, env=env, stdout=log, stderr=log
         )
     try:
         yield Container(folder, port, process)
@@ -178,12 +178,7 @@ async def test_roles_that_start_before_their_servers_wait_alive_and_say_for_what
         "TURNLOG_LIVENESS_WORK_S": str(WORK_S),
     }
     with ExitStack() as stack:
-        roles = {
-            role: stack.enter_context(
-                container(tmp_path, settings, role, *(["run"] if role == "archive" else []), **more)
-            )
-            for role in ROLES
-        }
+        roles = {role: stack.enter_context(container(tmp_path, settings, role, **more)) for role in ROLES}
         for role, one in roles.items():
             assert (await one.says("/healthz", 200)).json()["role"] == role
             said = (await one.waits_for("Kafka", f"Kafka at {broker.bootstrap} does not answer"))["Kafka"]

@@ -141,7 +141,7 @@ SECOND = FunctionVerifier("second", "1", lambda episode: Verdict(float(" 1 " in 
 
 def judge_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another verifier's rewards, shown and written."""
-    rerun = ["reward", "rerun", "--verifier", f"{__name__}:SECOND"]
+    rerun = ["log", "reward", "rerun", "--verifier", f"{__name__}:SECOND"]
     assert cli.main([*rerun, "--dry-run"]) == 0
     assert (
         "6 sessions judged by second:1: 5 rewards change (2 up, 3 down), 0 no longer have one"

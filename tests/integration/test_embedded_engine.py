@@ -69,7 +69,7 @@ def test_the_verb_becomes_an_engine_and_obeys(tiny_model: Path, tmp_path: Path) 
     url = f"http://127.0.0.1:{port}/model_info"
     launch = Launch(
         name="engine",
-        argv=(sys.executable, "-m", "turnlog.cli", "engine"),
+        argv=(sys.executable, "-m", "turnlog.cli", "role", "engine"),
         log=tmp_path / "engine.log",
         env={"TURNLOG_MODEL_PATH": str(tiny_model), "TURNLOG_ENGINE_PORT": str(port), "TURNLOG_ENGINE_HOST": "0.0.0.0"},
         ready=lambda: answers(url),

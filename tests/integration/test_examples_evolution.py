@@ -255,7 +255,7 @@ def test_a_role_whose_schema_the_registry_refuses_ends_with_field_and_rule(setti
         **os.environ,
         **variables(settings),
     }
-    command = [sys.executable, "-m", "turnlog.cli", "assembler"]
+    command = [sys.executable, "-m", "turnlog.cli", "role", "assembler"]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2, ran.stderr
     last = ran.stderr.splitlines()[-1]

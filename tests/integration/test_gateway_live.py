@@ -80,7 +80,7 @@ async def held_gateway(settings: Settings) -> AsyncIterator[tuple[Role, HeldEven
 
 @asynccontextmanager
 async def gateway(settings: Settings) -> AsyncIterator[Role]:
-    """A gateway role as `turnlog gateway` runs it."""
+    """A gateway role as `turnlog role gateway` runs it."""
     async with open_role("gateway", settings) as role, serving(role):
         yield role
 

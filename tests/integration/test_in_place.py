@@ -149,7 +149,7 @@ def test_the_books_balance_the_replay_is_identical_and_every_version_was_acknowl
     done = loop.turnlog("replay", "--verify", file=loop.kept)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "identical" in done.stdout
-    done = loop.turnlog("report", file=loop.kept)
+    done = loop.turnlog("log", "report", file=loop.kept)
     assert done.returncode == 0, done.stdout + done.stderr
     body = json.loads((loop.directory / "report.json").read_text())
     assert body["books_balance"]

@@ -70,10 +70,10 @@ def told(settings: Settings, *arguments: str) -> str:
 
 async def shown(settings: Settings, session: str, folder: Path) -> None:
     """The session as files and in the dashboard: its tokens are read from their topics."""
-    told(settings, "session", "export", session, "--json", str(folder / "session.json"))
+    told(settings, "log", "session", "export", session, "--json", str(folder / "session.json"))
     exported = orjson.loads((folder / "session.json").read_bytes())
     assert exported["session"]["session_id"] == session
-    told(settings, "session", "export", session[:16], "--html", str(folder / "session.html"))
+    told(settings, "log", "session", "export", session[:16], "--html", str(folder / "session.html"))
     assert session in (folder / "session.html").read_text()
     async with serving(settings, lambda: open_role("dashboard", settings)) as (url, _), httpx.AsyncClient() as client:
         tokens = (await client.get(f"{url}/sessions/{session}/tokens")).json()
@@ -88,26 +88,30 @@ async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_s
     path = tmp_path / "index.sqlite"
     settings = dataclasses.replace(live_settings, index=IndexSettings(path=str(path)))
     await history(settings)
-    assert "records in" in told(settings, "index", "build")
-    answer = orjson.loads(told(settings, "query", "--json", "SELECT fate, count(*) FROM sessions GROUP BY fate"))
+    assert "records in" in told(settings, "log", "index", "build")
+    answer = orjson.loads(told(settings, "log", "query", "--json", "SELECT fate, count(*) FROM sessions GROUP BY fate"))
     assert answer["as_of"]["run"] == settings.run.id
     with Index.open(path) as index:
         page = index.sessions(limit=1000)
         waiting = index.sessions(SessionFilter(fate="waiting")).rows[0]
     assert sum(count for _, count in answer["rows"]) == len(page.rows) > 12
-    assert "GroupScored" in told(settings, "why", waiting.session_id)
-    assert "masked: unused" in told(settings, "why", f"{waiting.session_id}:0:0")
-    assert waiting.session_id in told(settings, "session", "show", waiting.session_id, "--tokens")
+    assert "GroupScored" in told(settings, "log", "why", waiting.session_id)
+    assert "masked: unused" in told(settings, "log", "why", f"{waiting.session_id}:0:0")
+    assert waiting.session_id in told(settings, "log", "session", "show", waiting.session_id, "--tokens")
     await shown(settings, waiting.session_id, tmp_path)
-    assert "steps: tensorboard" in told(settings, "track", "--to", f"tensorboard={tmp_path / 'curves'}", "--until-end")
+    assert "steps: tensorboard" in told(
+        settings, "role", "track", "--to", f"tensorboard={tmp_path / 'curves'}", "--until-end"
+    )
     with collecting() as collector:
-        assert " spans; " in told(settings, "trace", "--to", collector.url, "--until-end")
+        assert " spans; " in told(settings, "role", "trace", "--to", collector.url, "--until-end")
         finished = {span.trace_id for span in collector.spans if span.name.startswith("invoke_agent")}
         assert len(finished) > 3
         again = len(collector.spans)
-        assert "0 spans; " in told(settings, "trace", "--to", collector.url, "--until-end")
+        assert "0 spans; " in told(settings, "role", "trace", "--to", collector.url, "--until-end")
         assert len(collector.spans) == again
-    tail = told(settings, "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id)
+    tail = told(
+        settings, "log", "tail", "--all", "--until-end", "--kind", "SessionStarted", "--session", waiting.session_id
+    )
     assert tail.count("SessionStarted") == len(tail.splitlines()) > 0
     async with open_role("test", settings) as role:
         await flush(role)

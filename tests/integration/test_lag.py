@@ -44,7 +44,7 @@ def environment(settings: Settings, **more: str) -> dict[str, str]:
 @asynccontextmanager
 async def process(verb: str, env: dict[str, str]) -> AsyncIterator[asyncio.subprocess.Process]:
     """A role that ends by SIGTERM, in order."""
-    started = await asyncio.create_subprocess_exec(sys.executable, "-m", "turnlog.cli", verb, env=env)
+    started = await asyncio.create_subprocess_exec(sys.executable, "-m", "turnlog.cli", "role", verb, env=env)
     try:
         yield started
         started.send_signal(signal.SIGTERM)

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.kafka
 
 
 async def folded(settings: Settings) -> tuple[int, str]:
-    """Exit status and words of `turnlog fold`."""
-    arguments = parser().parse_args(["fold", "--policy", "slime", "--against", "prefix"])
+    """Exit status and words of `turnlog log fold`."""
+    arguments = parser().parse_args(["log", "fold", "--policy", "slime", "--against", "prefix"])
     console = Terminal(file=io.StringIO(), width=200)
     status = await fold.print_comparison(settings, arguments, console)
     return status, console.file.getvalue()

@@ -32,7 +32,7 @@ async def refused(settings: Settings, verb: str) -> str:
         "TURNLOG_ENGINE_URLS": settings.engine.urls[0],
     }
     role = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "turnlog.cli", verb, env=env, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "turnlog.cli", "role", verb, env=env, stderr=asyncio.subprocess.PIPE
     )
     _, said = await asyncio.wait_for(role.communicate(), 200)
     assert role.returncode == 2, said.decode()

@@ -107,7 +107,7 @@ async def test_other_settings_are_refused_key_by_key_and_a_new_plan_is_noted(fre
 async def test_a_feeder_by_itself_waits_until_somebody_has_configured_its_run_and_feeds_it(
     live_settings: Settings,
 ) -> None:
-    feeder = await started(live_settings, "feeder")
+    feeder = await started(live_settings, "role", "feeder")
     try:
         assert feeder.stderr is not None
         async with asyncio.timeout(PATIENCE_S):

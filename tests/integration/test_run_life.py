@@ -47,7 +47,7 @@ async def live(settings: Settings, verb: str) -> AsyncIterator[tuple[asyncio.sub
     port = free_ports(1)[0]
     env = {**os.environ, **variables(settings), "TURNLOG_HEALTH_PORT": str(port)}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "turnlog.cli", verb, env=env, stderr=asyncio.subprocess.DEVNULL
+        sys.executable, "-m", "turnlog.cli", "role", verb, env=env, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         yield process, f"http://{HOST}:{port}"
@@ -110,7 +110,7 @@ async def test_feeder_and_runner_obey_a_pause_a_resume_and_a_close(live_settings
         await set_phase(role, RunPhase.CLOSED)
         async with asyncio.timeout(PATIENCE_S):
             assert [await feeder.wait(), await runner.wait()] == [0, 0], "both end as one that was asked to stop"
-    refused = await asyncio.gather(*(turnlog(live_settings, *verb) for verb in (["runner"], ["run", "resume"])))
+    refused = await asyncio.gather(*(turnlog(live_settings, *verb) for verb in (["role", "runner"], ["run", "resume"])))
     for status, _, why in refused:
         assert status == 2
         assert f"RunClosed: run {run!r} is closed: no role starts for it any more" in why

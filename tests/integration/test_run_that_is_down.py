@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_reading_starts_no_role_and_leaves_the_run_as_it_was(folder: Path) -> None:
     directory = folder / "runs" / "r"
     before = (directory / run_folder.SETTINGS).read_bytes()
-    done = turnlog(folder, "books", "--json")
+    done = turnlog(folder, "log", "books", "--json")
     assert done.returncode == ExitStatus.DIFFERS, done.stderr
     assert "has not sampled a token yet" in json.loads(done.stdout)["why"]
     assert "starting the servers of runs/r to read it" in done.stderr
@@ -61,14 +61,14 @@ def test_reading_starts_no_role_and_leaves_the_run_as_it_was(folder: Path) -> No
     assert find_marked_pids(state["scope"]) == []
     assert not run_folder.is_live(directory)
     assert (directory / run_folder.SETTINGS).read_bytes() == before
-    listed = turnlog(folder, "dead-letters", "list", "--run", "r")
+    listed = turnlog(folder, "log", "dead-letters", "list", "--run", "r")
     assert (listed.returncode, listed.stdout) == (0, "run 'r' has no dead letters\n"), listed.stderr
 
 
 def test_a_reader_that_is_killed_leaves_no_server(folder: Path) -> None:
     directory = folder / "runs" / "r"
     for number in (signal.SIGINT, signal.SIGKILL):
-        argv = [sys.executable, "-m", "turnlog.cli", "tail", "--all", "--until-end", "--run", "r"]
+        argv = [sys.executable, "-m", "turnlog.cli", "log", "tail", "--all", "--until-end", "--run", "r"]
         with subprocess.Popen(argv, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as reader:
             assert reader.stderr is not None
             assert b"starting the servers" in reader.stderr.readline()

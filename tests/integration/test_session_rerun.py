@@ -1,4 +1,4 @@
-"""`turnlog session show|rerun` on a real log, store and registry."""
+"""`turnlog log session show|rerun` on a real log, store and registry."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ async def test_a_session_is_shown_and_run_again_from_the_log_and_from_its_archiv
         role.stopping.set()
         await working
         await flush(role)
-    shown = cli.parser().parse_args(["session", "show", "s", "--json"])
+    shown = cli.parser().parse_args(["log", "session", "show", "s", "--json"])
     assert await command(settings, shown) == 0
     calls = json.loads(capsys.readouterr().out)["calls"]
     assert [(call["call_seq"], call["status"], call["attempts"]) for call in calls] == [(0, "ok", 1), (1, "ok", 1)]
-    assert await command(settings, cli.parser().parse_args(["session", "rerun", "s", "--json"])) == 1
+    assert await command(settings, cli.parser().parse_args(["log", "session", "rerun", "s", "--json"])) == 1
     said = capsys.readouterr()
     report = json.loads(said.out)
     assert [call["verdict"] for call in report["calls"]] == ["same", "differs"]
     assert report["calls"][1]["differences"][0]["what"] == "output"
     assert "2/2 call 1 python: differs" in said.err
-    again = ["session", "rerun", "s", "--ignore", "b['\"].*", "--from", "archive"]
+    again = ["log", "session", "rerun", "s", "--ignore", "b['\"].*", "--from", "archive"]
     assert await command(settings, cli.parser().parse_args(again)) == 0
     assert "2 same" in capsys.readouterr().out

@@ -226,7 +226,7 @@ async def test_a_role_waits_for_replicas_and_says_so(run: Settings, log: KafkaLo
     folder = Path(run.run.directory)
     role = Launch(
         name="assembler-0",
-        argv=(sys.executable, "-m", "turnlog.cli", "--settings", str(folder / SETTINGS), "assembler"),
+        argv=(sys.executable, "-m", "turnlog.cli", "--settings", str(folder / SETTINGS), "role", "assembler"),
         log=folder / "logs/assembler-0.log",
         env={"TURNLOG_HEALTH_PORT": str(port)},
     )

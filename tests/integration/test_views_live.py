@@ -126,10 +126,10 @@ def environment(live_settings: Settings, tmp_path: Path, port: int) -> dict[str,
 
 
 def begun(env: dict[str, str], log: Path, *command: str) -> subprocess.Popen[bytes]:
-    """A worker; `command`: what Python runs in place of `turnlog views`."""
+    """A worker; `command`: what Python runs in place of `turnlog role views`."""
     with log.open("wb") as out:
         return subprocess.Popen(
-            [sys.executable, *(command or ("-m", "turnlog.cli", "views"))], env=env, stdout=out, stderr=out
+            [sys.executable, *(command or ("-m", "turnlog.cli", "role", "views"))], env=env, stdout=out, stderr=out
         )
 
 
@@ -163,7 +163,7 @@ the test waits."""
 async def test_the_successor_of_a_killed_worker_has_its_partitions_at_once_and_doubts_its_file(
     live_settings: Settings, tmp_path: Path
 ) -> None:
-    command = ("-c", PATIENT + "from turnlog.cli import main; main(['views'])")
+    command = ("-c", PATIENT + "from turnlog.cli import main; main(['role', 'views'])")
     wanted = [{"open": SESSIONS}, *({"open": SESSIONS, "completed": life * SESSIONS} for life in (1, 2))]
     async with open_role("test", live_settings) as role:
         for life in range(3):

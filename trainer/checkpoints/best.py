@@ -1,6 +1,6 @@
 """Checkpoints that evaluations need: that of the best version, and those whose rounds are not scored yet.
 
-The best version according to `turnlog eval` may be older than the [trainer] checkpoints_kept newest ones. So the
+The best version according to `turnlog log eval` may be older than the [trainer] checkpoints_kept newest ones. So the
 trainer follows the same fold of the log where [eval] every requests rounds: concurrently with its steps, once per
 checkpoint, from where it stopped.
 """

@@ -147,7 +147,7 @@
       `advantage ${figure(turn.advantage)}, segment ${turn.segment ?? "–"}, batch ${turn.batch ?? "–"}, step ${turn.step ?? "–"}`,
     ];
     if (turn.figures) lines.push(["entropy", "gap", "ratio"].map((name) => `${name} ${figure(turn.figures[name]?.[at])}`).join(", "));
-    lines.push(`turnlog why ${sessionOf(box).slice(0, 12)}:${box.dataset.tokens}:${at}`);
+    lines.push(`turnlog log why ${sessionOf(box).slice(0, 12)}:${box.dataset.tokens}:${at}`);
     return lines.join("\n");
   }
   const turns = () => [...loaded.values()].flatMap((data) => data.turns);

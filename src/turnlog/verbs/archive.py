@@ -1,4 +1,4 @@
-"""`turnlog archive`: copy topics into the object store, and delete what is archived."""
+"""`turnlog role archive` and `turnlog log archive`: copy topics into the object store, and delete what is archived."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb
 
 ARCHIVE_EPILOG = """\
+`turnlog role archive` archives closed ranges of every topic until it is stopped.
+
 Examples:
-  turnlog archive                   run the role: archive closed ranges of every topic until it is stopped
-  turnlog archive flush             archive everything that is on the log now; stop the role first
-  turnlog archive status            show per topic what is archived and what is not yet
-  turnlog archive prune --before 2026-01-31T08:00     show what may be deleted from topics; --yes deletes it
+  turnlog log archive flush         archive everything that is on the log now; stop the role first
+  turnlog log archive status        show per topic what is archived and what is not yet
+  turnlog log archive prune --before 2026-01-31T08:00 show what may be deleted from topics; --yes deletes it
 """
 
 
 def archive_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog archive`."""
+    """Add the arguments of `turnlog log archive`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = ARCHIVE_EPILOG
     verb.add_argument(
-        "action", nargs="?", choices=("run", "flush", "status", "prune"), default="run",
-        help="run the role (default), archive everything and exit, show, or delete archived records from topics",
+        "action", choices=("flush", "status", "prune"),
+        help="archive everything and exit, show what is archived, or delete archived records from topics",
     )  # fmt: skip
     verb.add_argument(
         "--before", metavar="TIME", default=None,
@@ -37,4 +38,14 @@ def _archive(settings: Settings, arguments: argparse.Namespace) -> int:
     return command(settings, arguments)
 
 
-VERBS = (Verb("archive", "role: copy topics into the object store; flush, prune", _archive, archive_arguments),)
+def _role(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.consumers.archiver import main
+    from turnlog.infra.roles.runs import serve
+
+    return serve("archive", main, settings)
+
+
+VERBS = (
+    Verb("archive", "archive what is on the log now; show or prune it", _archive, archive_arguments, under="log"),
+    Verb("archive", "copy topics into the object store", _role, under="role"),
+)

@@ -1,4 +1,4 @@
-"""`turnlog books` and `turnlog report`: the token accounting and the summary of a run."""
+"""`turnlog log books` and `turnlog log report`: the token accounting and the summary of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnlog.verbs.verb import Verb, add_source, always
 
 
 def books_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog books`."""
+    """Add the arguments of `turnlog log books`."""
     verb.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="level (default run)")
     verb.add_argument("--id", default="", metavar="ID", help="show only this account of that level")
     verb.add_argument("--limit", type=int, default=20, metavar="N", help="show the N largest (default 20)")
@@ -29,7 +29,7 @@ def _books(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def report_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog report`."""
+    """Add the arguments of `turnlog log report`."""
     verb.add_argument("--json", action="store_true", help="print the content of report.json")
 
 
@@ -41,6 +41,7 @@ def _report(settings: Settings, arguments: argparse.Namespace) -> int:
 
 VERBS = (
     Verb("books", "show the token accounting: sampled = trained + masked, by reason", _books, books_arguments,
-         reads=always),
-    Verb("report", "write runs/ID/report.json and print the summary", _report, report_arguments, reads=always),
+         reads=always, under="log"),
+    Verb("report", "write runs/ID/report.json and print the summary", _report, report_arguments,
+         reads=always, under="log"),
 )  # fmt: skip

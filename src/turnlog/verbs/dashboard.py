@@ -8,7 +8,8 @@ from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
 DASHBOARD_EPILOG = """\
-The dashboard reads the file that `turnlog index` writes, and the log or the archive only for tokens and single records.
+The dashboard reads the file that `turnlog role index` writes, and the log or the archive only for tokens and single
+records.
 It listens on the loopback interface; [dashboard] host opens it to others, who must then log in. docs/dashboard.md shows
 its pages.
 
@@ -29,6 +30,12 @@ def dashboard_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "action", nargs="?", choices=("serve", "link"), default="serve", help="serve (default), or print a login link"
     )
+    dashboard_role_arguments(verb)
+
+
+def dashboard_role_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments with which a dashboard serves."""
+    verb.set_defaults(action="serve")
     verb.add_argument("--host", default="", metavar="ADDRESS", help="listen on ADDRESS (default: [dashboard] host)")
     verb.add_argument(
         "--port", type=int, default=None, metavar="N", help="listen on port N; 0 picks one (default: [dashboard] port)"
@@ -49,4 +56,6 @@ def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
 VERBS = (
     Verb("dashboard", "show the run in a browser: sessions, tokens, curves", _dashboard, dashboard_arguments,
          looks=always),
+    Verb("dashboard", "show the run in a browser, as `turnlog dashboard` does", _dashboard, dashboard_role_arguments,
+         looks=always, under="role"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`turnlog dead-letters`: list, show, requeue and skip records that a role refused."""
+"""`turnlog log dead-letters`: list, show, requeue and skip records that a role refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from turnlog.verbs.verb import Verb, acts, add_source
 
 DEAD_LETTERS_EPILOG = """\
 Examples:
-  turnlog dead-letters list --cause AttemptsExhausted     tool calls that crashed their sandbox too often
-  turnlog dead-letters show 4f1c                          one letter: cause, remedy, and what can be read of the record
-  turnlog dead-letters requeue 4f1c                       append its record to its topic again, once
-  turnlog dead-letters requeue --cause UndecodableRecord  all with one cause (asks first, except with --yes)
-  turnlog dead-letters skip 'agent.turns[0]@1' --reason "gateway bug, fixed"
+  turnlog log dead-letters list --cause AttemptsExhausted     tool calls that crashed their sandbox too often
+  turnlog log dead-letters show 4f1c                          one letter: its cause, its remedy, and its record
+  turnlog log dead-letters requeue 4f1c                       append its record to its topic again, once
+  turnlog log dead-letters requeue --cause UndecodableRecord  all with one cause (asks first, except with --yes)
+  turnlog log dead-letters skip 'agent.turns[0]@1' --reason "gateway bug, fixed"
                                                           let a stopped assembler unit skip one record
 
 A letter is named by its id or a unique prefix of it. A requeued tool call is a new call: the first answer of the old
@@ -24,7 +24,7 @@ Exit status: 0 success, also if `list` finds none; 1 nothing to requeue; 2 error
 
 
 def dead_letters_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions of `turnlog dead-letters`."""
+    """Add the actions of `turnlog log dead-letters`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = DEAD_LETTERS_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -60,5 +60,5 @@ def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
 
 VERBS = (
     Verb("dead-letters", "list, show, requeue, skip refused records", _dead_letters, dead_letters_arguments,
-         reads=acts("list", "show")),
+         reads=acts("list", "show"), under="log"),
 )  # fmt: skip

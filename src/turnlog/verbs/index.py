@@ -1,4 +1,4 @@
-"""`turnlog index`, and the verbs that read it: query, tail, why."""
+"""`turnlog role index`, which keeps an index, `turnlog log index`, and the verbs that read it: query, tail, why."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
 INDEX_EPILOG = """\
+`turnlog role index` indexes the log into [index] path until it is stopped.
+
 Examples:
-  turnlog index                           run the role: index the log into [index] path until it is stopped
-  turnlog index build                     index everything that is on the log now, and exit
-  turnlog index build --from archive      if the topics are gone, or their first records were deleted
+  turnlog log index build                     index everything that is on the log now, and exit
+  turnlog log index build --from archive      if the topics are gone, or their first records were deleted
 """
 
 
 def index_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog index`."""
+    """Add the arguments of `turnlog log index`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = INDEX_EPILOG
-    verb.add_argument(
-        "action", nargs="?", choices=("run", "build"), default="run", help="run the role (default), or index once"
-    )
+    verb.add_argument("action", choices=("build",), help="index once")
     add_source(verb)
 
 
@@ -32,19 +31,26 @@ def _index(settings: Settings, arguments: argparse.Namespace) -> int:
     return command(settings, arguments)
 
 
+def _role(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.consumers.index.indexer import main
+    from turnlog.infra.roles.runs import serve
+
+    return serve("index", main, settings)
+
+
 QUERY_EPILOG = """\
-The query reads the file that `turnlog index` writes; docs/index-schema.md lists its tables. It can only read and
+The query reads the file that `turnlog role index` writes; docs/index-schema.md lists its tables. It can only read and
 compute: it opens no file, loads no extension, changes nothing, and ends when its time, memory or rows are used up.
 
 Examples:
-  turnlog query "select recipe, avg(reward), count(*) from sessions group by recipe"
-  turnlog query --json "select fate, count(*) from sessions group by fate"
-  turnlog query --out steps.parquet "select * from steps order by step"
+  turnlog log query "select recipe, avg(reward), count(*) from sessions group by recipe"
+  turnlog log query --json "select fate, count(*) from sessions group by fate"
+  turnlog log query --out steps.parquet "select * from steps order by step"
 """
 
 
 def query_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog query`."""
+    """Add the arguments of `turnlog log query`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = QUERY_EPILOG
     verb.add_argument("sql", metavar="SQL", help="one SELECT statement; - reads it from standard input")
@@ -64,14 +70,14 @@ def _query(settings: Settings, arguments: argparse.Namespace) -> int:
 
 TAIL_EPILOG = """\
 Examples:
-  turnlog tail                                    print new events until Ctrl-C
-  turnlog tail --all --until-end --kind GroupScored --kind StepCompleted
-  turnlog tail --all --session 3fa2 --json
+  turnlog log tail                                    print new events until Ctrl-C
+  turnlog log tail --all --until-end --kind GroupScored --kind StepCompleted
+  turnlog log tail --all --session 3fa2 --json
 """
 
 
 def tail_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog tail`."""
+    """Add the arguments of `turnlog log tail`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TAIL_EPILOG
     verb.add_argument("--session", default="", metavar="ID", help="only events of sessions whose id begins with ID")
@@ -95,13 +101,13 @@ in the order of the log, tokens within the turn's output. Chains of records are 
 topics or the archive.
 
 Examples:
-  turnlog why 3fa2            why a session was trained, masked, discarded, excluded, stale or not drawn
-  turnlog why 3fa2:1:17       the same for one of its tokens
+  turnlog log why 3fa2            why a session was trained, masked, discarded, excluded, stale or not drawn
+  turnlog log why 3fa2:1:17       the same for one of its tokens
 """
 
 
 def why_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog why`."""
+    """Add the arguments of `turnlog log why`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = WHY_EPILOG
     verb.add_argument("about", metavar="ID", help="a session, a group, or SESSION:TURN:TOKEN")
@@ -115,10 +121,6 @@ def _why(settings: Settings, arguments: argparse.Namespace) -> int:
     return why_command(settings, arguments)
 
 
-def _build(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.action == "build")
-
-
 def _until_end(arguments: argparse.Namespace) -> bool:
     return bool(arguments.until_end)
 
@@ -128,9 +130,12 @@ def _of_a_token(arguments: argparse.Namespace) -> bool:
 
 
 VERBS = (
-    Verb("index", "role: index the log as tables in one file, for SQL queries", _index, index_arguments, reads=_build),
-    Verb("query", "query the index in SQL; the answer states its as-of time", _query, query_arguments, looks=always),
-    Verb("tail", "print events as they arrive, one per line", _tail, tail_arguments, reads=_until_end, looks=always),
+    Verb("query", "query the index in SQL; the answer states its as-of time", _query, query_arguments,
+         looks=always, under="log"),
     Verb("why", "show the records that decided about a session, group or token", _why, why_arguments,
-         reads=_of_a_token, looks=always),
+         reads=_of_a_token, looks=always, under="log"),
+    Verb("tail", "print events as they arrive, one per line", _tail, tail_arguments,
+         reads=_until_end, looks=always, under="log"),
+    Verb("index", "index what is on the log now, for SQL queries", _index, index_arguments, reads=always, under="log"),
+    Verb("index", "index the log as tables in one file, for SQL queries", _role, under="role"),
 )  # fmt: skip

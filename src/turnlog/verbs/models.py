@@ -15,14 +15,14 @@ confidence intervals with the task as the unit. The best version has the highest
 
 Examples:
   TURNLOG_EVAL_EVERY=5 turnlog --run demo-20260101-120000 up
-  turnlog --run demo-20260101-120000 eval
-  turnlog --run demo-20260101-120000 eval --json --k 1,4
+  turnlog --run demo-20260101-120000 log eval
+  turnlog --run demo-20260101-120000 log eval --json --k 1,4
   turnlog --run demo-20260101-120000 export models/calc --best
 """
 
 
 def eval_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog eval`."""
+    """Add the arguments of `turnlog log eval`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = EVAL_EPILOG
     verb.add_argument("--k", type=_ks, metavar="K,...", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
@@ -51,7 +51,7 @@ a card that names the run, step and version. It appears once it is complete; an 
 Examples:
   turnlog --run demo-20260101-120000 export models/calc                 the newest published version
   turnlog --run demo-20260101-120000 export models/calc-9 --version 9
-  turnlog --run demo-20260101-120000 export models/calc-best --best     the best one by `turnlog eval`
+  turnlog --run demo-20260101-120000 export models/calc-best --best     the best one by `turnlog log eval`
   turnlog --run demo-20260101-120000 export models/calc-10 --checkpoint step-00000010-i0
   turnlog --run demo-20260101-120000 export models/calc --from archive  if the topics are gone
 """
@@ -64,7 +64,7 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     which = verb.add_mutually_exclusive_group()
     which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
-    which.add_argument("--best", action="store_true", help="the best version according to `turnlog eval`")
+    which.add_argument("--best", action="store_true", help="the best version according to `turnlog log eval`")
     which.add_argument(
         "--checkpoint",
         default="",
@@ -130,7 +130,8 @@ def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("eval", "show mean reward and pass@k per weight version, and the best", _eval, eval_arguments, reads=always),
+    Verb("eval", "show mean reward and pass@k per weight version, and the best", _eval, eval_arguments,
+         reads=always, under="log"),
     Verb("export", "write weights of a run as a Hugging Face folder", _export, export_arguments, reads=always),
     Verb("sft", "fine-tune a model folder on a dataset of a run (supervised)", _sft, sft_arguments),
-)
+)  # fmt: skip

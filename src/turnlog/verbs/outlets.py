@@ -13,14 +13,14 @@ exported when it is over. Progress is committed in a consumer group; after a kil
 same ids.
 
 Examples:
-  turnlog trace --to http://localhost:4318                  follow the run until it is stopped
-  TURNLOG_TRACE_RATIO=0.1 turnlog trace --to http://localhost:4318 --until-end
-  turnlog trace --from archive                              if the topics are gone; send to [trace] url
+  turnlog role trace --to http://localhost:4318                  follow the run until it is stopped
+  TURNLOG_TRACE_RATIO=0.1 turnlog role trace --to http://localhost:4318 --until-end
+  turnlog role trace --from archive                              if the topics are gone; send to [trace] url
 """
 
 
 def trace_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog trace`."""
+    """Add the arguments of `turnlog role trace`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TRACE_EPILOG
     verb.add_argument("--to", default="", metavar="URL", help="collector URL without /v1/traces (default [trace] url)")
@@ -40,14 +40,14 @@ it. Progress is read from the files, so that a restart after a kill writes no st
 generation of the trainer repeats a step, it replaces the first one. docs/outlets.md lists the names of the curves.
 
 Examples:
-  turnlog track --to tensorboard=curves             follow the run into curves/RUN; tensorboard --logdir curves shows it
-  turnlog track --to tensorboard=curves --to wandb=curves-wandb --until-end
-  turnlog track --to wandb=curves-wandb --from archive      if the topics are gone
+  turnlog role track --to tensorboard=curves             follow the run into curves/RUN
+  turnlog role track --to tensorboard=curves --to wandb=curves-wandb --until-end
+  turnlog role track --to wandb=curves-wandb --from archive      if the topics are gone
 """
 
 
 def track_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog track`."""
+    """Add the arguments of `turnlog role track`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TRACK_EPILOG
     verb.add_argument(
@@ -74,7 +74,7 @@ def _alerts(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("trace", "role: send the spans of a run to an OpenTelemetry collector", _trace, trace_arguments),
-    Verb("track", "role: write curves of a run for TensorBoard or Weights & Biases", _track, track_arguments),
-    Verb("alerts", "role: send the alerts of a run by mail, chat or webhook ([alerts] urls)", _alerts),
+    Verb("trace", "send the spans of a run to an OpenTelemetry collector", _trace, trace_arguments, under="role"),
+    Verb("track", "write curves of a run for TensorBoard or Weights & Biases", _track, track_arguments, under="role"),
+    Verb("alerts", "send the alerts of a run by mail, chat or webhook ([alerts] urls)", _alerts, under="role"),
 )

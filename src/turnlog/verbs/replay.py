@@ -64,7 +64,7 @@ def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 def fold_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog fold`."""
+    """Add the arguments of `turnlog log fold`."""
     verb.add_argument(
         "--policy", default="", metavar="A", help="prefix, slime, last-turn or your own (default: the run's)"
     )
@@ -93,18 +93,18 @@ a sandbox or an environment are refused. The log does not change: the dataset ho
 and groups that follow from them.
 
 Examples:
-  turnlog reward rerun --dry-run                              how many rewards would the installed recipe change?
-  turnlog reward rerun --verifier my_recipe:STRICT --dry-run  how many would another verifier change?
-  turnlog reward rerun data/strict --verifier my_recipe:STRICT
-  turnlog reward rerun data/pairs --verifier my_recipe:STRICT --view preference --min-margin 0.5
-  turnlog --run old reward rerun data/old --from archive --at-once 32
+  turnlog log reward rerun --dry-run                              how many rewards would the installed recipe change?
+  turnlog log reward rerun --verifier my_recipe:STRICT --dry-run  how many would another verifier change?
+  turnlog log reward rerun data/strict --verifier my_recipe:STRICT
+  turnlog log reward rerun data/pairs --verifier my_recipe:STRICT --view preference --min-margin 0.5
+  turnlog --run old log reward rerun data/old --from archive --at-once 32
 
 Exit status: 0 success, 2 error.
 """
 
 
 def reward_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the action `rerun` of `turnlog reward`."""
+    """Add the action `rerun` of `turnlog log reward`."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = REWARD_EPILOG
     rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
@@ -129,6 +129,8 @@ def _reward(settings: Settings, arguments: argparse.Namespace) -> int:
 
 VERBS = (
     Verb("replay", "fold the log again: compare, go back in time, refold", _replay, replay_arguments, reads=always),
-    Verb("fold", "compare two policies on recorded sessions; write nothing", _fold, fold_arguments, reads=always),
-    Verb("reward", "judge recorded sessions again and write a dataset", _reward, reward_arguments, reads=always),
-)
+    Verb("fold", "compare two policies on recorded sessions; write nothing", _fold, fold_arguments,
+         reads=always, under="log"),
+    Verb("reward", "judge recorded sessions again and write a dataset", _reward, reward_arguments,
+         reads=always, under="log"),
+)  # fmt: skip

@@ -75,10 +75,10 @@ def _registry(settings: Settings, _: argparse.Namespace) -> int:
 
 
 VERBS = (
-    *(Verb(name, f"role: {what}", _role(name, module)) for name, (module, what) in LOOPS.items()),
-    Verb("views", "role: serve the Faust live views behind `turnlog status`", _views),
-    Verb("lag", "role: export how far every role is behind the log, as Prometheus metrics", _lag),
-    Verb("egress", "role: run the egress proxy of sandbox workers as a separate process", _egress),
-    Verb("engine", "role: run one SGLang engine with [model] path in the foreground, here or on Ray", _engine),
-    Verb("registry", "role: run the embedded schema registry", _registry),
+    *(Verb(name, what, _role(name, module), under="role") for name, (module, what) in LOOPS.items()),
+    Verb("views", "serve the Faust live views behind `turnlog status`", _views, under="role"),
+    Verb("lag", "export how far every role is behind the log, as Prometheus metrics", _lag, under="role"),
+    Verb("egress", "run the egress proxy of sandbox workers as a separate process", _egress, under="role"),
+    Verb("engine", "run one SGLang engine with [model] path in the foreground, here or on Ray", _engine, under="role"),
+    Verb("registry", "run the embedded schema registry", _registry, under="role"),
 )

@@ -108,6 +108,4 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
     return phase_command(settings, phases[arguments.action])
 
 
-VERBS = (
-    Verb("run", "configure the run, feed tasks and train until all [feeder] draws are trained", _run, run_arguments),
-)
+VERBS = (Verb("run", "configure the run, feed tasks and train until it is complete", _run, run_arguments),)

@@ -1,4 +1,4 @@
-"""`turnlog sandbox`: the role, and the tools to look at sandboxes and try them."""
+"""`turnlog role sandbox`, and `turnlog sandbox`: tools to look at sandboxes and try them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from turnlog.verbs.verb import Verb, acts
 
 SANDBOX_EPILOG = """\
 Examples:
-  turnlog sandbox                       the role: answer tool calls until it is stopped
   turnlog sandbox check                 what isolates on this machine, and how to get what is missing
   turnlog sandbox pool --watch          what the slots of every live worker do
   turnlog sandbox exec -- ls -la /      run one command as a tool call would be run
@@ -40,10 +39,10 @@ Exit status: the command's; 124 after a time-out, 137 after another limit, 130 a
 
 
 def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions of the verb; without an action it is the role."""
+    """Add the actions of the verb."""
     verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SANDBOX_EPILOG
-    actions = verb.add_subparsers(dest="action", required=False, metavar="[ACTION]")
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
     pool.add_argument("--json", action="store_true", help="for programs")
     pool.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
@@ -92,29 +91,27 @@ def _action(
 
 
 def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run `turnlog sandbox [pool|check|exec]`, the role or one of its three tools; return the exit status."""
+    from turnlog.infra.roles.ending import run_verb
+    from turnlog.sandbox_workers.console import actions
+
     match arguments.action:
         case "pool":
-            from turnlog.sandbox_workers.console.actions import show_pools
-
-            return show_pools(settings, arguments)
+            return actions.show_pools(settings, arguments)
         case "check":
-            from turnlog.infra.roles.ending import run_verb
-            from turnlog.sandbox_workers.console.actions import check
-
-            return run_verb(check(settings, as_json=arguments.json))
-        case "exec":
-            from turnlog.sandbox_workers.console.actions import execute
-
-            return execute(settings, arguments)
+            return run_verb(actions.check(settings, as_json=arguments.json))
         case _:
-            from turnlog.infra.roles.runs import serve
-            from turnlog.sandbox_workers.worker import main
+            return actions.execute(settings, arguments)
 
-            return serve("sandbox", main, settings)
+
+def _role(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.roles.runs import serve
+    from turnlog.sandbox_workers.worker import main
+
+    return serve("sandbox", main, settings)
 
 
 VERBS = (
-    Verb("sandbox", "role: run tool calls in sandboxes; pool, check, exec", _sandbox, sandbox_arguments,
+    Verb("sandbox", "try sandboxes on this machine, and show the slots of workers", _sandbox, sandbox_arguments,
          looks=acts("pool")),
+    Verb("sandbox", "run tool calls in sandboxes", _role, under="role"),
 )  # fmt: skip

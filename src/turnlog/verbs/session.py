@@ -1,4 +1,4 @@
-"""`turnlog session`: show one session, run its calls again, or write it to a file."""
+"""`turnlog log session`: show one session, run its calls again, or write it to a file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from turnlog.verbs.verb import Verb, acts, add_source
 
 SESSION_EPILOG = """\
 Examples:
-  turnlog session show 4f1c               the calls of a session: status, duration, workspace, requests
-  turnlog session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
-  turnlog session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
-  turnlog session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
-  turnlog session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
+  turnlog log session show 4f1c               the calls of a session: status, duration, workspace, requests
+  turnlog log session rerun 4f1c              execute them again in a fresh sandbox of this machine and compare
+  turnlog log session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
+  turnlog log session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
+  turnlog log session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
 
 A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
 nor to the object store, and nothing goes out to the network: its recorded answers are given again.
@@ -86,5 +86,6 @@ def _reads(arguments: argparse.Namespace) -> bool:
 
 VERBS = (
     Verb("session", "show the calls, turns and tokens of a session, or run its calls again", _session,
-         session_arguments, reads=_reads, looks=acts("show", "export")),
+         session_arguments, reads=_reads, looks=acts("show", "export"),
+         under="log"),
 )  # fmt: skip

@@ -60,6 +60,6 @@ def _health(settings: Settings, arguments: argparse.Namespace) -> int:
 
 VERBS = (
     Verb("status", "show roles, lag, engines and weight versions", _status, status_arguments, looks=always),
-    Verb("doctor", "check brokers, topics, registry and store, and say what to change", _doctor, doctor_arguments),
+    Verb("doctor", "check brokers, topics, registry and store; say what to change", _doctor, doctor_arguments),
     Verb("health", "ask a role in this container whether it is ready (for probes)", _health, health_arguments),
 )

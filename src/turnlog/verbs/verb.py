@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from turnlog.settings import Settings
 
@@ -46,6 +47,9 @@ class Verb:
     looks: Test = never
     """True if it inspects a run and changes nothing in it; it then uses the newest run if none is named. A verb that
     reads the log looks, too."""
+
+    under: Literal["", "log", "role"] = ""
+    """Verb below which it stands: `turnlog log NAME` reads the log, `turnlog role NAME` is one process of a run."""
 
     def inspects(self, arguments: argparse.Namespace) -> bool:
         """Return True if the verb changes nothing in the run."""

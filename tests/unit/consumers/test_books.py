@@ -1,4 +1,5 @@
-"""`turnlog books`: every level of a run as the assembler and the batcher left it, from topics and from the archive."""
+"""`turnlog log books`: every level of a run as the assembler and the batcher left it, from topics and from the
+archive."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ async def test_one_account_is_found_by_its_id_and_an_unknown_id_is_refused(train
     answer = body("run", books, AccountingArguments(by="group", id="group-1"))
     assert [account["id"] for account in answer["accounts"]] == ["group-1"]
     assert "books of group group-1" in printed(account_table(answer))
-    with pytest.raises(NoSuchAccount, match="turnlog books --by session"):
+    with pytest.raises(NoSuchAccount, match="turnlog log books --by session"):
         body("run", books, AccountingArguments(by="session", id="group-1"))
 
 

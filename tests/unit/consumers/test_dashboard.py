@@ -546,7 +546,7 @@ async def test_no_index_gives_a_page_that_says_how_to_build_one_and_then_the_run
         for page in ("/", "/sessions", "/sessions/x", "/batches"):
             answer = await client.get(page)
             assert answer.status_code == 503
-            assert "turnlog --run run index build" in answer.text
+            assert "turnlog --run run log index build" in answer.text
         await told.tell(1)
         assert (await client.get("/")).status_code == 200
         told.index.write_bytes(b"no database" * 500)

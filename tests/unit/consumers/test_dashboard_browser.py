@@ -181,7 +181,7 @@ def test_a_token_tells_what_became_of_it_to_mouse_and_keyboard(page: Page, serve
     opened(page, served, "session")
     page.hover("#turn-0 .out .t >> nth=2")
     tip = page.locator("#tip")
-    for said in ("id ", "log-prob -", "trained in batch", "advantage", "segment 0", "entropy 0.", "turnlog why "):
+    for said in ("id ", "log-prob -", "trained in batch", "advantage", "segment 0", "entropy 0.", "turnlog log why "):
         expect(tip).to_contain_text(said)
     page.focus("#turn-0 .out")
     for key in ("ArrowRight", "ArrowRight", "End", "ArrowLeft", "Home"):

@@ -1,4 +1,4 @@
-"""`turnlog dead-letters` over the log in memory: what it lists, what it appends again, what it lets pass."""
+"""`turnlog log dead-letters` over the log in memory: what it lists, what it appends again, what it lets pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnlog eval`: estimators against what they estimate, and the fold of a log that has every kind of session."""
+"""`turnlog log eval`: estimators against what they estimate, and the fold of a log that has every kind of session."""
 
 from __future__ import annotations
 

@@ -477,7 +477,7 @@ async def test_an_index_of_another_run_and_an_earlier_release_stays(tmp_path: Pa
 
 async def test_a_file_that_is_no_index_is_damaged_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
-    with pytest.raises(NoIndex, match="turnlog index build"), Index.open(path):
+    with pytest.raises(NoIndex, match="turnlog log index build"), Index.open(path):
         pass
     path.touch()  # as sqlite does before its first table
     with pytest.raises(NoIndex, match="is just being made"), Index.open(path):

@@ -114,7 +114,7 @@ def test_a_module_that_lies_where_it_is_asked_is_not_run(
 def test_more_rows_than_asked_for_are_said_and_a_missing_index_is_named(empty: Path, tmp_path: Path) -> None:
     answer = ask(empty, ENDLESS + "SELECT i FROM n", QueryLimits(rows=3))
     assert (answer.rows, answer.more) == ([[1], [2], [3]], True)
-    with pytest.raises(NoIndex, match="turnlog index build"):
+    with pytest.raises(NoIndex, match="turnlog log index build"):
         ask(tmp_path / "none.sqlite", "SELECT 1")
 
 

@@ -286,12 +286,14 @@ def test_who_judges_is_found_by_name_and_what_is_over_is_refused_by_name() -> No
 
 
 def test_the_command_line_says_what_is_judged_and_where_to(capsys: pytest.CaptureFixture[str]) -> None:
-    given = cli.parser().parse_args(["reward", "rerun", "out", "--verifier", "m:N", "--from", "archive", "--dry-run"])
+    given = cli.parser().parse_args(
+        ["log", "reward", "rerun", "out", "--verifier", "m:N", "--from", "archive", "--dry-run"]
+    )
     assert (given.action, given.out, given.verifier, given.source) == ("rerun", Path("out"), "m:N", "archive")
     view = ["--view", "preference", "--pairs", "all"]
-    assert rows_asked(cli.parser().parse_args(["reward", "rerun", "--dry-run", *view])) == Query(pairs="all")
+    assert rows_asked(cli.parser().parse_args(["log", "reward", "rerun", "--dry-run", *view])) == Query(pairs="all")
     with pytest.raises(SystemExit):
-        cli.parser().parse_args(["reward", "rerun", "--help"])
+        cli.parser().parse_args(["log", "reward", "rerun", "--help"])
     assert "Functions, services, judge models and sums" in capsys.readouterr().out
 
 
@@ -306,4 +308,4 @@ def test_rows_that_no_rerun_gives_are_refused_before_anybody_judges(tmp_path: Pa
         ([str(tmp_path / "there"), "--view", "sft"], DatasetExists, "--overwrite"),
     ):
         with pytest.raises(error, match=said):
-            rows_asked(cli.parser().parse_args(["reward", "rerun", *words]))
+            rows_asked(cli.parser().parse_args(["log", "reward", "rerun", *words]))

@@ -113,7 +113,7 @@ async def test_the_only_recipe_has_a_line(settings: Settings) -> None:
 
 
 def test_a_run_without_an_index_says_how_it_gets_one(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "`turnlog index build` makes it" in shown(settings)
+    assert "`turnlog log index build` makes it" in shown(settings)
     assert status.once(settings, as_json=True) == 3
     assert "is not there" in json.loads(capsys.readouterr().out)["recipes"]["unavailable"]
 
@@ -130,7 +130,7 @@ async def test_status_is_shown_again_until_ctrl_c_each_time_as_it_is_then(settin
         async with asyncio.timeout(120):
             for _ in range(2):
                 found = json.loads(await watching.stdout.readline())["recipes"]
-                assert "turnlog index build" in found["unavailable"]
+                assert "turnlog log index build" in found["unavailable"]
             await trained(settings, RECIPES)
             while [row["recipe"] for row in found.get("of", ())] != list(RECIPES):
                 found = json.loads(await watching.stdout.readline())["recipes"]

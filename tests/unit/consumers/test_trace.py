@@ -1,4 +1,4 @@
-"""`turnlog trace`: the spans of a run, the same ones for whoever makes them, and none left out by a kill."""
+"""`turnlog role trace`: the spans of a run, the same ones for whoever makes them, and none left out by a kill."""
 
 from __future__ import annotations
 
@@ -241,4 +241,4 @@ async def test_a_token_is_sent_to_the_collector_alone(told: TrainedRun, collecto
 
 def test_without_an_address_the_command_says_where_to_put_one(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"trace\.url is empty"):
-        command(Settings(), parser().parse_args(["trace", "--until-end"]))
+        command(Settings(), parser().parse_args(["role", "trace", "--until-end"]))

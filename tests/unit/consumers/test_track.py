@@ -1,4 +1,5 @@
-"""`turnlog track`: each step that counts stands once in the files of TensorBoard and of wandb, whatever was killed."""
+"""`turnlog role track`: each step that counts stands once in the files of TensorBoard and of wandb, whatever was
+killed."""
 
 from __future__ import annotations
 

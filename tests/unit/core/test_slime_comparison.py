@@ -1,4 +1,4 @@
-"""`turnlog fold --policy A --against B` over a log in memory: a story whose numbers are known."""
+"""`turnlog log fold --policy A --against B` over a log in memory: a story whose numbers are known."""
 
 from __future__ import annotations
 

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.cli import main, parser
+from turnlog import __version__
+from turnlog.cli import VERBS, main, parser
 from turnlog.command_help import GROUPS, SHELLS, completion
 from turnlog.infra.run_folder import newest_run, write_settings
 from turnlog.names import ExitStatus
 from turnlog.settings import RunSettings, Settings
+from turnlog.verbs.old_spellings import modern_words
 
 
 def verbs() -> set[str]:
@@ -53,7 +55,9 @@ def test_a_misspelt_verb_or_action_names_the_nearest(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["recipe"], ["engines"], ["dead-letters"], ["--run", "x"]])
+@pytest.mark.parametrize(
+    "words", [[], ["recipe"], ["engines"], ["log"], ["role"], ["log", "dead-letters"], ["--run", "x"]]
+)
 def test_a_command_line_that_ends_early_prints_the_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -67,9 +71,10 @@ def test_a_command_line_that_ends_early_prints_the_help(words: list[str], capsys
         ["--run", "x", "status"],
         ["status", "--run", "x"],
         ["status", "--run=x"],
-        ["dead-letters", "list", "--run", "x"],
-        ["dead-letters", "--run", "x", "list"],
+        ["log", "dead-letters", "list", "--run", "x"],
+        ["log", "dead-letters", "--run", "x", "list"],
         ["run", "pause", "--run", "x"],
+        ["log", "--run", "x", "tail"],
     ],
 )
 def test_a_run_is_named_before_or_behind_the_verb(words: list[str]) -> None:
@@ -99,7 +104,15 @@ def test_the_last_run_is_looked_at_where_none_is_named(
 
 
 @pytest.mark.parametrize(
-    "words", [["dashboard"], ["books"], ["query", "select 1"], ["report"], ["index", "build"], ["why", "x"]]
+    "words",
+    [
+        ["dashboard"],
+        ["log", "books"],
+        ["log", "query", "select 1"],
+        ["log", "report"],
+        ["log", "index", "build"],
+        ["log", "why", "x"],
+    ],
 )
 def test_a_run_that_is_not_there_is_refused_and_nothing_is_made(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -110,7 +123,7 @@ def test_a_run_that_is_not_there_is_refused_and_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["up"], ["replay"], ["report"], ["export", "x"], ["dataset", "build", "x"]])
+@pytest.mark.parametrize("words", [["up"], ["replay"], ["log", "report"], ["export", "x"], ["dataset", "build", "x"]])
 def test_scripts_are_given_json(words: list[str]) -> None:
     assert parser().parse_args([*words, "--json"]).json
 
@@ -120,7 +133,7 @@ def test_bash_completes_verbs_actions_options_and_runs(tmp_path: Path) -> None:
     (tmp_path / "script").write_text(completion(parser(), "bash"))
     code = (
         'source ./script; words() { COMP_WORDS=(turnlog "$@"); COMP_CWORD=$#; _turnlog; echo "${COMPREPLY[@]}"; }\n'
-        'words --run x dataset b; words sta; words --run ""; words session export --js; words dead-letters requ'
+        'words --run x dataset b; words sta; words --run ""; words log session export --js; words log dead-letters requ'
     )
     shown = subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == ["build", "status", "demo-1", "--json", "requeue"]
@@ -133,6 +146,50 @@ def test_every_shell_is_given_every_verb(shell: str) -> None:
     assert all(verb in script for verb in verbs())
     if program := shutil.which(shell):
         subprocess.run([program, "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("tail --all", "log tail --all"),
+        ("--run x --settings=f why 3fa2", "--run x --settings=f log why 3fa2"),
+        ("--settings gateway batcher", "--settings gateway role batcher"),
+        ("archive", "role archive"),
+        ("archive run --run run", "role archive --run run"),
+        ("archive prune --yes", "log archive prune --yes"),
+        ("index --from archive", "role index"),
+        ("index build --from archive", "log index build --from archive"),
+        ("sandbox --run x", "role sandbox --run x"),
+    ],
+)
+def test_an_old_spelling_still_works_and_names_the_new_one(words: str, now: str) -> None:
+    modern, hint = modern_words(words.split(), VERBS)
+    assert modern == now.split()
+    assert f"is now `turnlog {' '.join(word for word in modern if word in ('role', 'log'))} " in hint
+    assert modern_words(modern, VERBS) == (modern, "")
+    assert parser().parse_args(modern).verb
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["sandbox check", "sandbox --help", "sandbox exec -- ls", "dashboard link", "dashboard", "xyzzy", "--help", ""],
+)
+def test_a_spelling_that_stays_is_left_alone(words: str) -> None:
+    assert modern_words(words.split(), VERBS) == (words.split(), "")
+
+
+def test_the_old_spellings_leave_with_version_0_3_0() -> None:
+    assert [int(part) for part in __version__.split(".")] < [0, 3, 0], "remove turnlog.verbs.old_spellings"
+
+
+def test_the_hint_is_one_line_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--run", "nosuch", "books"]) == ExitStatus.FAILED
+    hint, error = capsys.readouterr().err.splitlines()
+    assert hint == "`turnlog books` is now `turnlog log books`; 0.3.0 drops the old name"
+    assert error.startswith("turnlog books: ")
 
 
 def test_help_takes_less_than_half_a_second_of_the_processor() -> None:

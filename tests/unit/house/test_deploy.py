@@ -21,7 +21,7 @@ import yaml
 from helm_python import Chart, HelmError
 
 from docs.tools.settings_page import chart_page, chart_schema
-from turnlog.cli import parser
+from turnlog.cli import VERBS, parser
 from turnlog.infra.embedded.plan import ROLES as EMBEDDED
 from turnlog.infra.roles.ending import grace_s
 from turnlog.infra.topics_admin import ROLES as RIGHTS
@@ -59,6 +59,10 @@ def verbs() -> set[str]:
     return set(found.choices)
 
 
+def roles() -> set[str]:
+    return {verb.name for verb in VERBS if verb.under == "role"}
+
+
 def variables() -> set[str]:
     """Every TURNLOG_ variable that some process reads."""
     return OF_PROCESSES | known_variables().keys()
@@ -90,6 +94,9 @@ def test_compose_names_verbs_and_variables_that_exist() -> None:
         "trainer",
     } <= set(ours)
     assert {service["command"][0] for service in ours.values()} <= verbs()
+    assert {
+        role for verb, role, *_ in (service["command"] + [""] for service in ours.values()) if verb == "role"
+    } <= roles()
     told = [service["environment"] for service in (*ours.values(), beside["sandbox"])]
     named = {name for environment in told for name in environment if name.startswith("TURNLOG_")}
     assert named <= variables()
@@ -153,7 +160,7 @@ def test_compose_runs_and_scrapes_every_role_and_the_chart_labels_each_for_its_m
 def test_the_catalogue_of_roles_is_what_up_runs_what_ends_in_order_and_what_can_be_asked() -> None:
     every = {*TRAINING_ROLES, *OPTIONAL_ROLES}
     assert len(every) == len(TRAINING_ROLES) + len(OPTIONAL_ROLES), "a role is one or the other"
-    assert set(EMBEDDED) < every < verbs()
+    assert set(EMBEDDED) < every < roles()
     assert all(grace_s(role, Settings()) > 0 for role in every)
     for role in sorted(every):
         assert parser().parse_args(["health", role]).role == role
@@ -219,6 +226,7 @@ def test_the_chart_names_verbs_and_variables_that_exist(documents: list[Document
     every = list(containers(documents))
     ours = [container for container in every if "--settings" in container.get("args", ())]
     assert {container["args"][2] for container in ours} <= verbs()
+    assert {container["args"][3] for container in ours if container["args"][2] == "role"} <= roles()
     named = {entry["name"] for container in every for entry in container.get("env", ())}
     assert {name for name in named if name.startswith("TURNLOG_")} <= variables()
 
@@ -430,7 +438,7 @@ def test_a_role_is_given_the_time_that_it_may_need_to_end(documents: list[Docume
     compose = {
         name: float(service["stop_grace_period"].removesuffix("s"))
         for name, service in services.items()
-        if "stop_grace_period" in service and service["command"][0] == name
+        if "stop_grace_period" in service and service["command"][-1] == name
     }
     chart = {
         name.removeprefix("turnlog-"): pod.get("terminationGracePeriodSeconds", 30) for name, pod in pods(documents)

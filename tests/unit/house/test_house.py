@@ -204,7 +204,7 @@ def test_help_starts_without_any_room() -> None:
     loaded = set(shown.splitlines()[-1].split())
     heavy = {"numpy", "torch", "aiokafka", "fastapi", "rich", "pyarrow", "transformers", "turnlog.infra.log"}
     assert not loaded & heavy
-    for verb in ("demo", "up", "down", "status", "run", "replay", "topics", "books"):
+    for verb in ("demo", "up", "down", "status", "run", "replay", "topics", "log"):
         assert f"\n  {verb} " in shown
 
 

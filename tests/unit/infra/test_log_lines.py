@@ -208,7 +208,7 @@ def test_a_format_or_level_that_there_is_not_ends_a_verb_by_name(variable: str, 
 
 def test_the_reason_of_a_verb_that_failed_is_an_object(tmp_path: Path) -> None:
     env = {**os.environ, "TURNLOG_LOG_FORMAT": "json", "TURNLOG_RUN_ID": "r", "TURNLOG_INSTANCE": "i"}
-    command = [sys.executable, "-m", "turnlog.cli", "batcher"]
+    command = [sys.executable, "-m", "turnlog.cli", "role", "batcher"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     (said,) = map(json.loads, done.stderr.splitlines())

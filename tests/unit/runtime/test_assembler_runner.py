@@ -241,7 +241,8 @@ async def test_a_defect_stops_its_unit_and_says_where_while_others_go_on(cluster
     waiting = await cluster.fold(defective_plan())
     assert await cluster.scored() == ["d"]
     assert waiting["unit 0"].startswith(
-        "agent.turns[0]@1: ZeroDivisionError: a bug; fix the cause, or skip the record with `turnlog dead-letters skip`"
+        "agent.turns[0]@1: ZeroDivisionError: a bug; fix the cause, or skip the record "
+        "with `turnlog log dead-letters skip`"
     )
     assert await cluster.read("dead-letters") == []
     assert cluster.health.waiting == {}, "it is another's now"

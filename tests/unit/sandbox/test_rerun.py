@@ -299,8 +299,23 @@ async def test_show_lists_what_is_recorded(house: House, capsys: pytest.CaptureF
 
 
 def test_the_verbs_options() -> None:
-    line = ["session", "rerun", "4f1c", "--call", "3", "--ignore", "a", "--ignore", "b", "--no-keep-going", "--strict"]
+    line = [
+        "log",
+        "session",
+        "rerun",
+        "4f1c",
+        "--call",
+        "3",
+        "--ignore",
+        "a",
+        "--ignore",
+        "b",
+        "--no-keep-going",
+        "--strict",
+    ]
     arguments = cli.parser().parse_args(line)
     assert (arguments.id, arguments.call_seq, arguments.ignore, arguments.keep_going) == ("4f1c", 3, ["a", "b"], False)
-    assert callable(arguments.call), "no option may take the place of what the verb does"
-    assert cli.parser().parse_args(["session", "show", "4f1c", "--from", "archive", "--json"]).source == "archive"
+    assert callable(arguments.entry.call), "no option may take the place of what the verb does"
+    assert (
+        cli.parser().parse_args(["log", "session", "show", "4f1c", "--from", "archive", "--json"]).source == "archive"
+    )

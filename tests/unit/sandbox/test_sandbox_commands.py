@@ -27,6 +27,7 @@ from turnlog.sandbox_workers.console.actions import NotText, command_of, finding
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Kind, Shape
+from turnlog.verbs.old_spellings import modern_words
 
 SHAPE = Shape(disk_bytes=1000)
 
@@ -41,8 +42,9 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_an_action_it_is_the_role() -> None:
-    assert cli.parser().parse_args(["sandbox"]).action is None
+def test_without_an_action_it_was_the_role_and_still_is() -> None:
+    assert modern_words(["sandbox"], cli.VERBS)[0] == ["role", "sandbox"]
+    assert cli.parser().parse_args(["role", "sandbox"]).entry.under == "role"
 
 
 @pytest.mark.usefixtures("here")

@@ -1,4 +1,4 @@
-"""`turnlog egress`: judges again what workers hand on, and alone connects to origins."""
+"""`turnlog role egress`: judges again what workers hand on, and alone connects to origins."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_the_role_tells_its_address_and_ends_when_it_is_asked_to(tmp_path:
     env = {"TURNLOG_EGRESS_SIGNING_KEY_FILE": str(tmp_path / "key"), "TURNLOG_EGRESS_PORT": "0",
            "TURNLOG_EGRESS_ALLOW": "GET http://*/*", "PATH": os.environ["PATH"]}  # fmt: skip
     role = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "turnlog.cli", "egress", env=env, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", "turnlog.cli", "role", "egress", env=env, stderr=asyncio.subprocess.PIPE
     )
     assert role.stderr is not None
     said = b""
