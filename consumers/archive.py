@@ -1,105 +1,28 @@
-"""`turnlog log archive flush|status|prune`.
+"""Records that `turnlog log archive prune` may delete: they are archived, and no role will read them again.
 
-Prune deletes records that are archived and that no role will read again. It covers every topic except the control
-topics, which roles read from the beginning. What roles still need is determined from the log: the commits of consumer
-groups, the batcher's last manifest, and the requests of unfinished rollouts. An index on this machine states its
-position in its own file; an index that does not exist yet can be built from the archive.
+It covers every topic except the control topics, which roles read from the beginning. What roles still need is
+determined from the log: the commits of consumer groups, the batcher's last manifest, and the requests of unfinished
+rollouts. An index on this machine states its position in its own file; an index that does not exist yet can be built
+from the archive.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
-from rich.table import Table
-
-from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.reader import unread
-from turnlog.infra.archive import ArchiveError, ArchiveIndex, archive_name
+from turnlog.infra.archive import ArchiveIndex
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
-from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.terminal import Terminal, say
+from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.low_water import committed_version
 from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS
-from turnlog.settings import Settings
-
-
-class BadMoment(ArchiveError):
-    """The value of `--before` is not a time. Remedy: 2026-01-31T08:00, or milliseconds since 1970."""
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run one action and return the exit status."""
-    match arguments.action:
-        case "flush":
-            return run_verb(flush_all(settings))
-        case "status":
-            return run_verb(status(settings))
-        case _:
-            return run_verb(prune(settings, arguments.before, delete=arguments.yes))
-
-
-async def flush_all(settings: Settings) -> int:
-    """Archive everything on the log, and print how many files were written."""
-    async with open_role("archive", settings) as role:
-        files = await flush(role)
-    say(f"{files} files written: everything on the log is in archive/{archive_name(settings)}")
-    return 0
-
-
-async def status(settings: Settings) -> int:
-    """Print what is archived per topic, and how many offsets are not archived yet."""
-    async with open_role("archive", settings) as role:
-        index = ArchiveIndex(role.blobs, archive_name(settings))
-        await index.load()
-        table = Table("topic", "files", "offsets archived", "behind", title=index.root)
-        for topic, count in index.topics.items():
-            places = [Partition(topic, number) for number in range(count)]
-            ends = await role.log.end_offsets(places)
-            spans = [index.spans.get(place, []) for place in places]
-            covered = sum(each[-1].end - each[0].start for each in spans if each)
-            behind = sum(ends[place] - (index.end(place) or 0) for place in places)
-            table.add_row(topic, f"{sum(map(len, spans)):,}", f"{covered:,}", f"{behind:,}")
-    Terminal().print(table)
-    return 0
-
-
-async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
-    """Print what may be deleted from topics, and delete it if `delete`. Raises BadMoment."""
-    if before is None:
-        raise BadMoment("prune needs --before TIME: only older records are deleted")
-    limit = _milliseconds(before)
-    async with open_role("archive", settings) as role:
-        index = ArchiveIndex(role.blobs, archive_name(settings))
-        await index.load()
-        found = await prunable(role, index, limit)
-        starts = await role.log.start_offsets(list(found))
-        for place, keep in sorted(found.items()):
-            say(f"{place.topic}[{place.number}]: offsets {starts[place]} to {keep - 1}")
-        if delete and found:
-            await role.log.delete_before(found)
-    say("deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes deletes")
-    return 0
-
-
-def _milliseconds(text: str) -> int:
-    if text.isdigit():
-        return int(text)
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise BadMoment(f"--before {text}: {error}; write 2026-01-31T08:00 or milliseconds") from error
-    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
-
 
 OUT_LOW = "trees"
 """Key in the assembler's commit metadata: the first tree that a restart reads."""

@@ -146,7 +146,7 @@ def _say(report: RunReport, directory: Path, console: Terminal) -> None:
     console.print(f"files   {path}, {PLOT}, {SCREEN}, logs/ next to it", highlight=False, soft_wrap=True)
     console.print(
         f"next    turnlog --run {body['run']} dashboard          show the run in the browser until Ctrl-C",
-        f"        turnlog --run {body['run']} log books              sampled = trained + masked",
+        f"        turnlog --run {body['run']} log books          sampled = trained + masked",
         f"        turnlog --run {body['run']} replay --verify    fold the topics again and compare",
         f"        turnlog --run {body['run']} up                 start servers and roles of this run again",
         sep="\n",

@@ -1,8 +1,7 @@
-"""`turnlog log eval`: results of each weight version in the groups of purpose `eval`, from the log alone."""
+"""Results of each weight version in the groups of purpose `eval`, from the log alone."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,6 @@ from rich.table import Table
 from turnlog.infra.history import events
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.terminal import Terminal, say_json
-from turnlog.names import ExitStatus
 from turnlog.processors.core.evaluation import EvalGroups, Evaluations
 from turnlog.schemas import topics
 from turnlog.settings import Settings
@@ -31,25 +28,15 @@ async def read(role: Role) -> Evaluations:
     return found.evaluations()
 
 
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Print the evaluations and return 0. Raises NothingEvaluated, LogUnavailable, NoArchive."""
-    found = run_verb(_read(settings, archive=arguments.source == "archive"))
-    ks = arguments.k or found.ks()
-    if arguments.json:
-        say_json(body(settings.run.id, found, ks))
-        return ExitStatus.DONE
-    Terminal().print(table(settings.run.id, found, ks))
-    return ExitStatus.DONE
-
-
 def best_version(settings: Settings, *, archive: bool) -> int:
     """Return the number of the best version. Raises NothingEvaluated."""
-    best = run_verb(_read(settings, archive=archive)).best
-    assert best is not None  # else _read has raised
+    best = run_verb(evaluations(settings, archive=archive)).best
+    assert best is not None  # else `evaluations` has raised
     return best.number
 
 
-async def _read(settings: Settings, *, archive: bool) -> Evaluations:
+async def evaluations(settings: Settings, *, archive: bool) -> Evaluations:
+    """Read the evaluations of a run. Raises NothingEvaluated, LogUnavailable, NoArchive."""
     async with open_role("eval", settings, archive=archive) as role:
         found = await read(role)
     if not found.versions:

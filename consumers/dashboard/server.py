@@ -171,5 +171,6 @@ def _store_address(directory: Path, url: str) -> Iterator[None]:
 
 
 def _hint(settings: Settings) -> str:
-    verb = f"turnlog --run {settings.run.id} role index"
-    return f"{verb} build     # once, what is on the log now\n{verb}           # and follow the log"
+    turnlog = f"turnlog --run {settings.run.id}"
+    once, follow = f"{turnlog} log index build", f"{turnlog} role index"
+    return f"{once}     # once, what is on the log now\n{follow}          # and follow the log"

@@ -16,7 +16,6 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.addresses import variables
 from tests.fakes.sessions import bad_days
-from turnlog.consumers import archive
 from turnlog.consumers.archive import prunable
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build, indexing
@@ -38,6 +37,7 @@ from turnlog.settings import (
     RegistrySettings,
     Settings,
 )
+from turnlog.verbs import archive
 
 pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
 

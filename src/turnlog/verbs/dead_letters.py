@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from turnlog.infra.roles import ending
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, acts, add_source
+
+if TYPE_CHECKING:
+    from turnlog.consumers.dead_letters import DeadLetterFilter
+    from turnlog.infra.roles.role import Role
+    from turnlog.schemas.events import DeadLetter
 
 DEAD_LETTERS_EPILOG = """\
 Examples:
@@ -53,10 +64,175 @@ def _choosing(action: argparse.ArgumentParser) -> None:
 
 
 def _dead_letters(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.dead_letters import command
+    return ending.run_verb(_act(settings, arguments))
 
-    return ending.run_verb(command(settings, arguments))
 
+async def _act(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Run one action on the topics or the archive of the run."""
+    from turnlog.infra.roles.role import open_role
+
+    archive = getattr(arguments, "source", "topics") == "archive"
+    async with open_role("dead-letters", settings, archive=archive) as role:
+        return await ACTIONS[arguments.action](role, arguments)
+
+
+async def _skip(role: Role, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers import dead_letters
+    from turnlog.infra.roles.terminal import say
+
+    order = await dead_letters.skip(role, arguments.place, arguments.reason)
+    say(f"{order.topic}[{order.partition}]@{order.offset} will be skipped; restart the assembler if it stopped")
+    return 0
+
+
+async def _list(role: Role, arguments: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from turnlog.consumers import dead_letters
+    from turnlog.infra.roles.terminal import Terminal, say, say_json
+
+    letters = await dead_letters.read(role, _letter_filter(arguments))
+    newest = list(letters.values())[-max(0, arguments.limit) :]
+    if arguments.json:
+        for parked_ms, letter in newest:
+            say_json(_body(letter, parked_ms), indent=None)
+        return ExitStatus.DONE
+    if not newest:
+        only = "" if _letter_filter(arguments) == dead_letters.DeadLetterFilter() else " that match"
+        say(f"run {role.settings.run.id!r} has no dead letters{only}")
+        return ExitStatus.DONE
+    table = Table(title=f"dead letters of {role.settings.run.id}: {len(newest)} of {len(letters)}")
+    for heading in ("id", "parked", "record", "by", "cause", "message"):
+        table.add_column(heading, overflow="fold")
+    for parked_ms, letter in newest:
+        place = f"{letter.topic}[{letter.partition}]@{letter.offset}"
+        table.add_row(letter.event_id[:10], _time(parked_ms), place, letter.role, letter.cause, letter.message[:200])
+    Terminal().print(table)
+    return ExitStatus.DONE
+
+
+async def _show(role: Role, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers import dead_letters
+    from turnlog.infra.roles.terminal import say_json
+
+    letters = await dead_letters.read(role)
+    letter = dead_letters.find_letter(letters, arguments.id)
+    body = _body(letter, letters[letter.event_id][0])
+    try:
+        value, headers = await dead_letters.whole(role, letter)
+        body["record"] = await _record(role, letter, value)
+    except dead_letters.LetterError as error:
+        headers, body["record"] = (), str(error)
+    body["headers"] = {name: content.decode(errors="replace") for name, content in headers}
+    if arguments.source != "archive":
+        places = dead_letters.first_places([letter])
+        body["requeued"] = (await dead_letters.count_requeues(role, places)).get(letter.event_id, 0)
+    say_json(body, indent=None if arguments.json else 2)
+    return 0
+
+
+async def _requeue(role: Role, arguments: argparse.Namespace) -> int:
+    from turnlog.consumers import dead_letters
+    from turnlog.infra.roles.terminal import say
+
+    letters = await dead_letters.read(role, _letter_filter(arguments))
+    chosen = [dead_letters.find_letter(letters, beginning) for beginning in arguments.ids]
+    if not arguments.ids:
+        if _letter_filter(arguments) == dead_letters.DeadLetterFilter():
+            raise dead_letters.LetterError("name letters by ID, or choose them with --cause, --topic or --role")
+        chosen = [letter for _, letter in letters.values()]
+    times = await dead_letters.count_requeues(role, dead_letters.first_places(chosen))
+    todo = [letter for letter in chosen if arguments.again or not times.get(letter.event_id)]
+    for letter in chosen:
+        if letter not in todo:
+            say(f"{letter.event_id[:10]} was requeued {times[letter.event_id]} times; --again requeues it once more")
+    if not todo:
+        say("nothing to requeue")
+        return ExitStatus.DIFFERS
+    if not (arguments.ids or arguments.yes or _confirm_requeue(len(todo))):
+        return ExitStatus.DIFFERS
+    async with role.log.appender() as appender:
+        for letter in todo:
+            place, offset = await dead_letters.requeue(role, appender, letter, times=times.get(letter.event_id, 0))
+            say(f"{letter.event_id[:10]} {letter.cause}: now at {place.topic}[{place.number}]@{offset}")
+    return 0
+
+
+def _confirm_requeue(count: int) -> bool:
+    from turnlog.consumers import dead_letters
+
+    if not sys.stdin.isatty():
+        raise dead_letters.LetterError(
+            f"{count} letters match, and there is no terminal to ask on: --yes requeues them"
+        )
+    return input(f"requeue {count} records? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _letter_filter(arguments: argparse.Namespace) -> DeadLetterFilter:
+    from turnlog.consumers import dead_letters
+
+    return dead_letters.DeadLetterFilter(arguments.cause, arguments.topic, arguments.role)
+
+
+def _body(letter: DeadLetter, parked_ms: int) -> dict[str, Any]:
+    return {
+        "id": letter.event_id,
+        "parked": _time(parked_ms),
+        "record": f"{letter.topic}[{letter.partition}]@{letter.offset}",
+        "key": letter.key.decode(errors="replace"),
+        "role": letter.role,
+        "cause": letter.cause,
+        "message": letter.message,
+        "bytes": len(letter.value),
+    }
+
+
+async def _record(role: Role, letter: DeadLetter, value: bytes) -> Any:
+    """Return the event as JSON if it can be decoded, else the first bytes of the record."""
+    from turnlog.consumers import dead_letters
+    from turnlog.schemas import UndecodableRecord
+
+    try:
+        event = await dead_letters.event_of(role, letter, value)
+    except UndecodableRecord as error:
+        return {"undecodable": str(error), "bytes": len(value), "begins": value[:256].hex(" ", 4)}
+    return {type(event).__name__: _plain(dataclasses.asdict(event))}
+
+
+def _plain(value: Any) -> Any:
+    """Convert to JSON types: bytes become text if they are text, else hex, cut to SHOWN_BYTES."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, bytes):
+        cut = value[:SHOWN_BYTES]
+        more = f" ... {len(value)} bytes" if len(value) > SHOWN_BYTES else ""
+        return (cut.decode() if _is_text(cut) else cut.hex(" ", 4)) + more
+    return value
+
+
+def _is_text(value: bytes) -> bool:
+    try:
+        return value.decode().isprintable() or b"\0" not in value
+    except UnicodeDecodeError:
+        return False
+
+
+def _time(milliseconds: int) -> str:
+    moment = datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC)
+    return moment.isoformat(sep=" ", timespec="seconds")
+
+
+ACTIONS: Mapping[str, Callable[[Role, argparse.Namespace], Awaitable[int]]] = {
+    "list": _list,
+    "show": _show,
+    "requeue": _requeue,
+    "skip": _skip,
+}
+
+SHOWN_BYTES = 2000
+"""Maximum number of bytes shown of a field, or of a value that is not text."""
 
 VERBS = (
     Verb("dead-letters", "list, show, requeue, skip refused records", _dead_letters, dead_letters_arguments,

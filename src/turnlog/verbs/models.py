@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
@@ -39,9 +40,17 @@ def _ks(text: str) -> list[int]:
 
 
 def _eval(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.evaluation import command
+    from turnlog.consumers.evaluation import body, evaluations, table
+    from turnlog.infra.roles.ending import run_verb
+    from turnlog.infra.roles.terminal import Terminal, say_json
 
-    return command(settings, arguments)
+    found = run_verb(evaluations(settings, archive=arguments.source == "archive"))
+    ks = arguments.k or found.ks()
+    if arguments.json:
+        say_json(body(settings.run.id, found, ks))
+    else:
+        Terminal().print(table(settings.run.id, found, ks))
+    return ExitStatus.DONE
 
 
 EXPORT_EPILOG = """\

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.dead_letters import ACTIONS, AmbiguousLetter, LetterError, NoSuchLetter, NotSkippable
+from turnlog.consumers.dead_letters import AmbiguousLetter, LetterError, NoSuchLetter, NotSkippable
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog, dead_letter
 from turnlog.infra.log import Partition, Record, partition_of
@@ -20,7 +20,7 @@ from turnlog.infra.topics_admin import apply
 from turnlog.schemas.events import DeadLetter, SandboxSpec, SkipRequested, ToolCallRequested
 from turnlog.schemas.topics import SESSIONS, TOOL_CALLS, TURNS
 from turnlog.settings import KafkaSettings, RunSettings, Settings
-from turnlog.verbs.dead_letters import dead_letters_arguments
+from turnlog.verbs.dead_letters import ACTIONS, dead_letters_arguments
 
 SETTINGS = Settings(run=RunSettings(id="run"), kafka=KafkaSettings(groups=2, rollouts=2))
 CALL = ToolCallRequested(
