@@ -20,7 +20,7 @@ class ArchiveDamaged(ArchiveError):
 
 
 class NoArchive(ArchiveError):
-    """The archive does not exist. Remedy: check [archive] name and [store]; `turnlog archive` writes one."""
+    """The archive does not exist. Remedy: check [archive] name and [store]; `turnlog role archive` writes one."""
 
 
 class ReadOnlyArchive(ArchiveError):
