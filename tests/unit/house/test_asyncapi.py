@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.each import each
 from tests.fakes.memory_log import MemoryLog
 from turnlog.asyncapi_page import asyncapi, asyncapi_page
 from turnlog.infra.event_log import EventLog
@@ -78,7 +79,7 @@ def test_each_reference_leads_to_a_node() -> None:
             node = node[part]
 
 
-@pytest.mark.parametrize("record", ALL)
+@each("record", ALL)
 async def test_a_record_reads_as_its_message_says(record: str) -> None:
     """Headers, key and value of an event as the log's clients write them."""
     message, event = DOCUMENT["components"]["messages"][record], example(ALL[record])

@@ -21,6 +21,7 @@ import yaml
 from helm_python import Chart, HelmError
 
 from docs.tools.settings_page import chart_page, chart_schema
+from tests.each import each
 from turnlog.cli import VERBS, parser
 from turnlog.infra.embedded.plan import ROLES as EMBEDDED
 from turnlog.infra.roles.ending import grace_s
@@ -505,7 +506,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_values_that_contradict_each_other_are_refused_by_name(case: str) -> None:
     values, named = REFUSED[case]
     with pytest.raises(HelmError, match=re.escape(named)):

@@ -18,6 +18,7 @@ from docs.tools.index_page import index_page
 from docs.tools.metrics_page import metrics_page
 from docs.tools.settings_page import settings_page
 from tests.agent_clis import PACKAGES
+from tests.each import each
 from tests.frameworks.clients import CLIENTS
 from turnlog import cli
 from turnlog.asyncapi_page import asyncapi_page
@@ -31,6 +32,7 @@ SERVICES = set(COMPOSE["services"])
 PROFILES = {profile for service in COMPOSE["services"].values() for profile in service["profiles"]}
 SHELL = {"cd", "cp", "mkdir", "openssl", "chmod", "git", "export"}
 OF_A_CLUSTER = {"helm", "kubectl"}
+PARSER = cli.parser()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -57,12 +59,12 @@ def test_what_a_page_types_at_the_prompt_answers_as_it_says(page: Path) -> None:
     assert not said, "".join(said)
 
 
-@pytest.mark.parametrize("text", blocks("toml"))
+@each("text", blocks("toml"))
 def test_a_settings_block_loads(text: str) -> None:
     assert from_tables(tomllib.loads(text), {}, source="block").run.id
 
 
-@pytest.mark.parametrize("text", blocks("console"))
+@each("text", blocks("console"))
 def test_a_command_block_parses(text: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in text.strip().splitlines():
@@ -76,7 +78,7 @@ def test_a_command_block_parses(text: str) -> None:
             assert line in (ROOT / "docs/kubernetes.md").read_text(), line  # which tests/deploy/test_kube.py runs
         elif program not in SHELL:
             assert program == "turnlog", line
-            assert cli.parser().parse_args(arguments).verb
+            assert PARSER.parse_args(arguments).verb
 
 
 WITHOUT_A_LOG = {
@@ -114,7 +116,7 @@ def test_the_page_names_those_that_ask_for_a_producer_id_alone() -> None:
     assert set(re.findall(r"`([a-z-]+)`", found[1])) == given
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target

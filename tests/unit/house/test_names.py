@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from docs.tools.metrics_page import metrics as declared
+from tests.each import each
 from turnlog import __version__
 from turnlog.names import (
     HEADERS,
@@ -113,7 +114,7 @@ NAMES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@each("kind", NAMES)
 def test_the_names_that_leave_the_process_are_those_that_were_frozen(kind: str) -> None:
     frozen, found = GOLDEN[kind], {str(name) for name in NAMES[kind]()}
     assert frozen == sorted(set(frozen)), "tests/golden/names.toml: keep each list sorted"
@@ -128,7 +129,7 @@ def test_the_names_that_leave_the_process_are_those_that_were_frozen(kind: str) 
     )
 
 
-@pytest.mark.parametrize("path", GOLDEN["imports"])
+@each("path", GOLDEN["imports"])
 def test_a_public_import_path_still_imports(path: str) -> None:
     assert imports_as(path) is not None, f"{path}: leave an alias module at the old path (decision 25)"
 

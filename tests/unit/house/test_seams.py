@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import each
+
 ROOT = Path(__file__).parents[3]
 REPLACES = {"setattr", "delattr", "__setattr__", "__delattr__"}
 EXCEPTIONS = {
@@ -79,7 +81,7 @@ def test_no_test_replaces_what_it_could_hand_in() -> None:
     assert [name for name in EXCEPTIONS if not found.get(name)] == [], "it replaces nothing any more"
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         'monkeypatch.setattr(worker, "DRAIN_S", 0.1)',

@@ -13,6 +13,7 @@ from typing import get_type_hints
 import pytest
 
 from docs.tools.settings_page import said_of
+from tests.each import each
 from turnlog.infra.roles.probe import health_address
 from turnlog.names import TEST_VARIABLES, VARIABLES
 from turnlog.setting_types import value_of
@@ -57,7 +58,7 @@ def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
         load(None, {"TURNLOG_EGRESS_ALLOW": '["GET'})
 
 
-@pytest.mark.parametrize(
+@each(
     ("tables", "said"),
     [
         ({"kafak": {}}, r"unknown section \[kafak\], did you mean kafka\?; sections are alerts, .*views"),
@@ -167,7 +168,7 @@ SCRAM = SASL | {"sasl_mechanism": "SCRAM-SHA-512", "username": "u", "password": 
 TOKEN = SASL | {"sasl_mechanism": "OAUTHBEARER"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("kafka", "said"),
     [
         ({"security_protocol": "SSL"}, "kafka.bootstrap is empty: the embedded broker"),

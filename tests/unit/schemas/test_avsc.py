@@ -8,8 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from tests.each import each
 from turnlog.schemas.avsc import NAMESPACE, render, stored_schema, write_all
 from turnlog.schemas.codec import Codec, plain
 from turnlog.schemas.events import ALL
@@ -27,7 +26,7 @@ CODEC = Codec({name: place for place, name in enumerate(ALL)})
 CODEC_OF = {name: golden_codec(release) for name, release in PAST.items()}
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_the_stored_schema_is_the_one_of_the_class(name: str) -> None:
     assert (AVRO / f"{name}.avsc").read_text() == render(ALL[name]), (
         f"{name}.avsc is not what its class says: run `python -m turnlog.schemas.avsc`"
@@ -39,13 +38,13 @@ def test_there_is_a_schema_for_every_record_and_for_nothing_else(tmp_path: Path)
     assert {path.name for path in AVRO.glob("*.avsc")} == {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_the_reference_implementation_parses_every_schema(name: str) -> None:
     schema = parsed(stored_schema(name))
     assert schema.fullname == f"{NAMESPACE}.{name}"
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_the_reference_implementation_reads_and_writes_the_same_bytes(name: str) -> None:
     event = example(ALL[name])
     schema, body = parsed(stored_schema(name)), CODEC.encode(event)[5:]
@@ -57,20 +56,19 @@ def test_the_reference_implementation_reads_and_writes_the_same_bytes(name: str)
     assert out.getvalue() == body
 
 
-@pytest.mark.parametrize(("release", "name"), RELEASED)
+@each(("release", "name"), RELEASED)
 def test_golden_bytes_decode_to_what_they_said(release: str, name: str) -> None:
     """Under the schema that they were written with, read with the present one. Fields added since are defaults."""
     golden, said = PAST[release].golden(name)
     assert contains(to_json(CODEC_OF[release].decode(golden)), said)
 
 
-@pytest.mark.parametrize(("release", "name"), RELEASED)
+@each(("release", "name"), [(one, name) for one, name in RELEASED if PAST[one].schema(name) == stored_schema(name)])
 def test_golden_records_encode_to_the_golden_bytes_while_their_schema_is_the_present_one(
     release: str, name: str
 ) -> None:
     golden, _ = PAST[release].golden(name)
-    if PAST[release].schema(name) == stored_schema(name):
-        assert CODEC.encode(CODEC_OF[release].decode(golden))[5:] == golden[5:]
+    assert CODEC.encode(CODEC_OF[release].decode(golden))[5:] == golden[5:]
 
 
 def test_every_record_that_was_released_has_a_first_schema() -> None:

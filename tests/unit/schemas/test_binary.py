@@ -13,6 +13,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.schemas import UndecodableRecord, binary
 from turnlog.schemas.avsc import field_types, stored_schema
 from turnlog.schemas.codec import Codec, plain
@@ -62,7 +63,7 @@ def written(event: Any) -> bytes:
     return b"".join(parts)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 def test_a_generated_pair_agrees_with_fastavro_on_every_record(name: str, data: st.DataObject) -> None:
@@ -98,7 +99,7 @@ def test_what_a_generated_reader_takes_fastavro_takes_alike(name: str, data: st.
         assert (by_fastavro(event), stream.tell()) == (again.getvalue(), end)
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_every_cut_of_a_body_is_left_to_fastavro(name: str) -> None:
     body = by_fastavro(example(ALL[name]))
     read = binary.reader(name)

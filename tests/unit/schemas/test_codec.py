@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.schemas import SchemaError, UndecodableRecord, UnknownRecord, UnknownSchemaId
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.codec import HEADER, Codec
@@ -53,7 +54,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 EVENTS = {name: values(record) for name, record in ALL.items()}
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_every_record_comes_back_as_it_was(name: str, data: st.DataObject) -> None:

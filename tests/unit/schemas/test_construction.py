@@ -8,13 +8,14 @@ import pickle
 
 import pytest
 
+from tests.each import each
 from turnlog.schemas.binary import constructor, twin
 from turnlog.schemas.events import ALL, FinishReason, TreeNode, VersionSpan
 from turnlog.schemas.releases import example
 from turnlog.schemas.types import TurnId
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_every_event_is_made_as_its_class_makes_it(name: str) -> None:
     event = example(ALL[name])
     values = [getattr(event, field.name) for field in dataclasses.fields(event)]

@@ -11,6 +11,7 @@ from typing import Any
 import fastavro
 import pytest
 
+from tests.each import each
 from turnlog.schemas import LaterKind, UndecodableRecord, WrittenTooSoon, layout
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec, plain
@@ -85,7 +86,7 @@ def test_an_enum_symbol_of_a_newer_writer_reads_as_the_default() -> None:
 LAST = as_of(releases()[-1].name, releases())
 
 
-@pytest.mark.parametrize("name", sorted(LAST))
+@each("name", sorted(LAST))
 def test_the_last_release_reads_what_is_written_today(name: str) -> None:
     """RunConfigured.parent, say, which came after v3: a reader of v3 passes it over."""
     event = example(ALL[name])
@@ -138,7 +139,7 @@ def test_a_schema_of_no_record_of_ours_is_not_held() -> None:
         codec.hold(THEIRS, {"type": "record", "name": "else.where.Stranger", "fields": []})
 
 
-@pytest.mark.parametrize("name", ALL)
+@each("name", ALL)
 def test_every_enum_has_a_default_so_that_it_may_grow(name: str) -> None:
     def enums(part: Any) -> list[dict[str, Any]]:
         if isinstance(part, list):
@@ -204,7 +205,7 @@ COSTLY = {
 }
 
 
-@pytest.mark.parametrize("name", COSTLY)
+@each("name", COSTLY)
 def test_a_schema_that_lets_few_bytes_cost_much_is_refused(name: str) -> None:
     """Four hundred million items of no bytes took a reader 28 s, a type that holds itself its process."""
     kind, why = COSTLY[name]

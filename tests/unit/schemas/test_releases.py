@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from turnlog import cli
 from turnlog.schemas import releases as cutting
 from turnlog.schemas.avsc import stored_schema
@@ -91,7 +92,7 @@ def test_todays_schemas_may_follow_every_release() -> None:
     assert cutting.check(releases()) == []
 
 
-@pytest.mark.parametrize(("name", "doctor", "rule", "where"), DOCTORED, ids=[case[1].__name__ for case in DOCTORED])
+@each(("name", "doctor", "rule", "where"), DOCTORED, ids=[case[1].__name__ for case in DOCTORED])
 def test_a_doctored_schema_breaks_its_rule_by_name(
     name: str, doctor: Callable[[Schema], None], rule: CompatibilityRule, where: str
 ) -> None:

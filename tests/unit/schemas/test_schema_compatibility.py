@@ -6,10 +6,10 @@ import io
 from typing import Any
 
 import fastavro
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.compatibility import incompatibilities
 from turnlog.schemas.events import ALL
@@ -93,14 +93,14 @@ CASES: list[tuple[str, Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("reader", "writer", "why"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@each(("reader", "writer", "why"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_the_verdict_and_its_reason(reader: Any, writer: Any, why: str) -> None:
     found = incompatibilities(reader, [writer])
     assert bool(found) == bool(why)
     assert not why or any(why in str(problem) for problem in found)
 
 
-@pytest.mark.parametrize("name", sorted(ALL))
+@each("name", sorted(ALL))
 def test_every_record_of_the_catalogue_can_read_itself(name: str) -> None:
     assert incompatibilities(stored_schema(name), [stored_schema(name)]) == []
 

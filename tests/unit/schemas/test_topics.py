@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
+from tests.each import each
 from turnlog.schemas.avsc import field_types
 from turnlog.schemas.events import ALL, DeadLetter, EngineGone
 from turnlog.schemas.topics import (
@@ -38,7 +37,7 @@ def test_names_are_unique_and_legal_for_kafka() -> None:
         assert name.replace(".", "").replace("-", "").isalnum()
 
 
-@pytest.mark.parametrize("topic", CATALOGUE, ids=lambda topic: topic.name)
+@each("topic", CATALOGUE, ids=lambda topic: topic.name)
 def test_every_record_of_a_topic_carries_its_key(topic: Topic) -> None:
     for record in topic.records:
         assert topic.key in field_types(ALL[record])
@@ -51,7 +50,7 @@ def test_units_share_a_key_and_a_count() -> None:
     assert {BY_NAME[name].key for name in UNIT_OF_ROLLOUTS} == {"rollout_id"}
 
 
-@pytest.mark.parametrize("topic", CATALOGUE, ids=lambda topic: topic.name)
+@each("topic", CATALOGUE, ids=lambda topic: topic.name)
 def test_nothing_expires_and_nothing_is_compacted(topic: Topic) -> None:
     config = topic.config()
     assert (config["cleanup.policy"], config["retention.ms"], config["retention.bytes"]) == ("delete", "-1", "-1")
