@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import each
 from turnlog import cli
 from turnlog.consumers.datasets.build import query_of
 from turnlog.consumers.datasets.query import Query
@@ -38,7 +39,7 @@ EVERY = {
 }
 
 
-@pytest.mark.parametrize("flag", EVERY)
+@each("flag", EVERY)
 def test_an_option_is_the_query_that_it_says(flag: str) -> None:
     value, wanted = EVERY[flag]
     words = ["dataset", "build", "out", flag, *([] if value is None else [value])]

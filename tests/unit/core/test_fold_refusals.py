@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.each import each
 from turnlog.processors.core import errors
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.fold.group import GroupFold
@@ -46,7 +47,7 @@ def only_refusal(folded):
     return topic, offset, error
 
 
-@pytest.mark.parametrize("name", BAD_SNAPSHOTS)
+@each("name", BAD_SNAPSHOTS)
 def test_a_bad_snapshot_is_refused_by_name_and_excludes_its_session(story, name):
     s = story(size=2)
     s.turn("a", 0, "sq", "A")
@@ -85,7 +86,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_SNAPSHOTS)
+@each("name", BAD_SNAPSHOTS)
 def test_the_message_says_what_where_and_what_to_do(story, name):
     s = story()
     s.turn("a", 0, "sq", "A")

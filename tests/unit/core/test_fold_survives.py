@@ -8,8 +8,7 @@ from collections import Counter, defaultdict
 from enum import StrEnum
 from typing import Any
 
-import pytest
-
+from tests.each import each
 from tests.fakes.sessions import bad_days
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
@@ -55,7 +54,7 @@ def changed(record: Any, rng: random.Random) -> Any:
     return dataclasses.replace(record, **{name: other(getattr(record, name), rng)})
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each("seed", range(100))
 def test_a_history_with_changed_records_is_folded_or_refused_and_its_books_balance(seed: int) -> None:
     rng = random.Random(seed)
     groups: dict[str, GroupFold] = {}

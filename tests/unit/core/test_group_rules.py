@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
 from turnlog.processors.core.methods.catalogue import BUILT_IN
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules
@@ -161,7 +162,7 @@ def test_under_step_equal_verdicts_with_other_steps_are_no_zero_variance(story):
     assert turn_advantages(folded) == {("a", 0): 0, ("a", 1): -0.5, ("b", 0): 0, ("b", 1): 0.5}
 
 
-@pytest.mark.parametrize(
+@each(
     ("filters", "rewards", "reason"),
     [
         (("all_failed:0",), (0.0, 0.0), "all_failed"),

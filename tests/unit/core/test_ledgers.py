@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.each import each
 from tests.fakes.sessions import bad_days
 from turnlog.processors.core.audit import Books, Ledgers
 from turnlog.processors.core.audit import follow_manifests as drawn_accounts
@@ -237,7 +238,7 @@ def lying_step(history: Told) -> Told:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("lie", "level", "says"),
     [
         (lost_sample, "session", "its samples hold"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.each import each
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.views.weights import HeldVersion
@@ -274,8 +275,8 @@ CASES: dict[str, tuple[list[Turn], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("deltas", [False, True], ids=["whole", "deltas"])
-@pytest.mark.parametrize("name", CASES)
+@each("deltas", [False, True], ids=["whole", "deltas"])
+@each("name", CASES)
 def test_a_case_of_branching_comes_out_as_with_slime(story, drawn, name, deltas):
     turns, threshold, golden = CASES[name]
     s = story()

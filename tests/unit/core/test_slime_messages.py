@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.processors.core.errors import PayloadNotFetched
 from turnlog.processors.core.messages import ComparableMessage, Dialogue, NotMessages, message, messages, response
 from turnlog.processors.core.methods.rules import FoldRules
@@ -77,7 +78,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@each("name", EQUAL)
 def test_a_message_in_another_shape_is_the_same_message(name):
     one, other = map(message, EQUAL[name])
     assert one.echoes(other)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import LiveRow, Weights, WeightsDoNotAddUp, check_rows, weigh
 from turnlog.schemas.events import Weighting
@@ -112,8 +113,8 @@ def no_version(rows: BatchRows) -> BatchRows:
     return replace(rows, version_min=np.full(len(rows), -1, "<i4"))
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-@pytest.mark.parametrize(
+@each("weighting", WEIGHTINGS)
+@each(
     "corrupt",
     [broken_divisor, one_more_trained, one_row_masked, flag_of_two, another_prompt, another_trajectory, no_version],
 )

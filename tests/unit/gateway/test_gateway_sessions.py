@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from tests.unit.gateway.conftest import PARTITIONS, until
 from turnlog.producers.gateway.conversation import MessageNode, RecordedTurn, Strand
 from turnlog.producers.gateway.recovery import SessionTail
@@ -69,7 +70,7 @@ async def test_an_idempotency_key_gives_the_recorded_turn(rig: Any) -> None:
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-@pytest.mark.parametrize(
+@each(
     ("headers", "kept"),
     [
         ([f"00-{TRACE}-{SPAN}-01"], True), ([f" 00-{TRACE}-{SPAN}-00 "], True), ([f"cc-{TRACE}-{SPAN}-01"], True),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.producers.gateway.errors import TemplateSpent
 from turnlog.producers.gateway.messages import normalise_messages, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
@@ -267,7 +268,7 @@ def parsed(*pieces: str, inside: bool = False) -> tuple[list[Part], int]:
     return parser.parts, parser.ill_formed
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "parts", "ill_formed"),
     [
         ("plain ", [Text("plain ")], 0),
@@ -333,7 +334,7 @@ SPENT = [
 """Templates whose work has no bound, each by another means of theirs."""
 
 
-@pytest.mark.parametrize("source", SPENT)
+@each("source", SPENT)
 def test_a_template_that_loops_or_multiplies_text_is_refused_by_name(source: str) -> None:
     template = ChatTemplate(f"{{% if messages[0].content == 'fine' %}}so{{% else %}}{source}{{% endif %}}", {})
     assert template.render([{"role": "user", "content": "fine"}], None, generate=True) == "so"

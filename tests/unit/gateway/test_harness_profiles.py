@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.profiles import AmbiguousProfile, BrokenProfile, UnknownHarness, harness, system_text
 
@@ -36,7 +37,7 @@ def billed(more: str = "") -> list[dict[str, str]]:
     return [{"type": "text", "text": line}, {"type": "text", "text": "You are a Claude agent."}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("headers", "tools", "system", "expected"),
     [
         (CLAUDE, TOOLS, billed(), "main"),

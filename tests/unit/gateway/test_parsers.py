@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.each import each
 from turnlog.producers.gateway.parsers.formats import FORMATS, MARKS, THINKING, TOLD_BY, formats_of
 from turnlog.producers.gateway.parsers.parser import OutputParser, ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import TextStream, TextTokens
@@ -375,7 +376,7 @@ def parsed(
     return parser.parts, parser.ill_formed
 
 
-@pytest.mark.parametrize(("name", "text", "parts", "ill_formed"), ALL)
+@each(("name", "text", "parts", "ill_formed"), ALL)
 def test_calls_of_each_family_leave_the_text(name: str, text: str, parts: list[Part], ill_formed: int) -> None:
     assert parsed(name, [text]) == (parts, ill_formed)
     assert parsed(name, text) == (parts, ill_formed)  # a character at a time
@@ -391,7 +392,7 @@ def stripped(parts: list[Part]) -> list[Part]:
     return [Text(first.text.lstrip()), *parts[1:]] if isinstance(first, Text) else parts
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "text", "value"),
     [
         ("city", "5", "5"), ("city", "null", "null"), ("city", " a\n b ", " a\n b "), ("city", "", ""),
@@ -424,8 +425,8 @@ DEFINED = {
 """As Pydantic, FastMCP and openai-agents write what is nested."""
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "seed", "glm45"])
-@pytest.mark.parametrize(
+@each("name", ["qwen3_coder", "seed", "glm45"])
+@each(
     ("schema", "text", "value"),
     [
         ({"$ref": "#/$defs/Point"}, '{"x": 1.5}', {"x": 1.5}),
@@ -572,7 +573,7 @@ def test_values_that_no_schema_tells_of_are_text_to_qwen_and_json_to_glm(schema:
         assert json.loads(found.arguments) == {"a": value}
 
 
-@pytest.mark.parametrize("name", THINKING)
+@each("name", THINKING)
 def test_reasoning_in_each_spelling_also_where_the_prompt_opened_it(name: str) -> None:
     opening, closing = THINKING[name]
     expected = ([Reasoning("why"), Text("so")], 0)
@@ -668,7 +669,7 @@ def test_marks_of_calls_are_no_end_of_an_output_and_not_held_back(byte_level: Te
     assert byte_level.is_control(byte_level.encode("<|end|>")[0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "calls", "thinking"),
     [
         ("{{ '<tool_call>\\n' }}", "hermes", None),

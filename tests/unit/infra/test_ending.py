@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.each import each
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.roles.ending import CLOSE_S, drain_s, grace_s, run_verb
 from turnlog.names import ExitStatus
@@ -22,7 +23,7 @@ from turnlog.verbs.roles import LOOPS
 ALL = (*LOOPS, "sandbox", "views", "registry", "archive", "lag")
 
 
-@pytest.mark.parametrize("role", ALL)
+@each("role", ALL)
 def test_every_role_has_a_grace(role: str) -> None:
     assert CLOSE_S <= drain_s(role, Settings()) + CLOSE_S == grace_s(role, Settings())
 

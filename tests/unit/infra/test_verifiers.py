@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from tests.each import each
 from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
 from turnlog.infra.verifiers.groups import JudgedGroup
 from turnlog.infra.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
@@ -381,8 +382,8 @@ async def test_a_judge_that_favours_a_place_favours_no_session(service: Service,
     assert len(service.asked) == 5 * 2
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 20])
+@each("size", [1, 2, 3, 6, 7])
+@each("most", [1, 2, 3, 4, 20])
 def test_who_meets_is_met_as_often_as_anybody_whoever_came_first(size: int, most: int) -> None:
     group = of_lengths(*range(size))
     met = {name: group.opponents(name, most) for name in group.episodes}

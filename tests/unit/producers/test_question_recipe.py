@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from turnlog.infra.recipes import Episode, Recipe
 from turnlog.infra.recipes import recipe as installed
 from turnlog.producers.recipes.question import ASKS, FOUND, KINDS, RECIPE, demonstration, judge, library
@@ -41,7 +42,7 @@ def conversation(task: dict[str, Any], searches: int, answer: str) -> Episode:
     return Episode(task=task, messages=tuple(messages), outcome=Outcome.completed, reason="")
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: "-".join(task["hops"]))
+@each("task", TASKS, ids=lambda task: "-".join(task["hops"]))
 def test_one_search_for_each_hop_finds_the_answer(task: dict[str, Any]) -> None:
     verdict = judge(conversation(task, len(task["hops"]), f"I looked it up.\nAnswer: {task['answer']}."))
     assert (verdict.value, verdict.components["hops_found"]) == (1.0, 1.0), verdict

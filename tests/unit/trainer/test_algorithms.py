@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.each import each
 from tests.fakes.batches import synthetic_rows
 from turnlog.learning_settings import WANTS
 from turnlog.names import EntryPointGroup
@@ -123,7 +124,7 @@ def gradient(name: str, **options: Any) -> PolicyGradient:
 BOUNDED = [name for name in BUILT_IN if name not in ("sapo", "cispo")]
 
 
-@pytest.mark.parametrize(("name", "dual"), [*((name, 0.0) for name in BUILT_IN), *((name, DUAL) for name in BOUNDED)])
+@each(("name", "dual"), [*((name, 0.0) for name in BUILT_IN), *((name, DUAL) for name in BOUNDED)])
 def test_a_loss_and_its_derivative_are_those_of_the_formula(name: str, dual: float) -> None:
     for seed in range(20):
         given = numbers(seed)
@@ -296,7 +297,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("tables", "said"), REFUSED)
+@each(("tables", "said"), REFUSED)
 def test_settings_that_contradict_each_other_are_refused_with_what_to_change(tables: Any, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         learning_plan(from_tables(tables, {}, source="test"))

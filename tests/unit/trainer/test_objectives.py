@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.each import each
 from tests.fakes.batches import synthetic_rows, with_random_experts
 from tests.reference.layouts import OBJECTIVES, Theirs, learner_of, ours
 from tests.reference.plain import PlainLearner, of_row
@@ -183,9 +184,9 @@ def far(rows: BatchRows, row: int, gap: float, advantage: float) -> tuple[BatchR
     )
 
 
-@pytest.mark.parametrize("gap", [30.0, 120.0, -120.0])
-@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-@pytest.mark.parametrize("name", BUILT_IN)
+@each("gap", [30.0, 120.0, -120.0])
+@each("advantage", [1.0, 0.0, -1.0])
+@each("name", BUILT_IN)
 def test_a_token_that_its_engine_found_far_less_likely_does_not_take_the_step_over(
     name: str, advantage: float, gap: float
 ) -> None:

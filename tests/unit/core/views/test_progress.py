@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.each import each
 from turnlog.processors.core.views.progress import BatchProgress
 from turnlog.processors.core.views.weights import OFF_CHAIN
 from turnlog.schemas.events import (
@@ -164,7 +165,7 @@ def test_a_successor_that_publishes_less_often_is_not_waited_for_longer_than_it_
     assert not progress(2, *history, *again, of(1, published(8, 3))).repeats
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_whether_it_repeats_does_not_depend_on_the_order_of_the_topics(seed: int):
     steps = [stepped(0), stepped(1), of(1, stepped(0)), of(1, stepped(1))]
     versions = [published(0, -1), published(1, 0), of(1, published(2, -1)), of(1, published(3, 0))]
@@ -199,7 +200,7 @@ def trained(rng: random.Random, draws: int, every: int, checkpoint_every: int) -
     return steps, versions
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each("seed", range(100))
 def test_no_draw_meets_weights_that_a_restarted_trainer_still_publishes_again(seed: int):
     """Whichever topic is ahead; and at the end of all nothing is waited for."""
     rng = random.Random(seed)
