@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from turnlog.infra import recipes
 from turnlog.infra.verifiers import grading as program
 from turnlog.infra.verifiers.kinds import PROTECTED
@@ -62,7 +63,7 @@ def outcomes(folder: Path, files: dict[str, str], tests: list[str], patch: str =
         return {test: outcome for line in reports for test, outcome in [json.loads(line)]}
 
 
-@pytest.mark.parametrize(("module", "bug"), BUGS, ids=lambda each: each.get("kind") or each["names"][0])
+@each(("module", "bug"), BUGS, ids=lambda each: each.get("kind") or each["names"][0])
 def test_a_bug_can_be_mended_by_one_edit(module: dict[str, Any], bug: dict[str, Any]) -> None:
     mends, broken = edit(module["code"], bug), module["code"].replace(bug["right"], bug["wrong"])
     assert broken.count(mends["old"]) == 1, "edit_file takes no other"
@@ -75,7 +76,11 @@ def test_demonstrations_mend_less_than_half_of_their_bugs() -> None:
     assert 0.3 < sum(one.startswith("replaced") for one in told) / 1000 < 0.6
 
 
-@pytest.mark.parametrize(("module", "bug"), BUGS, ids=lambda each: each.get("kind") or each["names"][0])
+@pytest.mark.parametrize(
+    ("module", "bug"),
+    [case if number % 10 == 0 else pytest.param(*case, marks=pytest.mark.long) for number, case in enumerate(BUGS)],
+    ids=lambda each: each.get("kind") or each["names"][0],
+)  # each runs pytest three times in processes of its own
 def test_the_bug_of_a_repository_is_real_and_its_patch_alone_mends_it(
     module: dict[str, Any], bug: dict[str, Any], tmp_path: Path
 ) -> None:
