@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.each import each
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.connection import (
     PATIENCE,
@@ -94,7 +95,7 @@ FORGED_ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("program", FORGED_ANSWERS.values(), ids=FORGED_ANSWERS)
+@each("program", FORGED_ANSWERS.values(), ids=FORGED_ANSWERS)
 async def test_an_answer_that_no_init_gives_is_a_dead_sandbox(program: str) -> None:
     sandbox = await saying(READY + program)
     with pytest.raises(SandboxDied):
@@ -134,7 +135,7 @@ FORGED_INDICES = {
 }
 
 
-@pytest.mark.parametrize("program", FORGED_INDICES.values(), ids=FORGED_INDICES)
+@each("program", FORGED_INDICES.values(), ids=FORGED_INDICES)
 async def test_an_index_that_no_init_gives_is_a_dead_sandbox(program: str) -> None:
     sandbox = await saying(READY + program)
     with pytest.raises(SandboxDied):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.each import each
 from turnlog.infra.tools import BUILT_IN, UnknownTool, tool_declarations
 from turnlog.sandbox_workers.protocol import Kind
 from turnlog.sandbox_workers.tools import Prepared, Refusal, Tool, prepared, tools
@@ -26,7 +27,7 @@ def refusal(tool: str, arguments: bytes | dict[str, object], spec: SandboxSpec =
     return refused
 
 
-@pytest.mark.parametrize(
+@each(
     ("tool", "arguments"),
     [
         ("python", {"code": "print(1)"}),
@@ -47,7 +48,7 @@ def test_what_a_tool_takes_is_prepared(tool: str, arguments: dict[str, object]) 
     assert (found.tool.name, found.arguments) == (tool, arguments)
 
 
-@pytest.mark.parametrize(
+@each(
     ("tool", "arguments", "said"),
     [
         ("python", b"{", "not JSON: Expecting property name"),

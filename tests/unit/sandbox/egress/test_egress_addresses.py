@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.each import each
 from turnlog.sandbox_workers.egress.client import Head
 from turnlog.sandbox_workers.egress.policy import Authority, EgressUnavailable, Reason, RequestRefused, absolute
 from turnlog.sandbox_workers.egress.sources import Addresses, Upstream, public
@@ -22,7 +23,7 @@ PRIVATE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("address", PRIVATE)
+@each("address", PRIVATE)
 def test_an_address_that_is_not_everybodys_is_not_public(address: str) -> None:
     assert not public(address)
 

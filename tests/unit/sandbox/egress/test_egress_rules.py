@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.each import each
 from turnlog.sandbox_workers.egress.policy import (
     NetworkRuleSet,
     RequestRefused,
@@ -30,7 +31,7 @@ def granted(policy: NetworkRuleSet, method: str, url: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "", "GET", "https://h.test/*", "get https://h.test/*", "GET, HEAD https://h.test/*", "GET h.test/*",
@@ -45,7 +46,7 @@ def test_what_is_no_rule_is_named(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "method", "url", "grants"),
     [
         ("GET https://h.test/*", "GET", "https://h.test/", True),
@@ -74,7 +75,7 @@ def test_a_rule_grants(rule: str, method: str, url: str, grants: bool) -> None:
     assert granted(NetworkRuleSet(rules([rule])), method, url) is grants
 
 
-@pytest.mark.parametrize(
+@each(
     "path",
     [
         "/public/../secret", "/public/%2e%2e/secret", "/public/.%2E/secret", "/public/..%2fsecret",
@@ -90,7 +91,7 @@ def test_no_spelling_leads_out_of_a_granted_path(path: str) -> None:
     assert not granted(PUBLIC, "GET", f"https://h.test{path}")
 
 
-@pytest.mark.parametrize(
+@each(
     "url",
     [
         "https://h.test@evil.test/public/x", "https://u:p@h.test/public/x", "https://h.test:443@evil.test/public/x",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.each import each
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.schemas.events import ToolStatus
 
@@ -147,7 +148,7 @@ async def answers(lab: Any) -> dict[str, list[str]]:
     return found | await lab.each(opened | sockets)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 async def test_a_system_call_that_leads_out_is_refused(answers: dict[str, list[str]], name: str) -> None:
     assert seccomp.program(), "this machine has no libseccomp"
     assert answers[name] == [CALLS[name][1]]
@@ -165,7 +166,7 @@ async def test_a_system_call_of_another_architecture_ends_the_process(lab: Any, 
     assert (answer.status, answer.exit_code, answer.output) == (ToolStatus.tool_error, 128 + 31, b"")
 
 
-@pytest.mark.parametrize("name", FILES)
+@each("name", FILES)
 async def test_a_file_of_the_kernels_cannot_be_opened(answers: dict[str, list[str]], name: str) -> None:
     (said,) = answers[f"file {name}"]
     assert said in ("EACCES", "EROFS", "ENOENT", "EPERM")
@@ -228,7 +229,7 @@ async def test_a_setuid_program_runs_as_its_caller(lab: Any) -> None:
     assert said.output.decode() == "1000\nset()\n", "root's files belong to nobody inside, so nobody can be become"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 async def test_a_socket_of_an_odd_family_is_refused(answers: dict[str, list[str]], name: str) -> None:
     assert answers[f"socket {name}"] == ["EAFNOSUPPORT"]
 

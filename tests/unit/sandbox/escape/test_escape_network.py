@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.each import each
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BEYOND = "192.0.2.1"
@@ -56,7 +58,7 @@ async def answers(lab: Any) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 async def test_a_way_out_of_the_namespace_is_refused(answers: dict[str, list[str]], name: str) -> None:
     assert answers[name] == [REFUSED[name][1]]
 
