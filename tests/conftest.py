@@ -1,4 +1,4 @@
-"""Real servers for tests, started when a test first asks, once per session, gone at its end.
+"""Real servers for tests, started when a test first asks, once per session, gone at its end (shared_servers.py).
 
 A child dies with pytest, also when pytest is killed (infra/embedded/process.py). All that a run writes lies in a folder
 of its own, temporary files included; a run that leaves some of those, or changes everybody's folders, fails.
@@ -13,7 +13,6 @@ import functools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +21,13 @@ from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
 
-import httpx
 import hypothesis
 import pytest
 
 from tests.secured import Secured, secured_broker
-from turnlog.infra.embedded import RegistryDied
-from turnlog.infra.embedded.broker import Broker
+from tests.shared_servers import OwnServers, ServersOfRun, SharedServers
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import Child, Launch
-from turnlog.infra.embedded.servers import EngineServer, ObjectStore
+from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.topics_admin import ROLES
 from turnlog.sandbox_settings import SandboxSettings
@@ -76,6 +72,10 @@ _of_workers: dict[str, list[str]] = {}
 _modes = {folder: folder.stat().st_mode for folder in MACHINE}
 _OWN, _PARENT = pytest.StashKey[Path](), pytest.StashKey[Path]()
 _RUNNING = pytest.StashKey[TextIO]()
+_SERVERS = pytest.StashKey[SharedServers]()
+ONE_WORKERS = {"engine_url": "engine_url", "secured": "secured: Secured"}
+"""Fixtures of which one worker has the server for itself, and the text that tells that a file uses one: an engine's
+start takes a core for 20 s, and on the secured broker a test revokes what others were granted."""
 PREFIX, RUNNING, KEPT_RUNS = "turnlog-tests-", "running", 3
 """A run's folder, the file in it that is locked while the run lasts, and how many folders of others are kept."""
 
@@ -100,6 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("any machine")
     if worker or not config.option.basetemp:
         config.option.basetemp = str(own / "pytest")
+    config.stash[_SERVERS] = (
+        ServersOfRun(Path(worker["servers"]), Path(worker["socket"])) if worker else OwnServers(own / "servers")
+    )
     if worker:  # sandboxes of its runs have host users of their own
         os.environ["TURNLOG_SANDBOX_FIRST_UID"] = str(300_000 + 1_000 * int(worker["workerid"].removeprefix("gw")))
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
@@ -107,19 +110,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """A worker's folder lies beside ours, not within: paths of sockets are short."""
-    node.workerinput["parent"] = str(node.config.stash[_PARENT])
+    """A worker's folder lies beside ours, not within: paths of sockets are short. It asks us for the servers."""
+    servers, path = node.config.stash[_SERVERS], node.config.stash[_OWN] / "servers.sock"
+    if not path.exists():
+        servers.answer_workers(path)
+    told = {"parent": node.config.stash[_PARENT], "servers": servers.folder, "socket": path}
+    node.workerinput.update({name: str(place) for name, place in told.items()})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one worker's, and so are all that ask for `engine_url`: an engine's start takes a core for 20 s."""
+    """A file is one worker's, and so are all that use one of ONE_WORKERS."""
     from xdist.scheduler import LoadFileScheduling  # only where there are workers
 
     class Files(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "engine_url" if _shares_engine(file) else file
+            return _group(file)
 
     return Files(config, log)
 
@@ -131,8 +138,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @functools.cache
-def _shares_engine(file: str) -> bool:
-    return "engine_url" in (ROOT / file).read_text()
+def _group(file: str) -> str:
+    text = (ROOT / file).read_text()
+    return next((fixture for fixture, use in ONE_WORKERS.items() if use in text), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -163,6 +171,7 @@ def _passable(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """What a run that failed wrote is kept."""
+    _stop_servers(config)
     if (own := config.stash.get(_OWN, None)) is not None and not (own / "kept").exists():
         shutil.rmtree(own)
 
@@ -175,10 +184,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _unlisted.append(f"{report.nodeid}: {reason}")
 
 
+def _stop_servers(config: pytest.Config) -> None:
+    if isinstance(servers := config.stash.get(_SERVERS, None), OwnServers):
+        servers.stop()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A skip for any other reason fails the run; so does what turnlog leaves (libraries have their caches there), and
     what is done to everybody's folders."""
+    _stop_servers(session.config)
     own = session.config.stash[_OWN]
     faults = {
         "skipped for a reason that docs/limits.md does not list:": _unlisted,
@@ -217,16 +232,21 @@ def _unpacked(ignored: list[str]) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def shared_servers(request: pytest.FixtureRequest) -> SharedServers:
+    """The servers that all workers share."""
+    return request.config.stash[_SERVERS]
+
+
+@pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the session's servers keep data and logs."""
+    """Where servers of this worker alone keep data and logs."""
     return tmp_path_factory.mktemp("servers")
 
 
 @pytest.fixture(scope="session")
-def kafka(servers: Path) -> Iterator[str]:
+def kafka(shared_servers: SharedServers) -> str:
     """Bootstrap address of a real Apache Kafka."""
-    with Broker(servers / "kafka") as broker:
-        yield broker.bootstrap
+    return shared_servers.find("kafka")["bootstrap"]
 
 
 @pytest.fixture(scope="session")
@@ -238,35 +258,15 @@ def secured(servers: Path) -> Iterator[Secured]:
 
 
 @pytest.fixture(scope="session")
-def store(servers: Path) -> Iterator[StoreSettings]:
+def store(shared_servers: SharedServers) -> StoreSettings:
     """Settings of a real S3 server on disk."""
-    with ObjectStore(servers / "store", StoreSettings()) as server:
-        yield server.settings
+    return StoreSettings(**shared_servers.find("store"))
 
 
 @pytest.fixture(scope="session")
-def registry_url(kafka: str, servers: Path) -> Iterator[str]:
+def registry_url(shared_servers: SharedServers) -> str:
     """URL of a real schema registry whose state is on `kafka`."""
-    port = free_ports(1)[0]
-    url = f"http://{HOST}:{port}"
-    launch = Launch(
-        name="registry",
-        argv=(sys.executable, "-m", "turnlog.infra.embedded.registry_app"),
-        log=servers / "registry.log",
-        env={
-            "TURNLOG_KAFKA_BOOTSTRAP": kafka,
-            "TURNLOG_KAFKA_PREFIX": "registry-",
-            "TURNLOG_REGISTRY_PORT": str(port),
-        },
-        ready=lambda: _answers(f"{url}/subjects"),
-        died=RegistryDied,
-    )
-    child = Child(launch).start()
-    try:
-        child.wait_ready()
-        yield url
-    finally:
-        child.stop()
+    return shared_servers.find("registry")["url"]
 
 
 @pytest.fixture(scope="session")
@@ -319,10 +319,3 @@ async def _create_topics(settings: Settings) -> None:
         await apply(log, settings)
     finally:
         await log.close()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=0.5).is_success
-    except httpx.TransportError:
-        return False

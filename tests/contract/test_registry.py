@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerialize
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from turnlog.infra.embedded import RegistryDied
+from tests.shared_servers import registry_launch
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import Child, Launch
+from turnlog.infra.embedded.process import Child
 from turnlog.infra.registry import HttpRegistry, MemoryRegistry, Registry, RegistryUnavailable, SchemaIncompatible
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
@@ -195,20 +194,8 @@ def test_confluents_client_sees_versions_compatibility_and_refusals(registry_url
 
 
 async def test_ids_and_versions_survive_a_kill_of_the_registry(kafka: str, tmp_path: Path) -> None:
-    port = free_ports(1)[0]
-    launch = Launch(
-        name="registry",
-        argv=(sys.executable, "-m", "turnlog.infra.embedded.registry_app"),
-        log=tmp_path / "registry.log",
-        env={
-            "TURNLOG_KAFKA_BOOTSTRAP": kafka,
-            "TURNLOG_KAFKA_PREFIX": f"{uuid4().hex[:8]}-",
-            "TURNLOG_REGISTRY_PORT": str(port),
-        },
-        ready=lambda: _answers(f"http://{HOST}:{port}/subjects"),
-        died=RegistryDied,
-    )
-    registry = HttpRegistry(RegistrySettings(url=f"http://{HOST}:{port}"))
+    url, launch = registry_launch(kafka, f"{uuid4().hex[:8]}-", tmp_path / "registry.log")
+    registry = HttpRegistry(RegistrySettings(url=url))
     first_life = Child(launch).start()
     first_life.wait_ready()
     ids = [await registry.register("s", _record(TEXT, name=name)) for name in ("One",)]
@@ -224,10 +211,3 @@ async def test_ids_and_versions_survive_a_kill_of_the_registry(kafka: str, tmp_p
     finally:
         await registry.close()
         second_life.stop()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=0.5).is_success
-    except httpx.TransportError:
-        return False

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fakes.browsed_run import CHROMIUM
+from tests.shared_servers import SharedServers
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
 
@@ -30,9 +31,9 @@ LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "lo
 
 
 @pytest.fixture(scope="session")
-def environment(kafka: str, servers: Path) -> dict[str, str]:
+def environment(kafka: str, shared_servers: SharedServers) -> dict[str, str]:
     """The benchmarks share the session's broker."""
-    return os.environ | {"BENCH_BROKER": f"{kafka} {servers / 'kafka/data'}"}
+    return os.environ | {"BENCH_BROKER": f"{kafka} {shared_servers.folder / 'kafka/data'}"}
 
 
 def printed(environment: dict[str, str], *arguments: str) -> str:

@@ -29,9 +29,7 @@ from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 
 from tests.addresses import variables
 from tests.fakes.sessions import bad_days
-from turnlog.infra.embedded import RegistryDied
-from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import Child, Launch
+from tests.shared_servers import running_registry
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.registry import HttpRegistry, SchemaIncompatible
 from turnlog.infra.roles.role import Role, open_role
@@ -67,30 +65,9 @@ def recorder() -> ModuleType:
 @pytest.fixture
 def fresh_registry(kafka: str, servers: Path) -> Iterator[str]:
     """URL of a registry that holds nothing yet."""
-    port, name = free_ports(1)[0], f"registry-{uuid4().hex[:8]}"
-    url = f"http://{HOST}:{port}"
-    env = {
-        "TURNLOG_KAFKA_BOOTSTRAP": kafka,
-        "TURNLOG_KAFKA_PREFIX": f"{name}-",
-        "TURNLOG_REGISTRY_PORT": str(port),
-    }
-    argv = (sys.executable, "-m", "turnlog.infra.embedded.registry_app")
-    launch = Launch(
-        name=name, argv=argv, log=servers / f"{name}.log", env=env, ready=lambda: answers(url), died=RegistryDied
-    )
-    child = Child(launch).start()
-    try:
-        child.wait_ready()
+    name = f"registry-{uuid4().hex[:8]}"
+    with running_registry(kafka, f"{name}-", servers / f"{name}.log") as url:
         yield url
-    finally:
-        child.stop()
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/subjects", timeout=0.5).is_success
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture

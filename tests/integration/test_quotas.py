@@ -13,6 +13,7 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Float64, Int16, Int32, Schema, String
 
+from tests.secured import Secured
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.aiokafka_changes import THROTTLED
 from turnlog.infra.log import TopicSpec
@@ -73,16 +74,17 @@ async def altered(client: AIOKafkaClient, rate: float | None) -> None:
     assert [code for code, *_ in answer.entries] == [0], answer
 
 
-async def test_the_time_for_which_a_quota_holds_writes_back_is_counted(kafka: str) -> None:
+async def test_the_time_for_which_a_quota_holds_writes_back_is_counted(secured: Secured) -> None:
+    """On a broker that no other worker uses: the quota holds back every client."""
     produce = next(seconds for request, seconds in THROTTLED.items() if request.__name__ == "ProduceRequest")
     before = produce._value.get()
-    log = KafkaLog(kafka)
+    log = KafkaLog(secured.plain)
     try:
         await log.create_topics([TopicSpec("quotas", 1, 1, {})])
         async with log.appender() as appender:
             await appender.append("quotas", b"key", b"no quota")
             assert produce._value.get() == before
-            async with quota(kafka):
+            async with quota(secured.plain):
                 for _ in range(4):
                     await appender.append("quotas", b"key", os.urandom(300_000))
         assert produce._value.get() > before
