@@ -43,6 +43,7 @@ from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
 from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.gang.launchers import ranks
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.weights import description
 
@@ -87,7 +88,7 @@ class Bare:
             for step in range(self._settings.feeder.draws):
                 tasks = [task_row(self._random) for _ in range(self._settings.batcher.prompts_per_draw)]
                 groups = await asyncio.gather(*(self._group(task) for task in tasks))
-                learner.step(batch(groups), plan.objective, plan.learning_rate(step))
+                learner.call(Learner.step, batch(groups), plan.objective, plan.learning_rate(step))
                 await self._load(learner, plan, folder / str(step + 1), step + 1)
             return time.monotonic() - began
         finally:
@@ -135,7 +136,7 @@ def export(learner: Ranks, plan: LearningPlan, folder: Path) -> None:
     folder.mkdir(parents=True)
     for name, content in description(plan.model).items():
         (folder / name).write_bytes(content)
-    learner.export_files(folder)
+    learner.call(Learner.export_files, folder)
 
 
 def batch(groups: Sequence[Sequence[Episode]]) -> BatchRows:

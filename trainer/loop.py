@@ -35,7 +35,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import numpy as np
 from prometheus_client import Counter, Gauge
@@ -61,8 +61,8 @@ from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import WEIGHTS
 from turnlog.settings import Settings
 from turnlog.trainer import CheckpointDamaged, Diverged, launch
-from turnlog.trainer.algorithms.draws import Call, DrawPasses, Kept
-from turnlog.trainer.algorithms.objective import Objective
+from turnlog.trainer.algorithms.draws import Call, DrawPasses, ForwardPass, Kept
+from turnlog.trainer.algorithms.objective import Floats, Objective
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
 from turnlog.trainer.checkpoints.places import FolderPlace
@@ -70,9 +70,9 @@ from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import CACHE, checkpoints_directory, store_place
-from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.gang.calls import P, R, Ranks
 from turnlog.trainer.gang.launchers import ranks
-from turnlog.trainer.learner import StepResult
+from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import unrouted_rows
 from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
 from turnlog.trainer.reading.batches import (
@@ -189,7 +189,7 @@ class LearnerThread:
 
     async def __aenter__(self) -> LearnerThread:
         try:
-            self._ranks = await self._run(self._open.enter_context, ranks(self._plan, self._beat))
+            self._ranks = await self._run(lambda: self._open.enter_context(ranks(self._plan, self._beat)))
         except BaseException:
             self._thread.shutdown()
             raise
@@ -197,16 +197,18 @@ class LearnerThread:
 
     async def __aexit__(self, *failure: Any) -> None:
         try:
-            await self._run(self._open.__exit__, *failure)
+            await self._run(lambda: self._open.__exit__(*failure))
         finally:
             self._thread.shutdown()
 
-    async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a `method` of Ranks in the thread."""
-        return await self._run(method, self._ranks, *arguments)
+    async def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of Learner on all ranks, in the thread."""
+        everyone = self._ranks
+        assert everyone is not None
+        return await self._run(lambda: everyone.call(method, *arguments, **named))
 
-    async def _run(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+    async def _run(self, work: Callable[[], R]) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
@@ -341,7 +343,7 @@ class Trainer:
         """
         while (folder := await asyncio.to_thread(self._checkpoints.newest)) is not None:
             try:
-                await self._learner.call(Ranks.restore, folder)
+                await self._learner.call(Learner.restore, folder)
             except CheckpointDamaged as damage:
                 await asyncio.to_thread(self._checkpoints.condemn, folder.name, damage)
             else:
@@ -412,8 +414,8 @@ class Trainer:
         every = self._role.settings.trainer.token_files_every
         tells = every > 0 and self._cursor.step % every == 0
         held = self._versions.of_step(self._cursor.step)
-        step = self._learner.call(Ranks.step, rows, self._plan.objective, rate, numbers, tells, held)
-        result: StepResult = await self._beside(step)
+        step = self._learner.call(Learner.step, rows, self._plan.objective, rate, numbers, tells, held)
+        result = await self._beside(step)
         self._passes.release_batch(rows)
         return result
 
@@ -436,8 +438,8 @@ class Trainer:
     def _is_done(self) -> bool:
         return self._cursor.draws >= self._draws
 
-    async def _call(self, method: Callable[..., Any], rows: BatchRows) -> Any:
-        """Run a forward pass of the learner."""
+    async def _call(self, method: ForwardPass, rows: BatchRows) -> Floats:
+        """Run a forward pass on all ranks."""
         _beat(self._role)
         return await self._learner.call(method, rows)
 
@@ -489,7 +491,7 @@ class Trainer:
         )
         due = await self.publications.begin(version, said, of)
         if self._shared is not None:
-            await self._learner.call(Ranks.free_cache)
+            await self._learner.call(Learner.free_cache)
         _beat(self._role)
         return due
 
@@ -498,7 +500,7 @@ class Trainer:
         await self._role.events.transact(self._transactor, [event])
         VERSION.set(event.version)
 
-    async def _beside(self, work: Awaitable[Any]) -> Any:
+    async def _beside(self, work: Awaitable[R]) -> R:
         """Return the result of `work`. Meanwhile commit the position reached, and publish weights that are stored."""
         working = asyncio.ensure_future(work)
         try:
@@ -654,15 +656,15 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
         common = read_common(checkpoint)
         cursor, kept = cursor_of(common, critic=plan.objective.critic is not None), common.get("draw", {})
         plan = plan.behind(cursor.inherited, cursor.critic_from)
-        everyone.restore(checkpoint)
+        everyone.call(Learner.restore, checkpoint)
     start = (await role.log.start_offsets([PARTITION]))[PARTITION]
     ends = await role.log.end_offsets([PARTITION])
     losses: list[float] = []
     async with role.log.reader() as reader:
         manifests = Manifests(reader, role.events, role.settings.run.id, cursor, start=start)
 
-        async def call(method: Callable[..., Any], rows: BatchRows) -> Any:
-            return method(everyone, rows)
+        async def call(method: ForwardPass, rows: BatchRows) -> Floats:
+            return everyone.call(method, rows)
 
         fetch = functools.partial(trained_rows, role=role, shape=read_shape(plan.model), model=plan.model)
         passes = draw_passes(plan.objective, call, manifests, fetch, role, kept)
@@ -679,4 +681,4 @@ async def _losses(role: Role, everyone: Ranks, checkpoint: Path | None, until: i
                 rows = plan.objective.rows_to_compute(await fetch(manifest))
                 rate = plan.learning_rate(cursor.step + len(losses))
                 numbers = await passes.numbers(manifest, rows)
-                losses.append(everyone.step(rows, plan.objective, rate, numbers).loss)
+                losses.append(everyone.call(Learner.step, rows, plan.objective, rate, numbers).loss)

@@ -7,7 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,8 @@ async def test_a_checkpoint_on_a_full_disk_says_so_and_the_one_before_it_stands(
 async def saved(checkpoints: Checkpoints, learner: Learner, step: int) -> None:
     """A whole checkpoint, by the trainer's own way."""
 
-    async def call(method: Callable[..., object], *arguments: object) -> object:
-        return getattr(learner, method.__name__)(*arguments)
+    async def call(method: Any, *arguments: Any, **named: Any) -> Any:
+        return method(learner, *arguments, **named)
 
     async def owned() -> None: ...
 

@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,10 @@ from tests.reference.plain import (
 )
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
+from turnlog.trainer.algorithms.draws import METHODS
 from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import ForwardPassResults
-from turnlog.trainer.gang.calls import Ranks, RankZero, follow
+from turnlog.trainer.gang.calls import P, R, Ranks, RankZero, follow
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
@@ -115,17 +116,16 @@ Figures = list[tuple[float, float]]
 
 def ours(learner: Learner | Ranks, objective: PolicyGradient, batches: Sequence[BatchRows]) -> Figures:
     """Return the figures of a rollout batch of `batches` under the Learner."""
-    passes = objective.passes(len(batches))
-    numbers = [
-        ForwardPassResults(
-            proximal=learner.logprobs(rows) if "proximal" in passes else None,
-            reference=learner.reference_logprobs(rows) if "reference" in passes else None,
-            teacher=learner.teacher_logprobs(rows) if "teacher" in passes else None,
-            values=learner.values(rows) if "values" in passes else None,
-        )
-        for rows in batches
-    ]
-    results = [learner.step(rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
+
+    def call(method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        if isinstance(learner, Ranks):
+            return learner.call(method, *arguments, **named)
+        return method(learner, *arguments, **named)
+
+    passes = sorted(objective.passes(len(batches)))  # every rank makes the same calls
+    columns: list[dict[str, Any]] = [{one: call(METHODS[one], rows) for one in passes} for rows in batches]
+    numbers = [ForwardPassResults(**each) for each in columns]
+    results = [call(Learner.step, rows, objective, RATE, its) for rows, its in zip(batches, numbers, strict=True)]
     figures = [(result.loss, result.grad_norm) for result in results]
     if objective.critic:
         figures += [(result.metrics["value_loss"], result.metrics["value_grad_norm"]) for result in results]

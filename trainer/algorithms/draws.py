@@ -19,21 +19,22 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.trainer import CheckpointUnusable
 from turnlog.trainer.algorithms.objective import Floats, ForwardPassResults, Objective, Pass
-from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.learner import Learner
 
+ForwardPass = Callable[[Learner, BatchRows], Floats]
+Call = Callable[[ForwardPass, BatchRows], Awaitable[Floats]]
+"""Runs a forward pass on all ranks and returns its result."""
 Kept = dict[str, dict[str, torch.Tensor]]
 """Pass -> sample_id -> the column of its row."""
-Call = Callable[..., Awaitable[Any]]
-"""Calls a method of Ranks with arguments and returns its result."""
 Rest = Callable[[SampleBatchFormed], Awaitable[Sequence[BatchRows]]]
 """Returns the rows of the parts after the first one of a rollout batch."""
 Truncated = Callable[[SampleBatchFormed], Awaitable[NDArray[np.bool_]]]
 """Returns [n] whether the trajectory of each row of a batch was truncated."""
-METHODS: Mapping[Pass, Callable[[Ranks, BatchRows], Floats]] = {
-    "proximal": Ranks.logprobs,
-    "reference": Ranks.reference_logprobs,
-    "teacher": Ranks.teacher_logprobs,
-    "values": Ranks.values,
+METHODS: Mapping[Pass, ForwardPass] = {
+    "proximal": Learner.logprobs,
+    "reference": Learner.reference_logprobs,
+    "teacher": Learner.teacher_logprobs,
+    "values": Learner.values,
 }
 
 

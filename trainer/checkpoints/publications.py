@@ -27,7 +27,8 @@ from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.trainer import ExportFailed
 from turnlog.trainer.checkpoints.state import unwritten
-from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.gang.calls import RanksCall
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.weights import LastExport, Of, WeightDelta, upload
 
 UNCHANGED = Gauge(
@@ -54,10 +55,10 @@ class Publications:
         exports: LastExport,
         model: Path,
         blobs: Blobs,
-        call: Callable[..., Awaitable[Any]],
+        call: RanksCall,
         commit: Callable[[WeightVersionPublished], Awaitable[None]],
     ) -> None:
-        """`model` is the folder whose config is uploaded with the weights. `call` calls a method of Ranks."""
+        """`model` is the folder whose config is uploaded with the weights. `call` calls all ranks."""
         self._exports, self._model, self._blobs, self._call, self._commit = exports, model, blobs, call, commit
         self._open: asyncio.Task[WeightVersionPublished] | None = None
         self._waited_s = 0.0
@@ -72,9 +73,7 @@ class Publications:
 
     async def holds(self, tensors: Mapping[str, str]) -> bool:
         """Return whether the ranks' frozen weights have these checksums."""
-        with _writing(self._exports.directory):
-            folder = await asyncio.to_thread(self._exports.create_folder, 0)
-            written: Written = await self._call(Ranks.export_files, folder, "base")
+        folder, written = await self._export(0, "base")
         await asyncio.to_thread(shutil.rmtree, folder)
         return written.checksums == tensors
 
@@ -84,11 +83,16 @@ class Publications:
         Return the record that will be written, still without its files. Raises the errors of `settle`.
         """
         await self.settle()
-        with _writing(self._exports.directory):
-            folder = await asyncio.to_thread(self._exports.create_folder, version)
-            written = await self._call(Ranks.export_files, folder, of)
+        folder, written = await self._export(version, of)
         self._open = asyncio.create_task(self._store_version(version, folder, written, said))
         return said(written, ())
+
+    async def _export(self, version: int, of: Of) -> tuple[Path, Written]:
+        with _writing(self._exports.directory):
+            folder = await asyncio.to_thread(self._exports.create_folder, version)
+            written = await self._call(Learner.export_files, folder, of)
+        assert written is not None, "rank 0 has the description of the files"
+        return folder, written
 
     async def look(self) -> None:
         """Publish a version that is stored. Raises the errors of `settle`."""

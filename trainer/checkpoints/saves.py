@@ -27,7 +27,8 @@ from turnlog.trainer import CheckpointFailed
 from turnlog.trainer.checkpoint import Checkpoints, Cursor, about
 from turnlog.trainer.checkpoints.places import Stored
 from turnlog.trainer.checkpoints.state import unwritten
-from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.gang.calls import RanksCall
+from turnlog.trainer.learner import Learner
 
 
 @dataclass(slots=True)
@@ -47,11 +48,11 @@ class Saves:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        call: Callable[..., Awaitable[Any]],
+        call: RanksCall,
         check_owner: Callable[[], Awaitable[None]],
         needed: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
-        """`call` calls a method of Ranks. `check_owner` raises if another process owns the run. `needed` returns the
+        """`call` calls all ranks. `check_owner` raises if another process owns the run. `needed` returns the
         names of checkpoints to retain, whatever their age.
         """
         self._checkpoints, self._call, self._check_owner, self._needed = checkpoints, call, check_owner, needed
@@ -74,7 +75,7 @@ class Saves:
         except OSError as error:
             raise CheckpointFailed(unwritten(Path(error.filename or "a checkpoint"), error)) from error
         with _failing(part):
-            await self._call(Ranks.begin_save, part, common, self.name)
+            await self._call(Learner.begin_save, part, common, self.name)
         self._open = _Open(cursor, part, about(common))
         self._waited_s += time.monotonic() - mark
 
@@ -83,7 +84,7 @@ class Saves:
         mark = time.monotonic()
         if self._open is not None and self._open.sums is None:
             with _failing(self._open.part):
-                stored = await self._call(Ranks.finish_save, False)
+                stored = await self._call(Learner.finish_save, False)
             if stored is not None:
                 self._sum(self._open, stored)
         if self._open is not None and self._open.sums is not None and self._open.sums.done():
@@ -95,7 +96,10 @@ class Saves:
         mark = time.monotonic()
         if (held := self._open) is not None:
             with _failing(held.part):
-                sums = held.sums or self._sum(held, await self._call(Ranks.finish_save, True))
+                if (sums := held.sums) is None:
+                    stored = await self._call(Learner.finish_save, True)
+                    assert stored is not None, "it was waited for"
+                    sums = self._sum(held, stored)
             await self._seal(held, sums)
         self._waited_s += time.monotonic() - mark
 

@@ -68,9 +68,10 @@ class Rank:
         self._open.enter_context(group)
         self._learner, self._first = learner_of(plan), rank == 0
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    def call(self, method: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Call a method of Learner and return its result at rank 0, None elsewhere."""
-        found = getattr(self._learner, method)(*arguments)
+        arguments, named = given
+        found = getattr(self._learner, method)(*arguments, **named)
         return found if self._first else None
 
     def alive(self) -> None:

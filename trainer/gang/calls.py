@@ -1,4 +1,4 @@
-"""Calls from rank 0 to all ranks: a call is a method of Learner and its arguments.
+"""Calls from rank 0 to all ranks: a call is a method of Learner, by name, and its arguments.
 
 The arrays of a call, above all a batch's rows, lie in memory that rank 0 fills once and that each rank of its machine
 maps. So no rank waits until they have come through a socket, and a machine holds them once. If any rank cannot map
@@ -12,24 +12,20 @@ import os
 import pickle
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from turnlog.infra.tensors.files import Written
-from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged
-from turnlog.trainer.algorithms.objective import Floats, ForwardPassResults, Objective
-from turnlog.trainer.learner import NONE, Learner, StepResult
-from turnlog.trainer.weights import Of
+from turnlog.trainer.learner import Learner
 
-Call = tuple[str, tuple[Any, ...]]
-"""(method of Learner, arguments)."""
+P = ParamSpec("P")
+R = TypeVar("R")
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""(method of Learner, positional arguments, keyword arguments)."""
 ALIGNMENT = 64
 """Alignment in bytes of the start of each array."""
 
@@ -95,69 +91,17 @@ def _maps(there: Mapped, wanted: bytes) -> bool:
 class Ranks(ABC):
     """All ranks as one learner. Not thread-safe: one thread must make all calls."""
 
-    def step(
-        self,
-        rows: BatchRows,
-        objective: Objective,
-        learning_rate: float,
-        numbers: ForwardPassResults = NONE,
-        tell_tokens: bool = False,
-        held: int | None = None,
-    ) -> StepResult:
-        """Call Learner.step on all ranks."""
-        result: StepResult = self._everywhere("step", rows, objective, learning_rate, numbers, tell_tokens, held)
-        return result
-
-    def logprobs(self, rows: BatchRows) -> Floats:
-        """Call Learner.logprobs on all ranks."""
-        found: Floats = self._everywhere("logprobs", rows)
-        return found
-
-    def reference_logprobs(self, rows: BatchRows) -> Floats:
-        """Call Learner.reference_logprobs on all ranks."""
-        found: Floats = self._everywhere("reference_logprobs", rows)
-        return found
-
-    def teacher_logprobs(self, rows: BatchRows) -> Floats:
-        """Call Learner.teacher_logprobs on all ranks."""
-        found: Floats = self._everywhere("teacher_logprobs", rows)
-        return found
-
-    def values(self, rows: BatchRows) -> Floats:
-        """Call Learner.values on all ranks."""
-        found: Floats = self._everywhere("values", rows)
-        return found
-
-    def measure(self, rows: BatchRows, objective: Objective) -> StepResult:
-        """Call Learner.measure on all ranks."""
-        result: StepResult = self._everywhere("measure", rows, objective)
-        return result
-
-    def export_files(self, folder: Path, of: Of = "merged") -> Written:
-        """Call Learner.export_files on all ranks."""
-        written: Written = self._everywhere("export_files", folder, of)
-        return written
-
-    def free_cache(self) -> None:
-        """Call Learner.free_cache on all ranks."""
-        self._everywhere("free_cache")
-
-    def begin_save(self, directory: Path, common: Mapping[str, Any], before: str = "") -> None:
-        """Call Learner.begin_save on all ranks."""
-        self._everywhere("begin_save", directory, dict(common), before)
-
-    def finish_save(self, wait: bool) -> Mapping[str, BlobRef] | None:
-        """Call Learner.finish_save on all ranks."""
-        stored: Mapping[str, BlobRef] | None = self._everywhere("finish_save", wait)
-        return stored
-
-    def restore(self, directory: Path) -> None:
-        """Call Learner.restore on all ranks."""
-        self._everywhere("restore", directory)
-
     @abstractmethod
-    def _everywhere(self, method: str, *arguments: Any) -> Any:
-        """Call a method on every rank and return its result at rank 0."""
+    def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call a method of Learner on every rank and return its result at rank 0."""
+
+
+class RanksCall(Protocol):
+    """`Ranks.call` for a coroutine: the ranks compute elsewhere."""
+
+    def __call__(
+        self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs
+    ) -> Awaitable[R]: ...
 
 
 class RankZero(Ranks):
@@ -174,8 +118,9 @@ class RankZero(Ranks):
         if self._world_size > 1:
             dist.broadcast_object_list([None], src=0, group=self._control)
 
-    def _everywhere(self, method: str, *arguments: Any) -> Any:
-        call: Call = (method, arguments)
+    def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Broadcast the call, and make it at this rank too."""
+        call: Call = (method.__name__, arguments, named)
         if self.maps:
             with laid_out(call) as there:
                 dist.broadcast_object_list([there or call], src=0, group=self._control)
@@ -183,7 +128,7 @@ class RankZero(Ranks):
                     dist.barrier(self._control)  # all have mapped it
         elif self._world_size > 1:
             dist.broadcast_object_list([call], src=0, group=self._control)
-        return getattr(self._learner, method)(*arguments)
+        return method(self._learner, *arguments, **named)
 
 
 def follow(learner: Learner, control: dist.ProcessGroup) -> None:
@@ -198,6 +143,6 @@ def follow(learner: Learner, control: dist.ProcessGroup) -> None:
         if isinstance(call, Mapped):
             call = call.read()
             dist.barrier(control)
-        method, arguments = call
+        method, arguments, named = call
         with suppress(CheckpointDamaged):  # every rank raises it, and rank 0 chooses another checkpoint
-            getattr(learner, method)(*arguments)
+            getattr(learner, method)(*arguments, **named)

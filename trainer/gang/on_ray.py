@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 from ray.exceptions import RayError
@@ -21,7 +21,8 @@ from ray.exceptions import RayError
 from turnlog.infra.on_ray.cluster import ActorLost, NoCluster, bundles, join_cluster, no_room, results, start_actor
 from turnlog.trainer import LayoutUnfit, RankLost
 from turnlog.trainer.gang.actor import Rank
-from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.gang.calls import P, R, Ranks
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearningPlan
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,11 @@ class OnRay(Ranks):
     def __init__(self, ranks: Sequence[Any]) -> None:
         self._ranks = ranks
 
-    def _everywhere(self, method: str, *arguments: Any) -> Any:
-        held = ray.put(arguments)
-        return of_ranks([rank.call.remote(method, held) for rank in self._ranks])[0]
+    def call(self, method: Callable[Concatenate[Learner, P], R], *arguments: P.args, **named: P.kwargs) -> R:
+        """Call every actor; the arguments lie in the object store once per node."""
+        held = ray.put((arguments, named))
+        result: R = of_ranks([rank.call.remote(method.__name__, held) for rank in self._ranks])[0]
+        return result
 
 
 @contextmanager

@@ -7,13 +7,18 @@ import dataclasses
 import numpy as np
 
 from tests.fakes.batches import synthetic_rows, with_random_experts
+from tests.unit.trainer.test_learner import ONE, random_weights
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.trainer.algorithms.objective import ForwardPassResults
-from turnlog.trainer.gang.calls import laid_out
+from turnlog.trainer.gang.calls import RankZero, laid_out
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows
-from turnlog.trainer.shape import TINY_MIXTURE
+from turnlog.trainer.plan import imitation
+from turnlog.trainer.shape import TINY, TINY_MIXTURE
 
-ROWS = with_random_experts(synthetic_rows(0), TINY_MIXTURE, 0)
+SMALL = synthetic_rows(0)
+ROWS = with_random_experts(SMALL, TINY_MIXTURE, 0)
 
 
 def test_what_is_mapped_is_what_was_laid_out_and_outlives_it() -> None:
@@ -42,3 +47,12 @@ def test_what_one_writes_to_its_own_nobody_else_sees() -> None:
 def test_a_call_without_arrays_is_not_laid_out() -> None:
     with laid_out(("saved", (True,))) as there:
         assert there is None
+
+
+def test_a_call_has_the_arguments_and_the_result_of_the_method_that_it_names() -> None:
+    with process_group() as control:
+        learner = Learner(TINY, random_weights(TINY, 9), ONE)
+        everyone = RankZero(learner, control, 1)
+        assert everyone.call(Learner.finish_save, True) == everyone.call(Learner.finish_save, wait=False) == {}
+        assert np.array_equal(everyone.call(Learner.logprobs, SMALL), learner.logprobs(SMALL))
+        assert everyone.call(Learner.measure, SMALL, objective=imitation) == learner.measure(SMALL, imitation)

@@ -24,7 +24,6 @@ from turnlog.settings import Settings, from_tables
 from turnlog.trainer import LayoutUnfit, RankLost, TeacherUnfit
 from turnlog.trainer.checkpoint import find
 from turnlog.trainer.checkpoints.places import FolderPlace
-from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, process_group
 from turnlog.trainer.learner import Learner
@@ -145,14 +144,14 @@ class Struck(LearnerThread):
         super().__init__(plan, beat)
         self._steps = 0
 
-    async def call(self, method: Any, *arguments: Any) -> Any:
-        self._steps += method is Ranks.step
+    async def call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        self._steps += method is Learner.step
         if self._steps == 4:
             running = (one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
             (rank_1,) = [one for one in running if "turnlog.trainer.launch" in one.cmdline()]
             rank_1.kill()
             await asyncio.to_thread(os.waitid, os.P_PID, rank_1.pid, os.WEXITED | os.WNOWAIT)
-        return await super().call(method, *arguments)
+        return await super().call(method, *arguments, **named)
 
 
 async def test_a_rank_that_is_killed_between_two_steps_ends_all_and_a_new_gang_makes_the_same_steps(

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from turnlog.infra.blobs import MemoryBlobs, StoreUnavailable
-from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.checkpoint import Cursor
 from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications
-from turnlog.trainer.weights import LastExport, Of, version_event, write_tensors
+from turnlog.trainer.weights import LastExport, version_event, write_tensors
 
 
 class SlowStore(MemoryBlobs):
@@ -41,7 +40,7 @@ class Rig:
         self.store, self.log, self.value = SlowStore(), list[WeightVersionPublished](), 0.0
         self.publications = Publications(LastExport(folder, chain=1), folder, self.store, self.call, self.commit)
 
-    async def call(self, _: Any, folder: Path, of: Of) -> Written:
+    async def call(self, _: Any, folder: Any, *given: Any, **named: Any) -> Any:
         return write_tensors(folder, {"weight": torch.full((4,), self.value)})
 
     async def commit(self, event: WeightVersionPublished) -> None:

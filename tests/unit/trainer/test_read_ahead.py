@@ -15,8 +15,8 @@ from tests.unit.trainer.test_draws import Run
 from turnlog.infra.batch_files import CorruptBatch, write_rows
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.schemas.types import BlobRef
-from turnlog.trainer.gang.calls import Ranks
 from turnlog.trainer.launch import Beat
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.loop import LearnerThread
 from turnlog.trainer.plan import LearningPlan
 
@@ -47,10 +47,10 @@ class OneByOne(LearnerThread):
         super().__init__(plan, beat)
         self._asked = asked
 
-    async def call(self, method: Any, *arguments: Any) -> Any:
-        if method is Ranks.step and self._asked:
+    async def call(self, method: Any, *arguments: Any, **named: Any) -> Any:
+        if method is Learner.step and self._asked:
             await self._asked.pop(0).wait()
-        return await super().call(method, *arguments)
+        return await super().call(method, *arguments, **named)
 
 
 async def begun(folder: Path) -> tuple[Run, Asked, list[str]]:

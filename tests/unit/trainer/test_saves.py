@@ -12,7 +12,7 @@ from turnlog.trainer import CheckpointFailed, Superseded
 from turnlog.trainer.checkpoint import Checkpoints, Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, check_files
 from turnlog.trainer.checkpoints.saves import Saves
-from turnlog.trainer.gang.calls import Ranks
+from turnlog.trainer.learner import Learner
 
 COMMON = {"cursor": {"step": 4}}
 
@@ -24,14 +24,14 @@ class Writing:
         self.parts: list[Path] = []
         self.written = False
 
-    async def call(self, method: Any, *arguments: Any) -> Any:
-        if method is Ranks.begin_save:
+    async def call(self, method: Any, *arguments: Any, **_: Any) -> Any:
+        if method is Learner.begin_save:
             part, common, _ = arguments
             self.parts.append(part)
             (part / "content").write_text(str(common))
             self.written = False
             return None
-        assert method is Ranks.finish_save
+        assert method is Learner.finish_save
         return {} if self.written or arguments[0] else None
 
 
