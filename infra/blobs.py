@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 from turnlog.infra.roles import Explained, Unreachable
 from turnlog.processors.core.experts import assemble_experts, unpack_experts
 from turnlog.schemas.avsc import field_types
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import Event, SegmentSample
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
@@ -128,7 +129,7 @@ class Owner:
 
     def json(self) -> bytes:
         """Return the content of that object."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+        return canonical_text(dataclasses.asdict(self), spaces=True).encode()
 
     @classmethod
     def parse(cls, name: str, content: bytes) -> Owner:

@@ -23,6 +23,7 @@ from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import present
 from turnlog.schemas import UndecodableRecord
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.compatibility import Problem, Schema, incompatibilities
 from turnlog.settings import RegistrySettings
 
@@ -223,7 +224,7 @@ class MemoryRegistry:
         self.schemas: dict[int, Mapping[str, Any]] = {}
 
     async def register(self, subject: str, schema: Mapping[str, Any]) -> int:
-        text = json.dumps(schema, sort_keys=True)
+        text = canonical_text(schema, spaces=True)
         schema_id = self._ids.setdefault(text, len(self._ids) + 1)
         self.schemas[schema_id] = schema
         return schema_id

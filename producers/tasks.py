@@ -22,6 +22,7 @@ from typing import Any
 from turnlog.infra.offers import load_methods
 from turnlog.infra.recipes import BrokenRecipe, Recipe, call_recipe, row_of
 from turnlog.processors.core.methods.rules import fold_rules
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import Limits, Sampling
 from turnlog.settings import Settings
 
@@ -68,7 +69,9 @@ class Dataset:
         """Return a row as its rollouts receive it. Raises BrokenRecipe."""
         if self.recipe is None or not hasattr(self.recipe, "read_row"):
             return self.rows[number]
-        return _canonical(row_of(self.recipe, json.loads(self.rows[number]), self.beside, whole=True))
+        return canonical_text(
+            row_of(self.recipe, json.loads(self.rows[number]), self.beside, whole=True), ascii_only=False
+        ).encode()
 
 
 def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
@@ -113,11 +116,7 @@ def _row(path: Path, number: int, line: bytes, recipe: Recipe | None) -> bytes:
         raise RowWithoutPrompt(f"{where}: no key `prompt` (it has {', '.join(read) or 'no keys'}); {REMEDY}")
     if not _is_prompt(read["prompt"]):
         raise RowWithoutPrompt(f"{where}: `prompt` must be text or a list of chat messages, and not empty; {REMEDY}")
-    return _canonical(row)
-
-
-def _canonical(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode()
+    return canonical_text(row, ascii_only=False).encode()
 
 
 def _is_prompt(prompt: Any) -> bool:

@@ -7,7 +7,6 @@ session: sandboxes that are reached over the log, and the answers of the session
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from turnlog.infra.verifiers.patches import Trees, grade_patch
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with, json_of
 from turnlog.schemas import ids
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import (
     RewardAssigned,
     RewardFailed,
@@ -93,7 +93,7 @@ async def verdict(
         value=found.value,
         components=found.components,
         verifier=by,
-        evidence=json.dumps(found.evidence, sort_keys=True).encode(),
+        evidence=canonical_text(found.evidence, spaces=True).encode(),
     )
 
 

@@ -9,7 +9,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-CANONICAL = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+from turnlog.schemas.canonical import canonical_text
+
+ARRAY = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 """Created once, since `json.dumps` creates an encoder at every call with separators."""
 
 
@@ -19,15 +21,14 @@ def digest(*about: str | int | None) -> str:
     for part in about:
         if part is not None and not isinstance(part, str | int):
             raise TypeError(f"an id is made of strings and integers, got {type(part).__name__}")
-    return hashlib.sha256(CANONICAL.encode(about).encode()).hexdigest()[:32]
+    return hashlib.sha256(ARRAY.encode(about).encode()).hexdigest()[:32]
 
 
 def environment_digest(about: Mapping[str, object]) -> str:
     """Return the hex sha256 of a mapping as canonical JSON with sorted keys, so that equal mappings have equal hashes.
     Used for the environment of a call or a session, and for the checksums of weights. Raises TypeError or ValueError
     for values that are not JSON."""
-    text = json.dumps(about, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(canonical_text(about, ascii_only=False, nan=False).encode()).hexdigest()
 
 
 def group_id(run_id: str, task_id: str, draw: int) -> str:

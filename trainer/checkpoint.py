@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import shutil
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import open_role
+from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings, SettingsError
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded, mcore
 from turnlog.trainer.checkpoints.places import MARKERS, PART, CheckpointStorage, FolderPlace, Marker, Stored, write_sums
@@ -294,7 +294,7 @@ def about(common: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a manifest records of a checkpoint with these common values: its cursor, and a hash of its learning
     settings.
     """
-    learning = json.dumps(common.get("learning", {}), sort_keys=True).encode()
+    learning = canonical_text(common.get("learning", {}), spaces=True).encode()
     return {"cursor": common["cursor"], "learning_sha256": hashlib.sha256(learning).hexdigest()}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from turnlog.infra.embedded.servers import check_model
 from turnlog.infra.recipes import Recipe, WarmStart, recipe
 from turnlog.infra.run_folder import lock_file
+from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings
 from turnlog.trainer.shape import ModelShape, read_shape
 
@@ -126,7 +127,7 @@ def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
     trainer = settings.trainer
     demonstrations = [dataclasses.asdict(one) for one in itertools.islice(start.demonstrations(0), 8)]
     about = [FORMAT, start.model.config(), demonstrations, trainer.warm_start_seed, steps, trainer.warm_start_rate]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(canonical_text(about, spaces=True).encode()).hexdigest()[:12]
 
 
 def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:

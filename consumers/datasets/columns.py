@@ -22,7 +22,6 @@ from operator import attrgetter
 from typing import IO, Any
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
@@ -277,11 +276,6 @@ def rows_sha256(digests: IO[bytes], rows: int) -> str:
         order = np.lexsort(words.T[::-1])
         running.update(chosen[order].tobytes())
     return running.hexdigest()
-
-
-def canonical_json(value: object) -> bytes:
-    """Return JSON with sorted keys and without spaces, by which contents are compared."""
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
 def _chunks(digests: IO[bytes]) -> Iterator[NDArray[np.uint8]]:

@@ -16,12 +16,12 @@ from typing import Any
 import orjson
 
 from turnlog.consumers.datasets import UnreadableMessage
-from turnlog.consumers.datasets.columns import canonical_json
 from turnlog.consumers.datasets.query import Filters, Joined, Seen, TaskFacts
 from turnlog.consumers.datasets.source import Candidate, DatasetInput, best_of_groups, candidates, pairs_of
 from turnlog.consumers.datasets.writer import DatasetWriter, Row
 from turnlog.infra.log import Partition
 from turnlog.schemas import topics
+from turnlog.schemas.canonical import canonical_json
 from turnlog.schemas.events import TurnCompleted
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import TurnId
@@ -68,7 +68,7 @@ def message(raw: Any, where: str) -> Message:
 def tools_json(content: bytes | None, where: str) -> str:
     """Return tool schemas as canonical JSON text; "[]" for none. Raises UnreadableMessage."""
     raw = _list(_parse_content(content, where) if content else [], where)
-    return orjson.dumps(raw, option=orjson.OPT_SORT_KEYS).decode()
+    return canonical_json(raw).decode()
 
 
 def _text(content: Any, where: str) -> str:
@@ -88,7 +88,7 @@ def _call(raw: Any, where: str) -> dict[str, Any]:
         raise UnreadableMessage(f"{where}: a tool call has no function.name")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
-        arguments = orjson.dumps(arguments or {}, option=orjson.OPT_SORT_KEYS).decode()
+        arguments = canonical_json(arguments or {}).decode()
     identity = raw.get("id")
     return {
         "id": None if identity is None else str(identity),

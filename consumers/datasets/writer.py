@@ -25,9 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from turnlog.consumers.datasets import BadQuery, DatasetExists, NotADataset, Unwritable
-from turnlog.consumers.datasets.columns import VIEWS, RlRows, canonical_json, row_digests, rows_sha256
+from turnlog.consumers.datasets.columns import VIEWS, RlRows, row_digests, rows_sha256
 from turnlog.consumers.datasets.manifest import NAME, DataFile, DatasetCounts, DatasetManifest, Provenance
 from turnlog.infra.run_folder import sync
+from turnlog.schemas.canonical import canonical_json
 from turnlog.schemas.events import SegmentSample
 
 

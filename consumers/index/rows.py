@@ -17,6 +17,7 @@ from turnlog.consumers.index import schema
 from turnlog.consumers.index.schema import Table, place_of
 from turnlog.infra.log import Record
 from turnlog.schemas import topics
+from turnlog.schemas.canonical import canonical_json
 from turnlog.schemas.events import (
     BatchSkipped,
     DeadLetter,
@@ -146,7 +147,7 @@ def inline(payload: Payload | None) -> str | None:
 
 def as_json(value: object) -> str:
     """Encode as compact JSON with sorted keys. Numbers that JSON cannot express become null."""
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    return canonical_json(value).decode()
 
 
 def _text(data: bytes) -> str:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from turnlog.infra.roles.terminal import Terminal
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.ids import digest
 
 FORMAT = 1
@@ -29,7 +30,7 @@ class ReplayState:
     def __init__(self, folder: Path | None, question: Mapping[str, Any], *, every_s: float = 5.0) -> None:
         """`question` identifies the replay: a stored file is used only by a replay with an equal question. `every_s` is
         the minimum time between two saves in seconds."""
-        text = json.dumps({"format": FORMAT, **question}, sort_keys=True)
+        text = canonical_text({"format": FORMAT, **question}, spaces=True)
         self.name = digest("replay", text)[:16]
         self._path = None if folder is None else folder / f"{self.name}.json"
         self._every_s = every_s

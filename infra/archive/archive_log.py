@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from turnlog.infra.log import (
     Transactor,
 )
 from turnlog.schemas.avsc import stored_schema
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 
@@ -270,4 +270,4 @@ class ArchiveRegistry:
 
 
 def _text(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, sort_keys=True)
+    return canonical_text(schema, spaces=True)

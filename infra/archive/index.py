@@ -24,6 +24,7 @@ from turnlog.infra.archive.cuts import Cut
 from turnlog.infra.archive.errors import ArchiveDamaged
 from turnlog.infra.blobs import BlobMissing, Blobs
 from turnlog.infra.log import Partition
+from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings
 
 JSON = "application/json"
@@ -181,7 +182,7 @@ class ArchiveIndex:
         return f"index/{place.topic}/{place.number:05d}/{span.start:020d}-{span.end:020d}.json"
 
     async def _put(self, name: str, value: object) -> None:
-        body = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        body = canonical_text(value).encode()
         await self._blobs.put_named(f"{self.root}/{name}", body, media_type=JSON)
 
 

@@ -51,6 +51,7 @@ from turnlog.infra.roles.probe import health_address, is_loopback, leads_nowhere
 from turnlog.infra.roles.starting import run_until_stopped, servers_of, stop_on_signals, watch_servers
 from turnlog.infra.run_folder import EMBEDDED_USER, REGISTRY_KEY, kafka_of, read_endpoints, registry_of
 from turnlog.names import REGISTRY_TOPIC, TransactionalId
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.compatibility import incompatibilities
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.settings import RegistrySettings, Settings, load
@@ -220,7 +221,7 @@ class SchemaStore:
         match key["keytype"]:
             case "SCHEMA":
                 version = SchemaVersion(key["subject"], key["version"], value["id"], value["schema"])
-                self._hold(version, _canonical(json.loads(version.schema)))
+                self._hold(version, canonical_text(json.loads(version.schema)))
             case "CONFIG":
                 self._levels[key["subject"]] = value["compatibilityLevel"]
 
@@ -236,7 +237,7 @@ async def _read_schema(text: str) -> tuple[Any, str]:
 
     def read() -> tuple[Any, str]:
         schema = parse_avro_schema(text)
-        return schema, _canonical(schema)
+        return schema, canonical_text(schema)
 
     return await asyncio.to_thread(read)
 
@@ -268,11 +269,6 @@ def parse_avro_schema(text: str) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, SchemaParseException) as error:
         raise RegistryErrorResponse(422, 42201, f"not a valid Avro schema: {type(error).__name__}: {error}") from None
     return schema
-
-
-def _canonical(schema: Any) -> str:
-    """Return the canonical JSON: schemas that differ only in spaces and the order of keys are the same."""
-    return json.dumps(schema, sort_keys=True, separators=(",", ":"))
 
 
 log = logging.getLogger(__name__)

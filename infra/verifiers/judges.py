@@ -39,6 +39,7 @@ from turnlog.infra.verifiers.kinds import (
     SandboxVerifier,
     WeightedSum,
 )
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.types import TurnId
 from turnlog.secret_files import FileSecret, SecretUnusable
 
@@ -157,7 +158,7 @@ def validate_reward(found: Any) -> Verdict:
     if len(json.dumps(components)) > EVIDENCE_BYTES:
         raise NoVerdict(Cause.garbage, f"{len(components)} components are more than {EVIDENCE_BYTES} bytes hold")
     try:
-        evidence = json.dumps(found.evidence, sort_keys=True)
+        evidence = canonical_text(found.evidence, spaces=True)
     except Exception as error:  # as above, RecursionError among them
         raise NoVerdict(Cause.garbage, f"the evidence is no JSON: {error}") from error
     if len(evidence) > EVIDENCE_BYTES:

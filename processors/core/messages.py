@@ -16,6 +16,7 @@ from typing import Any
 
 from turnlog.processors.core.errors import BaseUnknown, BrokenMessages, PayloadNotFetched
 from turnlog.processors.core.turns import TurnKey, key_of
+from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import TurnCompleted
 from turnlog.schemas.json_depth import MAX_DEPTH, deeper_than
 from turnlog.schemas.types import Payload
@@ -78,7 +79,7 @@ def message(raw: Any) -> ComparableMessage:
     role = SAME_ROLE.get(role, role)
     name = "" if item else str(raw.get("name") or "")
     about = [role, "\n".join(said.texts), name, said.found, said.others]
-    digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(canonical_text(about, spaces=True).encode(), digest_size=16).digest()
     return ComparableMessage(role, digest, "\n".join(said.thoughts).strip())
 
 

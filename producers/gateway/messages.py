@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import MessageImage, picture
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.parsers.values import compact, exact
+from turnlog.schemas.canonical import canonical_json
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId
 
@@ -103,7 +102,7 @@ def message(raw: Any, where: str) -> Message:
         template["tool_call_id"] = raw["tool_call_id"]
     if reasoning:
         template["reasoning_content"] = reasoning
-    digest = hashlib.blake2b(orjson.dumps(canonical, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    digest = hashlib.blake2b(canonical_json(canonical), digest_size=16).digest()
     return Message(role, template, digest, reasoning, pictures)
 
 
@@ -199,7 +198,7 @@ def system_digest(messages: Sequence[Message]) -> str:
 
 def tools_digest(tools: Any) -> str:
     """Return the hex sha256 of the tool schemas in canonical JSON; None and an empty list are equal."""
-    return hashlib.sha256(orjson.dumps(tools or [], option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return hashlib.sha256(canonical_json(tools or [])).hexdigest()
 
 
 def _content(content: Any, where: str) -> tuple[Any, tuple[MessageImage, ...]]:
