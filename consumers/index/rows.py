@@ -1,4 +1,4 @@
-"""Conversion of records to rows: one function per record type, of the record alone.
+"""Conversion of records to rows, by the names of the tables' columns: each row is of its record alone.
 
 Anything that depends on several records is computed in indexer.py.
 """
@@ -9,7 +9,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -22,6 +22,7 @@ from turnlog.schemas.events import (
     BatchSkipped,
     DeadLetter,
     EgressSource,
+    EngineWeightsLoaded,
     Event,
     GroupScored,
     RolloutRequested,
@@ -71,17 +72,15 @@ class IndexRows:
         """Add a record. Record types without a table add nothing."""
         rows_of = ROWS.get(type(event))
         if record.topic == topics.SESSIONS.name:
-            rows_of = _session_event
+            rows_of = SESSION_EVENT
         elif record.topic == topics.ENGINES.name:
-            rows_of = _engine_event
+            rows_of = ENGINE_EVENT
         if rows_of is not None:
             self._add(record, event, rows_of)
 
     def _add(self, record: Record, event: Event, rows_of: RowsOf) -> None:
         place = place_of(record.topic, record.partition, record.offset)
-        head = (place, event.event_id, record.timestamp_ms)
-        table, values = rows_of(record, event)
-        self.inserts[table].append(head + values)
+        self.inserts[rows_of.table].append(rows_of.make(place, record, event))
         session_id, group_id = getattr(event, "session_id", None), getattr(event, "group_id", None)
         if session_id is not None and group_id is not None:
             self.sessions[session_id] = group_id
@@ -158,92 +157,32 @@ def _turn(turn: TurnId | None) -> list[Any] | None:
     return None if turn is None else [turn.epoch, turn.index]
 
 
-Found = tuple[Table, Values]
-RowsOf = Callable[[Record, Any], Found]
+def _version_spans(event: TokenSnapshot) -> str:
+    return as_json([[span.version, span.length] for span in event.version_spans])
 
 
-def _run_config(_: Record, event: RunConfigured) -> Found:
-    return schema.RUNS, ("RunConfigured", event.run_id, _text(event.settings), event.fold_version, None, None, None)
+def _refused_requests(event: ToolCallCompleted) -> int:
+    return sum(request.source is EgressSource.refused for request in event.requests)
 
 
-def _run_plan(_: Record, event: RunPlanned) -> Found:
-    return schema.RUNS, (
-        "RunPlanned", event.run_id, None, None, event.draws, event.publish_every, event.phase,
-    )  # fmt: skip
-
-
-def _rollout(_: Record, event: RolloutRequested) -> Found:
-    return schema.ROLLOUTS, (
-        event.rollout_id, event.group_id, event.rollout_index, event.group_size, event.task_id, event.draw,
-        event.dataset, event.dataset_epoch, event.index, event.recipe, event.purpose.value, inline(event.task),
-        event.min_weight_version,
-    )  # fmt: skip
-
-
-def _session_event(record: Record, event: Event) -> Found:
-    return schema.SPINE, (type(event).__name__, event.group_id, getattr(event, "session_id", None), record.value)
-
-
-def _completed_turn(_: Record, event: TurnCompleted) -> Found:
-    base = event.base_turn
-    return schema.TURNS, (
-        event.group_id, event.session_id, event.turn.epoch, event.turn.index, base and base.epoch, base and base.index,
-        event.agent_path, event.api, inline(event.new_messages), inline(event.response), inline(event.tools),
-        event.finish_reason.value, event.aborted, event.ill_formed_calls, event.prompt_tokens, event.output_tokens,
-        event.reasoning_tokens, event.cached_tokens, event.weight_version_first, event.weight_version_last,
-        event.queue_s, event.first_token_s, event.total_s, event.engine_id, event.traceparent,
-    )  # fmt: skip
-
-
-def _snapshot(_: Record, event: TokenSnapshot) -> Found:
-    spans = [[span.version, span.length] for span in event.version_spans]
-    return schema.SNAPSHOTS, (
-        event.group_id, event.session_id, event.turn.epoch, event.turn.index, sampled_tokens(event), as_json(spans),
-        event.boundary.value, event.boundary_reason, event.temperature, event.constrained,
-    )  # fmt: skip
-
-
-def _request(_: Record, event: ToolCallRequested) -> Found:
-    return schema.REQUESTS, (
-        event.call_id, event.group_id, event.session_id, event.rollout_id, event.call_seq, event.tool,
-        _text(event.arguments), event.sandbox.backend,
-    )  # fmt: skip
-
-
-def _cancel(_: Record, event: ToolCallCancelled) -> Found:
-    return schema.CANCELS, (event.call_id, event.session_id, event.reason)
-
-
-def _start(_: Record, event: ToolCallStarted) -> Found:
-    return schema.STARTS, (event.call_id, event.session_id, event.attempt, event.worker, event.environment_sha256)
-
-
-def _result(_: Record, event: ToolCallCompleted) -> Found:
-    full = event.full_output
-    refused = sum(request.source is EgressSource.refused for request in event.requests)
-    return schema.RESULTS, (
-        event.call_id, event.session_id, event.call_seq, event.status.value, event.reason, event.exit_code,
-        _text(event.output), len(event.output) if full is None else full.size, full and full.sha256, event.duration_s,
-        event.queue_s, event.attempt, event.worker, event.cached, len(event.requests), refused,
-    )  # fmt: skip
-
-
-def _tree(_: Record, event: TurnTreeAssembled) -> Found:
-    nodes = [
+def _nodes(event: TurnTreeAssembled) -> str:
+    return as_json([
         {"turn": _turn(node.turn), "base": _turn(node.base), "lineage": node.lineage, "prompt": node.prompt_tokens,
          "output": node.output_tokens}
         for node in event.nodes
-    ]  # fmt: skip
-    segments = [
+    ])  # fmt: skip
+
+
+def _lineages(event: TurnTreeAssembled) -> str:
+    return as_json([lineage.kind for lineage in event.lineages])
+
+
+def _segments(event: TurnTreeAssembled) -> str:
+    return as_json([
         {"turns": [_turn(turn) for turn in segment.turns], "tokens": segment.tokens, "trained": segment.trained,
          "context": segment.context}
         for segment in event.segments
-    ]  # fmt: skip
-    return schema.TREES, (
-        event.group_id, event.session_id, event.rollout_id, event.outcome.value, event.reward, as_json(nodes),
-        as_json([lineage.kind for lineage in event.lineages]), as_json(segments), event.anchor_segment,
-        event.books.sampled, event.books.trained, as_json(event.books.masked), event.duplicated_prefix_tokens,
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def mask_of(spans: Iterable[tuple[int, int, bool]]) -> str:
@@ -258,95 +197,163 @@ def mask_of(spans: Iterable[tuple[int, int, bool]]) -> str:
     return hashlib.sha256(as_json(runs).encode()).hexdigest()[:16]
 
 
-def _sample(_: Record, event: SegmentSample) -> Found:
+def _sample_tokens(event: SegmentSample) -> int:
     ids = event.token_ids
-    return schema.SAMPLES, (
-        event.sample_id, event.group_id, event.session_id, event.segment_index, event.is_anchor,
-        (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4, sum(span.length for span in event.spans),
-        sum(span.length for span in event.spans if span.trained), event.advantage, event.reward,
-        event.weight_version_min, event.weight_version_max,
-        mask_of((span.start, span.length, span.trained) for span in event.spans),
-    )  # fmt: skip
+    return (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4
 
 
-def _group_score(_: Record, event: GroupScored) -> Found:
-    rollouts = [
+def _output_tokens(event: SegmentSample) -> int:
+    return sum(span.length for span in event.spans)
+
+
+def _trained_tokens(event: SegmentSample) -> int:
+    return sum(span.length for span in event.spans if span.trained)
+
+
+def _mask(event: SegmentSample) -> str:
+    return mask_of((span.start, span.length, span.trained) for span in event.spans)
+
+
+def _batch_tokens(event: SampleBatchFormed) -> int:
+    return sum(row.tokens for row in event.samples)
+
+
+def _weight_bytes(event: WeightVersionPublished) -> int:
+    return sum(file.blob.size for file in event.files)
+
+
+def _members(event: GroupScored) -> str:
+    return as_json([
         {"session_id": each.session_id, "outcome": each.outcome.value, "reward": each.reward,
          "advantage": each.advantage, "excluded": each.excluded_reason}
         for each in event.rollouts
-    ]  # fmt: skip
-    return schema.SCORES, (
-        event.group_id, event.task_id, event.purpose.value, event.status.value, event.reason, event.baseline, event.std,
-        event.estimator, as_json(event.group_filters), as_json(event.reward_transforms), event.samples,
-        event.books.sampled, event.books.trained, as_json(event.books.masked), as_json(rollouts),
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
-def _sample_scored(_: Record, event: SampleScored) -> Found:
-    return schema.SAMPLE_SCORES, (event.sample_id, event.group_id, event.scorer)
+def _base_epoch(event: TurnCompleted) -> str | None:
+    return None if event.base_turn is None else event.base_turn.epoch
 
 
-def _formed_batch(_: Record, event: SampleBatchFormed) -> Found:
-    return schema.BATCHES, (
-        event.batch_index, event.draw_index, event.part, event.parts, None, event.file.sha256, len(event.samples),
-        event.prompts, event.trajectories, event.trained_tokens, sum(row.tokens for row in event.samples),
-        as_json(event.masked), event.trainer_version, event.max_lag, as_json(event.lags),
-    )  # fmt: skip
+def _base_index(event: TurnCompleted) -> int | None:
+    return None if event.base_turn is None else event.base_turn.index
 
 
-def _skipped_batch(_: Record, event: BatchSkipped) -> Found:
-    none = (None, None, event.reason, None, 0, 0, 0, 0, 0)
-    return schema.BATCHES, (event.batch_index, event.draw_index, *none, as_json(event.masked), None, None, None)
+def _output_bytes(event: ToolCallCompleted) -> int:
+    return len(event.output) if event.full_output is None else event.full_output.size
 
 
-def _trainer_step(_: Record, event: StepCompleted) -> Found:
-    return schema.STEPS, (
-        event.batch_index, event.draw_index, event.incarnation, event.step, event.loss, event.grad_norm,
-        event.learning_rate, event.lag_max, event.tokens, event.trained_tokens, as_json(event.masked), event.skipped,
-        event.reward_mean, event.logprob_gap_max, event.logprob_gap_mean, event.entropy, event.clip_fraction,
-        as_json(event.seconds), as_json(event.metrics), event.world_size,
-    )  # fmt: skip
+def _full_output(event: ToolCallCompleted) -> str | None:
+    return None if event.full_output is None else event.full_output.sha256
 
 
-def _weight_version(_: Record, event: WeightVersionPublished) -> Found:
-    return schema.VERSIONS, (
-        event.version, event.step, event.batch_index, event.incarnation, event.kind, event.base_version,
-        sum(file.blob.size for file in event.files), len(event.files), event.checkpoint,
-    )  # fmt: skip
+def _seconds(event: Event) -> str | None:
+    return as_json(event.seconds) if isinstance(event, EngineWeightsLoaded) else None
 
 
-def _engine_event(_: Record, event: Event) -> Found:
-    seconds = getattr(event, "seconds", None)
-    return schema.ENGINES, (
-        type(event).__name__, event.engine_id, event.url, event.state, event.version,
-        getattr(event, "refused_version", None), getattr(event, "cause", None), getattr(event, "message", None),
-        None if seconds is None else as_json(seconds),
-    )  # fmt: skip
+class RowsOf(NamedTuple):
+    """The rows of one record type, or of the records of one topic."""
+
+    table: Table
+    make: Callable[[int, Record, Any], Values]
+    """(place, record, event) -> place, event_id, time_ms and the columns of the table."""
 
 
-def _letter(_: Record, event: DeadLetter) -> Found:
-    return schema.DEAD_LETTERS, (
-        event.topic, event.partition, event.offset, _text(event.key), event.role, event.cause, event.message,
-    )  # fmt: skip
+Source = str | tuple[Callable[[Any], Any], str] | Callable[[Any], Any] | int | None
+"""Source of a column: the path of an attribute of the event, (function, path) for the function's result of that
+attribute, a function of the event, or a constant."""
 
 
+def row_of(table: Table, **sources: Source) -> RowsOf:
+    """Return the rows of a record type. A column without a source is the event's attribute of its own name.
+
+    The function that makes them is generated, because rows are made for every record on the log.
+    """
+    values, names = ["place", "event.event_id", "record.timestamp_ms"], dict[str, Any]()
+    for column in table.columns:
+        match sources.pop(column.name, column.name):
+            case str(path):
+                values.append(f"event.{path}")
+            case (function, path):
+                names[column.name] = function
+                values.append(f"{column.name}(event.{path})")
+            case int() | None as constant:
+                values.append(repr(constant))
+            case function:
+                names[column.name] = function
+                values.append(f"{column.name}(event)")
+    if sources:
+        raise ValueError(f"{table.name} has no column {', '.join(sources)}")
+    return RowsOf(table, eval(f"lambda place, record, event: ({', '.join(values)})", names))
+
+
+def _optional(name: str) -> Callable[[Event], Any]:
+    return lambda event: getattr(event, name, None)
+
+
+KIND = "__class__.__name__"
+SESSION_EVENT = RowsOf(
+    schema.SPINE,
+    lambda place, record, event: (
+        place, event.event_id, record.timestamp_ms, type(event).__name__, event.group_id,
+        getattr(event, "session_id", None), record.value,
+    ),
+)  # fmt: skip
+ENGINE_EVENT = row_of(
+    schema.ENGINES, kind=KIND, refused_version=_optional("refused_version"), cause=_optional("cause"),
+    message=_optional("message"), seconds=_seconds,
+)  # fmt: skip
+MASKED = (as_json, "masked")
+BOOKS: dict[str, Source] = {
+    "sampled": "books.sampled", "trained": "books.trained", "masked": (as_json, "books.masked"),
+}  # fmt: skip
 ROWS: Mapping[type, RowsOf] = {
-    RunConfigured: _run_config,
-    RunPlanned: _run_plan,
-    RolloutRequested: _rollout,
-    TurnCompleted: _completed_turn,
-    TokenSnapshot: _snapshot,
-    ToolCallRequested: _request,
-    ToolCallCancelled: _cancel,
-    ToolCallStarted: _start,
-    ToolCallCompleted: _result,
-    TurnTreeAssembled: _tree,
-    SegmentSample: _sample,
-    GroupScored: _group_score,
-    SampleScored: _sample_scored,
-    SampleBatchFormed: _formed_batch,
-    BatchSkipped: _skipped_batch,
-    StepCompleted: _trainer_step,
-    WeightVersionPublished: _weight_version,
-    DeadLetter: _letter,
-}
+    RunConfigured: row_of(
+        schema.RUNS, kind=KIND, settings=(_text, "settings"), draws=None, publish_every=None, phase=None
+    ),
+    RunPlanned: row_of(schema.RUNS, kind=KIND, settings=None, fold_version=None),
+    RolloutRequested: row_of(
+        schema.ROLLOUTS, dataset_row="index", purpose="purpose.value", task=(inline, "task")
+    ),
+    TurnCompleted: row_of(
+        schema.TURNS, epoch="turn.epoch", turn_index="turn.index", base_epoch=_base_epoch, base_index=_base_index,
+        messages=(inline, "new_messages"), response=(inline, "response"), tools=(inline, "tools"),
+        finish_reason="finish_reason.value", version_first="weight_version_first", version_last="weight_version_last",
+    ),
+    TokenSnapshot: row_of(
+        schema.SNAPSHOTS, epoch="turn.epoch", turn_index="turn.index", output_tokens=sampled_tokens,
+        version_spans=_version_spans, boundary="boundary.value",
+    ),
+    ToolCallRequested: row_of(schema.REQUESTS, arguments=(_text, "arguments"), backend="sandbox.backend"),
+    ToolCallCancelled: row_of(schema.CANCELS),
+    ToolCallStarted: row_of(schema.STARTS),
+    ToolCallCompleted: row_of(
+        schema.RESULTS, status="status.value", output=(_text, "output"), output_bytes=_output_bytes,
+        full_output=_full_output, requests=(len, "requests"), refused_requests=_refused_requests,
+    ),
+    TurnTreeAssembled: row_of(
+        schema.TREES, outcome="outcome.value", nodes=_nodes, lineages=_lineages, segments=_segments, **BOOKS,
+    ),
+    SegmentSample: row_of(
+        schema.SAMPLES, tokens=_sample_tokens, sampled=_output_tokens, trained=_trained_tokens,
+        version_min="weight_version_min", version_max="weight_version_max", mask=_mask,
+    ),
+    GroupScored: row_of(
+        schema.SCORES, purpose="purpose.value", status="status.value", filters=(as_json, "group_filters"),
+        transforms=(as_json, "reward_transforms"), rollouts=_members, **BOOKS,
+    ),
+    SampleScored: row_of(schema.SAMPLE_SCORES),
+    SampleBatchFormed: row_of(
+        schema.BATCHES, skipped=None, file_sha256="file.sha256", rows=(len, "samples"), tokens=_batch_tokens,
+        masked=MASKED, lags=(as_json, "lags"),
+    ),
+    BatchSkipped: row_of(
+        schema.BATCHES, part=None, parts=None, skipped="reason", file_sha256=None, rows=0, prompts=0, trajectories=0,
+        trained_tokens=0, tokens=0, masked=MASKED, trainer_version=None, max_lag=None, lags=None,
+    ),
+    StepCompleted: row_of(schema.STEPS, masked=MASKED, seconds=(as_json, "seconds"), metrics=(as_json, "metrics")),
+    WeightVersionPublished: row_of(schema.VERSIONS, bytes=_weight_bytes, files=(len, "files")),
+    DeadLetter: row_of(
+        schema.DEAD_LETTERS, of_topic="topic", of_partition="partition", of_offset="offset", of_key=(_text, "key")
+    ),
+}  # fmt: skip
+"""Rows of each record type, except those of agent.sessions and engine-status, whose topics have a table for all."""
