@@ -37,6 +37,7 @@ from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.follow import caught_up, read_range
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
+from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup, TransactionalId
@@ -104,10 +105,7 @@ async def main(role: Role) -> None:
     Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable, which end the process; it is then restarted.
     """
     async with _open_archiver(role) as archiver:
-        role.health.mark_started()
-        while not role.stopping.is_set():
-            role.health.beat()
-            await archiver.turn()
+        await repeat(role, archiver.turn)
 
 
 async def flush(role: Role) -> int:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import externalize_payloads
-from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.history import events, partitions
-from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, TopicMissing, Transactor, partition_of
+from turnlog.infra.log import Commit, Partition, Reader, Record, TopicMissing, Transactor, partition_of
+from turnlog.infra.roles.loop import OwnerRole
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, RunPhase
-from turnlog.infra.roles.runs import Configured, load_configuration
+from turnlog.infra.roles.runs import Configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import fold_version, scores_topic
 from turnlog.processors.core.views.run import EvaluationRounds
@@ -66,47 +67,30 @@ class DatasetChanged(Exception):
     """The run has drawn tasks from another dataset. Use a new [run] id, or restore the file."""
 
 
+ROLE = OwnerRole(owner=TransactionalId.FEEDER, group=ConsumerGroup.FEEDER, past_records=2000)
+
+
 async def main(role: Role) -> None:
     """Admit groups until every rollout batch is trained, then wait for the role to stop.
 
-    Order of effects: 1. read the run's configuration as soon as it is recorded, and fence the last feeder; 2. read the
-    log to its end; 3. per admission: read the start offsets (`floor`) of agent.sessions, then write the requests of all
-    due groups in one transaction. Raises BadSampling, BadMix, DatasetError, DatasetChanged, TopicMissing, OtherRun,
-    OtherSettings, SettingsError."""
+    Order of effects: that of OwnerRole. Per admission: read the start offsets (`floor`) of agent.sessions, then write
+    the requests of all due groups in one transaction. Raises BadSampling, BadMix, DatasetError, DatasetChanged,
+    TopicMissing, OtherRun, OtherSettings, SettingsError."""
     settings = role.settings
     sampling, limits = checked_sampling(settings)
     drawn_from = await asyncio.to_thread(sources, settings)
     evaluated = await asyncio.to_thread(eval_tasks, settings)
     counts = await _partition_counts(role)
-    run = await load_configuration(role)
-    if run is None:
-        return
-    followed = (*FOLLOWED, scores_topic(run.fold_version))
-    partitions = [Partition(topic.name, number) for topic in followed for number in range(counts[topic.name])]
-    async with (
-        role.log.transactor(TransactionalId.FEEDER.format(run=settings.run.id)) as transactor,
-        role.log.reader() as reader,
-    ):
-        feeder = Feeder(role, run, transactor, drawn_from, sampling, limits, evaluated)
-        ends = await assign_from_start(role.log, reader, partitions)
-        while not caught_up(reader, ends):
-            role.health.beat()
-            await feeder.take(await reader.poll(max_records=2000))
-        await feeder.remember()
-        group = ConsumerGroup.FEEDER.format(run=settings.run.id)
-        reached = await Reached.from_log(role.log, transactor, group, partitions)
-        role.health.mark_started()
-        while not role.stopping.is_set():
-            role.health.beat()
-            await feeder.admit()
-            await reached.say(_commits(reader, partitions))
-            await feeder.take(await reader.poll(timeout_s=0.2))
-        await reached.say(_commits(reader, partitions), last=True)
 
+    async def followed(run: Configured) -> dict[Partition, int]:
+        read = (*FOLLOWED, scores_topic(run.fold_version))
+        places = [Partition(topic.name, number) for topic in read for number in range(counts[topic.name])]
+        return await role.log.start_offsets(places)
 
-def _commits(reader: Reader, partitions: list[Partition]) -> dict[Partition, Commit]:
-    """Return the positions up to which the topics were read. A restart reads them from their beginning."""
-    return {place: Commit(reader.position(place)) for place in partitions}
+    def open_feeder(run: Configured, transactor: Transactor) -> Feeder:
+        return Feeder(role, run, transactor, drawn_from, sampling, limits, evaluated)
+
+    await ROLE.run(role, followed, open_feeder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +160,19 @@ class Feeder:
                 continue
             self._apply(event)
             self._readiness.apply(event)
+
+    async def begin(self) -> dict[Partition, int]:
+        """Note what feeders of earlier releases requested; return nothing more to read."""
+        await self.remember()
+        return {}
+
+    async def act(self, _: Reader) -> None:
+        """Admit the groups that are due."""
+        await self.admit()
+
+    def commits(self, reader: Reader, places: Sequence[Partition]) -> dict[Partition, Commit]:
+        """Return the positions up to which the topics were read. A restart reads them from their beginning."""
+        return {place: Commit(reader.position(place)) for place in places}
 
     async def remember(self) -> None:
         """Note, all at once, the groups that a feeder without group-requests has requested: one of an earlier release,

@@ -31,6 +31,7 @@ from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.log import Partition, Reader, Record
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import load_configuration
@@ -497,10 +498,7 @@ async def main(role: Role) -> None:
     if run is None:
         return
     async with indexing(role, path_of(role.settings), run.fold_version) as indexer:
-        role.health.mark_started()
-        while not role.stopping.is_set():
-            role.health.beat()
-            await indexer.turn()
+        await repeat(role, indexer.turn)
 
 
 async def build(role: Role, path: Path) -> int:

@@ -25,6 +25,7 @@ from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.ending import run_verb
+from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import serve
@@ -230,10 +231,7 @@ def command(settings: Settings, arguments: argparse.Namespace) -> int:
 
     async def main(role: Role) -> None:
         async with tracing(role, collector) as tracer:
-            role.health.mark_started()
-            while not role.stopping.is_set():
-                role.health.beat()
-                await tracer.turn()
+            await repeat(role, tracer.turn)
 
     return serve("trace", main, settings)
 

@@ -19,11 +19,12 @@ from turnlog.infra.batch_files import MEDIA_TYPE, build_batch_file
 from turnlog.infra.blobs import inlined
 from turnlog.infra.event_log import where
 from turnlog.infra.follow import caught_up
-from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
+from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.health import count_tokens
+from turnlog.infra.roles.loop import OwnerRole
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import Configured, load_configuration
+from turnlog.infra.roles.runs import Configured
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.draws import (
     DrawRules,
@@ -58,19 +59,23 @@ WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a rollout
 READ_S, DRAW_S, SEAL_S, COMMIT_S = (STAGE_S.labels("batcher", stage) for stage in ("read", "draw", "seal", "commit"))
 
 
+ROLE = OwnerRole(owner=TransactionalId.BATCHER, group=ConsumerGroup.BATCHER, writes=(topics.BATCHES,), poll_s=0.05)
+FOLLOWED = (topics.BATCHES, topics.STEPS, topics.WEIGHTS)
+
+
 async def main(role: Role) -> None:
     """Form batches until the role stops.
 
-    Order of effects: 1. wait until the run is configured; 2. fence the previous batcher; 3. read manifests, steps and
-    versions to their ends; 4. read samples from the last manifest's positions; 5. per rollout batch, upload the files,
-    then write its manifests in one transaction. Raises OtherRun, OtherSettings.
+    Order of effects: that of OwnerRole. The batcher follows manifests, steps and versions, and reads samples from the
+    last manifest's positions. Per rollout batch it uploads the files, then writes the manifests in one transaction.
+    Raises OtherRun, OtherSettings.
     """
-    run = await load_configuration(role)
-    if run is None:
-        return
-    async with role.log.transactor(TransactionalId.BATCHER.format(run=role.settings.run.id)) as transactor:
-        batcher = Batcher(role, run, transactor)
-        await batcher.run()
+    await ROLE.run(role, followed, lambda run, transactor: Batcher(role, run, transactor))
+
+
+async def followed(_: Configured) -> dict[Partition, int]:
+    """Return the followed partitions, which are never pruned, and their first offset."""
+    return {Partition(topic.name, 0): 0 for topic in FOLLOWED}
 
 
 Form = Callable[[Sequence[ReadableGroup], HeldVersion, DrawRules], FormedDraw]
@@ -101,40 +106,28 @@ class Batcher:
         self._starts: dict[str, tuple[int, int]] = {}
         """Group that is open or waiting -> partition and offset of its first record."""
         self._next: dict[int, int] = {}
-        self._followed = (topics.BATCHES.name, topics.STEPS.name, topics.WEIGHTS.name)
+        self._repeated: dict[Partition, int] = {}
+        """Ends below which samples may lie that the last batcher put into rollout batches; empty once they are read."""
 
-    async def run(self) -> None:
-        """Form batches until the role stops; see `main`."""
-        role = self._role
-        control = [Partition(topic, 0) for topic in self._followed]
-        async with role.log.reader() as reader:
-            reader.assign(dict.fromkeys(control, 0))
-            own = [partition for partition in control if partition.topic == topics.BATCHES.name]
-            ends = await role.log.end_offsets(control) | await own_ends(role.log, own)
-            while not caught_up(reader, ends):
-                role.health.beat()
-                await self._take(await reader.poll())
-            groups = range(role.settings.kafka.groups)
-            starts = {Partition(topics.SAMPLES.name, number): self.progress.position(number) for number in groups}
-            self._next = {partition.number: offset for partition, offset in starts.items()}
-            again = await role.log.end_offsets(list(starts))  # records of groups taken before lie below these ends
-            group = ConsumerGroup.BATCHER.format(run=role.settings.run.id)
-            reached = await Reached.from_log(role.log, self._transactor, group, list(starts))
-            reader.assign({**{partition: reader.position(partition) for partition in control}, **starts})
-            role.health.mark_started()
-            while not role.stopping.is_set():
-                role.health.beat()
-                await self._take(await reader.poll(timeout_s=0.05))
-                if again and caught_up(reader, again):
-                    self.progress.forget_taken()
-                    again = {}
-                while self._may_form():
-                    await self._form()
-                    role.health.beat()
-                await reached.say(self._commits(reader))
-            await reached.say(self._commits(reader), last=True)
+    async def begin(self) -> dict[Partition, int]:
+        """Return the positions of the last manifest, from which samples are read."""
+        groups = range(self._role.settings.kafka.groups)
+        starts = {Partition(topics.SAMPLES.name, number): self.progress.position(number) for number in groups}
+        self._next = {partition.number: offset for partition, offset in starts.items()}
+        self._repeated = await self._role.log.end_offsets(list(starts))
+        return starts
 
-    async def _take(self, records: list[Record]) -> None:
+    async def act(self, reader: Reader) -> None:
+        """Form every rollout batch that may be formed."""
+        if self._repeated and caught_up(reader, self._repeated):
+            self.progress.forget_taken()
+            self._repeated = {}
+        while self._may_form():
+            await self._form()
+            self._role.health.beat()
+
+    async def take(self, records: list[Record]) -> None:
+        """Fold records of the followed topics, and collect samples by group."""
         if records:
             with READ_S.time():
                 await self._fold(records)
@@ -319,10 +312,9 @@ class Batcher:
             low[partition] = min(low[partition], offset)
         return tuple(SourcePosition(number, low[number]) for number in sorted(low))
 
-    def _commits(self, reader: Reader) -> dict[Partition, Commit]:
+    def commits(self, reader: Reader, places: Sequence[Partition]) -> dict[Partition, Commit]:
         """Return the positions as a consumer group would commit them."""
         low = {place.partition: place.offset for place in self._positions()}
-        places = [Partition(topics.SAMPLES.name, number) for number in low]
         return {place: Commit.low_water(low[place.number], high=reader.position(place)) for place in places}
 
     def _report(self, draw: FormedDraw, version: int) -> None:
