@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import pytest
-
 from docs.tools.metrics_page import metrics as declared
 from tests.each import each
 from turnlog import __version__
