@@ -36,9 +36,9 @@ from turnlog.infra.engine import Generate, SGLang, SGLangControl
 from turnlog.infra.history import events
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.run_folder import resolve_endpoints
+from turnlog.plugins.recipes.calc import OPERATORS, task_row
+from turnlog.plugins.recipes.warm_start import END
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.producers.recipes.calc import OPERATORS, task_row
-from turnlog.producers.recipes.warm_start import END
 from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
 from turnlog.trainer.gang.calls import Ranks

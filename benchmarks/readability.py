@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "src/turnlog")
+FOLDERS = (
+    "schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins", "src/turnlog",
+)  # fmt: skip
 GENITIVES = frozenset({"of"})
 PRONOUNS_WORDS = """
     another anybody both either he her his it its itself neither nobody none one ones others she somebody such

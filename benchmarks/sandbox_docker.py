@@ -12,10 +12,10 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 
+from turnlog.plugins.docker import Docker
+from turnlog.plugins.docker.sandbox import connect
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.backends.docker import Docker
-from turnlog.sandbox_workers.backends.docker.sandbox import connect
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
 from turnlog.schemas.events import SandboxLimits

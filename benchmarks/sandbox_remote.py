@@ -23,9 +23,9 @@ from typing import Any
 import row  # noqa: F401 - finds tests.fakes
 
 from tests.fakes import e2b_server
+from turnlog.plugins.e2b import E2b
+from turnlog.plugins.wasm.backend import Wasm
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import E2b
-from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
 from turnlog.schemas.events import SandboxLimits
 

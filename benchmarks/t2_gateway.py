@@ -36,8 +36,8 @@ from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.prompts import TextTokens
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import EngineRegistered
 from turnlog.settings import Settings
 

@@ -25,6 +25,7 @@ from typing import Any
 import orjson
 from row import say, size, told
 
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.conversation import extend_hash
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
@@ -36,7 +37,6 @@ from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
 from turnlog.producers.gateway.turns import RenderedOutput, TurnStorage, build_records
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Agent, Environment, Purpose, Sampling, SessionStarted, VersionSpan
 
 TURNS = size((10, 100, 1000), smallest=(2, 4, 8))

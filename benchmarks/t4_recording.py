@@ -41,9 +41,9 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.app import Gateway, listening, serving
 from turnlog.producers.gateway.prompts import TextTokens
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import EngineRegistered
 from turnlog.schemas.topics import ENGINES, MAX_MESSAGE_BYTES, SESSIONS, SNAPSHOTS, TURNS, WEIGHTS
 from turnlog.settings import EngineSettings, GatewaySettings, ModelSettings, RunSettings, Settings

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = str(ROOT / "src/turnlog") + "/"
 FOLDERS = tuple(
     f"{ROOT / name}/"
-    for name in ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
+    for name in ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins")
 )
 OUT = "WALKS_OUT"
 """Environment variable with the file into which the profiled pytest writes."""

@@ -17,8 +17,8 @@ from rich.table import Table
 from turnlog.consumers import books
 from turnlog.consumers.replay.verify import ReplayResult
 from turnlog.consumers.replay.verify import run as replay
+from turnlog.infra.environments.recipes import RecipeError, demo_rise, recipe
 from turnlog.infra.history import all_events, partitions, records
-from turnlog.infra.recipes import RecipeError, demo_rise, recipe
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.names import ExitStatus

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Counter
 
-from turnlog.infra.recipes import (
+from turnlog.infra.environments.recipes import (
     AgentError,
     AgentSession,
     CommandAgent,
@@ -34,7 +34,7 @@ from turnlog.infra.recipes import (
     call_recipe,
     played,
 )
-from turnlog.infra.tools import AGENT
+from turnlog.infra.environments.tools import AGENT
 from turnlog.producers.gateway_client import GatewayClient, GatewayFailed, OpenSession, SessionMoved, SessionState
 from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls
 from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus

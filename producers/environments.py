@@ -10,9 +10,9 @@ import asyncio
 import dataclasses
 import logging
 
-from turnlog.infra.recipes import Recipe, first_workspace, sandbox_of, sandbox_tools
+from turnlog.infra.environments.recipes import Recipe, first_workspace, sandbox_of, sandbox_tools
+from turnlog.infra.environments.tools import versions
 from turnlog.infra.sandbox_root import RootError, root_sha256
-from turnlog.infra.tools import versions
 from turnlog.sandbox_settings import LOCAL, EgressSettings
 from turnlog.schemas.events import SandboxSpec
 from turnlog.schemas.events.sessions import Environment

@@ -82,7 +82,7 @@ async def main(role: Role) -> None:
     evaluated = await asyncio.to_thread(eval_tasks, settings)
     counts = await _partition_counts(role)
 
-    async def followed(run: Configured) -> dict[Partition, int]:
+    async def followed_places(run: Configured) -> dict[Partition, int]:
         read = (*FOLLOWED, scores_topic(run.fold_version))
         places = [Partition(topic.name, number) for topic in read for number in range(counts[topic.name])]
         return await role.log.start_offsets(places)
@@ -90,7 +90,7 @@ async def main(role: Role) -> None:
     def open_feeder(run: Configured, transactor: Transactor) -> Feeder:
         return Feeder(role, run, transactor, drawn_from, sampling, limits, evaluated)
 
-    await ROLE.run(role, followed, open_feeder)
+    await ROLE.run(role, followed_places, open_feeder)
 
 
 @dataclass(frozen=True, slots=True)

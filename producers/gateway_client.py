@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import httpcore
 import orjson
 
-from turnlog.infra.recipes import Message, Recipe, agent_of
+from turnlog.infra.environments.recipes import Message, Recipe, agent_of
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.roles.tls import trusting

@@ -21,8 +21,7 @@ import orjson
 from prometheus_client import Counter
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import (
+from turnlog.infra.environments.recipes import (
     BrokenRecipe,
     CommandAgent,
     Episode,
@@ -34,8 +33,9 @@ from turnlog.infra.recipes import (
     call_recipe,
     sandbox_of,
 )
+from turnlog.infra.environments.verifiers.kinds import is_late
+from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles import log_lines
-from turnlog.infra.verifiers.kinds import is_late
 from turnlog.producers.agents import WAITED, Actor, Attempt, SessionEnding, ToolBroken, acting
 from turnlog.producers.gateway_client import (
     ContextExceeded,

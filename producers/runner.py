@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import httpx
 from prometheus_client import Counter, Gauge
 
-from turnlog.infra import recipes
 from turnlog.infra.blobs import inlined
+from turnlog.infra.environments import recipes
+from turnlog.infra.environments.verifiers import judges
 from turnlog.infra.log import Commit, GroupReader, Partition, Record, check_commits
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
-from turnlog.infra.verifiers import judges
 from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.producers.gateway_client import GatewayClient, RequestRejected
 from turnlog.producers.rollout import Rollout

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnlog.infra.environments.recipes import BrokenRecipe, Recipe, call_recipe, row_of
 from turnlog.infra.offers import load_methods
-from turnlog.infra.recipes import BrokenRecipe, Recipe, call_recipe, row_of
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import Limits, Sampling

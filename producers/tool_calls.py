@@ -13,9 +13,17 @@ import json
 import math
 
 from turnlog.infra.blobs import Blobs
+from turnlog.infra.environments.recipes import (
+    BrokenRecipe,
+    Recipe,
+    SandboxCall,
+    TaskRow,
+    call_recipe,
+    first_files,
+    first_workspace,
+)
+from turnlog.infra.environments.workspaces import FilesUnusable, store_files
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import BrokenRecipe, Recipe, SandboxCall, TaskRow, call_recipe, first_files, first_workspace
-from turnlog.infra.workspaces import FilesUnusable, store_files
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RolloutRequested,

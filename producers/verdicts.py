@@ -1,7 +1,7 @@
 """Rewards: a verifier's result for an episode becomes a RewardAssigned with evidence, or a RewardFailed.
 
-How each kind of verifier judges is in turnlog.infra.verifiers.judges. This module provides what judging needs of a live
-session: sandboxes that are reached over the log, and the answers of the session's environment.
+How each kind of verifier judges is in turnlog.infra.environments.verifiers.judges. This module provides what judging
+needs of a live session: sandboxes that are reached over the log, and the answers of the session's environment.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import httpx
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import (
+from turnlog.infra.environments.recipes import (
     BrokenRecipe,
     CommandAgent,
     Episode,
@@ -28,7 +27,7 @@ from turnlog.infra.recipes import (
     call_recipe,
     sandbox_of,
 )
-from turnlog.infra.verifiers.judges import (
+from turnlog.infra.environments.verifiers.judges import (
     Cause,
     EnvStep,
     Means,
@@ -39,8 +38,9 @@ from turnlog.infra.verifiers.judges import (
     rewarded_steps,
     tail,
 )
-from turnlog.infra.verifiers.kinds import PatchVerifier, SandboxVerifier, rewarding_steps
-from turnlog.infra.verifiers.patches import Trees, grade_patch
+from turnlog.infra.environments.verifiers.kinds import PatchVerifier, SandboxVerifier, rewarding_steps
+from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
+from turnlog.infra.event_log import EventLog
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with, json_of
 from turnlog.schemas import ids

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.blobs import BlobError
+from turnlog.infra.environments.tools import AGENT
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import TlsFileUnusable
-from turnlog.infra.tools import AGENT
 from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.answers import CallOutcome, unrun
 from turnlog.sandbox_workers.calls import Pending, ToolCallPartitionTask, apply_event

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from turnlog.infra.tools import AGENT
+from turnlog.infra.environments.tools import AGENT
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool

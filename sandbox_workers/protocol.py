@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from turnlog.infra.workspaces import FileEntry
+from turnlog.infra.environments.workspaces import FileEntry
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 DEATHS = 2

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from turnlog.infra.embedded.servers import check_model
-from turnlog.infra.recipes import Recipe, WarmStart, recipe
+from turnlog.infra.environments.recipes import Recipe, WarmStart, recipe
 from turnlog.infra.run_folder import lock_file
 from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings

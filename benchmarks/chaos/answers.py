@@ -30,11 +30,11 @@ from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.low_water import Fold
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.unit import AssemblerPlan, records_between
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     EngineRegistered,

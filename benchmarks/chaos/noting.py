@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.recipes import Episode, FunctionVerifier, PlainRecipe, SandboxCall, Verdict
+from turnlog.infra.environments.recipes import Episode, FunctionVerifier, PlainRecipe, SandboxCall, Verdict
 from turnlog.schemas.events import SandboxLimits, SandboxSpec
 
 EFFECTS = "CHAOS_EFFECTS"

@@ -35,15 +35,15 @@ from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.progress import ReplayState
 from turnlog.consumers.replay.refold import Changes, Refold
 from turnlog.consumers.replay.verify import FOLDER
-from turnlog.infra import recipes
+from turnlog.infra.environments import recipes
+from turnlog.infra.environments.recipes import Episode, Judged, Verdict
+from turnlog.infra.environments.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
+from turnlog.infra.environments.verifiers.groups import JudgedGroup
+from turnlog.infra.environments.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.infra.history import partitions
 from turnlog.infra.log import Partition
-from turnlog.infra.recipes import Episode, Judged, Verdict
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import say
-from turnlog.infra.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
-from turnlog.infra.verifiers.groups import JudgedGroup
-from turnlog.infra.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.names import ExitStatus
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import Event, RewardAssigned, RewardFailed, RolloutRequested, SessionFinished, Verifier

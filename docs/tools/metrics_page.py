@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
+ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins")
 KINDS = {"Counter": "_total", "Gauge": "", "Histogram": "", "Summary": ""}
 """prometheus_client class -> suffix that it adds to the name."""
 UNITS = ("seconds", "bytes", "tokens", "records", "versions")

@@ -23,7 +23,7 @@ async def repeat(role: Role, turn: Callable[[], Awaitable[object]]) -> None:
         await turn()
 
 
-class Work(Protocol):
+class RoleWork(Protocol):
     """State of an OwnerRole according to the log, and what it does because of it."""
 
     async def take(self, records: list[Record]) -> None:
@@ -60,7 +60,7 @@ class OwnerRole:
         self,
         role: Role,
         follows: Callable[[Configured], Awaitable[Mapping[Partition, int]]],
-        work: Callable[[Configured, Transactor], Work],
+        work: Callable[[Configured, Transactor], RoleWork],
     ) -> None:
         """Run until the role stops. `follows`: the followed partitions, with the offsets to begin at.
 
@@ -73,7 +73,7 @@ class OwnerRole:
         async with role.log.transactor(self.owner.format(run=role.settings.run.id)) as transactor:
             await self.serve(role, await follows(run), work(run, transactor), transactor)
 
-    async def serve(self, role: Role, follows: Mapping[Partition, int], work: Work, transactor: Transactor) -> None:
+    async def serve(self, role: Role, follows: Mapping[Partition, int], work: RoleWork, transactor: Transactor) -> None:
         """Run with a transactor that is entered already.
 
         Order of effects: 1. read the followed topics to their ends; 2. `begin`; 3. until the role stops: `act`, commit

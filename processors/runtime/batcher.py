@@ -70,10 +70,10 @@ async def main(role: Role) -> None:
     last manifest's positions. Per rollout batch it uploads the files, then writes the manifests in one transaction.
     Raises OtherRun, OtherSettings.
     """
-    await ROLE.run(role, followed, lambda run, transactor: Batcher(role, run, transactor))
+    await ROLE.run(role, control_places, lambda run, transactor: Batcher(role, run, transactor))
 
 
-async def followed(_: Configured) -> dict[Partition, int]:
+async def control_places(_: Configured) -> dict[Partition, int]:
     """Return the followed partitions, which are never pruned, and their first offset."""
     return {Partition(topic.name, 0): 0 for topic in FOLLOWED}
 

@@ -1,1 +1,1 @@
-"""Environments (`Recipe`) that come with turnlog; others are found by the entry point group `turnlog.recipes`."""
+"""Moved to turnlog.plugins.recipes; this path works until 0.3.0."""

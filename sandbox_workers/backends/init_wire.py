@@ -16,7 +16,7 @@ import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.infra.environments.workspaces import FileEntry, FileKind
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.inside.interpreter import ENDED
 from turnlog.sandbox_workers.inside.workspace import LONGEST_PATH, MOST_ENTRIES, PathRefused, exact

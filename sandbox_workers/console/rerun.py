@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, Listing, MemoryBlobs
+from turnlog.infra.environments.tools import AGENT
+from turnlog.infra.environments.workspaces import WorkspaceManifest
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, aside, say_json
-from turnlog.infra.tools import AGENT
-from turnlog.infra.workspaces import WorkspaceManifest
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import LOCAL, Interception
 from turnlog.sandbox_workers import answers

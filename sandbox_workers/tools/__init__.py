@@ -1,7 +1,7 @@
 """Tools that an agent may call in a sandbox.
 
-Built in: python, shell, python_session, files, env_step; packages offer more (turnlog.infra.tools). `prepared` decides
-whether a call may run, before anything runs; `Prepared.run` runs it."""
+Built in: python, shell, python_session, files, env_step; packages offer more (turnlog.infra.environments.tools).
+`prepared` decides whether a call may run, before anything runs; `Prepared.run` runs it."""
 
 from turnlog.sandbox_workers.tools.catalogue import tools as tools
 from turnlog.sandbox_workers.tools.preparation import Prepared as Prepared

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from turnlog.infra.tools import GATEWAY_INSIDE, KEY_INSIDE
+from turnlog.infra.environments.tools import GATEWAY_INSIDE, KEY_INSIDE
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, QuotaExceeded
 from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus

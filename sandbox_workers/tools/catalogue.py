@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from turnlog.infra.tools import AGENT, BUILT_IN, BrokenTool, describe_tool, find_tools, load_tool
+from turnlog.infra.environments.tools import AGENT, BUILT_IN, BrokenTool, describe_tool, find_tools, load_tool
 from turnlog.sandbox_workers.protocol import Kind
 from turnlog.sandbox_workers.tools.built_in import (
     agent,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from turnlog.infra.tools import AGENT
+from turnlog.infra.environments.tools import AGENT
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, OnOutput, QuotaExceeded, Sandbox, SandboxError
 from turnlog.sandbox_workers.tools.catalogue import OURS, tools

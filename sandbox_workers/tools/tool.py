@@ -23,7 +23,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
-from turnlog.infra.tools import Schema
+from turnlog.infra.environments.tools import Schema
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OnOutput, Sandbox
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 from turnlog.schemas.json_depth import deeper_than, more_than

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.workspaces import FileEntry, FileKind, flaw
+from turnlog.infra.environments.workspaces import FileEntry, FileKind, flaw
 from turnlog.sandbox_workers.protocol import FileMissing, FileRefused
 from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas.types import BlobRef

@@ -21,7 +21,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from prometheus_client import Counter
 
 from turnlog.infra.blobs import REUSED_S, BlobCorrupt, BlobMissing, Blobs
-from turnlog.infra.workspaces import (
+from turnlog.infra.environments.workspaces import (
     MEDIA_TYPE,
     MOST_MANIFEST_BYTES,
     PACK_BYTES,

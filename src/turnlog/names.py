@@ -135,5 +135,6 @@ class EntryPointGroup(StrEnum):
     GROUP_FILTERS = "turnlog.group_filters"
     REWARD_TRANSFORMS = "turnlog.reward_transforms"
     MODELS = "turnlog.models"
+    LAUNCHERS = "turnlog.launchers"
     ALGORITHMS = "turnlog.algorithms"
     AUXILIARY_LOSSES = "turnlog.auxiliary_losses"

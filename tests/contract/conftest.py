@@ -20,12 +20,12 @@ import pytest
 from tests.fakes import e2b_server
 from tests.fakes.docker_engine import DockerServer
 from turnlog.infra.sandbox_root import cache_directory
+from turnlog.plugins.docker import Docker
+from turnlog.plugins.e2b import E2b
+from turnlog.plugins.wasm.backend import Wasm
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.backends.docker import Docker
-from turnlog.sandbox_workers.backends.e2b import E2b
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
-from turnlog.sandbox_workers.backends.wasm.backend import Wasm
 from turnlog.sandbox_workers.protocol import Provider, Sandbox, Shape
 from turnlog.schemas.events import SandboxLimits
 

@@ -22,7 +22,7 @@ from tests.deploy.cluster import Cluster, cluster, until
 from tests.deploy.conftest import BASE, ROOT, STANDINS, lacking, ours, run
 from tests.deploy.node import BOUNDARY, HOST, PAUSE, PLUGINS, with_a_share
 from tests.deploy.programs import KUBERNETES, described, programs
-from turnlog.producers.recipes.calc import RECIPE
+from turnlog.plugins.recipes.calc import RECIPE
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(7200)]
 CHART = "infra/deploy/helm/turnlog"

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.recipes import Episode, SandboxCall, TaskRow, Verdict
-from turnlog.infra.verifiers import PatchVerifier
-from turnlog.infra.verifiers.patches import Trees, grade_patch
-from turnlog.infra.workspaces import store_files
+from turnlog.infra.environments.recipes import Episode, SandboxCall, TaskRow, Verdict
+from turnlog.infra.environments.verifiers import PatchVerifier
+from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
+from turnlog.infra.environments.workspaces import store_files
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.protocol import Command, Kind, Provider, Shape
@@ -31,7 +31,7 @@ class Grounds:
         self.ran: list[str] = []
 
     async def run(self, part: str, workspace: BlobRef, call: SandboxCall) -> ToolCallCompleted:
-        """See turnlog.infra.verifiers.patches.Run."""
+        """See turnlog.infra.environments.verifiers.patches.Run."""
         self.ran.append(part)
         return await self.ran_in(workspace, Command(kind=Kind.python, source=call.arguments["code"]))
 

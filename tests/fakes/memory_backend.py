@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.infra.environments.workspaces import FileEntry, FileKind
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Command,

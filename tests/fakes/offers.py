@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra import recipes
+from turnlog.infra.environments import recipes
 from turnlog.names import EntryPointGroup
 
 

@@ -16,8 +16,8 @@ import pytest
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage, stage  # noqa: F401
 from tests.integration.test_command_agents import working
-from turnlog.infra.recipes import FunctionAgent, FunctionVerifier, PlainRecipe, Verdict
-from turnlog.producers.recipes.calc import RECIPE as CALC
+from turnlog.infra.environments.recipes import FunctionAgent, FunctionVerifier, PlainRecipe, Verdict
+from turnlog.plugins.recipes.calc import RECIPE as CALC
 from turnlog.schemas.events import (
     Boundary,
     Outcome,

@@ -28,10 +28,10 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import specs
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers import runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.prompts import TextTokens
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     EngineRegistered,

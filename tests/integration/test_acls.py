@@ -40,7 +40,6 @@ from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.lag import lag_of
 from turnlog.consumers.loader import Loader
-from turnlog.consumers.outlets import alerts
 from turnlog.consumers.replay import refold
 from turnlog.infra.blobs import Owner
 from turnlog.infra.embedded.ports import HOST, free_ports
@@ -64,6 +63,7 @@ from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import claim_log, configure
 from turnlog.infra.run_folder import write_settings
 from turnlog.infra.topics_admin import AGENTS, REFUSABLE, ROLES, Acl, acls, apply
+from turnlog.plugins.exporters import alerts
 from turnlog.processors.runtime import assembler, batcher
 from turnlog.producers import feeder, runner
 from turnlog.producers.gateway.requests import SigningKeys

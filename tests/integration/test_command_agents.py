@@ -20,9 +20,9 @@ from tests.fakes.memory_log import MemoryLog
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.environments.recipes import CommandAgent, Episode, FunctionVerifier, PlainRecipe, Verdict
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
-from turnlog.infra.recipes import CommandAgent, Episode, FunctionVerifier, PlainRecipe, Verdict
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway_client import GatewayClient

@@ -22,8 +22,8 @@ import pytest
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog import cli
 from turnlog.infra.blobs import externalize_payloads
+from turnlog.infra.environments.recipes import FunctionVerifier, Verdict
 from turnlog.infra.history import partitions, records
-from turnlog.infra.recipes import FunctionVerifier, Verdict
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.runtime.assembler import main as assemble

@@ -15,9 +15,9 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, PartitionLog
 from tests.fakes.memory_log import Died, MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.environments.recipes import recipe
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Fenced, Partition, TopicMissing, partition_of
-from turnlog.infra.recipes import recipe
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role, RunPhase

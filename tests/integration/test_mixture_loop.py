@@ -13,8 +13,8 @@ from tests.integration.test_closed_loop import Loop
 from turnlog.infra.embedded.up import down, status_processes
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import open_role
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.trainer.launch import process_group

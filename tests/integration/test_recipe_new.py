@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Stage
-from turnlog.infra import recipes
-from turnlog.producers.recipes.new import create
+from turnlog.infra.environments import recipes
+from turnlog.plugins.recipes.new import create
 from turnlog.schemas.events import Outcome, RewardAssigned, SessionStarted
 
 NAME = "offered-by-a-test"

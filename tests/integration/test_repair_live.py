@@ -17,11 +17,11 @@ import pytest
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
+from turnlog.infra.environments.recipes import CommandAgent
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.recipes import CommandAgent
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.producers.recipes.repair import Repair, modules, repository
+from turnlog.plugins.recipes.repair import Repair, modules, repository
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers import worker
 from turnlog.sandbox_workers.pooling.providers import find_isolation_failure

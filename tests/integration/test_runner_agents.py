@@ -18,7 +18,7 @@ from tests.fakes.offers import offering
 from tests.integration.conftest import QUESTION, Stage
 from tests.unit.gateway.test_gateway_images import CAT, PAD, shows, vision
 from tests.unit.gateway.test_gateway_images import TEMPLATE as SEEING
-from turnlog.infra.recipes import (
+from turnlog.infra.environments.recipes import (
     AgentError,
     AgentSession,
     Episode,
@@ -32,7 +32,7 @@ from turnlog.infra.recipes import (
     acted_out,
     played,
 )
-from turnlog.producers.recipes.calc import RECIPE as CALC
+from turnlog.plugins.recipes.calc import RECIPE as CALC
 from turnlog.schemas.events import (
     EngineGone,
     EngineRegistered,

@@ -19,12 +19,12 @@ from tests.secured import Authority
 from turnlog.infra.log import Fenced, Partition
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder, runner
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway.prompts import TextTokens
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.sandbox_workers import worker
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

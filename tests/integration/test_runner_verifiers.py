@@ -15,8 +15,16 @@ import pytest
 from tests.fakes.memory_log import Died
 from tests.fakes.offers import offering
 from tests.integration.conftest import CALL, Stage
-from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, PlainRecipe, SandboxAnswer, SandboxCall, Verdict
-from turnlog.infra.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
+from turnlog.infra.environments.recipes import (
+    Episode,
+    FunctionVerifier,
+    Judged,
+    PlainRecipe,
+    SandboxAnswer,
+    SandboxCall,
+    Verdict,
+)
+from turnlog.infra.environments.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     Outcome,

@@ -20,14 +20,14 @@ import psutil
 import pytest
 
 from tests.addresses import variables
+from turnlog.infra.environments.recipes import Episode, SandboxCall
+from turnlog.infra.environments.verifiers import SandboxVerifier
+from turnlog.infra.environments.verifiers.judges import client
 from turnlog.infra.log import Partition
-from turnlog.infra.recipes import Episode, SandboxCall
 from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.verifiers import SandboxVerifier
-from turnlog.infra.verifiers.judges import client
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers import tool_calls
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.producers.verdicts import Bench
 from turnlog.schemas.events import (
     Limits,

@@ -12,8 +12,8 @@ import pytest
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import ASKS, stage, working  # noqa: F401
-from turnlog.infra.recipes import CommandAgent
-from turnlog.producers.recipes.task_folders import TaskFolders
+from turnlog.infra.environments.recipes import CommandAgent
+from turnlog.plugins.recipes.task_folders import TaskFolders
 from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed
 
 TASK = {

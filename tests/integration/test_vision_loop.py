@@ -37,7 +37,7 @@ learning_rate = 1e-3
 enabled = false
 """
 RECIPE = """\
-from turnlog.infra.recipes import FunctionVerifier, PlainRecipe, Verdict
+from turnlog.infra.environments.recipes import FunctionVerifier, PlainRecipe, Verdict
 
 
 def judge(episode):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from turnlog.infra.offers import find_plugins
+from turnlog.names import EntryPointGroup
 from turnlog.trainer import LayoutUnfit
 from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.gang.calls import Ranks
@@ -28,8 +30,10 @@ def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
 
 def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
     """Return the ranks of a Ray cluster. Raises LayoutUnfit if Ray is not installed."""
+    points = find_plugins(EntryPointGroup.LAUNCHERS, "launcher", LayoutUnfit)
     try:
-        from turnlog.trainer.gang.on_ray import actors
+        actors = points["ray"].load()
     except ModuleNotFoundError as error:
         raise LayoutUnfit(f'trainer.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
-    return actors(plan, beat)
+    ranks_of_cluster: AbstractContextManager[Ranks] = actors(plan, beat)
+    return ranks_of_cluster

@@ -89,7 +89,7 @@ def _export(settings: Settings, arguments: argparse.Namespace) -> int:
         from turnlog.consumers.evaluation import best_version
 
         arguments.version = best_version(settings, archive=arguments.source == "archive")
-    from turnlog.trainer.offline.export import command
+    from turnlog.plugins.offline.export import command
 
     return command(settings, arguments)
 
@@ -132,8 +132,8 @@ def sft_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.datasets.build import verify
-    from turnlog.producers.recipes.warm_start import make_row_converter
-    from turnlog.trainer.offline.sft import command
+    from turnlog.plugins.offline.sft import command
+    from turnlog.plugins.recipes.warm_start import make_row_converter
 
     return command(settings, arguments, verify, make_row_converter(arguments.model))
 

@@ -29,7 +29,7 @@ def trace_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _trace(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.outlets.tracing import command
+    from turnlog.plugins.exporters.tracing import command
 
     return command(settings, arguments)
 
@@ -62,13 +62,13 @@ def track_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _track(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.outlets.tracking import command
+    from turnlog.plugins.exporters.tracking import command
 
     return command(settings, arguments)
 
 
 def _alerts(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.outlets.alerts import command
+    from turnlog.plugins.exporters.alerts import command
 
     return command(settings, arguments)
 

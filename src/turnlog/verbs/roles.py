@@ -60,7 +60,7 @@ def _egress(settings: Settings, _: argparse.Namespace) -> int:
 
 def _engine(settings: Settings, _: argparse.Namespace) -> int:
     if settings.engine.launcher == "ray":
-        from turnlog.infra.on_ray import host_engine
+        from turnlog.plugins.ray import host_engine
 
         return host_engine(settings)
     from turnlog.infra.embedded.servers import serve_engine

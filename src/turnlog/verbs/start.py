@@ -38,7 +38,7 @@ def recipe_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.producers.recipes.new import command
+    from turnlog.plugins.recipes.new import command
 
     return command(arguments)
 

@@ -23,10 +23,10 @@ from tests.fakes.weights import Publications
 from tests.unit.consumers.conftest import CODEC
 from turnlog.consumers.life.gc import Marked, MarkTooOld, ObjectState, UnknownOwner, mark_objects, sweep_objects
 from turnlog.infra.blobs import REUSED_S, MemoryBlobs, Owner, key
+from turnlog.infra.environments.workspaces import PackedRange
 from turnlog.infra.log import Partition
 from turnlog.infra.tensors.versions import assemble_version, chain_of
 from turnlog.infra.topics_admin import specs
-from turnlog.infra.workspaces import PackedRange
 from turnlog.names import RECORD_HEADER
 from turnlog.sandbox_workers.workspaces import stored
 from turnlog.sandbox_workers.workspaces.store import PieceLocations

@@ -31,10 +31,10 @@ from turnlog.consumers.replay.rejudge import (
     rows_asked,
     verifier_at,
 )
+from turnlog.infra.environments.recipes import Episode, FunctionVerifier, UnknownRecipe, Verdict
+from turnlog.infra.environments.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
 from turnlog.infra.log import Partition, partition_of
-from turnlog.infra.recipes import Episode, FunctionVerifier, UnknownRecipe, Verdict
 from turnlog.infra.roles.role import Role
-from turnlog.infra.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import Limits, Purpose, RewardAssigned, RolloutRequested, Sampling, TurnCompleted
 
@@ -274,12 +274,12 @@ async def test_a_recipe_that_is_not_installed_here_is_named(trained_run: Make) -
 
 def test_who_judges_is_found_by_name_and_what_is_over_is_refused_by_name() -> None:
     assert verifier_at(f"{__name__}:EXACT") is EXACT
-    assert verifier_at("turnlog.producers.recipes.calc:RECIPE").name == "calc"
+    assert verifier_at("turnlog.plugins.recipes.calc:RECIPE").name == "calc"
     for name, said in (("TESTS", "'tests' judges by sandboxes"), ("BOTH", "'env' judges by what an environment")):
         with pytest.raises(NotRerunnable, match=said):
             verifier_at(f"{__name__}:{name}")
     with pytest.raises(NotRerunnable, match="'repair' judges by sandboxes"):
-        verifier_at("turnlog.producers.recipes.repair:RECIPE")
+        verifier_at("turnlog.plugins.recipes.repair:RECIPE")
     for path in ("nowhere:X", f"{__name__}:NOTHING", f"{__name__}:SAYS", "calc"):
         with pytest.raises(NoVerifier):
             verifier_at(path)

@@ -17,11 +17,11 @@ from tests.fakes.sessions import bad_days
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.conftest import TrainedRun
 from turnlog.cli import parser
-from turnlog.consumers.outlets.spans import TraceSpan, is_sampled, span_of, trace_of
-from turnlog.consumers.outlets.tracing import Collector as Otlp
-from turnlog.consumers.outlets.tracing import CollectorFailed, SpanExporter, command, tracing
 from turnlog.infra.roles import is_unreachable
 from turnlog.infra.roles.role import Role
+from turnlog.plugins.exporters.spans import TraceSpan, is_sampled, span_of, trace_of
+from turnlog.plugins.exporters.tracing import Collector as Otlp
+from turnlog.plugins.exporters.tracing import CollectorFailed, SpanExporter, command, tracing
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,

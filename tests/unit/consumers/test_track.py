@@ -16,12 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
 from tests.unit.consumers.conftest import TrainedRun
-from turnlog.consumers.outlets import BadOutlet, BusyOutlet, OtherHistory, one_writer
-from turnlog.consumers.outlets.event_files import event_files
-from turnlog.consumers.outlets.history import Point, StepHistory, Tracker
-from turnlog.consumers.outlets.offline_runs import offline_runs, whole_records
-from turnlog.consumers.outlets.tracking import outlets, track
 from turnlog.consumers.report import newest_incarnations
+from turnlog.plugins.exporters import BadOutlet, BusyOutlet, OtherHistory, one_writer
+from turnlog.plugins.exporters.event_files import event_files
+from turnlog.plugins.exporters.history import Point, StepHistory, Tracker
+from turnlog.plugins.exporters.offline_runs import offline_runs, whole_records
+from turnlog.plugins.exporters.tracking import outlets, track
 from turnlog.schemas.events import StepCompleted
 
 Curve = list[tuple[int, float]]
@@ -120,7 +120,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from tests.unit.consumers.test_track import OUTLETS, STEPS
-from turnlog.consumers.outlets.history import StepHistory, Point
+from turnlog.plugins.exporters.history import StepHistory, Point
 history = StepHistory()
 with OUTLETS[sys.argv[1]][0](Path(sys.argv[2]), "run") as tracker:
     for offset, each in enumerate(STEPS[: int(sys.argv[3])]):

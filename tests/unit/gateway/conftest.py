@@ -25,9 +25,9 @@ from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, Reader, 
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.app import Gateway, listening, serving
 from turnlog.producers.gateway.prompts import TextTokens
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas import ids
 from turnlog.schemas.events import EngineRegistered, Event
 from turnlog.schemas.topics import CATALOGUE

@@ -26,11 +26,11 @@ from tests.unit.gateway.test_gateway_doors import FUZZED, ROLLOUTS, VALUES, bear
 from tests.unit.gateway.test_gateway_images import CAT, vision
 from tests.unit.gateway.test_gateway_images import TEMPLATE as SEEING
 from tests.unit.gateway.test_gateway_retries import SlowToAbort, held, until, with_engine
+from turnlog.plugins.recipes.warm_start import CHAT_TEMPLATE
 from turnlog.producers.gateway.conversation import Conversation
 from turnlog.producers.gateway.dialects.anthropic_messages import FIELDS, INPUT_DEPTH, UNPARSED, AnthropicMessages
 from turnlog.producers.gateway.dialects.dialect import IGNORED
 from turnlog.producers.gateway.requests import SigningKeys
-from turnlog.producers.recipes.warm_start import CHAT_TEMPLATE
 from turnlog.schemas.events import Boundary
 from turnlog.schemas.types import int32s
 from turnlog.settings import GatewaySettings, Settings

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.pictures import encoded, painted
 from tests.unit.gateway.conftest import until
-from turnlog.infra.tools import GATEWAY_INSIDE
+from turnlog.infra.environments.tools import GATEWAY_INSIDE
 from turnlog.producers.gateway.dialects.openai_chat import FIELDS
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import ImageTokens, picture

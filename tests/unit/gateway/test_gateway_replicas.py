@@ -17,9 +17,9 @@ from tests.unit.gateway.conftest import Rig
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles.health import Health, listening
 from turnlog.infra.roles.role import Role
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.app import Gateway, serving
 from turnlog.producers.gateway_client import GatewayClient
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Limits, Outcome, Purpose, RolloutRequested, Sampling
 from turnlog.settings import RunnerSettings, Settings
 

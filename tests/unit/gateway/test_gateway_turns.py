@@ -10,13 +10,13 @@ import numpy as np
 import orjson
 import pytest
 
-from turnlog.infra.recipes import Episode
+from turnlog.infra.environments.recipes import Episode
+from turnlog.plugins.recipes.calc import judge
 from turnlog.producers.gateway.conversation import Conversation
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.parsers.formats import THINK
 from turnlog.producers.gateway.parsers.parser import ParsedCall, Reasoning, Text
 from turnlog.producers.gateway.requests import verify
-from turnlog.producers.recipes.calc import judge
 from turnlog.schemas.events import Boundary, FinishReason, Outcome, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 

@@ -162,9 +162,9 @@ def row_of(prompt: list[int], output: list[int], said: list[float], picture: Any
 async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_served(
     vision_url: str, model_folder: Path, tmp_path: Path
 ) -> None:
+    from turnlog.plugins.offline.export import model_files
     from turnlog.trainer.launch import process_group
     from turnlog.trainer.learner import Learner
-    from turnlog.trainer.offline.export import model_files
     from turnlog.trainer.plan import LearnerOptions, PolicyGradient
     from turnlog.trainer.shape import read_shape
     from turnlog.trainer.weights import read_weights
@@ -193,9 +193,9 @@ async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_ser
 
 @pytest.mark.engine
 async def test_an_adapter_that_is_published_alone_is_served_with_images(model_folder: Path, tmp_path: Path) -> None:
+    from turnlog.plugins.offline.export import model_files
     from turnlog.trainer.launch import process_group
     from turnlog.trainer.learner import Learner
-    from turnlog.trainer.offline.export import model_files
     from turnlog.trainer.plan import LearnerOptions, PolicyGradient
     from turnlog.trainer.shape import read_shape
     from turnlog.trainer.weights import read_weights

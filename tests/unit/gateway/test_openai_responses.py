@@ -11,11 +11,11 @@ import httpx
 import orjson
 import pytest
 
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.conversation import Conversation
 from turnlog.producers.gateway.dialects.dialect import IGNORED
 from turnlog.producers.gateway.dialects.openai_responses import FIELDS
 from turnlog.producers.gateway.requests import refer
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Boundary, FinishReason
 from turnlog.schemas.types import TurnId, float32s, int32s
 from turnlog.settings import Settings

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway_client import GatewayClient
-from turnlog.producers.recipes.calc import RECIPE
 from turnlog.schemas.events import Limits, RolloutRequested, Sampling
 from turnlog.schemas.events.tasks import Purpose
 from turnlog.settings import GatewaySettings

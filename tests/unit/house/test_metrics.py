@@ -13,10 +13,10 @@ import yaml
 
 from docs.tools.grafana import dashboards
 from docs.tools.metrics_page import metrics, stages
-from turnlog import cli
+from turnlog.verbs.roles import LOOPS
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
+ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins", "src/turnlog/verbs")
 MODULES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 ANSWER = {"dashboard", "registry", "egress", "engine"}
 """Processes that answer requests, and take nothing from the log that could wait."""
@@ -32,7 +32,7 @@ def named(call: str, keyword: str = "") -> Iterator[str]:
 
 
 def test_every_role_exports_what_waits_for_it_seconds_of_its_stages_and_bytes() -> None:
-    served = {*cli.ROLES, *named("serve")}
+    served = {*LOOPS, *named("serve")}
     """By runs.serve, which opens their log under their names, and says restarts."""
     roles = served | set(named("Health")) - ANSWER
     assert len(roles) >= 15

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-FOLDERS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "src/turnlog")
+FOLDERS = (
+    "schemas",
+    "producers",
+    "processors",
+    "consumers",
+    "sandbox_workers",
+    "trainer",
+    "infra",
+    "plugins",
+    "src/turnlog",
+)
 ENDINGS = ("ings", "ing", "ers", "er", "ors", "or", "ions", "ion", "es", "s", "e")
 """Endings of a plural, of who does something, and of the doing, longest first where one ends in another."""
 SHORTEST = 4

@@ -32,7 +32,7 @@ from turnlog.settings import Settings, declarations
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = tomllib.loads((ROOT / "tests/golden/names.toml").read_text())
-ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra")
+ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins")
 MODULES = [path for room in (*ROOMS, "src/turnlog") for path in sorted((ROOT / room).rglob("*.py"))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 METRIC = re.compile(r"^from prometheus_client import .*\b(Counter|Gauge|Histogram|Summary|Info|Enum)\b", re.MULTILINE)

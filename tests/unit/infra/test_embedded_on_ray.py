@@ -18,13 +18,13 @@ from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.supervisor import ChildState, Supervisor, Watched
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
-from turnlog.infra.on_ray.actor import members_of
-from turnlog.infra.on_ray.hosting import bundle_of
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles import fleet
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
+from turnlog.plugins.ray.actor import members_of
+from turnlog.plugins.ray.hosting import bundle_of
 from turnlog.processors.core.views.fleet import GONE, SERVING, FleetEngine
 from turnlog.schemas.events import EngineGone, EngineRegistered
 from turnlog.schemas.topics import ENGINES
@@ -71,7 +71,7 @@ def test_an_engine_takes_devices_of_its_node_where_it_runs_on_some() -> None:
 
 
 def test_nothing_of_a_supervisor_imports_ray() -> None:
-    program = "import sys, turnlog.cli, turnlog.infra.embedded.up, turnlog.infra.on_ray; sys.exit('ray' in sys.modules)"
+    program = "import sys, turnlog.cli, turnlog.infra.embedded.up, turnlog.plugins.ray; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

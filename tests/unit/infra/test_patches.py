@@ -15,12 +15,12 @@ import pytest
 
 from tests.fakes.grounds import Grounds, grounds
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.recipes import Episode, SandboxCall
-from turnlog.infra.verifiers import Grading, PatchVerifier
-from turnlog.infra.verifiers.grading import is_protected
-from turnlog.infra.verifiers.judges import NoVerdict
-from turnlog.infra.verifiers.patches import Trees, grade_patch
-from turnlog.infra.workspaces import store_files
+from turnlog.infra.environments.recipes import Episode, SandboxCall
+from turnlog.infra.environments.verifiers import Grading, PatchVerifier
+from turnlog.infra.environments.verifiers.grading import is_protected
+from turnlog.infra.environments.verifiers.judges import NoVerdict
+from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
+from turnlog.infra.environments.workspaces import store_files
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
 from turnlog.schemas.events import Outcome, SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus

@@ -20,18 +20,18 @@ from tests.contract.test_https import served
 from tests.fakes.otlp_collector import collecting
 from tests.unit.consumers.test_alerts import listening
 from turnlog.cli import main
-from turnlog.consumers.outlets.alerts import targets
-from turnlog.consumers.outlets.spans import TraceSpan
-from turnlog.consumers.outlets.tracing import Collector as Exporter
 from turnlog.infra.embedded import liveness
 from turnlog.infra.embedded.plan import waiting_for
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import SGLang, SGLangControl
+from turnlog.infra.environments.verifiers.judges import client
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import http_clients
 from turnlog.infra.roles.starting import _gateway
 from turnlog.infra.s3 import S3Blobs
-from turnlog.infra.verifiers.judges import client
+from turnlog.plugins.exporters.alerts import targets
+from turnlog.plugins.exporters.spans import TraceSpan
+from turnlog.plugins.exporters.tracing import Collector as Exporter
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.settings import (
     AlertsSettings,

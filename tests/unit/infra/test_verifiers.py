@@ -15,10 +15,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.each import each
-from turnlog.infra.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
-from turnlog.infra.verifiers.groups import JudgedGroup
-from turnlog.infra.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
-from turnlog.infra.verifiers.kinds import (
+from turnlog.infra.environments.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
+from turnlog.infra.environments.verifiers.groups import JudgedGroup
+from turnlog.infra.environments.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
+from turnlog.infra.environments.verifiers.kinds import (
     EnvironmentVerifier,
     HttpVerifier,
     JudgeVerifier,

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.workspaces import FilesUnusable, NotAWorkspace, fetch_manifest, join_trees, put, read, store_files
+from turnlog.infra.environments.workspaces import (
+    FilesUnusable,
+    NotAWorkspace,
+    fetch_manifest,
+    join_trees,
+    put,
+    read,
+    store_files,
+)
 from turnlog.sandbox_workers.workspaces import Workspaces
 from turnlog.sandbox_workers.workspaces.folder import Folder, stored
 from turnlog.schemas.types import BlobRef

@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from turnlog.infra.recipes import AmbiguousRecipe, BrokenRecipe, Episode, Recipe, SandboxCall, UnknownRecipe, recipe
+from turnlog.infra.environments.recipes import (
+    AmbiguousRecipe,
+    BrokenRecipe,
+    Episode,
+    Recipe,
+    SandboxCall,
+    UnknownRecipe,
+    recipe,
+)
+from turnlog.plugins.recipes.calc import RECIPE, judge
 from turnlog.producers.gateway.messages import normalise_messages, tools_digest
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.rendering.template import ChatTemplate
-from turnlog.producers.recipes.calc import RECIPE, judge
 from turnlog.producers.tasks import provided_dataset
 from turnlog.schemas.events import Outcome
 

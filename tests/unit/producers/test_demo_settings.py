@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra import recipes
+from turnlog.infra.environments import recipes
 from turnlog.settings import load
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -11,17 +11,24 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.environments.recipes import (
+    BrokenRecipe,
+    Recipe,
+    SandboxCall,
+    TaskRow,
+    first_workspace,
+    sandbox_tools,
+)
+from turnlog.infra.environments.tools import UnknownTool, tool_declarations
+from turnlog.infra.environments.workspaces import fetch_manifest, read
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
-from turnlog.infra.recipes import BrokenRecipe, Recipe, SandboxCall, TaskRow, first_workspace, sandbox_tools
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
-from turnlog.infra.tools import UnknownTool, tool_declarations
 from turnlog.infra.topics_admin import apply
-from turnlog.infra.workspaces import fetch_manifest, read
+from turnlog.plugins.recipes.calc import RECIPE, Calc
 from turnlog.producers.environments import Environments, policy_sha256
-from turnlog.producers.recipes.calc import RECIPE, Calc
 from turnlog.producers.tool_calls import ToolCalls, ToolResults, begins_with, json_of
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.schemas.events import (

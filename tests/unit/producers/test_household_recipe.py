@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.infra.recipes import OVER, Episode, Played, Recipe, played
-from turnlog.producers.recipes.household import (
+from turnlog.infra.environments.recipes import OVER, Episode, Played, Recipe, played
+from turnlog.plugins.recipes.household import (
     PLACES,
     RECIPE,
     THINGS,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.offers import offering
-from turnlog.infra.recipes import UnknownRecipe
-from turnlog.infra.verifiers import JudgeVerifier, WeightedSum
-from turnlog.infra.verifiers.groups import NeedsGroup
+from turnlog.infra.environments.recipes import UnknownRecipe
+from turnlog.infra.environments.verifiers import JudgeVerifier, WeightedSum
+from turnlog.infra.environments.verifiers.groups import NeedsGroup
+from turnlog.plugins.recipes.calc import Calc
 from turnlog.producers.evaluation import eval_tasks
 from turnlog.producers.mix import BadMix, sources
-from turnlog.producers.recipes.calc import Calc
 from turnlog.settings import EvalSettings, FeederSettings, RunSettings, Settings
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.each import each
-from turnlog.infra.recipes import Episode, Recipe
-from turnlog.infra.recipes import recipe as installed
-from turnlog.producers.recipes.question import ASKS, FOUND, KINDS, RECIPE, demonstration, judge, library
+from turnlog.infra.environments.recipes import Episode, Recipe
+from turnlog.infra.environments.recipes import recipe as installed
+from turnlog.plugins.recipes.question import ASKS, FOUND, KINDS, RECIPE, demonstration, judge, library
 from turnlog.schemas.events import Outcome
 
 TASKS = list(itertools.islice(RECIPE.tasks(0), 60))

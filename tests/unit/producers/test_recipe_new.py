@@ -11,7 +11,7 @@ import pytest
 
 from turnlog import cli
 from turnlog.names import ExitStatus
-from turnlog.producers.recipes.new import BadEnvironmentName, EnvironmentNameTaken, FolderExists, NotCreated, create
+from turnlog.plugins.recipes.new import BadEnvironmentName, EnvironmentNameTaken, FolderExists, NotCreated, create
 
 
 def test_a_package_is_written_with_its_name_in_all_its_places(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.each import each
-from turnlog.infra import recipes
-from turnlog.infra.verifiers import grading as program
-from turnlog.infra.verifiers.kinds import PROTECTED
-from turnlog.producers.recipes.repair import (
+from turnlog.infra.environments import recipes
+from turnlog.infra.environments.verifiers import grading as program
+from turnlog.infra.environments.verifiers.kinds import PROTECTED
+from turnlog.plugins.recipes.repair import (
     RECIPE,
     RowUnusable,
     demonstration,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.producers.recipes.calc import RECIPE, Calc
+from turnlog.plugins.recipes.calc import RECIPE, Calc
 from turnlog.producers.tasks import (
     DatasetEmpty,
     DatasetMissing,

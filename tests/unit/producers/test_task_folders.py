@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.recipes import CommandAgent, Episode, SandboxAnswer
-from turnlog.producers.recipes.task_folders import (
+from turnlog.infra.environments.recipes import CommandAgent, Episode, SandboxAnswer
+from turnlog.plugins.recipes.task_folders import (
     BadTaskFolder,
     NoReward,
     TaskFolders,

@@ -13,18 +13,18 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
+from turnlog.infra.environments.recipes import Episode, FunctionVerifier, TaskRow, Verdict
+from turnlog.infra.environments.verifiers import Grading, PatchVerifier
+from turnlog.infra.environments.verifiers.judges import Means, client
+from turnlog.infra.environments.workspaces import store_files
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import all_events
-from turnlog.infra.recipes import Episode, FunctionVerifier, TaskRow, Verdict
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
-from turnlog.infra.verifiers import Grading, PatchVerifier
-from turnlog.infra.verifiers.judges import Means, client
-from turnlog.infra.workspaces import store_files
+from turnlog.plugins.recipes.calc import Calc
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
-from turnlog.producers.recipes.calc import Calc
 from turnlog.producers.tool_calls import ToolResults
 from turnlog.producers.verdicts import Bench, verdict
 from turnlog.schemas.events import (

@@ -26,7 +26,7 @@ from turnlog.infra.roles.runs import configuration, load_configuration
 from turnlog.infra.topics_admin import specs
 from turnlog.names import RECORD_HEADER, ConsumerGroup
 from turnlog.processors.core.batches.rows import rows_sha256
-from turnlog.processors.runtime.batcher import ROLE, Batcher, followed, main
+from turnlog.processors.runtime.batcher import ROLE, Batcher, control_places, main
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,
@@ -324,7 +324,7 @@ async def test_a_group_without_samples_that_was_drawn_is_forgotten_once_its_scor
         assert run is not None
         async with role.log.transactor("local.batcher") as transactor:
             made.append(Batcher(role, run, transactor))
-            await ROLE.serve(role, await followed(run), made[-1], transactor)
+            await ROLE.serve(role, await control_places(run), made[-1], transactor)
 
     here = await world(
         dataclasses.replace(SETTINGS, batcher=dataclasses.replace(SETTINGS.batcher, max_lag=9, updates_per_draw=1)),

@@ -26,7 +26,7 @@ from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, form
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp, Whitening, weigh
 from turnlog.processors.core.views.weights import HeldVersion
-from turnlog.processors.runtime.batcher import ROLE, Batcher, followed
+from turnlog.processors.runtime.batcher import ROLE, Batcher, control_places
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -164,7 +164,7 @@ async def live(role: Role, **pieces: Any) -> None:
     run = await load_configuration(role)
     assert run is not None
     async with role.log.transactor("local.batcher") as transactor:
-        await ROLE.serve(role, await followed(run), Batcher(role, run, transactor, **pieces), transactor)
+        await ROLE.serve(role, await control_places(run), Batcher(role, run, transactor, **pieces), transactor)
 
 
 def never(*_: object) -> tuple[bytes, str]:

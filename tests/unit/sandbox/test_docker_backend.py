@@ -19,10 +19,8 @@ import pytest
 
 from tests.fakes.docker_engine import DockerServer
 from turnlog.infra.sandbox_root import cache_directory
-from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.docker.backend import Docker, filter_for, known_runtime
-from turnlog.sandbox_workers.backends.docker.sandbox import (
+from turnlog.plugins.docker.backend import Docker, filter_for, known_runtime
+from turnlog.plugins.docker.sandbox import (
     LABEL,
     Daemon,
     boot_id,
@@ -32,6 +30,8 @@ from turnlog.sandbox_workers.backends.docker.sandbox import (
     reachable,
     wait_for_process,
 )
+from turnlog.sandbox_settings import SandboxSettings
+from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.leftovers import owned_prefix
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -323,7 +323,7 @@ async def test_a_killed_worker_leaves_no_process_and_the_next_one_removes_the_re
     program = """
         import asyncio
         from turnlog.sandbox_settings import SandboxSettings
-        from turnlog.sandbox_workers.backends.docker import Docker
+        from turnlog.plugins.docker import Docker
         from turnlog.sandbox_workers.protocol import Shape
 
         async def main():

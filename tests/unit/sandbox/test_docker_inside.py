@@ -15,7 +15,7 @@ from subprocess import PIPE
 
 import pytest
 
-from turnlog.sandbox_workers.backends.docker.sandbox import (
+from turnlog.plugins.docker.sandbox import (
     WORDS_BYTES,
     ContainerStream,
     entrypoint,

@@ -16,9 +16,9 @@ from protobuf import Oneof
 from tests.fakes import e2b_server
 from tests.fakes.e2b_server import ProcessEvent, event
 from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.plugins.e2b import E2b
+from turnlog.plugins.e2b.service import describe_error, template_missing
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.e2b import E2b
-from turnlog.sandbox_workers.backends.e2b.service import describe_error, template_missing
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.protocol import BackendUnavailable, Command, ImageMissing, Kind, SandboxUnavailable, Shape
 from turnlog.schemas.events import SandboxLimits, ToolStatus

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.fakes.memory_backend import Memory, MemorySandbox
-from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.infra.environments.workspaces import FileEntry, FileKind
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import (
     Command,

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.each import each
-from turnlog.infra.tools import BUILT_IN, UnknownTool, tool_declarations
+from turnlog.infra.environments.tools import BUILT_IN, UnknownTool, tool_declarations
 from turnlog.sandbox_workers.protocol import Kind
 from turnlog.sandbox_workers.tools import Prepared, Refusal, Tool, prepared, tools
 from turnlog.sandbox_workers.tools.tool import LEVELS

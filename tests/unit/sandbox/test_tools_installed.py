@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.memory_backend import Memory
-from turnlog.infra.tools import AmbiguousTool, BrokenTool, UnknownTool, versions
+from turnlog.infra.environments.tools import AmbiguousTool, BrokenTool, UnknownTool, versions
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.placements import Scheduler

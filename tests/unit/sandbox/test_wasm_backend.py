@@ -16,12 +16,12 @@ import pytest
 from wasmtime import wat2wasm
 
 from turnlog.infra.sandbox_root import cache_directory
+from turnlog.plugins.wasm.backend import Wasm, compile_module, python_library
+from turnlog.plugins.wasm.guest import DENIED
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
 from turnlog.sandbox_workers.backends.leftovers import sweep_folders
-from turnlog.sandbox_workers.backends.wasm.backend import Wasm, compile_module, python_library
-from turnlog.sandbox_workers.backends.wasm.guest import DENIED
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
@@ -158,7 +158,7 @@ def test_a_filtered_process_can_neither_become_a_program_nor_connect() -> None:
     attempts = """
 import os, socket, sys
 from turnlog.sandbox_workers.inside.zygote import deny
-from turnlog.sandbox_workers.backends.wasm.process import PR_SET_NO_NEW_PRIVS
+from turnlog.plugins.wasm.process import PR_SET_NO_NEW_PRIVS
 from turnlog.sandbox_workers.inside.child import prctl
 prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # as the guest's process does: without it a filter is root's alone
 deny(open(int(sys.argv[1]), 'rb').read())
@@ -377,7 +377,7 @@ async def test_a_cancelled_call_answers_so_and_an_abandoned_one_ends_the_sandbox
 WORKER = """
 import asyncio, sys
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.wasm.backend import Wasm
+from turnlog.plugins.wasm.backend import Wasm
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape
 from turnlog.schemas.events import SandboxLimits
 

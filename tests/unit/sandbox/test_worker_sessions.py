@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnlog.infra.blobs import MemoryBlobs, StoreUnavailable
-from turnlog.infra.workspaces import MEDIA_TYPE
+from turnlog.infra.environments.workspaces import MEDIA_TYPE
 from turnlog.sandbox_workers.workspaces import Workspaces, stored
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 from turnlog.schemas.types import BlobRef

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.workspaces import MEDIA_TYPE, FileEntry, FileKind
+from turnlog.infra.environments.workspaces import MEDIA_TYPE, FileEntry, FileKind
 from turnlog.sandbox_workers.protocol import FileRefused, QuotaExceeded, WorkspaceCorrupt, WorkspaceLost
 from turnlog.sandbox_workers.workspaces import Workspaces
 from turnlog.sandbox_workers.workspaces.folder import Folder, stored

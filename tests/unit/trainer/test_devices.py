@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from turnlog.plugins.ray.rank_actor import local_rank
 from turnlog.settings import from_tables
-from turnlog.trainer.gang.actor import local_rank
 from turnlog.trainer.launch import follower
 from turnlog.trainer.plan import learning_plan
 
@@ -49,7 +49,7 @@ def test_a_rank_on_ray_takes_the_device_that_it_was_given(
 
 
 def test_what_ray_imports_of_a_rank_before_it_knows_its_device_is_neither_torch_nor_megatron() -> None:
-    program = "import sys, turnlog.trainer.gang.actor; print(sorted({'torch', 'megatron'} & set(sys.modules)))"
+    program = "import sys, turnlog.plugins.ray.rank_actor; print(sorted({'torch', 'megatron'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120) == "[]\n"
 
 

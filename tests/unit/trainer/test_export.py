@@ -15,14 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.fakes.batches import synthetic_model, synthetic_rows
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
-from turnlog.settings import ModelSettings, RunSettings, StoreSettings
-from turnlog.trainer import CheckpointUnusable, mcore
-from turnlog.trainer.checkpoint import Cursor
-from turnlog.trainer.checkpoints.places import FolderPlace
-from turnlog.trainer.checkpoints.store import StorePlace
-from turnlog.trainer.launch import process_group
-from turnlog.trainer.learner import Learner
-from turnlog.trainer.offline.export import (
+from turnlog.plugins.offline.export import (
     Exported,
     ExportRefused,
     WeightsDamaged,
@@ -30,6 +23,13 @@ from turnlog.trainer.offline.export import (
     export_version,
     published_versions,
 )
+from turnlog.settings import ModelSettings, RunSettings, StoreSettings
+from turnlog.trainer import CheckpointUnusable, mcore
+from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.checkpoints.store import StorePlace
+from turnlog.trainer.launch import process_group
+from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights

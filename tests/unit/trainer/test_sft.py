@@ -20,13 +20,9 @@ from transformers import AutoModelForCausalLM
 from tests.fakes.batches import synthetic_model
 from tests.fakes.pictures import encoded, painted
 from turnlog.infra.embedded.tiny_model import make_tiny_vision
-from turnlog.infra.recipes import recipe
-from turnlog.producers.recipes.warm_start import make_row_converter
-from turnlog.schemas.events.turns import ImageRef
-from turnlog.schemas.types import BlobRef
-from turnlog.settings import Settings
-from turnlog.trainer.offline.export import ExportRefused
-from turnlog.trainer.offline.sft import (
+from turnlog.infra.environments.recipes import recipe
+from turnlog.plugins.offline.export import ExportRefused
+from turnlog.plugins.offline.sft import (
     BadDataset,
     BadNumber,
     Fetch,
@@ -38,6 +34,10 @@ from turnlog.trainer.offline.sft import (
     rows_of,
     split_rows,
 )
+from turnlog.plugins.recipes.warm_start import make_row_converter
+from turnlog.schemas.events.turns import ImageRef
+from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings
 from turnlog.trainer.shape import TINY, TINY_VISION, read_shape
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import read_weights, write_folder

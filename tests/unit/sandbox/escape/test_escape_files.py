@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from turnlog.infra.workspaces import FileEntry, FileKind
+from turnlog.infra.environments.workspaces import FileEntry, FileKind
 from turnlog.sandbox_workers.protocol import Command, FileRefused, Kind, QuotaExceeded
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
