@@ -27,7 +27,7 @@ from row import say, size, told
 
 from tests.fakes.weights import version
 from turnlog.infra.embedded.broker import Broker
-from turnlog.infra.embedded.brokers import Brokers
+from turnlog.infra.embedded.broker_cluster import Brokers
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.environments import recipes
 from turnlog.infra.history import partitions

@@ -19,7 +19,7 @@ from past import GROUP, PROMPTS, Past, agents, call, group_id, stepped, version_
 
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.sessions import GroupName
-from turnlog.consumers.loader import Loader
+from turnlog.consumers.loader.role import Loader
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.history import events, partitions
@@ -32,7 +32,7 @@ from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event, GroupScored, GroupStatus, RolloutRequested, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import TOPIC_OF, Topic
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.loop import read_past
 from turnlog.trainer.reading.batches import Manifests
 

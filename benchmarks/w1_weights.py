@@ -35,9 +35,9 @@ from turnlog.infra.tensors.versions import Timer, WeightFolders
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import EngineSettings, StoreSettings
 from turnlog.trainer import mcore, weights
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape, read_shape
 

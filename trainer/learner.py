@@ -37,8 +37,8 @@ from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
 from turnlog.trainer.checkpoints.state import Save, State, fetch_metadata, load_model, load_state
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.microbatches import PaddedRows, stand_in
-from turnlog.trainer.model import TrainedNetwork
 from turnlog.trainer.models.experts import unrouted_rows, without_experts
+from turnlog.trainer.network import TrainedNetwork
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Of, Tensors, export_files, export_weights

@@ -63,8 +63,8 @@ from turnlog.settings import Settings
 from turnlog.trainer import CheckpointDamaged, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, ForwardPass, Kept
 from turnlog.trainer.algorithms.objective import Floats, Objective
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
+from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.publications import Publications
 from turnlog.trainer.checkpoints.saves import Saves

@@ -45,7 +45,7 @@ from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.ids import digest
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import file_sha256
 from turnlog.trainer.models import lora
 from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, Tensor, config_json, family

@@ -39,7 +39,7 @@ from servers import environment, make_topics, say, servers
 
 from turnlog import cli
 from turnlog.infra.embedded.broker import Broker
-from turnlog.infra.embedded.brokers import Brokers
+from turnlog.infra.embedded.broker_cluster import Brokers
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.kafka.admin import Admin

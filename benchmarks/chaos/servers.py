@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from turnlog.infra.embedded.brokers import Brokers
+from turnlog.infra.embedded.broker_cluster import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.servers import ObjectStore

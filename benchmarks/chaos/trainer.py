@@ -82,8 +82,8 @@ def trainer(settings: Settings, *doom: str) -> Child:
 
 
 def _of_save() -> list[tuple[Any, str]]:
-    from turnlog.trainer.checkpoint import Checkpoints
     from turnlog.trainer.checkpoints import state
+    from turnlog.trainer.checkpoints.cursor import Checkpoints
 
     return [(state.Save, "__init__"), (state.Save, "_write"), (Checkpoints, "finish"), (Checkpoints, "seal")]
 

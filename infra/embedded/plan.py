@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied, NotInstalled, RegistryDied, RoleDied
-from turnlog.infra.embedded.brokers import Brokers
+from turnlog.infra.embedded.broker_cluster import Brokers
 from turnlog.infra.embedded.liveness import Liveness, answering, broker_answers, http_answers
 from turnlog.infra.embedded.members import (
     ENGINE_DEATHS,

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from turnlog.infra import embedded, run_folder
 from turnlog.infra.embedded import EmbeddedError, NotReady, NotUp, SupervisorDied
 from turnlog.infra.embedded.broker import class_path
-from turnlog.infra.embedded.brokers import check_files
+from turnlog.infra.embedded.broker_cluster import check_files
 from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import READING, ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import cause_of, log_tail, raise_file_limit, scope, sweep, swept_by_another

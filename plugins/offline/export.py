@@ -38,7 +38,7 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoint import readable
+from turnlog.trainer.checkpoints.cursor import readable
 from turnlog.trainer.checkpoints.places import PART, CheckpointStorage
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import StorePlace

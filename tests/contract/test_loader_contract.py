@@ -14,8 +14,8 @@ import pytest
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.weights import version
-from turnlog.consumers.loader import Loader
-from turnlog.consumers.loading import EngineSwapFailed
+from turnlog.consumers.loader import EngineSwapFailed
+from turnlog.consumers.loader.role import Loader
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import UNLABELLED, EngineControl, Generate, ModelInfo, SGLang, SGLangControl

@@ -12,7 +12,7 @@ import torch
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors import adapters
 from turnlog.schemas.events import WeightVersionPublished
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.weights import LastExport, upload, version_event, write_tensors
 
 

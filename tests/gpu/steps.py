@@ -19,8 +19,8 @@ from batches import synthetic_rows
 from turnlog.trainer import mcore
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.model import DTYPES
 from turnlog.trainer.models.attention import varlen_kernel
+from turnlog.trainer.network import DTYPES
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.shape import TINY, ModelShape, row_flops
 from turnlog.trainer.warm_start import random_weights

@@ -39,7 +39,7 @@ from turnlog.cli import parser
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.lag import lag_of
-from turnlog.consumers.loader import Loader
+from turnlog.consumers.loader.role import Loader
 from turnlog.consumers.replay import refold
 from turnlog.infra.blobs import Owner
 from turnlog.infra.embedded.ports import HOST, free_ports

@@ -16,10 +16,10 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.addresses import variables
 from tests.fakes.sessions import bad_days
-from turnlog.consumers.archive import prunable
 from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build, indexing
 from turnlog.consumers.index.reader import path_of
+from turnlog.consumers.pruning import prunable
 from turnlog.consumers.replay.source import HistoryPruned
 from turnlog.consumers.replay.verify import replay, run
 from turnlog.infra.archive import ArchiveIndex, live_cut

@@ -10,7 +10,7 @@ import pytest
 
 from turnlog.infra.embedded import BrokerDied, PortTaken
 from turnlog.infra.embedded.broker import CLUSTER_FILE, Broker, cluster_id
-from turnlog.infra.embedded.brokers import FILES, FILES_OF_A_PARTITION
+from turnlog.infra.embedded.broker_cluster import FILES, FILES_OF_A_PARTITION
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Partition, TopicSpec

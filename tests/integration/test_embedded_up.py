@@ -22,7 +22,7 @@ from turnlog.consumers.demo import demo
 from turnlog.consumers.run import configure_command
 from turnlog.infra import run_folder
 from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
-from turnlog.infra.embedded.brokers import Brokers
+from turnlog.infra.embedded.broker_cluster import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports, listens
 from turnlog.infra.embedded.process import find_marked_pids, wait_readable
 from turnlog.infra.embedded.supervisor import ChildState

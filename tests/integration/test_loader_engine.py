@@ -21,8 +21,8 @@ import torch
 
 from tests.fakes.batches import synthetic_rows
 from tests.fakes.weights import Publications, version
-from turnlog.consumers.loader import main
-from turnlog.consumers.loading import EngineSwapFailed
+from turnlog.consumers.loader import EngineSwapFailed
+from turnlog.consumers.loader.role import main
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import Adapter, Generate, OutputChunk, SGLang
 from turnlog.infra.log import Partition
@@ -39,7 +39,7 @@ from turnlog.schemas.events import (
 from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, LoaderSettings, Settings
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation

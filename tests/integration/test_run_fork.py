@@ -22,7 +22,7 @@ from turnlog.infra.run_folder import SETTINGS, write_settings
 from turnlog.schemas.events import GroupRequested, Purpose
 from turnlog.settings import RunSettings, Settings, load
 from turnlog.trainer import CheckpointUnusable
-from turnlog.trainer.checkpoint import hand_on, open_checkpoint
+from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
 from turnlog.trainer.loop import rerun
 
 pytestmark = pytest.mark.kafka

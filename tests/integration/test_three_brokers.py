@@ -17,7 +17,7 @@ import pytest
 from aiokafka.errors import KafkaError
 
 from turnlog.infra.embedded import NotUp, OtherBrokers
-from turnlog.infra.embedded.brokers import Brokers
+from turnlog.infra.embedded.broker_cluster import Brokers
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.up import down, status_processes, up

@@ -22,8 +22,8 @@ from turnlog.trainer import mcore
 from turnlog.trainer.algorithms.gae import CriticRules, Lesson, value_loss
 from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.microbatches import PaddedRows
-from turnlog.trainer.model import TrainedNetwork
 from turnlog.trainer.models.experts import without_experts
+from turnlog.trainer.network import TrainedNetwork
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import ModelShape
 

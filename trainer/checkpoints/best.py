@@ -15,7 +15,7 @@ from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.evaluation import EvalGroups
 from turnlog.schemas import topics
-from turnlog.trainer.checkpoint import Checkpoints, folder_name
+from turnlog.trainer.checkpoints.cursor import Checkpoints, folder_name
 
 TOPICS = (topics.WEIGHTS, topics.GROUP_REQUESTS, topics.SAMPLES, topics.TREES)
 

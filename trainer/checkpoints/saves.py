@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.trainer import CheckpointFailed
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, about
+from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, about
 from turnlog.trainer.checkpoints.places import Stored
 from turnlog.trainer.checkpoints.state import unwritten
 from turnlog.trainer.gang.calls import RanksCall

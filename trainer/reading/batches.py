@@ -24,7 +24,7 @@ from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_
 from turnlog.schemas.events import BatchSkipped, SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
 from turnlog.trainer import BatchGap, TokensUnfit
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 
 PARTITION = Partition(BATCHES.name, 0)
 RETRY_S = (0.1, 0.5, 2.0, 5.0)

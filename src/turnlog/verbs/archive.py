@@ -88,7 +88,7 @@ async def status(settings: Settings) -> int:
 
 async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
     """Print what may be deleted from topics, and delete it if `delete`. Raises BadMoment."""
-    from turnlog.consumers.archive import prunable
+    from turnlog.consumers.pruning import prunable
     from turnlog.infra.archive import ArchiveIndex, archive_name
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import say

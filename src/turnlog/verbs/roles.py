@@ -19,7 +19,7 @@ LOOPS: dict[str, tuple[str, str]] = {
     "assembler": ("turnlog.processors.runtime.assembler", "fold turns into trees, segments and advantages"),
     "batcher": ("turnlog.processors.runtime.batcher", "form one batch per optimizer step"),
     "trainer": ("turnlog.trainer.loop", "run Megatron steps, write checkpoints, publish weight versions"),
-    "loader": ("turnlog.consumers.loader", "load published weights into one engine"),
+    "loader": ("turnlog.consumers.loader.role", "load published weights into one engine"),
 }
 """Roles that are one asyncio process: verb -> (module with `main(role)`, description)."""
 

@@ -90,7 +90,7 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
         return configure_command(settings) if arguments.action else command(settings)
     if arguments.action == "fork":
         from turnlog.consumers.life.fork import fork
-        from turnlog.trainer.checkpoint import hand_on, open_checkpoint
+        from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
 
         return fork(settings, arguments, open_checkpoint, hand_on)
     if arguments.action == "delete":

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.weights import version
-from turnlog.consumers.loader import Loader
-from turnlog.consumers.loading import EngineSwapFailed
+from turnlog.consumers.loader import EngineSwapFailed
+from turnlog.consumers.loader.role import Loader
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.engine import CACHE, WEIGHTS, EngineDead
 from turnlog.infra.event_log import EventLog

@@ -23,9 +23,9 @@ from tests.fakes.memory_log import MemoryLog
 from tests.fakes.weights import adapter, version
 from tests.secured import Authority
 from turnlog.consumers.lag import by_role, lag_of
-from turnlog.consumers.loader import Loader, main
-from turnlog.consumers.loading import EngineSwapFailed, NoSuchEngine
-from turnlog.consumers.loading.choice import NamedEngine, engine_of, update_of
+from turnlog.consumers.loader import EngineSwapFailed, NoSuchEngine
+from turnlog.consumers.loader.choice import NamedEngine, engine_of, update_of
+from turnlog.consumers.loader.role import Loader, main
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.engine import LOADING
 from turnlog.infra.event_log import EventLog

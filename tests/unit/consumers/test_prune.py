@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from turnlog.consumers.archive import prunable
+from turnlog.consumers.pruning import prunable
 from turnlog.consumers.replay.verify import run
 from turnlog.infra.archive import ArchiveIndex
 from turnlog.infra.log import Commit, Partition, partition_of

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.unit.consumers.test_loader import URL, control, publish, role, said
-from turnlog.consumers.loader import Loader
+from turnlog.consumers.loader.role import Loader
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.roles.role import Role
 from turnlog.infra.tensors.served import ServedNote, weight_folders

@@ -16,8 +16,8 @@ from tests.unit.consumers.conftest import TrainedRun
 from turnlog.consumers.evaluation import read
 from turnlog.schemas.events import Event, GroupRequested, Outcome, Purpose, WeightVersionPublished
 from turnlog.schemas.topics import WEIGHTS
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, cursor_values
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
+from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, cursor_values
 from turnlog.trainer.checkpoints.places import FolderPlace
 
 KEPT = 2

@@ -19,7 +19,7 @@ from turnlog.infra.blobs import MANIFEST, Blobs
 from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import SettingsError, StoreSettings
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
+from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
 from turnlog.trainer.checkpoints.places import MARKERS, SUMS, CheckpointStorage, FolderPlace, Marker
 from turnlog.trainer.checkpoints.state import regroup_optimizers
 from turnlog.trainer.checkpoints.store import CACHE, StorePlace

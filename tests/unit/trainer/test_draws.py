@@ -34,7 +34,7 @@ from turnlog.schemas.topics import STEPS
 from turnlog.settings import Settings, StoreSettings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
-from turnlog.trainer.checkpoint import Checkpoints, Cursor, find, folder_name
+from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, find, folder_name
 from turnlog.trainer.checkpoints.places import SUMS, FolderPlace
 from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import Beat

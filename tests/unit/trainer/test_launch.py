@@ -22,7 +22,7 @@ from tests.fakes.batches import append_batches, synthetic_model
 from tests.unit.trainer.test_draws import Run
 from turnlog.settings import Settings, from_tables
 from turnlog.trainer import LayoutUnfit, RankLost, TeacherUnfit
-from turnlog.trainer.checkpoint import find
+from turnlog.trainer.checkpoints.cursor import find
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.gang.launchers import ranks
 from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, process_group

@@ -22,7 +22,7 @@ from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 from turnlog.trainer import BatchGap, TokensUnfit
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.loop import VERSIONS, read_past
 from turnlog.trainer.reading.batches import WAITED, Manifests, ReadAhead, check_lengths, check_vocabulary, fetch_rows
 

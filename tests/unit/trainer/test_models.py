@@ -25,7 +25,7 @@ from tests.fakes.offers import offering
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, shape, weights
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import read_shape
 

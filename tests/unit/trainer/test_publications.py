@@ -14,7 +14,7 @@ import torch
 from turnlog.infra.blobs import MemoryBlobs, StoreUnavailable
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.types import BlobRef
-from turnlog.trainer.checkpoint import Cursor
+from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications
 from turnlog.trainer.weights import LastExport, version_event, write_tensors
 

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.batches import append_batches
 from tests.unit.trainer.test_draws import Run
 from turnlog.settings import SettingsError
-from turnlog.trainer.checkpoint import find, hand_on
+from turnlog.trainer.checkpoints.cursor import find, hand_on
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import make_base

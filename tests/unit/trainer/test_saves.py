@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from turnlog.trainer import CheckpointFailed, Superseded
-from turnlog.trainer.checkpoint import Checkpoints, Cursor
+from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, check_files
 from turnlog.trainer.checkpoints.saves import Saves
 from turnlog.trainer.learner import Learner

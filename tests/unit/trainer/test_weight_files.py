@@ -26,7 +26,7 @@ from pathlib import Path
 from turnlog.infra.tensors.files import write_weights
 from turnlog.trainer import weights
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.model import build_model, model_config
+from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.shape import TINY
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from turnlog.consumers.loading.standing import EngineStatus
+from turnlog.consumers.loader.engine_status import EngineStatus
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.engine import EngineControl, EngineDead, EngineRefused
 from turnlog.infra.roles.measures import STAGE_S

@@ -1,5 +1,5 @@
-"""Parts of the weight loader: the choice of its engine (choice), the engine's status on the log (standing), and weight
-updates (swap). The loader itself is consumers/loader.py."""
+"""The weight loader: its loop (role), the choice of its engine (choice), the engine's status on the log
+(engine_status), and weight updates (swap)."""
 
 
 class NoSuchEngine(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import Gauge
 
-from turnlog.consumers.loading import EngineSwapFailed
+from turnlog.consumers.loader import EngineSwapFailed
 from turnlog.infra.engine import UNLABELLED, EngineDead, ModelInfo
 from turnlog.infra.log import Partition, Reached, Reader, Transactor
 from turnlog.infra.roles.role import Role

@@ -7,7 +7,7 @@ Fenced             another loader of this engine has started: the process ends, 
 NotInstalled       [loader] transport needs torch
 
 With [engine] colocate, engine and trainer alternate on a device, in the order that the log prescribes (DeviceTurn):
-pause -> release its memory -> report that, and with the next version load it (loading/swap.py). If a loader is killed
+pause -> release its memory -> report that, and with the next version load it (swap.py). If a loader is killed
 halfway, its successor detects this from the engine's label and repairs it. A label that no report on the log confirms
 is ignored, and the newest version is loaded: the engine belongs to another run, or its loader was killed before it
 could report.
@@ -25,10 +25,10 @@ import os
 import time
 from datetime import UTC, datetime
 
-from turnlog.consumers.loading import EngineSwapFailed
-from turnlog.consumers.loading.choice import engine_of, transport_of, update_of
-from turnlog.consumers.loading.standing import PARTITION, REQUESTED, SAID, EngineStatus
-from turnlog.consumers.loading.swap import Swap
+from turnlog.consumers.loader import EngineSwapFailed
+from turnlog.consumers.loader.choice import engine_of, transport_of, update_of
+from turnlog.consumers.loader.engine_status import PARTITION, REQUESTED, SAID, EngineStatus
+from turnlog.consumers.loader.swap import Swap
 from turnlog.infra.engine import (
     EngineControl,
     EngineDead,

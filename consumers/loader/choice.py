@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.consumers.loading import NoSuchEngine
+from turnlog.consumers.loader import NoSuchEngine
 from turnlog.infra.embedded import NotInstalled
 from turnlog.infra.engine import DiskWeightTransport, Transport
 from turnlog.processors.core.experts import routing_of_model
