@@ -177,14 +177,14 @@ ACCESS: Mapping[str, Access] = {
 }
 """Role or verb -> its operations. Verbs are listed as if they were roles (VERBS)."""
 VERBS: Mapping[str, str] = {
-    "archive": "archive, archive flush and status",
-    "index": "index, index build",
-    "lag": "lag",
-    "reader": "status, replay, fold, dataset, eval, export, books, reward, report, session, tail, why, dashboard, "
-    "dead-letters list and show, run list",
-    "prune": "archive prune",
-    "dead-letters": "dead-letters requeue",
-    "skip": "dead-letters skip",
+    "archive": "role archive; log archive flush and status",
+    "index": "role index; log index build",
+    "lag": "role lag",
+    "reader": "status, replay, dataset, export, dashboard, run list; log books, eval, fold, report, reward, session, "
+    "tail, why, dead-letters list and show",
+    "prune": "log archive prune",
+    "dead-letters": "log dead-letters requeue",
+    "skip": "log dead-letters skip",
     "run": "run, its feeder included",
     "configure": "run configure, topics apply and check",
     "apply": "topics apply",
@@ -194,9 +194,9 @@ VERBS: Mapping[str, str] = {
     "up": "up, supervise: the supervisor's own part",
     "delete": "run delete; in the other runs of the bucket it has the rights of gc",
     "doctor": "doctor, topics check",
-    "registry": "registry (the embedded one; a registry of your own has its own rights)",
+    "registry": "role registry (the embedded one; a registry of your own has its own rights)",
 }
-"""Key of ACCESS -> the commands that run with its rights. Every other role is just its own verb."""
+"""Key of ACCESS -> the commands that run with its rights. Every other role is `turnlog role NAME`."""
 
 
 @dataclass(frozen=True, slots=True)

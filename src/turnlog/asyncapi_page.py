@@ -120,7 +120,7 @@ def _channel(topic: Topic, spec: TopicSpec, prefix: str) -> Node:
 
 def _operations(role: str, access: Access, settings: Settings) -> Iterator[tuple[str, Node]]:
     """Yield an operation for each topic and direction."""
-    who = f"turnlog {VERBS.get(role, role)}"
+    who = f"turnlog {VERBS.get(role, f'role {role}')}"
     for topic in access.receives:
         consumes = access.group is not None and topic in access.consumes
         operation = {"action": "receive", "channel": {"$ref": f"#/channels/{topic.name}"}, "summary": who}
