@@ -15,9 +15,9 @@ Examples:
   turnlog replay --verify                              is the result identical to what was emitted and trained?
   turnlog replay --verify --from archive               the same without the topics
   turnlog replay --verify --until step:10              only what was there when step 10 was completed
-  turnlog replay --policy last-turn --out data/turns   write old sessions under another policy as a dataset
+  turnlog replay --policy last-turn --out data/turns   cut old sessions by another rule, as a dataset
   turnlog replay --set fold.discount=0.9 --estimator step --out data/steps
-  turnlog replay --weighting token --out data/token    write the recorded draws with other loss weights
+  turnlog replay --weighting token --out data/token    write the recorded batches with other loss weights
 
 Exit status: 0 identical (or written), 1 different, 2 error.
 """
@@ -37,9 +37,11 @@ def replay_arguments(verb: argparse.ArgumentParser) -> None:
         help="only records up to MOMENT: a time (ISO 8601 or milliseconds), step:N, or topic[partition]@offset",
     )  # fmt: skip
     verb.add_argument("--fresh", action="store_true", help="discard the progress of an unfinished replay")
-    verb.add_argument("--json", action="store_true", help="print the verdict, or the manifest of what was written")
+    verb.add_argument("--json", action="store_true", help="print the result, or the manifest of what was written")
     other = verb.add_argument_group("refold", "Write a dataset under other settings (needs --out)")
-    other.add_argument("--policy", metavar="NAME", default=None, help="[fold] policy")
+    other.add_argument(
+        "--policy", metavar="NAME", default=None, help="rule that cuts sessions into rows ([fold] policy)"
+    )
     other.add_argument("--estimator", metavar="NAME", default=None, help="[fold] estimator")
     other.add_argument("--weighting", metavar="NAME", default=None, help="[batcher] weighting")
     other.add_argument(
@@ -68,7 +70,7 @@ def fold_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--policy", default="", metavar="A", help="prefix, slime, last-turn or your own (default: the run's)"
     )
-    verb.add_argument("--against", default="", metavar="B", help="compare with this policy")
+    verb.add_argument("--against", default="", metavar="B", help="compare with this rule")
     verb.add_argument("--fork-threshold", type=int, metavar="N", help="for slime, instead of the run's")
     verb.add_argument(
         "--session", default="", metavar="ID", help="only this session; the beginning of its id is enough"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LOOPS: dict[str, tuple[str, str]] = {
     "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
     "gateway": ("turnlog.producers.gateway.app", "serve sessions and OpenAI chat completions from the engines"),
-    "runner": ("turnlog.producers.runner", "run white-box agents"),
+    "runner": ("turnlog.producers.runner", "run the agents of recipes that are Python functions"),
     "assembler": ("turnlog.processors.runtime.assembler", "fold turns into trees, segments and advantages"),
     "batcher": ("turnlog.processors.runtime.batcher", "form one batch per optimizer step"),
     "trainer": ("turnlog.trainer.loop", "run Megatron steps, write checkpoints, publish weight versions"),

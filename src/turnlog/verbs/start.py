@@ -12,7 +12,7 @@ from turnlog.verbs.verb import Verb
 
 def demo_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog demo`."""
-    verb.add_argument("--steps", type=int, default=None, metavar="N", help="draws to train (default 30)")
+    verb.add_argument("--steps", type=int, default=None, metavar="N", help="rollout batches to train (default 30)")
     verb.add_argument("--engines", type=int, default=None, metavar="N", help="number of engines (default 1)")
 
 
