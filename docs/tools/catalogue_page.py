@@ -112,9 +112,7 @@ def catalogue_page() -> str:
         f"| `{topic.name}` | {topic.key} | {topic.partitions} | {', '.join(topic.records)} |\n" for topic in CATALOGUE
     ]
     rules = RULES.format(
-        ids="".join(f"| `{name}` | {array} |\n" for name, array in IDS.items()).replace(
-            "`event_id of", "`event_id` of"
-        ),
+        ids="".join(f"| {name} | {array} |\n" for name, array in IDS.items()),
         shared="".join(f"| `{name}` | {note} |\n" for name, note in SHARED.items()),
         reasons=", ".join(reason for reason in MaskReason if reason is not MaskReason.unknown),
     )
