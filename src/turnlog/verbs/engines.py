@@ -40,7 +40,7 @@ def engines_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _engines(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.life.engines import command
+    from turnlog.verbs.fleet import command
 
     return command(settings, arguments)
 
