@@ -9,7 +9,7 @@ import json
 import pytest
 
 from turnlog.cli import parser
-from turnlog.consumers import books, fold
+from turnlog.consumers import books
 from turnlog.consumers.books import AccountingArguments
 from turnlog.consumers.replay.source import NothingToReplay
 from turnlog.consumers.replay.verify import replay
@@ -18,6 +18,7 @@ from turnlog.infra.roles.runs import configure
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.settings import RunSettings, Settings
+from turnlog.verbs import fold_comparison
 
 pytestmark = pytest.mark.kafka
 
@@ -26,7 +27,7 @@ async def folded(settings: Settings) -> tuple[int, str]:
     """Exit status and words of `turnlog log fold`."""
     arguments = parser().parse_args(["log", "fold", "--policy", "slime", "--against", "prefix"])
     console = Terminal(file=io.StringIO(), width=200)
-    status = await fold.print_comparison(settings, arguments, console)
+    status = await fold_comparison.print_comparison(settings, arguments, console)
     return status, console.file.getvalue()
 
 

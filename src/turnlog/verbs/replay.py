@@ -83,7 +83,7 @@ def fold_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.fold import show
+    from turnlog.verbs.fold_comparison import show
 
     return show(settings, arguments)
 

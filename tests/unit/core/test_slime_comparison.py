@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.fold import NoUniqueSession, Scope, compare, drawings, rows_to_show, sessions, totals
 from turnlog.infra.blobs import MemoryBlobs, externalize_payloads
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import events as events_of_topic
@@ -22,6 +21,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.schemas.events import RunConfigured, SessionStarted
 from turnlog.schemas.topics import CATALOGUE, SESSIONS
 from turnlog.settings import KafkaSettings, RunSettings, Settings, SettingsError, fold_settings_json
+from turnlog.verbs.fold_comparison import NoUniqueSession, Scope, compare, drawings, rows_to_show, sessions, totals
 from turnlog.verbs.replay import fold_arguments
 
 SETTINGS = Settings(run=RunSettings(id="r"), kafka=KafkaSettings(groups=2))
