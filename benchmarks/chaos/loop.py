@@ -38,7 +38,6 @@ import httpx
 import psutil
 from servers import TURNLOG, say, told
 
-from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.archive import ArchiveIndex, archive_name
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
@@ -56,6 +55,7 @@ from turnlog.schemas.events import (
     ToolCallCompleted,
 )
 from turnlog.settings import Settings, load
+from turnlog.verbs.report import newest_incarnations
 
 PROCESS = {
     "feeder": "feeder-0", "gateway": "gateway-0", "runner": "runner-0", "sandbox": "sandbox-0",

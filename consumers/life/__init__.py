@@ -1,1 +1,1 @@
-"""Commands with which an owner steers runs: phases, list, fork, delete, garbage collection, engines, and checks."""
+"""Deletion of runs, and garbage collection in the store."""

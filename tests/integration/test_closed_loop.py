@@ -21,7 +21,6 @@ import httpx
 import psutil
 import pytest
 
-from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import open_role
@@ -30,6 +29,7 @@ from turnlog.processors.runtime.views import MOVING
 from turnlog.schemas import topics
 from turnlog.schemas.events import Outcome, SegmentSample, StepCompleted
 from turnlog.settings import Settings, load
+from turnlog.verbs.report import newest_incarnations
 
 DRAWS = 3
 SETTINGS = f"""

@@ -16,8 +16,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from tests.contract.test_https import front, served
 from tests.secured import Authority
-from turnlog.consumers.life import doctor
-from turnlog.consumers.life.doctor import (
+from turnlog.infra.embedded.ports import HOST, free_ports
+from turnlog.infra.roles.health import Health, serve_health
+from turnlog.infra.roles.tls import serving
+from turnlog.infra.run_folder import Endpoints, write_endpoints
+from turnlog.settings import RegistrySettings, RunSettings, Settings
+from turnlog.verbs import doctor
+from turnlog.verbs.doctor import (
     GOOD,
     WORTH_A_LOOK,
     WRONG,
@@ -26,11 +31,6 @@ from turnlog.consumers.life.doctor import (
     check_servers,
     command,
 )
-from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.roles.health import Health, serve_health
-from turnlog.infra.roles.tls import serving
-from turnlog.infra.run_folder import Endpoints, write_endpoints
-from turnlog.settings import RegistrySettings, RunSettings, Settings
 
 ENOUGH = {
     "offsets.retention.minutes": "10080", "transaction.max.timeout.ms": "900000", "offset.metadata.max.bytes": "4096",

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-from turnlog.consumers.demo import demo
-from turnlog.consumers.run import configure_command
 from turnlog.infra import run_folder
 from turnlog.infra.embedded import AlreadyUp, EmbeddedError, ModelMissing, NotReady, NotUp, PortTaken
 from turnlog.infra.embedded.broker_cluster import Brokers
@@ -43,6 +41,8 @@ from turnlog.settings import (
     RunSettings,
     Settings,
 )
+from turnlog.verbs.demo import demo
+from turnlog.verbs.run_loop import configure_command
 
 pytestmark = pytest.mark.kafka
 SCHEMA = {"type": "record", "name": "Kept", "fields": []}

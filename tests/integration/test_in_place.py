@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from tests.integration.test_closed_loop import Loop
-from turnlog.consumers.report import newest_incarnations
 from turnlog.infra.blobs import inlined
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import open_role
@@ -24,6 +23,7 @@ from turnlog.infra.tensors.versions import fetch
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed, SegmentSample, VersionSpan, WeightVersionPublished
 from turnlog.schemas.types import float32s, int32s
+from turnlog.verbs.report import newest_incarnations
 
 DRAWS, MAX_LAG = 8, 2
 EXACT = 1e-4

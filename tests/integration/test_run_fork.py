@@ -12,9 +12,6 @@ import pytest
 
 from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
 from tests.integration.test_trainer_loop import start, steps_of, versions_of
-from turnlog.consumers.life.fork import ForkRefused, fork
-from turnlog.consumers.life.run_list import runs_of
-from turnlog.consumers.run import prepare_run
 from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure, life
@@ -24,6 +21,9 @@ from turnlog.settings import RunSettings, Settings, load
 from turnlog.trainer import CheckpointUnusable
 from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
 from turnlog.trainer.loop import rerun
+from turnlog.verbs.run_fork import ForkRefused, fork
+from turnlog.verbs.run_list import runs_of
+from turnlog.verbs.run_loop import prepare_run
 
 pytestmark = pytest.mark.kafka
 DATASET = "tasks.jsonl@0123456789abcdef"

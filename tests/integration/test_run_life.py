@@ -17,7 +17,6 @@ import pytest
 from tests.addresses import variables
 from tests.integration.test_run_configure import serve_weights
 from tests.integration.test_status_elsewhere import step
-from turnlog.consumers.life.run_list import RunSummary, list_command, runs_of
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, RunPhase, open_role
@@ -26,6 +25,7 @@ from turnlog.infra.run_folder import write_settings
 from turnlog.schemas.events import RolloutRequested
 from turnlog.schemas.topics import TASKS
 from turnlog.settings import KafkaSettings, RegistrySettings, RunSettings, Settings
+from turnlog.verbs.run_list import RunSummary, list_command, runs_of
 
 pytestmark = pytest.mark.kafka
 PATIENCE_S = 60.0

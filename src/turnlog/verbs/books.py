@@ -34,7 +34,7 @@ def report_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _report(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.report import write
+    from turnlog.verbs.report import write
 
     return ending.run_verb(write(settings, as_json=arguments.json))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.gc import add_bucket
 from turnlog.verbs.verb import Verb
@@ -85,12 +86,12 @@ def _delete_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _run(settings: Settings, arguments: argparse.Namespace) -> int:
     if arguments.action in (None, "configure"):
-        from turnlog.consumers.run import command, configure_command
+        from turnlog.verbs.run_loop import command, configure_command
 
         return configure_command(settings) if arguments.action else command(settings)
     if arguments.action == "fork":
-        from turnlog.consumers.life.fork import fork
         from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
+        from turnlog.verbs.run_fork import fork
 
         return fork(settings, arguments, open_checkpoint, hand_on)
     if arguments.action == "delete":
@@ -98,14 +99,33 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
 
         return delete(settings, arguments)
     if arguments.action == "list":
-        from turnlog.consumers.life.run_list import list_command
+        from turnlog.verbs.run_list import list_command
 
         return list_command(settings, as_json=arguments.json)
-    from turnlog.consumers.life.phases import phase_command
-    from turnlog.infra.roles.role import RunPhase
+    return _set_phase(settings, arguments.action)
 
-    phases = {"pause": RunPhase.PAUSED, "resume": RunPhase.RUNNING, "close": RunPhase.CLOSED}
-    return phase_command(settings, phases[arguments.action])
+
+def _set_phase(settings: Settings, action: str) -> int:
+    """Record the phase on the run's log, print the result and return 0. Every role follows the phase there
+    (infra.roles.runs), also one that starts later. Raises NotConfigured, OtherRun, RunClosed."""
+    from turnlog.infra.roles.ending import run_verb
+    from turnlog.infra.roles.role import RunPhase, open_role
+    from turnlog.infra.roles.runs import set_phase
+    from turnlog.infra.roles.terminal import say
+
+    wanted, result = {
+        "pause": (RunPhase.PAUSED, "paused: no more groups are requested, and work in progress finishes"),
+        "resume": (RunPhase.RUNNING, "running"),
+        "close": (RunPhase.CLOSED, "closed: its roles end, and none starts for it again"),
+    }[action]
+
+    async def record() -> RunPhase:
+        async with open_role("run", settings) as role:
+            return await set_phase(role, wanted)
+
+    again = " already" if run_verb(record()) is wanted else ""
+    say(f"run {settings.run.id!r} is{again} {result}")
+    return ExitStatus.DONE
 
 
 VERBS = (Verb("run", "configure the run, feed tasks and train until it is complete", _run, run_arguments),)

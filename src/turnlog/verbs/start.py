@@ -17,9 +17,9 @@ def demo_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.demo import demo
     from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
     from turnlog.trainer.tiny_policy import prepare_model
+    from turnlog.verbs.demo import demo
 
     return demo(settings, prepare_model, find_isolation_failure, steps=arguments.steps, engines=arguments.engines)
 

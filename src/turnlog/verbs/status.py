@@ -23,7 +23,7 @@ def status_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _status(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.status import show
+    from turnlog.verbs.status_page import show
 
     addresses = [address for address in arguments.health.split(",") if address]
     return show(settings, as_json=arguments.json, health=addresses, every_s=arguments.watch)
@@ -35,7 +35,7 @@ def doctor_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _doctor(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.life.doctor import command
+    from turnlog.verbs.doctor import command
 
     return command(settings, as_json=arguments.json)
 

@@ -7,15 +7,15 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from turnlog.consumers.demo import runnable_here
 from turnlog.consumers.replay.verify import ReplayResult
-from turnlog.consumers.report import Measured, failures, gaps, gather, summary, wanted_rise
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.books import TokenAccount
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.schemas.events import StepCompleted, ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.settings import FeederSettings, Settings
+from turnlog.verbs.demo import runnable_here
+from turnlog.verbs.report import Measured, failures, gaps, gather, summary, wanted_rise
 
 
 def answer(number: int, worker: str) -> ToolCallCompleted:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.consumers.run import AlreadyFed, Display, alone
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.settings import BatcherSettings, FeederSettings, Settings
+from turnlog.verbs.run_loop import AlreadyFed, Display, alone
 
 
 def test_a_run_that_is_fed_already_is_refused_to_a_second_feeder(tmp_path: Path) -> None:

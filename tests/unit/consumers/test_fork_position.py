@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from turnlog.consumers.life.fork import position
 from turnlog.schemas.events import GroupRequested, Purpose, RunParent, RunPlace
+from turnlog.verbs.run_fork import position
 
 PARENT = RunParent(
     run_id="p",

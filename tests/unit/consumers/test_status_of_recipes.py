@@ -20,7 +20,6 @@ import pytest
 
 from tests.fakes.sessions import GroupName, Shape, whole_group
 from tests.unit.consumers.conftest import SETTINGS, TrainedRun
-from turnlog.consumers import status
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.log import Partition, partition_of
@@ -29,6 +28,7 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import SegmentSample, SessionStarted, TurnTreeAssembled, WeightVersionPublished
 from turnlog.settings import RunSettings, Settings
+from turnlog.verbs import status_page
 
 RECIPES = ("calc", "maze")
 
@@ -86,13 +86,13 @@ def shown(settings: Settings) -> str:
     """What is printed below a process of ours."""
     console = Terminal(file=io.StringIO(), width=400)
     found: dict[str, Any] = {"run": "run", "processes": [], "lag": {}, "warnings": {}, "views": {"unavailable": "none"}}
-    status.tell(found | {"recipes": status.recipes(settings)}, settings, console)
+    status_page.tell(found | {"recipes": status_page.recipes(settings)}, settings, console)
     return str(console.file.getvalue())
 
 
 async def test_each_recipe_has_a_row_of_what_its_sessions_came_to(settings: Settings) -> None:
     run = await trained(settings, RECIPES)
-    found, figures = status.recipes(settings), await expected(run)
+    found, figures = status_page.recipes(settings), await expected(run)
     assert {row["recipe"]: row["sessions"] for row in found["of"]} == dict.fromkeys(RECIPES, 4)
     for row in found["of"]:
         assert {name: row[name] for name in figures[row["recipe"]]} == pytest.approx(figures[row["recipe"]])
@@ -114,7 +114,7 @@ async def test_the_only_recipe_has_a_line(settings: Settings) -> None:
 
 def test_a_run_without_an_index_says_how_it_gets_one(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     assert "`turnlog log index build` makes it" in shown(settings)
-    assert status.once(settings, as_json=True) == 3
+    assert status_page.once(settings, as_json=True) == 3
     assert "is not there" in json.loads(capsys.readouterr().out)["recipes"]["unavailable"]
 
 

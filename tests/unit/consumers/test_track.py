@@ -16,13 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
 
 from tests.unit.consumers.conftest import TrainedRun
-from turnlog.consumers.report import newest_incarnations
 from turnlog.plugins.exporters import BadOutlet, BusyOutlet, OtherHistory, one_writer
 from turnlog.plugins.exporters.event_files import event_files
 from turnlog.plugins.exporters.history import Point, StepHistory, Tracker
 from turnlog.plugins.exporters.offline_runs import offline_runs, whole_records
 from turnlog.plugins.exporters.tracking import outlets, track
 from turnlog.schemas.events import StepCompleted
+from turnlog.verbs.report import newest_incarnations
 
 Curve = list[tuple[int, float]]
 Opened = Callable[[Path, str], AbstractContextManager[Tracker]]

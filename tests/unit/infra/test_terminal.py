@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from turnlog.consumers import status
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.settings import RunSettings, Settings
+from turnlog.verbs import status_page
 
 PLANTED = "g1\n2026-01-01 INFO all is well\r\x1b[2J\x1b]0;title\x07\x9b31m\u2028\u202e\x00 [/red] [bold]:smiley:"
 SHOWN = r"g1\n2026-01-01 INFO all is well\r\x1b[2J\x1b]0;title\x07\x9b31m\u2028\u202e\x00 [/red] [bold]:smiley:"
@@ -89,7 +89,7 @@ def test_status_shows_what_engines_and_processes_call_themselves_as_text() -> No
         "views": {"unavailable": PLANTED},
         "recipes": {"unavailable": PLANTED},
     }
-    status.tell(found, Settings(run=RunSettings(id="r")), console)
+    status_page.tell(found, Settings(run=RunSettings(id="r")), console)
     shown = console.file.getvalue()
     assert all(char.isprintable() or char == "\n" for char in shown)
     assert shown.count(SHOWN) == 8

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from turnlog.consumers.run import prepare_run
 from turnlog.infra import run_folder
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.ending import run_verb
@@ -30,6 +29,7 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupRequested, Purpose, RunParent, RunPlace, SampleBatchFormed
 from turnlog.settings import Settings, SettingsError, load
+from turnlog.verbs.run_loop import prepare_run
 
 TASKS = "tasks.jsonl"
 OWN = ("TURNLOG_RUN_", "TURNLOG_KAFKA_PREFIX", "TURNLOG_ARCHIVE_NAME")

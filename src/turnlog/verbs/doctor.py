@@ -21,7 +21,6 @@ import httpx
 from rich.table import Table
 
 from turnlog import __version__
-from turnlog.consumers.report import versions
 from turnlog.infra.blobs import BlobError
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.connection import METADATA_LIMIT_BYTES, Membership
@@ -39,6 +38,7 @@ from turnlog.names import ExitStatus
 from turnlog.schemas.events import ALL
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 from turnlog.settings import Settings
+from turnlog.verbs.report import versions
 
 SKEW_S = 5.0
 """Maximum difference between clocks, in seconds. A larger one makes ages, lags in seconds and `--before` wrong by as

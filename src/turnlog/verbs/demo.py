@@ -12,8 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from turnlog.consumers.replay.verify import run as replay
-from turnlog.consumers.report import JUDGED_FROM, Measured, RunReport, gather, plot_rewards, store, summary
-from turnlog.consumers.run import Display, beside, curve, stop_at_signal, until_trained
 from turnlog.infra.embedded import NotUp
 from turnlog.infra.embedded.up import down, up
 from turnlog.infra.roles.ending import run_verb
@@ -22,6 +20,8 @@ from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import RunSettings, Settings, override_settings
+from turnlog.verbs.report import JUDGED_FROM, Measured, RunReport, gather, plot_rewards, store, summary
+from turnlog.verbs.run_loop import Display, beside, curve, stop_at_signal, until_trained
 
 PLOT = "reward.png"
 SCREEN = "screen.svg"
