@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins")
+ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins", "src/turnlog/verbs")
 HOME = ("infra/follow.py", "infra/kafka/")
 ALLOWED = {
     "consumers/index/fate.py": "seeks from one offset to the next, and fails at the first that holds no record",
