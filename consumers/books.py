@@ -1,46 +1,21 @@
-"""`turnlog log books`, the token accounting: sampled = trained + masked by reason, for the run or for each session,
-group or batch."""
+"""Token accounting, read from the log: sampled = trained + masked by reason, for the run or for each session, group or
+batch."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
-
-from rich.table import Table
 
 from turnlog.infra.history import all_events, events
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_configuration
-from turnlog.infra.roles.terminal import Terminal, say_json
-from turnlog.names import ExitStatus
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured, recorded_configuration
 from turnlog.processors.core.audit import FIRST, Books, Ledgers
 from turnlog.processors.core.books import TokenAccount, run_books
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, sampled_tokens
-from turnlog.settings import Settings
 
 READ = (FIRST, topics.SESSIONS, topics.SNAPSHOTS, topics.TREES, topics.SAMPLES, topics.BATCHES, topics.STEPS)
 """Topics from which the accounts are computed, in reading order."""
-IMBALANCES_SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True)
-class AccountingArguments:
-    """Arguments of the command."""
-
-    by: str = "run"
-    """Level: session | group | batch | run"""
-    id: str = ""
-    as_json: bool = False
-    limit: int = 20
-    archive: bool = False
-
-
-class NoSuchAccount(Exception):
-    """No account of the level has this id. Remedy: `turnlog log books --by LEVEL` lists them."""
 
 
 async def read(role: Role) -> TokenAccount:
@@ -64,75 +39,3 @@ async def read_levels(role: Role) -> Books:
         async for record, event in events(role, topic):
             ledgers.add(record.topic, record.partition, record.offset, event)
     return ledgers.close()
-
-
-def body(run_id: str, books: Books, asked: AccountingArguments) -> dict[str, Any]:
-    """Return the answer as JSON: the largest accounts of the level, at most `asked.limit`. Raises NoSuchAccount."""
-    accounts = books.levels[asked.by]
-    if asked.id:
-        if asked.id not in accounts:
-            raise NoSuchAccount(f"there is no {asked.by} {asked.id!r}; `turnlog log books --by {asked.by}` lists them")
-        accounts = {asked.id: accounts[asked.id]}
-    largest = heapq.nsmallest(asked.limit, accounts.items(), key=lambda entry: (-entry[1].sampled, entry[0]))
-    return {
-        "run": run_id,
-        "by": asked.by,
-        "balance": books.balance,
-        "imbalances": [str(imbalance) for imbalance in books.imbalances],
-        "accounts": [{"id": name, **account.body()} for name, account in largest],
-        "more": len(accounts) - len(largest),
-    }
-
-
-async def show(settings: Settings, asked: AccountingArguments) -> int:
-    """Print the accounts. Return 0 if they balance, 1 if they do not or if nothing is recorded. Raises
-    NoSuchAccount."""
-    async with open_role("books", settings, archive=asked.archive) as role:
-        books = await read_levels(role)
-        sampled = any(account.sampled for account in books.levels["run"].values())
-        empty = "" if sampled or books.imbalances else await nothing_recorded(role)
-    return tell(body(settings.run.id, books, asked) | ({"balance": None, "why": empty} if empty else {}), asked)
-
-
-def tell(answer: dict[str, Any], asked: AccountingArguments) -> int:
-    """Print the accounts and return the exit status."""
-    if asked.as_json:
-        say_json(answer)
-        return ExitStatus.DONE if answer["balance"] else ExitStatus.DIFFERS
-    console = Terminal()
-    if answer["balance"] is None:
-        console.print(answer["why"], soft_wrap=True)
-        return ExitStatus.DIFFERS
-    console.print(account_table(answer) if len(answer["accounts"]) == 1 else accounts_table(answer))
-    for imbalance in answer["imbalances"][:IMBALANCES_SHOWN]:
-        console.print(imbalance, style="red")
-    if (more := len(answer["imbalances"]) - IMBALANCES_SHOWN) > 0:
-        console.print(f"and {more} more; --json prints all")
-    return ExitStatus.DONE if answer["balance"] else ExitStatus.DIFFERS
-
-
-def account_table(answer: dict[str, Any]) -> Table:
-    """Return a table of one account."""
-    (account,) = answer["accounts"]
-    shown = Table("tokens", "count", title=f"books of {answer['by']} {account['id']}")
-    shown.add_row("sampled", f"{account['sampled']:,}")
-    shown.add_row("trained", f"{account['trained']:,}")
-    for reason, count in account["masked"].items():
-        shown.add_row(f"masked: {reason}", f"{count:,}")
-    shown.add_row("balance", "yes" if account["balance"] else "NO")
-    shown.add_row("all records agree", "yes" if answer["balance"] else "NO")
-    return shown
-
-
-def accounts_table(answer: dict[str, Any]) -> Table:
-    """Return a table of the accounts of a level, largest first."""
-    more = f"; {answer['more']:,} smaller ones are not shown (--limit)" if answer["more"] else ""
-    caption = f"{'all records agree' if answer['balance'] else 'RECORDS DISAGREE'}{more}"
-    shown = Table(answer["by"], "sampled", "trained", "masked", title="books", caption=caption)
-    for column in shown.columns[1:3]:
-        column.justify = "right"
-    for account in answer["accounts"]:
-        masked = ", ".join(f"{reason} {count:,}" for reason, count in account["masked"].items()) or "-"
-        masked += "" if account["balance"] else "  DOES NOT BALANCE"
-        shown.add_row(account["id"], f"{account['sampled']:,}", f"{account['trained']:,}", masked)
-    return shown

@@ -1,3 +1,3 @@
-"""Verbs of the command line: one module per family, with the arguments and the code of its verbs. Longer code of a verb is
-in a module beside it, without `VERBS`. A family imports that, and the rooms, only inside functions, so that --help is
+"""Verbs of the command line: one module per family, with the arguments and the code of its verbs. Longer code is in a
+module beside it, without `VERBS`. A family imports that, and the rooms, only inside functions, so that --help is
 instant."""

@@ -19,7 +19,7 @@ def books_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _books(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.books import AccountingArguments, show
+    from turnlog.verbs.accounts import AccountingArguments, show
 
     archive = arguments.source == "archive"
     asked = AccountingArguments(

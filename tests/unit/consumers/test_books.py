@@ -13,18 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from turnlog.consumers.books import (
-    AccountingArguments,
-    NoSuchAccount,
-    account_table,
-    accounts_table,
-    body,
-    read,
-    read_levels,
-)
+from turnlog.consumers.books import read, read_levels
 from turnlog.processors.core.books import LEVELS
 from turnlog.schemas import topics
 from turnlog.schemas.events import MaskReason
+from turnlog.verbs.accounts import AccountingArguments, NoSuchAccount, account_table, accounts_table, body
 
 Make = Callable[..., Any]
 
