@@ -11,11 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from turnlog.infra.archive import archive_name
-from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, LogError, TopicSpec
-from turnlog.infra.roles.terminal import say
-from turnlog.infra.run_folder import resolve_endpoints
-from turnlog.names import REGISTRY_TOPIC, ConsumerGroup, ExitStatus, TransactionalId
+from turnlog.names import REGISTRY_TOPIC, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.topics import BY_NAME, CATALOGUE, CONTROL, Topic
@@ -418,20 +415,3 @@ def _command(settings: Settings, acl: Acl) -> str:
         "kafka-acls.sh", "--bootstrap-server", where, "--command-config", "admin.properties", "--add",
         "--allow-principal", acl.principal, "--operation", acl.operation, f"--{acl.resource}", *pattern,
     ])  # fmt: skip
-
-
-async def run(action: str, settings: Settings) -> int:
-    """Run `turnlog topics apply|check`: print what was done or found. Returns DIFFERS if a check found a problem."""
-    settings = resolve_endpoints(settings)
-    log = KafkaLog.of(settings.kafka)
-    try:
-        if action == "apply":
-            created = await apply(log, settings)
-            say(f"created {', '.join(created)}" if created else "every topic of the catalogue exists")
-            return 0
-        problems = check_internal(await log.internal_topics(), settings) + await check(log, settings)
-    finally:
-        await log.close()
-    say(*problems or ["every topic matches the catalogue"])
-    wrong = any(not problem.startswith(WARNING) for problem in problems)
-    return ExitStatus.DIFFERS if wrong else ExitStatus.DONE

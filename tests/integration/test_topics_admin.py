@@ -10,9 +10,10 @@ import pytest
 
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Commit, Log, Partition, TopicSpec
-from turnlog.infra.topics_admin import TopicMismatch, apply, check, check_internal, run, specs
+from turnlog.infra.topics_admin import TopicMismatch, apply, check, check_internal, specs
 from turnlog.schemas.topics import BY_NAME
 from turnlog.settings import KafkaSettings, Settings
+from turnlog.verbs.catalogue import apply_or_check
 
 pytestmark = pytest.mark.kafka
 
@@ -106,9 +107,9 @@ async def test_the_verb_prints_and_its_status_is_1_for_a_problem(
         registry=dataclasses.replace(configured.registry, url="http://127.0.0.1:9"),
         store=dataclasses.replace(configured.store, endpoint="http://127.0.0.1:9"),
     )
-    assert await run("check", settings) == 1
-    assert await run("apply", settings) == 0
-    assert await run("check", settings) == 0
+    assert await apply_or_check("check", settings) == 1
+    assert await apply_or_check("apply", settings) == 0
+    assert await apply_or_check("check", settings) == 0
     told = capsys.readouterr().out
     assert "does not exist" in told
     assert "created runs, group-requests, tasks" in told

@@ -23,12 +23,34 @@ def topics_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.infra.topics_admin import acls_page, run
-
     if arguments.action == "acls":
+        from turnlog.infra.topics_admin import acls_page
+
         print(*acls_page(settings, arguments.principal, arguments.format), sep="\n")
         return ExitStatus.DONE
-    return ending.run_verb(run(arguments.action, settings))
+    return ending.run_verb(apply_or_check(arguments.action, settings))
+
+
+async def apply_or_check(action: str, settings: Settings) -> int:
+    """Run `turnlog topics apply|check`: print what was done or found. Returns DIFFERS if a check found a problem."""
+    from turnlog.infra.kafka import KafkaLog
+    from turnlog.infra.roles.terminal import say
+    from turnlog.infra.run_folder import resolve_endpoints
+    from turnlog.infra.topics_admin import WARNING, apply, check, check_internal
+
+    settings = resolve_endpoints(settings)
+    log = KafkaLog.of(settings.kafka)
+    try:
+        if action == "apply":
+            created = await apply(log, settings)
+            say(f"created {', '.join(created)}" if created else "every topic of the catalogue exists")
+            return 0
+        problems = check_internal(await log.internal_topics(), settings) + await check(log, settings)
+    finally:
+        await log.close()
+    say(*problems or ["every topic matches the catalogue"])
+    wrong = any(not problem.startswith(WARNING) for problem in problems)
+    return ExitStatus.DIFFERS if wrong else ExitStatus.DONE
 
 
 def schemas_arguments(verb: argparse.ArgumentParser) -> None:
