@@ -59,7 +59,7 @@ def add_bucket(verb: argparse.ArgumentParser) -> None:
 
 
 def _gc(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.life.gc import command
+    from turnlog.verbs.gc_page import command
 
     return command(settings, arguments)
 

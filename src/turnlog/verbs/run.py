@@ -95,7 +95,7 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
 
         return fork(settings, arguments, open_checkpoint, hand_on)
     if arguments.action == "delete":
-        from turnlog.consumers.life.delete import command as delete
+        from turnlog.verbs.run_delete import command as delete
 
         return delete(settings, arguments)
     if arguments.action == "list":
