@@ -10,7 +10,6 @@ tables are a function of the records, in whatever order partitions are read, and
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -30,14 +29,11 @@ from turnlog.consumers.index.schema import SCHEMA_VERSION, place_of, standing
 from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.archive import ArchiveLog
 from turnlog.infra.log import Partition, Reader, Record
-from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import load_configuration
-from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import lock_file
-from turnlog.names import ExitStatus
 from turnlog.processors.core.books import counting_steps
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.spine import ControlStreamFold
@@ -55,7 +51,6 @@ from turnlog.schemas.events import (
     SessionStarted,
 )
 from turnlog.schemas.topics import SESSIONS
-from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
 READ_S, WRITE_S = (STAGE_S.labels("index", stage) for stage in ("read", "write"))
@@ -507,20 +502,3 @@ async def build(role: Role, path: Path) -> int:
     run = await recorded_run(role)
     async with indexing(role, path, run.fold_version) as indexer:
         return await indexer.catch_up()
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run `turnlog log index build`, and return the exit status."""
-    return run_verb(_build(settings, archive=arguments.source == "archive"))
-
-
-async def _build(settings: Settings, *, archive: bool) -> int:
-    async with open_role("index", settings, archive=archive) as role:
-        path, began = path_of(role.settings), time.perf_counter()
-        try:
-            records = await build(role, path)
-        except BusyIndex:  # its writer reads everything on the log
-            say(f"{path} is kept up to date by another process, `turnlog up` or `turnlog role index`: nothing to do")
-            return ExitStatus.DONE
-    say(f"{records:,} records in {time.perf_counter() - began:.1f} s: {path}")
-    return ExitStatus.DONE

@@ -1,4 +1,4 @@
-"""`turnlog log query "select ..."`: one SQL query, answered by a separate process.
+"""Queries of the index in SQL; a separate process answers each of them.
 
 That process opens the index read-only. An SQLite authorizer checks every statement: it may call SQLite's functions,
 except those that open a file or load code, and may not change a row. Its time and memory are limited. The answer says
@@ -7,7 +7,6 @@ as of when it is. Tables and columns are listed in docs/index-schema.md.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import resource
 import sqlite3
@@ -20,12 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from rich.table import Table
 
 from turnlog.consumers.index import BadQuestion, IndexFailure, reader
-from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
-from turnlog.names import ExitStatus
-from turnlog.settings import Settings
 
 READS: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
 NOT_CALLED: Final = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
@@ -157,31 +152,6 @@ def _rows(connection: sqlite3.Connection, sql: str, bounds: QueryLimits) -> tupl
 def _plain(value: Any) -> Any:
     """Convert a value to JSON; bytes become hexadecimal."""
     return value.hex() if isinstance(value, bytes) else value
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run `turnlog log query`: print or write the answer, and return the exit status. Raises IndexFailure."""
-    bounds = QueryLimits(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
-    answer = ask(reader.path_of(settings), sys.stdin.read() if arguments.sql == "-" else arguments.sql, bounds)
-    if arguments.out is not None:
-        write_parquet(answer, arguments.out)
-        say(f"{len(answer.rows):,} rows: {arguments.out}")
-    elif arguments.json:
-        say_json(answer.body(), indent=None)
-    else:
-        Terminal().print(_table(answer))
-    written = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(answer.as_of["written_ms"] / 1000))
-    aside(f"as of {written}, {sum(answer.as_of['positions'].values()):,} offsets of run {answer.as_of['run']}")
-    if answer.more:
-        aside(f"the answer has more rows than {bounds.rows:,} (--limit)")
-    return ExitStatus.DONE
-
-
-def _table(answer: Answer) -> Table:
-    shown = Table(*answer.columns)
-    for row in answer.rows:
-        shown.add_row(*("" if value is None else str(value) for value in row))
-    return shown
 
 
 def write_parquet(answer: Answer, path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from pathlib import Path
 
+from turnlog.infra.roles.ending import run_verb
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
@@ -26,9 +30,26 @@ def index_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _index(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.index.indexer import command
+    return run_verb(build_index(settings, archive=arguments.source == "archive"))
 
-    return command(settings, arguments)
+
+async def build_index(settings: Settings, *, archive: bool) -> int:
+    """Run `turnlog log index build`: index what is on the log, print how much that is, and return 0."""
+    from turnlog.consumers.index import BusyIndex
+    from turnlog.consumers.index.indexer import build
+    from turnlog.consumers.index.reader import path_of
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say
+
+    async with open_role("index", settings, archive=archive) as role:
+        path, began = path_of(role.settings), time.perf_counter()
+        try:
+            records = await build(role, path)
+        except BusyIndex:  # its writer reads everything on the log
+            say(f"{path} is kept up to date by another process, `turnlog up` or `turnlog role index`: nothing to do")
+            return ExitStatus.DONE
+    say(f"{records:,} records in {time.perf_counter() - began:.1f} s: {path}")
+    return ExitStatus.DONE
 
 
 def _role(settings: Settings, _: argparse.Namespace) -> int:
@@ -63,9 +84,29 @@ def query_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _query(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.index.query import command
+    from rich.table import Table
 
-    return command(settings, arguments)
+    from turnlog.consumers.index.query import QueryLimits, ask, write_parquet
+    from turnlog.consumers.index.reader import path_of
+    from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
+
+    bounds = QueryLimits(rows=arguments.limit, timeout_s=arguments.timeout, memory_mb=arguments.memory)
+    answer = ask(path_of(settings), sys.stdin.read() if arguments.sql == "-" else arguments.sql, bounds)
+    if arguments.out is not None:
+        write_parquet(answer, arguments.out)
+        say(f"{len(answer.rows):,} rows: {arguments.out}")
+    elif arguments.json:
+        say_json(answer.body(), indent=None)
+    else:
+        table = Table(*answer.columns)
+        for row in answer.rows:
+            table.add_row(*("" if value is None else str(value) for value in row))
+        Terminal().print(table)
+    written = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(answer.as_of["written_ms"] / 1000))
+    aside(f"as of {written}, {sum(answer.as_of['positions'].values()):,} offsets of run {answer.as_of['run']}")
+    if answer.more:
+        aside(f"the answer has more rows than {bounds.rows:,} (--limit)")
+    return ExitStatus.DONE
 
 
 TAIL_EPILOG = """\
