@@ -21,9 +21,8 @@ from turnlog.consumers.dashboard.conversation import conversation
 from turnlog.consumers.dashboard.drawing import clock
 from turnlog.consumers.dashboard.records import SessionTokens, Vocabulary, session_tokens
 from turnlog.consumers.index import BadQuestion
-from turnlog.consumers.index.console import resolve_id
 from turnlog.consumers.index.fate import of_session
-from turnlog.consumers.index.reader import Index, SessionView, path_of, where_of
+from turnlog.consumers.index.reader import Index, SessionView, path_of, resolve_id, where_of
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.terminal import printable_json, say

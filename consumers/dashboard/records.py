@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from turnlog.consumers import dead_letters
 from turnlog.consumers.dashboard import Unknown, require_found
 from turnlog.consumers.dashboard.harmless import visible
+from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import fate
-from turnlog.consumers.index.console import as_json
 from turnlog.consumers.index.reader import Index, SessionView, where_of
 from turnlog.consumers.index.schema import NUMBER, OFFSET_BITS, PARTITION_BITS, place_of, standing
 from turnlog.infra.blobs import BlobMissing

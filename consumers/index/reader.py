@@ -479,3 +479,19 @@ def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | 
     if isinstance(value, int):
         whole("after", str(value))
     return value, name, value is None
+
+
+def resolve_id(index: Index, text: str) -> tuple[str, str]:
+    """Return ("session" or "group", id) for the one id that begins with `text`. Raises BadQuestion if there is none or
+    several."""
+    found: list[tuple[str, str]] = []
+    for kind, table in (("session", "sessions"), ("group", "groups")):
+        sql = f"SELECT {kind}_id AS id FROM {table} WHERE {kind}_id >= ? AND {kind}_id < ? LIMIT 3"
+        names = [row["id"] for row in index.rows(sql, text, text + "\U0010ffff")]
+        if text in names:
+            return kind, text
+        found += [(kind, name) for name in names]
+    if len(found) != 1:
+        what = "nothing" if not found else f"{len(found)} or more: " + ", ".join(name for _, name in found)
+        raise BadQuestion(f"{text!r} begins the id of {what}; `turnlog log query` finds ids")
+    return found[0]

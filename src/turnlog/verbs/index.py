@@ -131,7 +131,7 @@ def tail_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _tail(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.index.console import tail_command
+    from turnlog.verbs.console import tail_command
 
     return tail_command(settings, arguments)
 
@@ -157,7 +157,7 @@ def why_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _why(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.index.console import why_command
+    from turnlog.verbs.console import why_command
 
     return why_command(settings, arguments)
 

@@ -68,7 +68,7 @@ def _add_session_arguments(action: argparse.ArgumentParser) -> None:
 
 def _session(settings: Settings, arguments: argparse.Namespace) -> int:
     if arguments.action == "show" and (arguments.tree or arguments.tokens):
-        from turnlog.consumers.index.console import show_session
+        from turnlog.verbs.console import show_session
 
         return show_session(settings, arguments)
     if arguments.action == "export":

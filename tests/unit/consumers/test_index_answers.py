@@ -15,12 +15,12 @@ import pytest
 
 from tests.unit.consumers.conftest import CODEC, SETTINGS, TrainedRun
 from turnlog.consumers.books import read_levels
+from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import BadQuestion, NoIndex, RecordGone
-from turnlog.consumers.index.console import EventFilter, as_json, build_turn_tree, line, resolve_id, tail, why_command
 from turnlog.consumers.index.fate import of_session, tally, tokens
 from turnlog.consumers.index.indexer import build, opened_writer
 from turnlog.consumers.index.query import QueryLimits, ask, write_parquet
-from turnlog.consumers.index.reader import Index, path_of
+from turnlog.consumers.index.reader import Index, path_of, resolve_id
 from turnlog.consumers.index.search import SessionFilter
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.terminal import Terminal, say, say_json
@@ -28,6 +28,7 @@ from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.schemas import topics
 from turnlog.schemas.events import SessionStarted
 from turnlog.settings import IndexSettings
+from turnlog.verbs.console import EventFilter, build_turn_tree, line, tail, why_command
 
 ROOT = Path(__file__).parents[3]
 

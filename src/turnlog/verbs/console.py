@@ -18,8 +18,9 @@ import orjson
 from rich.text import Text
 from rich.tree import Tree
 
+from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import BadQuestion, fate
-from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, where_of
+from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, resolve_id, where_of
 from turnlog.consumers.index.rows import message_texts
 from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Partition, Record
@@ -97,30 +98,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= SAID else text[: SAID - 1] + "…"
 
 
-def as_json(record: Record, event: Event) -> dict[str, Any]:
-    """Return an event and its position as a JSON object."""
-    return {
-        "topic": record.topic, "partition": record.partition, "offset": record.offset, "time_ms": record.timestamp_ms,
-        "kind": type(event).__name__, "event": {field.name: _plain(getattr(event, field.name))
-                                                for field in dataclasses.fields(event)},
-    }  # fmt: skip
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, bytes):
-        try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError:
-            return value.hex() if len(value) <= 256 else f"{len(value)} bytes"
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return value
-
-
 async def tail(
     role: Role, wanted: EventFilter, *, since_start: bool, until_end: bool
 ) -> AsyncIterator[tuple[Record, Event]]:
@@ -163,26 +140,6 @@ async def _tail(settings: Settings, arguments: argparse.Namespace, wanted: Event
 
 
 TOKEN = re.compile(r"(.+):(\d+):(\d+)")
-
-
-def resolve_id(index: Index, text: str) -> tuple[str, str]:
-    """Return ("session" or "group", id) for the one id that begins with `text`. Raises BadQuestion if there is none or
-    several."""
-    found: list[tuple[str, str]] = []
-    for kind, table in (("session", "sessions"), ("group", "groups")):
-        rows = index.rows(
-            f"SELECT {kind}_id AS id FROM {table} WHERE {kind}_id >= ? AND {kind}_id < ? LIMIT 3",
-            text,
-            text + "\U0010ffff",
-        )
-        exact = [row["id"] for row in rows if row["id"] == text]
-        if exact:
-            return kind, text
-        found += [(kind, row["id"]) for row in rows]
-    if len(found) != 1:
-        what = "nothing" if not found else f"{len(found)} or more: " + ", ".join(name for _, name in found)
-        raise BadQuestion(f"{text!r} begins the id of {what}; `turnlog log query` finds ids")
-    return found[0]
 
 
 def why_command(settings: Settings, arguments: argparse.Namespace) -> int:
