@@ -1,14 +1,10 @@
-"""`turnlog log session export`: a session as a self-contained HTML page, or as JSON (docs/dashboard.md has the
-schema)."""
+"""A session as a self-contained HTML page, or as JSON (docs/dashboard.md has the schema)."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import base64
 import dataclasses
 import hashlib
-from pathlib import Path
 from typing import Any, Final
 
 import orjson
@@ -18,16 +14,10 @@ from turnlog import __version__
 from turnlog.consumers.dashboard import drawing, harmless
 from turnlog.consumers.dashboard.app import STATIC, filters
 from turnlog.consumers.dashboard.conversation import conversation
-from turnlog.consumers.dashboard.drawing import clock
-from turnlog.consumers.dashboard.records import SessionTokens, Vocabulary, session_tokens
-from turnlog.consumers.index import BadQuestion
+from turnlog.consumers.dashboard.records import SessionTokens
 from turnlog.consumers.index.fate import of_session
-from turnlog.consumers.index.reader import Index, SessionView, path_of, resolve_id, where_of
-from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import open_role
-from turnlog.infra.roles.terminal import printable_json, say
-from turnlog.names import ExitStatus
-from turnlog.settings import Settings
+from turnlog.consumers.index.reader import SessionView, where_of
+from turnlog.infra.roles.terminal import printable_json
 
 SCHEMA: Final = "turnlog.session/1"
 
@@ -86,25 +76,3 @@ def json_file(view: SessionView, tokens: SessionTokens) -> str:
 def _with_position(row: Any) -> dict[str, Any]:
     """Return a row with the position of its record."""
     return {**{name: value for name, value in row.items() if name != "place"}, "at": where_of(row["place"])}
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Write the file and return the exit status. Raises IndexFailure, LogError, OSError."""
-    return run_verb(_export(settings, arguments))
-
-
-async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
-    with Index.open(path_of(settings)) as index, index.snapshot() as as_of:
-        kind, name = resolve_id(index, arguments.id)
-        view = index.session(name) if kind == "session" else None
-        if view is None:
-            raise BadQuestion(f"{name} is a group: `turnlog log why {name}` names its sessions")
-        async with open_role("session", settings, archive=arguments.source == "archive") as role:
-            tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
-    if arguments.html is not None:
-        content, path = as_html(view, tokens).encode(), arguments.html
-    else:
-        content, path = json_file(view, tokens).encode(), arguments.json_file
-    await asyncio.to_thread(Path(path).write_bytes, content)
-    say(f"session {name}, as of {clock(as_of.written_ms)}: {path} ({len(content):,} bytes)", *tokens.notes)
-    return ExitStatus.DONE

@@ -1,8 +1,7 @@
-"""`turnlog dashboard`: print how to log in, then serve the pages of one run until stopped."""
+"""Server of the dashboard: it prints how to log in, then serves the pages of one run until stopped."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -24,14 +23,12 @@ from turnlog.consumers.dashboard.sandboxes import WorkerPools
 from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
 from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
-from turnlog.infra.roles import event_loop
 from turnlog.infra.roles.health import Health, QuietServer, listening, serve_health, uvicorn_config
 from turnlog.infra.roles.probe import client_url, health_address, is_loopback
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.starting import stop_on_signals
 from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import private_folder
-from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -42,18 +39,6 @@ ENDS_S = 5
 """Seconds that answers in progress get to complete when the dashboard is stopped."""
 
 
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run one action of `turnlog dashboard`, and return the exit status. Raises CannotListen, NotRunning."""
-    if arguments.action == "link":
-        return _tell_link(settings)
-    own = settings.dashboard
-    host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
-    settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
-    archive = arguments.source == "archive"
-    event_loop.run(NAME, _serve_dashboard(settings, archive=archive, against=arguments.against))
-    return ExitStatus.DONE
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
     """Address and process of a dashboard."""
@@ -62,16 +47,15 @@ class Address:
     pid: int
 
 
-def _tell_link(settings: Settings) -> int:
-    """Print a login link to the dashboard that serves the run. Raises NotRunning."""
+def link_of_running(settings: Settings) -> str:
+    """Return a login link to the dashboard that serves the run. Raises NotRunning."""
     directory = Path(settings.run.directory)
     try:
         found = Address(**json.loads((directory / FILE).read_text()))
         os.kill(found.pid, 0)
     except (FileNotFoundError, ProcessLookupError):
         raise NotRunning(f"no dashboard serves run {settings.run.id!r} from here: run `turnlog dashboard`") from None
-    say(link(Keys(settings.dashboard.key, directory), found.url))
-    return ExitStatus.DONE
+    return link(Keys(settings.dashboard.key, directory), found.url)
 
 
 def link(keys: Keys, url: str) -> str:
@@ -128,7 +112,8 @@ def _find_runs(against: Sequence[str], directory: Path) -> dict[str, Other]:
     return found
 
 
-async def _serve_dashboard(settings: Settings, *, archive: bool, against: Sequence[str] = ()) -> None:
+async def serve_dashboard(settings: Settings, *, archive: bool, against: Sequence[str] = ()) -> None:
+    """Print how to log in, and serve until stopped. Raises CannotListen."""
     stopping, health = stop_on_signals(), Health(NAME)
 
     def connect() -> AbstractAsyncContextManager[Role]:

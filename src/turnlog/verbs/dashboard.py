@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
@@ -48,9 +50,19 @@ def dashboard_role_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.dashboard.server import command
+    from turnlog.consumers.dashboard.server import NAME, link_of_running, serve_dashboard
+    from turnlog.infra.roles import event_loop
+    from turnlog.infra.roles.terminal import say
 
-    return command(settings, arguments)
+    if arguments.action == "link":
+        say(link_of_running(settings))
+        return ExitStatus.DONE
+    own = settings.dashboard
+    host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
+    settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
+    archive = arguments.source == "archive"
+    event_loop.run(NAME, serve_dashboard(settings, archive=archive, against=arguments.against))
+    return ExitStatus.DONE
 
 
 VERBS = (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from turnlog.infra.roles import ending
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, acts, add_source
 
@@ -72,12 +74,38 @@ def _session(settings: Settings, arguments: argparse.Namespace) -> int:
 
         return show_session(settings, arguments)
     if arguments.action == "export":
-        from turnlog.consumers.dashboard.export import command as export
-
-        return export(settings, arguments)
+        return ending.run_verb(_export(settings, arguments))
     from turnlog.sandbox_workers.console.rerun import command
 
     return ending.run_verb(command(settings, arguments))
+
+
+async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Write the file and return the exit status. Raises IndexFailure, LogError, OSError."""
+    import asyncio
+
+    from turnlog.consumers.dashboard.drawing import clock
+    from turnlog.consumers.dashboard.export import as_html, json_file
+    from turnlog.consumers.dashboard.records import Vocabulary, session_tokens
+    from turnlog.consumers.index import BadQuestion
+    from turnlog.consumers.index.reader import Index, path_of, resolve_id
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say
+
+    with Index.open(path_of(settings)) as index, index.snapshot() as as_of:
+        kind, name = resolve_id(index, arguments.id)
+        view = index.session(name) if kind == "session" else None
+        if view is None:
+            raise BadQuestion(f"{name} is a group: `turnlog log why {name}` names its sessions")
+        async with open_role("session", settings, archive=arguments.source == "archive") as role:
+            tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
+    if arguments.html is not None:
+        content, path = as_html(view, tokens).encode(), arguments.html
+    else:
+        content, path = json_file(view, tokens).encode(), arguments.json_file
+    await asyncio.to_thread(Path(path).write_bytes, content)
+    say(f"session {name}, as of {clock(as_of.written_ms)}: {path} ({len(content):,} bytes)", *tokens.notes)
+    return ExitStatus.DONE
 
 
 def _reads(arguments: argparse.Namespace) -> bool:
