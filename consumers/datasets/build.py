@@ -1,4 +1,4 @@
-"""`turnlog dataset build OUT` and `verify OUT`, which compares files, rows and counts with the manifest.
+"""Building datasets, and verifying them: files, rows and counts are compared with the manifest.
 
 A dataset is built from the topics or the archive of a run. It is read with bounded memory, filtered, and written
 completely or not at all. The `rl` view is segment-samples in offset order, partition task by partition task; a sample
@@ -7,8 +7,6 @@ is not held longer than its batch.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import hashlib
 import tempfile
 from collections.abc import Iterator
@@ -17,8 +15,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from turnlog.consumers.datasets import BrokenSample, DatasetDamaged, NothingMatched
 from turnlog.consumers.datasets.columns import VIEWS, row_digests, rows_sha256
@@ -28,13 +24,10 @@ from turnlog.consumers.datasets.query import Facts, Filters, Query, Seen
 from turnlog.consumers.datasets.source import DatasetInput, Placed, Progress
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.terminal import Terminal, say, say_json
+from turnlog.infra.roles.role import Role
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupScored, SegmentSample, SessionStarted
 from turnlog.schemas.topics import Topic
-from turnlog.settings import Settings
 
 BROKEN = "broken_sample"
 """Counter for samples whose spans, log-probs and tokens do not fit, or that contain NaN."""
@@ -209,66 +202,3 @@ def _tokens(batch: pa.RecordBatch) -> int:
 
 def _count_trained(batch: pa.RecordBatch) -> int:
     return int(batch["trained_tokens"].to_numpy().sum()) if "trained_tokens" in batch.schema.names else 0
-
-
-def run(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Build or verify, and return 0 on success. Raises DatasetError."""
-    if arguments.action == "verify":
-        manifest = verify(arguments.out)
-        if arguments.json:
-            say_json({"folder": str(arguments.out)} | manifest.to_json())
-            return 0
-        say(f"{arguments.out}: complete, {_describe_manifest(manifest)}")
-        return 0
-    manifest = run_verb(_run_build(settings, arguments))
-    came = manifest.provenance
-    if arguments.json:
-        say_json({"folder": str(arguments.out)} | manifest.to_json() | {"removed": dict(came.removed)})
-        return 0
-    say(f"{arguments.out}: {_describe_manifest(manifest)}")
-    for name, count in came.removed.most_common():
-        say(f"  removed by {name}: {count:,}")
-    for topic, count in came.reading.undecodable.most_common():
-        say(f"  {topic}: {count:,} records are not events and were skipped")
-    return 0
-
-
-def query_of(arguments: argparse.Namespace) -> Query:
-    """Return the query of the arguments; purpose `any` removes the filter."""
-    given: dict[str, Any] = {
-        field.name: tuple(value) if isinstance(value, list) else value
-        for field in dataclasses.fields(Query)
-        if (value := getattr(arguments, field.name)) is not None
-    }
-    if "any" in given.get("purposes", ()):
-        given["purposes"] = ()
-    return Query(**given)
-
-
-async def _run_build(settings: Settings, arguments: argparse.Namespace) -> DatasetManifest:
-    console = Terminal(stderr=True)
-    out: Path = arguments.out
-    query = query_of(arguments)
-    query.check(arguments.view)
-    columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-        async with open_role("dataset", settings, archive=arguments.source == "archive") as role:
-            return await build(
-                role,
-                query,
-                out,
-                view=arguments.view,
-                format=arguments.format,
-                overwrite=arguments.overwrite,
-                source=arguments.source,
-                progress=lambda passed, total: bar.update(task, completed=passed, total=total),
-            )
-
-
-def _describe_manifest(manifest: DatasetManifest) -> str:
-    counts = manifest.counts
-    trained = f", {counts.trained_tokens:,} trained" if manifest.view == "rl" else ""
-    return (
-        f"{counts.rows:,} rows of {manifest.view}, {counts.tokens:,} tokens{trained}, rows {manifest.rows_sha256[:16]}"
-    )

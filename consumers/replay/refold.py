@@ -47,7 +47,6 @@ from turnlog.consumers.replay.verify import (
     FORGET_EVERY,
     cheap_collections,
     cuts_of,
-    replay,
     replay_key,
 )
 from turnlog.infra.archive import ArchiveLog, Cut
@@ -474,28 +473,3 @@ class _UnitRefold:
             "spool": self._spool.sync(), "skips": sorted(self._inputs.skips), "state": self._state.to_json(),
         }  # fmt: skip
         self._remembered.save()
-
-
-async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run `turnlog replay` and return the exit status. Raises ReplayError, and what the log, the store and the registry
-    raise, which exits with status 2."""
-    changes = Changes.of(arguments)
-    if changes.none:
-        if arguments.out is not None:
-            raise BadRefold("--out is for a refold: name what changes, for example --policy, --estimator or --set")
-        return await replay(
-            settings,
-            verify=arguments.verify,
-            source=arguments.source,
-            until=arguments.until,
-            fresh=arguments.fresh,
-            as_json=arguments.json,
-        )
-    if arguments.verify:
-        raise BadRefold("--verify compares what was recorded: omit the changes")
-    if arguments.out is None:
-        raise BadRefold("a refold writes a dataset: name a folder with --out FOLDER")
-    return await refold(
-        settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
-        fresh=arguments.fresh, overwrite=arguments.overwrite, as_json=arguments.json,
-    )  # fmt: skip

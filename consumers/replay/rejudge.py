@@ -1,5 +1,4 @@
-"""`turnlog log reward rerun`: judge recorded sessions again, and write the dataset that the run would have had with
-those rewards.
+"""Judge recorded sessions again, and write the dataset that the run would have had with those rewards.
 
 There are two passes. The first judges every session for which the log holds a reward and a conversation, and changes
 nothing. The second folds the records again with the new rewards in place of the old ones, so that advantages, filters
@@ -14,27 +13,21 @@ RewardRerunError
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import importlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import orjson
 
-from turnlog.consumers.datasets.build import query_of
 from turnlog.consumers.datasets.conversations import ConversationRow, whole_groups
 from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Filters, Joined, Query
 from turnlog.consumers.datasets.source import Candidate, DatasetInput, candidates
-from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.progress import ReplayState
-from turnlog.consumers.replay.refold import Changes, Refold
-from turnlog.consumers.replay.verify import FOLDER
 from turnlog.infra.environments import recipes
 from turnlog.infra.environments.recipes import Episode, Judged, Verdict
 from turnlog.infra.environments.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
@@ -42,12 +35,9 @@ from turnlog.infra.environments.verifiers.groups import JudgedGroup
 from turnlog.infra.environments.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.infra.history import partitions
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.terminal import say
-from turnlog.names import ExitStatus
+from turnlog.infra.roles.role import Role
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import Event, RewardAssigned, RewardFailed, RolloutRequested, SessionFinished, Verifier
-from turnlog.settings import Settings
 
 SAME = 1e-9
 """Rewards that differ by at most this count as unchanged."""
@@ -318,41 +308,3 @@ def _acted_out(name: str, episode: Episode) -> Episode:
         return episode  # a verifier given by --verifier can judge sessions of a recipe that is not installed here
     messages = recipes.call_recipe(recipe, recipes.acted_out, recipe, episode.task, episode.messages)
     return dataclasses.replace(episode, messages=tuple(messages))
-
-
-def rows_asked(arguments: argparse.Namespace) -> Query:
-    """Return which rows of the view to write. Runs before any verifier is asked. Raises NoSuchRows, DatasetError."""
-    query, view, out = query_of(arguments), arguments.view, arguments.out
-    if out is None and not arguments.dry_run:
-        raise NoSuchRows("a rerun writes a dataset: name a folder (OUT), or use --dry-run to see what would change")
-    if query.runs:
-        raise NoSuchRows("a rerun judges only the sessions of the run of --run: omit --include-run")
-    if view == "rl" and query != Query():
-        raise NoSuchRows(
-            f"the view rl has every sample of the fold: {query.non_default_values()} needs --view sft or preference"
-        )
-    query.check(view)
-    if not arguments.dry_run:
-        DatasetWriter(out, view, arguments.format, overwrite=arguments.overwrite).abort()
-    return query
-
-
-async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Judge again, print what changes, and write the dataset unless this is a dry run. Raises RewardRerunError,
-    ReplayError, DatasetError, and what the log, the store and the registry raise."""
-    verifier = verifier_at(arguments.verifier) if arguments.verifier else None
-    query, folder = rows_asked(arguments), Path(settings.run.directory) / FOLDER
-    state = ReplayState(folder, {"rejudged": settings.run.id, "by": "" if verifier is None else verifier.name})
-    state.load(fresh=arguments.fresh)
-    async with open_role("reward", settings, archive=arguments.source == "archive") as role:
-        verdicts = await Rerun(role, verifier, at_once=arguments.at_once, state=state).run()
-        for line in verdicts.lines():
-            say(line)
-        if not arguments.dry_run:
-            work = Refold(
-                role, Changes(), arguments.out, folder, format=arguments.format, overwrite=arguments.overwrite,
-                verdicts=verdicts, view=arguments.view, query=query,
-            )  # fmt: skip
-            say(await work.run(fresh=arguments.fresh))
-    state.remove()
-    return ExitStatus.DONE

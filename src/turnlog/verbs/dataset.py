@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from turnlog.infra.roles.ending import run_verb
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, acts
+
+if TYPE_CHECKING:
+    from turnlog.consumers.datasets.manifest import DatasetManifest
+    from turnlog.consumers.datasets.query import Query
 
 DATASET_EPILOG = """\
 Examples:
@@ -124,9 +131,76 @@ def _milliseconds(text: str) -> int:
 
 
 def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.datasets.build import run
+    from turnlog.consumers.datasets.build import verify
+    from turnlog.infra.roles.terminal import say, say_json
 
-    return run(settings, arguments)
+    if arguments.action == "verify":
+        manifest = verify(arguments.out)
+        if arguments.json:
+            say_json({"folder": str(arguments.out)} | manifest.to_json())
+            return 0
+        say(f"{arguments.out}: complete, {_describe_manifest(manifest)}")
+        return 0
+    manifest = run_verb(_build(settings, arguments))
+    came = manifest.provenance
+    if arguments.json:
+        say_json({"folder": str(arguments.out)} | manifest.to_json() | {"removed": dict(came.removed)})
+        return 0
+    say(f"{arguments.out}: {_describe_manifest(manifest)}")
+    for name, count in came.removed.most_common():
+        say(f"  removed by {name}: {count:,}")
+    for topic, count in came.reading.undecodable.most_common():
+        say(f"  {topic}: {count:,} records are not events and were skipped")
+    return 0
+
+
+def query_of(arguments: argparse.Namespace) -> Query:
+    """Return the query of the arguments; purpose `any` removes the filter."""
+    from turnlog.consumers.datasets.query import Query
+
+    given: dict[str, Any] = {
+        field.name: tuple(value) if isinstance(value, list) else value
+        for field in dataclasses.fields(Query)
+        if (value := getattr(arguments, field.name)) is not None
+    }
+    if "any" in given.get("purposes", ()):
+        given["purposes"] = ()
+    return Query(**given)
+
+
+async def _build(settings: Settings, arguments: argparse.Namespace) -> DatasetManifest:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from turnlog.consumers.datasets.build import build
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import Terminal
+
+    console = Terminal(stderr=True)
+    out: Path = arguments.out
+    query = query_of(arguments)
+    query.check(arguments.view)
+    columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
+        async with open_role("dataset", settings, archive=arguments.source == "archive") as role:
+            return await build(
+                role,
+                query,
+                out,
+                view=arguments.view,
+                format=arguments.format,
+                overwrite=arguments.overwrite,
+                source=arguments.source,
+                progress=lambda passed, total: bar.update(task, completed=passed, total=total),
+            )
+
+
+def _describe_manifest(manifest: DatasetManifest) -> str:
+    counts = manifest.counts
+    trained = f", {counts.trained_tokens:,} trained" if manifest.view == "rl" else ""
+    return (
+        f"{counts.rows:,} rows of {manifest.view}, {counts.tokens:,} tokens{trained}, rows {manifest.rows_sha256[:16]}"
+    )
 
 
 VERBS = (

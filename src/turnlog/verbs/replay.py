@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from turnlog.infra.roles import ending
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.dataset import add_rows
+from turnlog.verbs.dataset import add_rows, query_of
 from turnlog.verbs.verb import Verb, add_source, always
+
+if TYPE_CHECKING:
+    from turnlog.consumers.datasets.query import Query
 
 REPLAY_EPILOG = """\
 Examples:
@@ -60,9 +65,36 @@ def replay_arguments(verb: argparse.ArgumentParser) -> None:
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
     import uvloop  # as the assembler that it repeats
 
-    from turnlog.consumers.replay.refold import command
+    return uvloop.run(_replay_or_refold(settings, arguments))
 
-    return uvloop.run(command(settings, arguments))
+
+async def _replay_or_refold(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Run `turnlog replay` and return the exit status. Raises ReplayError, and what the log, the store and the registry
+    raise, which exits with status 2."""
+    from turnlog.consumers.replay.refold import Changes, refold
+    from turnlog.consumers.replay.source import BadRefold
+    from turnlog.consumers.replay.verify import replay
+
+    changes = Changes.of(arguments)
+    if changes.none:
+        if arguments.out is not None:
+            raise BadRefold("--out is for a refold: name what changes, for example --policy, --estimator or --set")
+        return await replay(
+            settings,
+            verify=arguments.verify,
+            source=arguments.source,
+            until=arguments.until,
+            fresh=arguments.fresh,
+            as_json=arguments.json,
+        )
+    if arguments.verify:
+        raise BadRefold("--verify compares what was recorded: omit the changes")
+    if arguments.out is None:
+        raise BadRefold("a refold writes a dataset: name a folder with --out FOLDER")
+    return await refold(
+        settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
+        fresh=arguments.fresh, overwrite=arguments.overwrite, as_json=arguments.json,
+    )  # fmt: skip
 
 
 def fold_arguments(verb: argparse.ArgumentParser) -> None:
@@ -124,9 +156,56 @@ def reward_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _reward(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.replay.rejudge import command
+    return ending.run_verb(_rerun(settings, arguments))
 
-    return ending.run_verb(command(settings, arguments))
+
+def rows_asked(arguments: argparse.Namespace) -> Query:
+    """Return which rows of the view to write. Runs before any verifier is asked. Raises NoSuchRows, DatasetError."""
+    from turnlog.consumers.datasets.query import Query
+    from turnlog.consumers.datasets.writer import DatasetWriter
+    from turnlog.consumers.replay.rejudge import NoSuchRows
+
+    query, view, out = query_of(arguments), arguments.view, arguments.out
+    if out is None and not arguments.dry_run:
+        raise NoSuchRows("a rerun writes a dataset: name a folder (OUT), or use --dry-run to see what would change")
+    if query.runs:
+        raise NoSuchRows("a rerun judges only the sessions of the run of --run: omit --include-run")
+    if view == "rl" and query != Query():
+        raise NoSuchRows(
+            f"the view rl has every sample of the fold: {query.non_default_values()} needs --view sft or preference"
+        )
+    query.check(view)
+    if not arguments.dry_run:
+        DatasetWriter(out, view, arguments.format, overwrite=arguments.overwrite).abort()
+    return query
+
+
+async def _rerun(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Judge again, print what changes, and write the dataset unless this is a dry run. Raises RewardRerunError,
+    ReplayError, DatasetError, and what the log, the store and the registry raise."""
+    from turnlog.consumers.replay.progress import ReplayState
+    from turnlog.consumers.replay.refold import Changes, Refold
+    from turnlog.consumers.replay.rejudge import Rerun, verifier_at
+    from turnlog.consumers.replay.verify import FOLDER
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say
+
+    verifier = verifier_at(arguments.verifier) if arguments.verifier else None
+    query, folder = rows_asked(arguments), Path(settings.run.directory) / FOLDER
+    state = ReplayState(folder, {"rejudged": settings.run.id, "by": "" if verifier is None else verifier.name})
+    state.load(fresh=arguments.fresh)
+    async with open_role("reward", settings, archive=arguments.source == "archive") as role:
+        verdicts = await Rerun(role, verifier, at_once=arguments.at_once, state=state).run()
+        for line in verdicts.lines():
+            say(line)
+        if not arguments.dry_run:
+            work = Refold(
+                role, Changes(), arguments.out, folder, format=arguments.format, overwrite=arguments.overwrite,
+                verdicts=verdicts, view=arguments.view, query=query,
+            )  # fmt: skip
+            say(await work.run(fresh=arguments.fresh))
+    state.remove()
+    return ExitStatus.DONE
 
 
 VERBS = (

@@ -9,8 +9,8 @@ import pytest
 
 from tests.each import each
 from turnlog import cli
-from turnlog.consumers.datasets.build import query_of
 from turnlog.consumers.datasets.query import Query
+from turnlog.verbs.dataset import query_of
 
 PAGE = Path(__file__).parents[3] / "docs/datasets.md"
 EVERY = {

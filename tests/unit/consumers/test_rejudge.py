@@ -28,7 +28,6 @@ from turnlog.consumers.replay.rejudge import (
     NoVerifier,
     Rerun,
     Verdicts,
-    rows_asked,
     verifier_at,
 )
 from turnlog.infra.environments.recipes import Episode, FunctionVerifier, UnknownRecipe, Verdict
@@ -37,6 +36,7 @@ from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import Limits, Purpose, RewardAssigned, RolloutRequested, Sampling, TurnCompleted
+from turnlog.verbs.replay import rows_asked
 
 Make = Callable[..., Any]
 SAYS = ("right", "wrong", "broken")
