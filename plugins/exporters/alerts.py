@@ -8,7 +8,6 @@ apprise and of its HTTP client are silenced.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -29,7 +28,6 @@ from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Markers, lag_of
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.runs import serve
 from turnlog.infra.run_folder import present, private_folder
 from turnlog.plugins.exporters import BadOutlet, library
 from turnlog.schemas.events import RoleFailed
@@ -158,16 +156,6 @@ async def tell(role: Role, found: Sequence[AlertAddress]) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(role.settings.alerts.every_s):
                     await role.stopping.wait()
-
-
-def command(settings: Settings, _: argparse.Namespace) -> int:
-    """Follow the run until the command is stopped, and return the exit status. Raises NoLibrary, BadOutlet."""
-    found = targets(settings)
-
-    async def main(role: Role) -> None:
-        await tell(role, found)
-
-    return serve("alerts", main, settings)
 
 
 def _read(settings: Settings) -> Mapping[str, dict[str, float]]:

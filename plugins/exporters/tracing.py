@@ -8,7 +8,6 @@ ids, and none is lost.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,19 +16,14 @@ from typing import Any, Protocol
 from prometheus_client import Counter
 
 from turnlog import __version__
-from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.blobs import inlined
 from turnlog.infra.follow import caught_up
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles import Unreachable
-from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.runs import serve
-from turnlog.infra.roles.terminal import say
+from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import ACCESS
-from turnlog.names import ConsumerGroup, ExitStatus, TransactionalId
+from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.plugins.exporters import OutletError, library
 from turnlog.plugins.exporters.spans import Traces, TraceSpan
 from turnlog.schemas.events import (
@@ -216,32 +210,9 @@ async def tracing(
         yield tracer
 
 
-def _collector(settings: Settings, url: str) -> Collector:
+def collector_of(settings: Settings, url: str) -> Collector:
+    """Return the collector at `url`, else at [trace] url. Raises SettingsError if both are empty."""
     to = url or settings.trace.url
     if not to:
         raise SettingsError("trace.url is empty: name a collector there or with --to")
     return Collector(settings.trace, to, {"service.name": "turnlog", "service.instance.id": settings.run.id})
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Follow the run, or send the existing spans and end. Return the exit status."""
-    collector = _collector(settings, arguments.to)
-    if arguments.source == "archive" or arguments.until_end:
-        return run_verb(_once(settings, collector, archive=arguments.source == "archive"))
-
-    async def main(role: Role) -> None:
-        async with tracing(role, collector) as tracer:
-            await repeat(role, tracer.turn)
-
-    return serve("trace", main, settings)
-
-
-async def _once(settings: Settings, collector: Collector, *, archive: bool) -> int:
-    async with open_role("trace", settings, archive=archive) as role:
-        await recorded_run(role)  # raises NothingToReplay: the log is of another run
-        async with tracing(role, collector, marks=not archive) as tracer:
-            for _ in range(2):  # after the second, everything that precedes a session's end has been read
-                await tracer.turn()
-    collector.close()
-    say(f"{tracer.exported} spans; {tracer.open_sessions} sessions are not over and were not exported")
-    return ExitStatus.DONE

@@ -3,7 +3,6 @@ own files."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,22 +11,16 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from turnlog.consumers.replay.source import recorded_run
 from turnlog.infra.follow import assign_from_start, caught_up
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.measures import STAGE_S
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.runs import serve
-from turnlog.infra.roles.terminal import say
-from turnlog.names import ExitStatus
+from turnlog.infra.roles.role import Role
 from turnlog.plugins.exporters import BadOutlet, OtherHistory
 from turnlog.plugins.exporters.event_files import event_files
 from turnlog.plugins.exporters.history import Point, StepHistory, Tracker
 from turnlog.plugins.exporters.offline_runs import offline_runs
 from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS
-from turnlog.settings import Settings
 
 TAKE_S = STAGE_S.labels("track", "take")
 TRACKED = Counter("turnlog_tracked_steps", "Steps of the effective history, including those that were already there")
@@ -82,23 +75,3 @@ def _take(point: Point, history: StepHistory, trackers: Sequence[Tracker]) -> No
         TRACKED.inc()
         for tracker in trackers:
             tracker.take(history)
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Follow the run, or write the existing steps and end. Return the exit status."""
-    wanted = outlets(arguments.to)
-    if arguments.source == "archive" or arguments.until_end:
-        return run_verb(_once(settings, wanted, archive=arguments.source == "archive"))
-
-    async def main(role: Role) -> None:
-        await track(role, wanted, until_end=False)
-
-    return serve("track", main, settings)
-
-
-async def _once(settings: Settings, wanted: Sequence[tuple[str, Path]], *, archive: bool) -> int:
-    async with open_role("track", settings, archive=archive) as role:
-        await recorded_run(role)  # raises NothingToReplay: the log is of another run
-        steps = await track(role, wanted, until_end=True)
-    say(f"{steps} steps: {', '.join(f'{kind} {folder}' for kind, folder in wanted)}")
-    return ExitStatus.DONE

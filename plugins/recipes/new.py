@@ -8,7 +8,6 @@ NotCreated
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import keyword
@@ -24,8 +23,7 @@ from typing import Final
 import turnlog
 from turnlog.infra.environments.recipes import AmbiguousRecipe
 from turnlog.infra.offers import find_plugins
-from turnlog.infra.roles.terminal import say
-from turnlog.names import EntryPointGroup, ExitStatus
+from turnlog.names import EntryPointGroup
 
 FILES: Final = {
     "pyproject.toml": "pyproject.toml",
@@ -97,13 +95,6 @@ def _check(name: str, package: str) -> None:
         raise EnvironmentNameTaken(f"{name!r}: an installed package offers a recipe of this name; choose another")
     if importlib.util.find_spec(package) is not None:
         raise EnvironmentNameTaken(f"{name!r}: a module {package} exists here, which it would hide; choose another")
-
-
-def command(arguments: argparse.Namespace) -> int:
-    """Run `turnlog recipe new`, and print the next steps."""
-    folder = create(arguments.name, arguments.into)
-    say(f"created {folder}; next:", *(f"  {line}" for line in next_steps(folder)))
-    return ExitStatus.DONE
 
 
 def next_steps(folder: Path) -> list[str]:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
+from turnlog.infra.roles.ending import run_verb
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from turnlog.infra.roles.role import Role
+    from turnlog.plugins.exporters.tracing import Collector
 
 TRACE_EPILOG = """\
 Exports sessions (with turns, engine calls, tool calls and sandboxes), steps and weights as OTLP over HTTP. A session is
@@ -29,9 +39,35 @@ def trace_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _trace(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.plugins.exporters.tracing import command
+    from turnlog.infra.roles.loop import repeat
+    from turnlog.infra.roles.runs import serve
+    from turnlog.plugins.exporters.tracing import collector_of, tracing
 
-    return command(settings, arguments)
+    collector = collector_of(settings, arguments.to)
+    if arguments.source == "archive" or arguments.until_end:
+        return run_verb(_trace_once(settings, collector, archive=arguments.source == "archive"))
+
+    async def main(role: Role) -> None:
+        async with tracing(role, collector) as tracer:
+            await repeat(role, tracer.turn)
+
+    return serve("trace", main, settings)
+
+
+async def _trace_once(settings: Settings, collector: Collector, *, archive: bool) -> int:
+    from turnlog.consumers.replay.source import recorded_run
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.exporters.tracing import tracing
+
+    async with open_role("trace", settings, archive=archive) as role:
+        await recorded_run(role)  # raises NothingToReplay: the log is of another run
+        async with tracing(role, collector, marks=not archive) as tracer:
+            for _ in range(2):  # after the second, everything that precedes a session's end has been read
+                await tracer.turn()
+    collector.close()
+    say(f"{tracer.exported} spans; {tracer.open_sessions} sessions are not over and were not exported")
+    return ExitStatus.DONE
 
 
 TRACK_EPILOG = """\
@@ -62,15 +98,42 @@ def track_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _track(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.plugins.exporters.tracking import command
+    from turnlog.infra.roles.runs import serve
+    from turnlog.plugins.exporters.tracking import outlets, track
 
-    return command(settings, arguments)
+    wanted = outlets(arguments.to)
+    if arguments.source == "archive" or arguments.until_end:
+        return run_verb(_track_once(settings, wanted, archive=arguments.source == "archive"))
+
+    async def main(role: Role) -> None:
+        await track(role, wanted, until_end=False)
+
+    return serve("track", main, settings)
 
 
-def _alerts(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.plugins.exporters.alerts import command
+async def _track_once(settings: Settings, wanted: Sequence[tuple[str, Path]], *, archive: bool) -> int:
+    from turnlog.consumers.replay.source import recorded_run
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.exporters.tracking import track
 
-    return command(settings, arguments)
+    async with open_role("track", settings, archive=archive) as role:
+        await recorded_run(role)  # raises NothingToReplay: the log is of another run
+        steps = await track(role, wanted, until_end=True)
+    say(f"{steps} steps: {', '.join(f'{kind} {folder}' for kind, folder in wanted)}")
+    return ExitStatus.DONE
+
+
+def _alerts(settings: Settings, _: argparse.Namespace) -> int:
+    from turnlog.infra.roles.runs import serve
+    from turnlog.plugins.exporters.alerts import targets, tell
+
+    found = targets(settings)
+
+    async def main(role: Role) -> None:
+        await tell(role, found)
+
+    return serve("alerts", main, settings)
 
 
 VERBS = (

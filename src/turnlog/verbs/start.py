@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb
 
@@ -38,9 +39,12 @@ def recipe_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _recipe(_: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.plugins.recipes.new import command
+    from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.recipes.new import create, next_steps
 
-    return command(arguments)
+    folder = create(arguments.name, arguments.into)
+    say(f"created {folder}; next:", *(f"  {line}" for line in next_steps(folder)))
+    return ExitStatus.DONE
 
 
 def warm_start_arguments(verb: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from turnlog.infra.roles import is_unreachable
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.exporters.spans import TraceSpan, is_sampled, span_of, trace_of
 from turnlog.plugins.exporters.tracing import Collector as Otlp
-from turnlog.plugins.exporters.tracing import CollectorFailed, SpanExporter, command, tracing
+from turnlog.plugins.exporters.tracing import CollectorFailed, SpanExporter, tracing
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     Event,
@@ -240,5 +240,6 @@ async def test_a_token_is_sent_to_the_collector_alone(told: TrainedRun, collecto
 
 
 def test_without_an_address_the_command_says_where_to_put_one(tmp_path: Path) -> None:
+    arguments = parser().parse_args(["role", "trace", "--until-end"])
     with pytest.raises(SettingsError, match=r"trace\.url is empty"):
-        command(Settings(), parser().parse_args(["role", "trace", "--until-end"]))
+        arguments.entry.call(Settings(), arguments)
