@@ -1,1 +1,1 @@
-"""Code of `turnlog sandbox pool|check|exec` and `turnlog log session show|rerun`."""
+"""Running a recorded session again: what the log holds of its calls, and the comparison (`turnlog log session`)."""

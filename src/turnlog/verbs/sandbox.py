@@ -92,15 +92,15 @@ def _action(
 
 def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.infra.roles.ending import run_verb
-    from turnlog.sandbox_workers.console import actions
+    from turnlog.verbs import sandbox_actions
 
     match arguments.action:
         case "pool":
-            return actions.show_pools(settings, arguments)
+            return sandbox_actions.show_pools(settings, arguments)
         case "check":
-            return run_verb(actions.check(settings, as_json=arguments.json))
+            return run_verb(sandbox_actions.check(settings, as_json=arguments.json))
         case _:
-            return actions.execute(settings, arguments)
+            return sandbox_actions.execute(settings, arguments)
 
 
 def _role(settings: Settings, _: argparse.Namespace) -> int:

@@ -23,11 +23,11 @@ from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.health import Health, QuietServer, application
 from turnlog.infra.run_folder import Endpoints, write_endpoints
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
-from turnlog.sandbox_workers.console.actions import NotText, command_of, findings
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Kind, Shape
 from turnlog.verbs.old_spellings import modern_words
+from turnlog.verbs.sandbox_actions import NotText, command_of, findings
 
 SHAPE = Shape(disk_bytes=1000)
 
