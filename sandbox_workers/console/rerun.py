@@ -1,10 +1,9 @@
-"""`turnlog log session rerun|show`: run recorded calls again and compare the outcomes with the record.
+"""Run recorded calls again and compare the outcomes with the record.
 
 Calls run one after the other, each on its recorded files and with the recorded answers of the network."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 from collections import Counter
@@ -17,8 +16,8 @@ from typing import Any
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, Listing, MemoryBlobs
 from turnlog.infra.environments.tools import AGENT
 from turnlog.infra.environments.workspaces import WorkspaceManifest
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.terminal import Terminal, aside, say_json
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.terminal import aside
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import LOCAL, Interception
 from turnlog.sandbox_workers import answers
@@ -26,9 +25,6 @@ from turnlog.sandbox_workers.console.recorded import (
     BadPattern,
     RecordedCall,
     RecordedSession,
-    load_session,
-    print_session,
-    session_body,
 )
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
@@ -50,8 +46,6 @@ NAMED = 10
 """Maximum number of files named of a workspace that differs."""
 MASK = b"\0"
 """Replaces the matches of --ignore in both outputs; no legal text looks like it."""
-COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
-"""Colour of a call's line by verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +82,6 @@ class RerunReport:
         }
 
 
-async def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run one action on the run's topics, or its archive; return the exit status. Raises RerunError, and the errors
-    that keep sandboxes from starting."""
-    async with open_role("session", settings, archive=arguments.source == "archive") as role:
-        session = await load_session(role, arguments.id)
-        if arguments.action == "show":
-            say_json(session_body(session)) if arguments.json else print_session(session)
-            return 0
-        options = RerunOptions(
-            call=arguments.call_seq,
-            ignored=patterns(arguments.ignore),
-            keep_going=arguments.keep_going,
-            strict=arguments.strict,
-        )
-        reports = await rerun(role, session, options)
-    status = exit_status(reports)
-    if arguments.json:
-        body = {"session_id": session.session_id, "exit": status, "calls": [report.body() for report in reports]}
-        say_json(body)
-    else:
-        print_report(session.session_id, [report.body() for report in reports])
-    return status
-
-
 async def rerun(role: Role, session: RecordedSession, options: RerunOptions) -> list[RerunReport]:
     """Run the calls again and compare, in order. Raises NoSuchCall, BackendUnavailable, EgressUnavailable, LogError,
     StoreUnavailable."""
@@ -142,23 +112,6 @@ def patterns(texts: Sequence[str]) -> tuple[re.Pattern[bytes], ...]:
         return tuple(re.compile(text.encode()) for text in texts)
     except re.error as error:
         raise BadPattern(f"--ignore {error.pattern!r}: {error}") from None
-
-
-def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line per call, and its differences below it."""
-    console = Terminal(highlight=False)
-    for body in bodies:
-        console.print(f"call {body['call_seq']} {body['tool']}: {body['verdict']}", style=COLOURS[body["verdict"]])
-        for one in body["differences"]:
-            place = f" from byte {one['at']}" if "at" in one else ""
-            console.print(f"  {one['what']}{place}")
-            console.print(f"    recorded: {one['recorded']!r}")
-            console.print(f"    now:      {one['now']!r}")
-        for note in body["notes"]:
-            console.print(f"  {note}")
-    counts = {verdict: sum(body["verdict"] == verdict for body in bodies) for verdict in COLOURS}
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    console.print(f"session {session_id}: {said or 'no call'}")
 
 
 async def _one(rerunner: Rerunner, call: RecordedCall, options: RerunOptions) -> RerunReport:

@@ -13,11 +13,11 @@ from turnlog.consumers.archiver import flush
 from turnlog.infra.roles.role import open_role
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.console.recorded import load_session
-from turnlog.sandbox_workers.console.rerun import command
 from turnlog.sandbox_workers.worker import main
 from turnlog.schemas.events import SandboxSpec, ToolCallRequested
 from turnlog.schemas.ids import digest
 from turnlog.settings import Settings
+from turnlog.verbs.session import show_or_rerun
 
 pytestmark = pytest.mark.kafka
 SANDBOX = SandboxSettings(backend="subprocess", slots=1, prewarm=0, first_uid=286_000, cgroups="off")
@@ -51,15 +51,15 @@ async def test_a_session_is_shown_and_run_again_from_the_log_and_from_its_archiv
         await working
         await flush(role)
     shown = cli.parser().parse_args(["log", "session", "show", "s", "--json"])
-    assert await command(settings, shown) == 0
+    assert await show_or_rerun(settings, shown) == 0
     calls = json.loads(capsys.readouterr().out)["calls"]
     assert [(call["call_seq"], call["status"], call["attempts"]) for call in calls] == [(0, "ok", 1), (1, "ok", 1)]
-    assert await command(settings, cli.parser().parse_args(["log", "session", "rerun", "s", "--json"])) == 1
+    assert await show_or_rerun(settings, cli.parser().parse_args(["log", "session", "rerun", "s", "--json"])) == 1
     said = capsys.readouterr()
     report = json.loads(said.out)
     assert [call["verdict"] for call in report["calls"]] == ["same", "differs"]
     assert report["calls"][1]["differences"][0]["what"] == "output"
     assert "2/2 call 1 python: differs" in said.err
     again = ["log", "session", "rerun", "s", "--ignore", "b['\"].*", "--from", "archive"]
-    assert await command(settings, cli.parser().parse_args(again)) == 0
+    assert await show_or_rerun(settings, cli.parser().parse_args(again)) == 0
     assert "2 same" in capsys.readouterr().out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from turnlog.infra.roles import ending
 from turnlog.names import ExitStatus
@@ -22,6 +24,8 @@ A session is named by its id or any beginning of it that only one session has. N
 nor to the object store, and nothing goes out to the network: its recorded answers are given again.
 Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
 """
+COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
+"""Colour of a call's line by verdict."""
 
 
 def session_arguments(verb: argparse.ArgumentParser) -> None:
@@ -75,9 +79,55 @@ def _session(settings: Settings, arguments: argparse.Namespace) -> int:
         return show_session(settings, arguments)
     if arguments.action == "export":
         return ending.run_verb(_export(settings, arguments))
-    from turnlog.sandbox_workers.console.rerun import command
+    return ending.run_verb(show_or_rerun(settings, arguments))
 
-    return ending.run_verb(command(settings, arguments))
+
+async def show_or_rerun(settings: Settings, arguments: argparse.Namespace) -> int:
+    """Run one action on the run's topics, or its archive; return the exit status. Raises RerunError, and the errors
+    that keep sandboxes from starting."""
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say_json
+    from turnlog.sandbox_workers.console.recorded import load_session, print_session, session_body
+    from turnlog.sandbox_workers.console.rerun import RerunOptions, exit_status, patterns, rerun
+
+    async with open_role("session", settings, archive=arguments.source == "archive") as role:
+        session = await load_session(role, arguments.id)
+        if arguments.action == "show":
+            say_json(session_body(session)) if arguments.json else print_session(session)
+            return 0
+        options = RerunOptions(
+            call=arguments.call_seq,
+            ignored=patterns(arguments.ignore),
+            keep_going=arguments.keep_going,
+            strict=arguments.strict,
+        )
+        reports = await rerun(role, session, options)
+    status = exit_status(reports)
+    if arguments.json:
+        body = {"session_id": session.session_id, "exit": status, "calls": [report.body() for report in reports]}
+        say_json(body)
+    else:
+        print_report(session.session_id, [report.body() for report in reports])
+    return status
+
+
+def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line per call, and its differences below it."""
+    from turnlog.infra.roles.terminal import Terminal
+
+    console = Terminal(highlight=False)
+    for body in bodies:
+        console.print(f"call {body['call_seq']} {body['tool']}: {body['verdict']}", style=COLOURS[body["verdict"]])
+        for one in body["differences"]:
+            place = f" from byte {one['at']}" if "at" in one else ""
+            console.print(f"  {one['what']}{place}")
+            console.print(f"    recorded: {one['recorded']!r}")
+            console.print(f"    now:      {one['now']!r}")
+        for note in body["notes"]:
+            console.print(f"  {note}")
+    counts = {verdict: sum(body["verdict"] == verdict for body in bodies) for verdict in COLOURS}
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    console.print(f"session {session_id}: {said or 'no call'}")
 
 
 async def _export(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -30,13 +30,14 @@ from turnlog.sandbox_workers.console.recorded import (
     print_session,
     session_body,
 )
-from turnlog.sandbox_workers.console.rerun import RerunOptions, RerunReport, exit_status, patterns, print_report, rerun
+from turnlog.sandbox_workers.console.rerun import RerunOptions, RerunReport, exit_status, patterns, rerun
 from turnlog.sandbox_workers.egress import Egress
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.worker import SandboxWorker
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import digest
 from turnlog.settings import EgressSettings, KafkaSettings, RunSettings, Settings
+from turnlog.verbs.session import print_report
 
 SETTINGS = Settings(
     run=RunSettings(id="run"),
