@@ -1,4 +1,4 @@
-"""`turnlog export FOLDER`: write weights of a run as a self-contained Hugging Face folder, atomically.
+"""Write weights of a run as a self-contained Hugging Face folder, atomically.
 
 Weights come from the store by their WeightVersionPublished, file by file, or from a checkpoint. Every tensor is checked
 against the checksums that the trainer published. Files that training never writes come from [model] path: tokenizer,
@@ -11,7 +11,6 @@ ExportError
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -27,18 +26,14 @@ from safetensors import safe_open
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.history import all_events
-from turnlog.infra.roles.ending import run_verb
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.terminal import say, say_json
+from turnlog.infra.roles.role import Role
 from turnlog.infra.run_folder import sync
 from turnlog.infra.tensors import adapters
 from turnlog.infra.tensors.files import DTYPES, SUFFIX, TensorSpec, Written, places, write_weights
 from turnlog.infra.tensors.versions import BadWeights, Chain, assemble_version, chain_of
-from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoints.cursor import readable
 from turnlog.trainer.checkpoints.places import PART, CheckpointStorage
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.checkpoints.store import StorePlace
@@ -99,44 +94,6 @@ class Exported:
             at = f"version {self.version.version} (step {self.version.step}, batch {self.version.batch_index})"
             about = f"{about}, published as {at}" if about else at
         return f"run {self.run_id}, {about}"
-
-
-def command(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Run the verb: export, print a summary, return the exit status.
-
-    Raises ExportError, BlobError, LogUnavailable, CheckpointUnusable, UnsupportedModel.
-    """
-    folder: Path = arguments.folder
-    check_free(folder)
-    archive = arguments.source == "archive"
-    if arguments.checkpoint:
-        versions = run_verb(_versions(settings, archive=archive))
-        with readable(settings, beside=folder.parent, archive=archive) as place:
-            done = export_checkpoint(settings, place, arguments.checkpoint, folder, versions)
-    else:
-        done = run_verb(_export(settings, folder, arguments.version, archive=archive))
-    if arguments.json:
-        version = None if done.version is None else done.version.version
-        about = {"folder": str(folder), "run": done.run_id, "version": version, "checkpoint": done.checkpoint}
-        say_json(about | {"tensors": done.tensors, "parameters": done.parameters, "dtypes": sorted(done.dtypes)})
-        return ExitStatus.DONE
-    held = (
-        "verified against its published checksums"
-        if done.version
-        else "not a published version: no checksums to verify"
-    )
-    say(f"{folder}: {done.weights_description}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
-    return ExitStatus.DONE
-
-
-async def _export(settings: Settings, folder: Path, version: int | None, *, archive: bool) -> Exported:
-    async with open_role("export", settings, archive=archive) as role:
-        return await export_version(role, folder, version)
-
-
-async def _versions(settings: Settings, *, archive: bool) -> list[WeightVersionPublished]:
-    async with open_role("export", settings, archive=archive) as role:
-        return await published_versions(role)
 
 
 async def published_versions(role: Role) -> list[WeightVersionPublished]:

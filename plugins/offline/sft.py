@@ -17,7 +17,6 @@ SftError
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import hashlib
@@ -34,11 +33,9 @@ import numpy as np
 import pyarrow.dataset
 from numpy.typing import NDArray
 
-from turnlog.infra.roles.terminal import say
 from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.infra.s3 import S3Blobs
-from turnlog.names import ExitStatus
-from turnlog.plugins.offline.export import appearing, card_of, check_free, model_files
+from turnlog.plugins.offline.export import appearing, card_of, model_files
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
@@ -117,8 +114,6 @@ class Demonstrated(Protocol):
         ...
 
 
-Verify = Callable[[Path], Verified]
-"""Verifies the files of a dataset and returns its manifest (consumers.datasets)."""
 Imitated = Callable[[Sequence[Mapping[str, Any]], Any, bool], Sequence[Demonstrated]]
 """(messages, tools, whether the last answer is complete) -> rows in the model's tokens (producers)."""
 Fetch = Callable[[Sequence[BlobRef]], Sequence[bytes]]
@@ -194,28 +189,6 @@ class EpochResult:
     """Number of imitated tokens."""
 
 
-def command(settings: Settings, arguments: argparse.Namespace, verify: Verify, imitated: Imitated) -> int:
-    """Run the verb: fine-tune, print the progress, return the exit status.
-
-    Raises SftError, ExportRefused, DatasetError, UnsupportedModel, and for images ImagesUnfit, BlobError, NoEndpoints.
-    """
-    numbers = SftHyperparameters(
-        **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(SftHyperparameters)}
-    )
-    numbers.check()
-    out: Path = arguments.out
-    check_free(out)
-    manifest = verify(arguments.dataset)
-    with fetching(settings) as fetch:
-        tuning = Tuning(settings, arguments.model, out, numbers, manifest.rows_sha256, say, fetch)
-        found = rows_of(arguments.dataset, manifest, imitated)
-        split = split_rows(list(found), tuning.shape, numbers)
-        _say_rows(split)
-        tuning.run(split, fresh=arguments.fresh)
-    say(f"{out}: {tuning.epochs[-1].epoch} epochs; serve it with [model] path = {str(out)!r}")
-    return ExitStatus.DONE
-
-
 @contextmanager
 def fetching(settings: Settings) -> Iterator[Fetch]:
     """Yield a function that fetches from the run's object store, which is opened at the first fetch: text needs
@@ -237,13 +210,6 @@ def fetching(settings: Settings) -> Iterator[Fetch]:
         finally:
             for blobs in opened:
                 runner.run(blobs.close())
-
-
-def _say_rows(split: Split) -> None:
-    tokens = sum(row.loss_tokens for row in split.train)
-    say(f"{len(split.train):,} rows to train, {tokens:,} tokens imitated; {len(split.held_out):,} rows held out")
-    for reason, count in split.removed.items():
-        say(f"  left out, {reason}: {count:,}")
 
 
 def rows_of(dataset: Path, manifest: Verified, imitated: Imitated) -> Iterator[SftRow]:

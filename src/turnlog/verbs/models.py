@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
+
+if TYPE_CHECKING:
+    from turnlog.plugins.offline.export import Exported
+    from turnlog.schemas.events import WeightVersionPublished
 
 EVAL_EPILOG = """\
 The feeder requests a round of [eval] tasks after every [eval] every draws; their sessions are never trained. A session
@@ -89,9 +95,42 @@ def _export(settings: Settings, arguments: argparse.Namespace) -> int:
         from turnlog.consumers.evaluation import best_version
 
         arguments.version = best_version(settings, archive=arguments.source == "archive")
-    from turnlog.plugins.offline.export import command
+    from turnlog.infra.roles.ending import run_verb
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import say, say_json
+    from turnlog.plugins.offline.export import check_free, export_checkpoint, export_version, published_versions
+    from turnlog.trainer.checkpoints.cursor import readable
 
-    return command(settings, arguments)
+    folder: Path = arguments.folder
+    check_free(folder)
+    archive = arguments.source == "archive"
+
+    async def versions_of_run() -> list[WeightVersionPublished]:
+        async with open_role("export", settings, archive=archive) as role:
+            return await published_versions(role)
+
+    async def export() -> Exported:
+        async with open_role("export", settings, archive=archive) as role:
+            return await export_version(role, folder, arguments.version)
+
+    if arguments.checkpoint:
+        versions = run_verb(versions_of_run())
+        with readable(settings, beside=folder.parent, archive=archive) as place:
+            done = export_checkpoint(settings, place, arguments.checkpoint, folder, versions)
+    else:
+        done = run_verb(export())
+    if arguments.json:
+        version = None if done.version is None else done.version.version
+        about = {"folder": str(folder), "run": done.run_id, "version": version, "checkpoint": done.checkpoint}
+        say_json(about | {"tensors": done.tensors, "parameters": done.parameters, "dtypes": sorted(done.dtypes)})
+        return ExitStatus.DONE
+    held = (
+        "verified against its published checksums"
+        if done.version
+        else "not a published version: no checksums to verify"
+    )
+    say(f"{folder}: {done.weights_description}", f"  {done.tensors} tensors, {done.parameters:,} parameters, {held}")
+    return ExitStatus.DONE
 
 
 SFT_EPILOG = """\
@@ -132,10 +171,30 @@ def sft_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.consumers.datasets.build import verify
-    from turnlog.plugins.offline.sft import command
+    from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.offline.export import check_free
+    from turnlog.plugins.offline.sft import SftHyperparameters, Tuning, fetching, rows_of, split_rows
     from turnlog.plugins.recipes.warm_start import make_row_converter
 
-    return command(settings, arguments, verify, make_row_converter(arguments.model))
+    imitated = make_row_converter(arguments.model)
+    numbers = SftHyperparameters(
+        **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(SftHyperparameters)}
+    )
+    numbers.check()
+    out: Path = arguments.out
+    check_free(out)
+    manifest = verify(arguments.dataset)
+    with fetching(settings) as fetch:
+        tuning = Tuning(settings, arguments.model, out, numbers, manifest.rows_sha256, say, fetch)
+        found = rows_of(arguments.dataset, manifest, imitated)
+        split = split_rows(list(found), tuning.shape, numbers)
+        tokens = sum(row.loss_tokens for row in split.train)
+        say(f"{len(split.train):,} rows to train, {tokens:,} tokens imitated; {len(split.held_out):,} rows held out")
+        for reason, count in split.removed.items():
+            say(f"  left out, {reason}: {count:,}")
+        tuning.run(split, fresh=arguments.fresh)
+    say(f"{out}: {tuning.epochs[-1].epoch} epochs; serve it with [model] path = {str(out)!r}")
+    return ExitStatus.DONE
 
 
 VERBS = (
