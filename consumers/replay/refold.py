@@ -9,7 +9,6 @@ all or nothing.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -55,7 +54,6 @@ from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import Configured
 from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
-from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import Event, GroupScored, SegmentSample
@@ -78,23 +76,6 @@ class Changes:
     batcher: dict[str, str] = field(default_factory=dict)
     fold_version: str | None = None
     """Fold version; None keeps the one that the run recorded."""
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Changes:
-        """Read the changes from the command line. Raises BadRefold, UnknownFoldVersion."""
-        found: dict[str, dict[str, str]] = {"fold": {}, "batcher": {}}
-        for change in arguments.changes:
-            key, equals, value = change.partition("=")
-            section, dot, name = key.strip().partition(".")
-            if not equals or not dot or section not in found:
-                raise BadRefold(f"--set {change}: write fold.KEY=VALUE or batcher.KEY=VALUE")
-            found[section][name] = value.strip()
-        for section, name in (("fold", "policy"), ("fold", "estimator"), ("batcher", "weighting")):
-            if getattr(arguments, name) is not None:
-                found[section][name] = getattr(arguments, name)
-        if arguments.fold_version is not None:
-            fold_version(arguments.fold_version)
-        return cls(**found, fold_version=arguments.fold_version)
 
     @property
     def none(self) -> bool:

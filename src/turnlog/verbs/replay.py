@@ -14,6 +14,7 @@ from turnlog.verbs.verb import Verb, add_source, always
 
 if TYPE_CHECKING:
     from turnlog.consumers.datasets.query import Query
+    from turnlog.consumers.replay.refold import Changes
 
 REPLAY_EPILOG = """\
 Examples:
@@ -71,11 +72,11 @@ def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
 async def _replay_or_refold(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run `turnlog replay` and return the exit status. Raises ReplayError, and what the log, the store and the registry
     raise, which exits with status 2."""
-    from turnlog.consumers.replay.refold import Changes, refold
+    from turnlog.consumers.replay.refold import refold
     from turnlog.consumers.replay.source import BadRefold
     from turnlog.consumers.replay.verify import replay
 
-    changes = Changes.of(arguments)
+    changes = changes_of(arguments)
     if changes.none:
         if arguments.out is not None:
             raise BadRefold("--out is for a refold: name what changes, for example --policy, --estimator or --set")
@@ -95,6 +96,27 @@ async def _replay_or_refold(settings: Settings, arguments: argparse.Namespace) -
         settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
         fresh=arguments.fresh, overwrite=arguments.overwrite, as_json=arguments.json,
     )  # fmt: skip
+
+
+def changes_of(arguments: argparse.Namespace) -> Changes:
+    """Read the changes from the command line. Raises BadRefold, UnknownFoldVersion."""
+    from turnlog.consumers.replay.refold import Changes
+    from turnlog.consumers.replay.source import BadRefold
+    from turnlog.processors.core.fold_versions import fold_version
+
+    found: dict[str, dict[str, str]] = {"fold": {}, "batcher": {}}
+    for change in arguments.changes:
+        key, equals, value = change.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not equals or not dot or section not in found:
+            raise BadRefold(f"--set {change}: write fold.KEY=VALUE or batcher.KEY=VALUE")
+        found[section][name] = value.strip()
+    for section, name in (("fold", "policy"), ("fold", "estimator"), ("batcher", "weighting")):
+        if getattr(arguments, name) is not None:
+            found[section][name] = getattr(arguments, name)
+    if arguments.fold_version is not None:
+        fold_version(arguments.fold_version)
+    return Changes(**found, fold_version=arguments.fold_version)
 
 
 def fold_arguments(verb: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ from turnlog.infra.batch_files import read_rows
 from turnlog.infra.roles.runs import configuration
 from turnlog.schemas import topics
 from turnlog.schemas.events import SampleBatchFormed
+from turnlog.verbs.replay import changes_of
 
 Make = Callable[..., Any]
 
@@ -220,14 +221,14 @@ async def test_a_change_that_cannot_be_made_is_refused(
     await made.configure()
     parsed = cli.parser().parse_args(["replay", *arguments, "--out", "x"])
     with pytest.raises(Exception, match=message):
-        await Refold(made.role(), Changes.of(parsed), tmp_path / "out", tmp_path / "state").run()
+        await Refold(made.role(), changes_of(parsed), tmp_path / "out", tmp_path / "state").run()
 
 
 def test_the_command_line_names_changes() -> None:
     parsed = cli.parser().parse_args(
         ["replay", "--policy", "last-turn", "--weighting", "token", "--set", "fold.discount=0.9", "--out", "x"]
     )
-    assert Changes.of(parsed) == Changes({"discount": "0.9", "policy": "last-turn"}, {"weighting": "token"})
-    assert Changes.of(cli.parser().parse_args(["replay", "--verify"])).none
+    assert changes_of(parsed) == Changes({"discount": "0.9", "policy": "last-turn"}, {"weighting": "token"})
+    assert changes_of(cli.parser().parse_args(["replay", "--verify"])).none
     with pytest.raises(BadRefold):
-        Changes.of(argparse.Namespace(changes=["x.y=1"], policy=None, estimator=None, weighting=None))
+        changes_of(argparse.Namespace(changes=["x.y=1"], policy=None, estimator=None, weighting=None))
