@@ -10,7 +10,6 @@ all or nothing.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import struct
@@ -25,7 +24,7 @@ from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.batches import FOLDER as BATCHES
 from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
-from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent, TerminalProgress
+from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent
 from turnlog.consumers.replay.source import (
     BadRefold,
     BrokenFold,
@@ -42,7 +41,6 @@ from turnlog.consumers.replay.source import (
 from turnlog.consumers.replay.unit import HistoryFold, UnitState, tokens_of
 from turnlog.consumers.replay.verify import (
     ARCHIVE,
-    FOLDER,
     FORGET_EVERY,
     cheap_collections,
     cuts_of,
@@ -50,9 +48,8 @@ from turnlog.consumers.replay.verify import (
 )
 from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.log import Partition
-from turnlog.infra.roles.role import Role, open_role
+from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured
-from turnlog.infra.roles.terminal import Terminal, say_json
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas.codec import Codec
@@ -170,36 +167,6 @@ class Spool:
         """Close and delete the file, once the dataset is written."""
         self._file.close()
         self.path.unlink(missing_ok=True)
-
-
-async def refold(
-    settings: Settings,
-    changes: Changes,
-    out: Path,
-    *,
-    format: str = "parquet",
-    source: str = "topics",
-    until: str | None = None,
-    fresh: bool = False,
-    overwrite: bool = False,
-    as_json: bool = False,
-    console: Terminal | None = None,
-) -> int:
-    """Write the dataset (if [fold] changes) and the batches (if [batcher] changes) below `out`, and return 0. Raises
-    ReplayError, DatasetError, and what the log, the store and the registry raise."""
-    console = console or Terminal(stderr=as_json)
-    async with open_role("replay", settings, archive=source == ARCHIVE) as role:
-        with TerminalProgress(console) as progress:
-            folder = Path(settings.run.directory) / FOLDER
-            work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
-            written = await work.run(progress=progress, fresh=fresh)
-    if as_json:
-        manifest = out / "manifest.json"  # absent if only [batcher] changes
-        body = json.loads(manifest.read_text()) if manifest.exists() else None
-        say_json({"folder": str(out), "manifest": body, "said": written.split("\n")})
-        return 0
-    console.print(*written.split("\n"), sep="\n", highlight=False, soft_wrap=True)
-    return 0
 
 
 class NewVerdicts(Protocol):

@@ -1,13 +1,12 @@
-"""`turnlog replay`: fold the log again, from topics or the archive, and compare with what was emitted and trained.
+"""Replay: fold the log again, from topics or the archive, and compare with what was emitted and trained.
 
 Everything up to a Cut is folded. Every tree, sample and score must come out with the same bytes. Every batch must come
-out with the same rows, weights and hashes as its manifest and its file. With other settings, `turnlog replay` writes a
+out with the same rows, weights and hashes as its manifest and its file. With other settings, a refold writes a
 dataset instead (refold.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.replay.batches import Samples, batch_difference, sample_positions
-from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent, TerminalProgress
+from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent
 from turnlog.consumers.replay.source import (
     POLL_RECORDS,
     Inputs,
@@ -43,17 +42,14 @@ from turnlog.consumers.replay.unit import (
 from turnlog.infra.archive import ArchiveLog, Cut
 from turnlog.infra.blobs import inlined
 from turnlog.infra.log import Partition, Record
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.runs import Configured, nothing_recorded
-from turnlog.infra.roles.terminal import Terminal, say_json
-from turnlog.names import ExitStatus
+from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.batches.draws import DrawRules
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold_versions import OUTPUTS
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import SampleBatchFormed
 from turnlog.schemas.topics import BATCHES
-from turnlog.settings import Settings
 
 FORGET_EVERY = 500
 """Number of records between two attempts to forget finished groups."""
@@ -99,47 +95,6 @@ class ReplayResult:
             f"{self.samples_compared:,} samples, {self.batches_compared} batches, {self.records_compared:,} records "
             f"compared{later}"
         )
-
-
-async def replay(
-    settings: Settings,
-    *,
-    verify: bool,
-    console: Terminal | None = None,
-    source: str = "topics",
-    until: str | None = None,
-    fresh: bool = False,
-    as_json: bool = False,
-) -> int:
-    """Replay, print the result and return the exit status: 0 if identical, 1 at the first divergence or if nothing is
-    recorded. Without `verify`, print only the counts.
-
-    `source` is topics or archive; `until` is parsed by `source.moment`; `fresh` discards the state of an unfinished
-    replay. Raises ReplayError, and what the log, the store and the registry raise, which exits with status 2.
-    """
-    console = console or Terminal(stderr=as_json)
-    async with open_role("replay", settings, archive=source == ARCHIVE) as role:
-        with TerminalProgress(console) as progress:
-            folder = Path(settings.run.directory) / FOLDER
-            verdict = await run(role, until=until, progress=progress, folder=folder, fresh=fresh)
-        empty = "" if verdict.records_compared or verdict.divergence else await nothing_recorded(role)
-    if as_json:
-        say_json(dataclasses.asdict(verdict) | {"identical": verdict.identical, "why": empty})
-        return ExitStatus.DONE if verdict.identical or not (verify or empty) else ExitStatus.DIFFERS
-    if empty:
-        console.print(f"replay: {empty}", soft_wrap=True)
-        return ExitStatus.DIFFERS
-    if verdict.resumed:
-        console.print("continued an unfinished replay (--fresh starts over)")
-    if not verify:
-        console.print(verdict.comparison_summary)
-        return 0
-    if verdict.identical:
-        console.print(f"replay: identical ({verdict.comparison_summary})", style="green")
-        return 0
-    console.print(f"replay: DIFFERENT ({verdict.comparison_summary})", style="red", soft_wrap=True)
-    console.print(f"first divergence: {verdict.divergence}", soft_wrap=True)
-    return ExitStatus.DIFFERS
 
 
 async def run(

@@ -40,7 +40,6 @@ from turnlog.consumers.archiver import flush
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.lag import lag_of
 from turnlog.consumers.loader.role import Loader
-from turnlog.consumers.replay import refold
 from turnlog.infra.blobs import Owner
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Child, Launch
@@ -82,6 +81,7 @@ from turnlog.settings import KafkaSettings, RunSettings, Settings
 from turnlog.trainer.loop import read_past
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.warm_start import make_base
+from turnlog.verbs.replay import replay_or_refold
 
 __all__ = ["settings"]
 pytestmark = pytest.mark.kafka
@@ -371,7 +371,7 @@ async def done(who: str, line: str, secured: Secured, settings: Settings, words:
         own = dataclasses.replace(own, run=RunSettings(id="fork", directory=f"{words['folder']}/fork"))
     arguments = parser().parse_args(["--settings", "here", *line.format(**words).split()])
     # Not by uvloop, which complains of connections that are closed with their loop.
-    call = functools.partial(asyncio.run, refold.command(own, arguments)) if arguments.verb == "replay" else None
+    call = functools.partial(asyncio.run, replay_or_refold(own, arguments)) if arguments.verb == "replay" else None
     assert await asyncio.to_thread(call or functools.partial(arguments.entry.call, own, arguments)) == 0, line
 
 

@@ -21,7 +21,7 @@ from turnlog.consumers.index.indexer import build, indexing
 from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.pruning import prunable
 from turnlog.consumers.replay.source import HistoryPruned
-from turnlog.consumers.replay.verify import replay, run
+from turnlog.consumers.replay.verify import run
 from turnlog.infra.archive import ArchiveIndex, live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, open_role
@@ -38,6 +38,7 @@ from turnlog.settings import (
     Settings,
 )
 from turnlog.verbs import archive
+from turnlog.verbs.replay import replay
 
 pytestmark = [pytest.mark.kafka, pytest.mark.chaos]
 

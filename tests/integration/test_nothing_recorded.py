@@ -10,7 +10,6 @@ import pytest
 
 from turnlog.cli import parser
 from turnlog.consumers.replay.source import NothingToReplay
-from turnlog.consumers.replay.verify import replay
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.infra.roles.terminal import Terminal
@@ -18,6 +17,7 @@ from turnlog.names import ExitStatus
 from turnlog.settings import RunSettings, Settings
 from turnlog.verbs import accounts, fold_comparison
 from turnlog.verbs.accounts import AccountingArguments
+from turnlog.verbs.replay import replay
 
 pytestmark = pytest.mark.kafka
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from turnlog.verbs.verb import Verb, add_source, always
 if TYPE_CHECKING:
     from turnlog.consumers.datasets.query import Query
     from turnlog.consumers.replay.refold import Changes
+    from turnlog.infra.roles.terminal import Terminal
 
 REPLAY_EPILOG = """\
 Examples:
@@ -66,15 +69,13 @@ def replay_arguments(verb: argparse.ArgumentParser) -> None:
 def _replay(settings: Settings, arguments: argparse.Namespace) -> int:
     import uvloop  # as the assembler that it repeats
 
-    return uvloop.run(_replay_or_refold(settings, arguments))
+    return uvloop.run(replay_or_refold(settings, arguments))
 
 
-async def _replay_or_refold(settings: Settings, arguments: argparse.Namespace) -> int:
+async def replay_or_refold(settings: Settings, arguments: argparse.Namespace) -> int:
     """Run `turnlog replay` and return the exit status. Raises ReplayError, and what the log, the store and the registry
     raise, which exits with status 2."""
-    from turnlog.consumers.replay.refold import refold
     from turnlog.consumers.replay.source import BadRefold
-    from turnlog.consumers.replay.verify import replay
 
     changes = changes_of(arguments)
     if changes.none:
@@ -96,6 +97,89 @@ async def _replay_or_refold(settings: Settings, arguments: argparse.Namespace) -
         settings, changes, arguments.out, format=arguments.format, source=arguments.source, until=arguments.until,
         fresh=arguments.fresh, overwrite=arguments.overwrite, as_json=arguments.json,
     )  # fmt: skip
+
+
+async def replay(
+    settings: Settings,
+    *,
+    verify: bool,
+    console: Terminal | None = None,
+    source: str = "topics",
+    until: str | None = None,
+    fresh: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Replay, print the result and return the exit status: 0 if identical, 1 at the first divergence or if nothing is
+    recorded. Without `verify`, print only the counts.
+
+    `source` is topics or archive; `until` is parsed by `source.moment`; `fresh` discards the state of an unfinished
+    replay. Raises ReplayError, and what the log, the store and the registry raise, which exits with status 2.
+    """
+    from turnlog.consumers.replay.progress import TerminalProgress
+    from turnlog.consumers.replay.verify import ARCHIVE, FOLDER, run
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.runs import nothing_recorded
+    from turnlog.infra.roles.terminal import Terminal, say_json
+
+    console = console or Terminal(stderr=as_json)
+    async with open_role("replay", settings, archive=source == ARCHIVE) as role:
+        with TerminalProgress(console) as progress:
+            folder = Path(settings.run.directory) / FOLDER
+            verdict = await run(role, until=until, progress=progress, folder=folder, fresh=fresh)
+        empty = "" if verdict.records_compared or verdict.divergence else await nothing_recorded(role)
+    if as_json:
+        say_json(dataclasses.asdict(verdict) | {"identical": verdict.identical, "why": empty})
+        return ExitStatus.DONE if verdict.identical or not (verify or empty) else ExitStatus.DIFFERS
+    if empty:
+        console.print(f"replay: {empty}", soft_wrap=True)
+        return ExitStatus.DIFFERS
+    if verdict.resumed:
+        console.print("continued an unfinished replay (--fresh starts over)")
+    if not verify:
+        console.print(verdict.comparison_summary)
+        return 0
+    if verdict.identical:
+        console.print(f"replay: identical ({verdict.comparison_summary})", style="green")
+        return 0
+    console.print(f"replay: DIFFERENT ({verdict.comparison_summary})", style="red", soft_wrap=True)
+    console.print(f"first divergence: {verdict.divergence}", soft_wrap=True)
+    return ExitStatus.DIFFERS
+
+
+async def refold(
+    settings: Settings,
+    changes: Changes,
+    out: Path,
+    *,
+    format: str = "parquet",
+    source: str = "topics",
+    until: str | None = None,
+    fresh: bool = False,
+    overwrite: bool = False,
+    as_json: bool = False,
+    console: Terminal | None = None,
+) -> int:
+    """Write the dataset (if [fold] changes) and the batches (if [batcher] changes) below `out`, and return 0. Raises
+    ReplayError, DatasetError, and what the log, the store and the registry raise."""
+    from turnlog.consumers.replay.progress import TerminalProgress
+    from turnlog.consumers.replay.refold import Refold
+    from turnlog.consumers.replay.verify import ARCHIVE, FOLDER
+    from turnlog.infra.roles.role import open_role
+    from turnlog.infra.roles.terminal import Terminal, say_json
+
+    console = console or Terminal(stderr=as_json)
+    async with open_role("replay", settings, archive=source == ARCHIVE) as role:
+        with TerminalProgress(console) as progress:
+            folder = Path(settings.run.directory) / FOLDER
+            work = Refold(role, changes, out, folder, format=format, until=until, overwrite=overwrite)
+            written = await work.run(progress=progress, fresh=fresh)
+    if as_json:
+        manifest = out / "manifest.json"  # absent if only [batcher] changes
+        body = json.loads(manifest.read_text()) if manifest.exists() else None
+        say_json({"folder": str(out), "manifest": body, "said": written.split("\n")})
+        return 0
+    console.print(*written.split("\n"), sep="\n", highlight=False, soft_wrap=True)
+    return 0
 
 
 def changes_of(arguments: argparse.Namespace) -> Changes:
