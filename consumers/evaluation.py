@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from rich.table import Table
-
 from turnlog.infra.history import events
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role
@@ -45,33 +40,3 @@ async def evaluations(settings: Settings, *, archive: bool) -> Evaluations:
             f"{found.scored} are scored; set [eval] every, or open sessions with purpose eval"
         )
     return found
-
-
-def body(run_id: str, found: Evaluations, ks: Sequence[int]) -> dict[str, Any]:
-    """Return the answer as JSON, versions oldest first."""
-    best = found.best
-    return {
-        "run": run_id,
-        "versions": [version.body(ks) for version in found.in_order()],
-        "best": None if best is None else best.number,
-        "groups": {"asked": found.asked, "scored": found.scored},
-        "left_out": dict(found.left_out),
-    }
-
-
-def table(run_id: str, found: Evaluations, ks: Sequence[int]) -> Table:
-    """Return a table of the versions, oldest first."""
-    best = found.best
-    left = ", ".join(f"{reason} {count:,}" for reason, count in sorted(found.left_out.items()))
-    where = f" ({best.checkpoint})" if best and best.checkpoint else ""
-    lines = [f"best: version {best.number}{where}" if best else "", f"left out: {left}" if left else ""]
-    shown = Table("version", "step", "tasks", "sessions", "mean reward", *(f"pass@{k}" for k in ks),
-                  title=f"evaluations of {run_id}", caption="; ".join(line for line in lines if line))  # fmt: skip
-    for version in found.in_order():
-        passing = [version.passing(k) for k in ks]
-        shown.add_row(
-            f"{version.number}{' *' if version is best else ''}", "-" if version.step is None else str(version.step),
-            str(len(version.rewards)), str(version.sessions), str(version.reward),
-            *("-" if told is None else str(told) for told in passing),
-        )  # fmt: skip
-    return shown

@@ -1,4 +1,4 @@
-"""A session's tool calls on the log: requested, started, completed; for people and for programs.
+"""A session's tool calls on the log: requested, started, completed.
 
 RerunError
 ├── NoSuchSession      no tool call on the log belongs to such a session
@@ -12,25 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from turnlog.infra.history import EVERY_RUN, events_of, partitions
-from turnlog.infra.roles.log_lines import escape_controls
 from turnlog.infra.roles.role import Role
-from turnlog.infra.roles.terminal import Terminal
 from turnlog.schemas.events import ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.topics import TOOL_CALLS, TOOL_RESULTS, Topic
 
 RUN = (ToolStatus.ok, ToolStatus.tool_error, ToolStatus.timeout, ToolStatus.resource_limit)
 """Statuses of calls whose execution came to an end that can be compared."""
-SHOWN = 60
-"""Maximum characters of a call's arguments."""
-COLUMNS = {
-    "seq": 3, "call": 8, "tool": 6, "status": 6, "seconds": 7, "tries": 5, "files": 5, "arguments": 16, "requests": 8,
-}  # fmt: skip
-"""Minimum width in characters by heading; together they fit a terminal of 80."""
 
 
 class RerunError(Exception):
@@ -138,22 +126,6 @@ async def _of(role: Role, topic: Topic, kinds: tuple[type, ...], beginning: str)
 def session_body(session: RecordedSession) -> dict[str, Any]:
     """Return the session as JSON."""
     return {"session_id": session.session_id, "calls": [_call_body(call) for call in session.calls]}
-
-
-def print_session(session: RecordedSession) -> None:
-    """Print a row per call."""
-    table = Table(title=f"tool calls of session {session.session_id}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading, width in COLUMNS.items():
-        table.add_column(heading, overflow="fold", min_width=width)
-    for body in map(_call_body, session.calls):
-        status = body["status"] + (f" ({body['reason']})" if body["reason"] else "")
-        asked = [f"{one['method']} {one['url']} {one['status']} {one['source']}" for one in body["requests"]]
-        row = (
-            str(body["call_seq"]), body["call_id"][:8], body["tool"], status, f"{body['duration_s']:.3f}",
-            str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN],
-        )  # fmt: skip
-        table.add_row(*row, Text("\n".join(map(escape_controls, asked)) or "-"))
-    Terminal().print(table)
 
 
 def _call_body(call: RecordedCall) -> dict[str, Any]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
     from turnlog.plugins.offline.export import Exported
+    from turnlog.processors.core.evaluation import Evaluations
     from turnlog.schemas.events import WeightVersionPublished
 
 EVAL_EPILOG = """\
@@ -46,7 +51,7 @@ def _ks(text: str) -> list[int]:
 
 
 def _eval(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.evaluation import body, evaluations, table
+    from turnlog.consumers.evaluation import evaluations
     from turnlog.infra.roles.ending import run_verb
     from turnlog.infra.roles.terminal import Terminal, say_json
 
@@ -57,6 +62,38 @@ def _eval(settings: Settings, arguments: argparse.Namespace) -> int:
     else:
         Terminal().print(table(settings.run.id, found, ks))
     return ExitStatus.DONE
+
+
+def body(run_id: str, found: Evaluations, ks: Sequence[int]) -> dict[str, Any]:
+    """Return the answer as JSON, versions oldest first."""
+    best = found.best
+    return {
+        "run": run_id,
+        "versions": [version.body(ks) for version in found.in_order()],
+        "best": None if best is None else best.number,
+        "groups": {"asked": found.asked, "scored": found.scored},
+        "left_out": dict(found.left_out),
+    }
+
+
+def table(run_id: str, found: Evaluations, ks: Sequence[int]) -> Table:
+    """Return a table of the versions, oldest first."""
+    from rich.table import Table
+
+    best = found.best
+    left = ", ".join(f"{reason} {count:,}" for reason, count in sorted(found.left_out.items()))
+    where = f" ({best.checkpoint})" if best and best.checkpoint else ""
+    lines = [f"best: version {best.number}{where}" if best else "", f"left out: {left}" if left else ""]
+    shown = Table("version", "step", "tasks", "sessions", "mean reward", *(f"pass@{k}" for k in ks),
+                  title=f"evaluations of {run_id}", caption="; ".join(line for line in lines if line))  # fmt: skip
+    for version in found.in_order():
+        passing = [version.passing(k) for k in ks]
+        shown.add_row(
+            f"{version.number}{' *' if version is best else ''}", "-" if version.step is None else str(version.step),
+            str(len(version.rewards)), str(version.sessions), str(version.reward),
+            *("-" if told is None else str(told) for told in passing),
+        )  # fmt: skip
+    return shown
 
 
 EXPORT_EPILOG = """\

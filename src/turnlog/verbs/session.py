@@ -26,6 +26,12 @@ Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot
 """
 COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
 """Colour of a call's line by verdict."""
+SHOWN = 60
+"""Maximum characters of a call's arguments."""
+COLUMNS = {
+    "seq": 3, "call": 8, "tool": 6, "status": 6, "seconds": 7, "tries": 5, "files": 5, "arguments": 16, "requests": 8,
+}  # fmt: skip
+"""Minimum width in characters by heading; together they fit a terminal of 80."""
 
 
 def session_arguments(verb: argparse.ArgumentParser) -> None:
@@ -87,13 +93,13 @@ async def show_or_rerun(settings: Settings, arguments: argparse.Namespace) -> in
     that keep sandboxes from starting."""
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import say_json
-    from turnlog.sandbox_workers.console.recorded import load_session, print_session, session_body
+    from turnlog.sandbox_workers.console.recorded import load_session, session_body
     from turnlog.sandbox_workers.console.rerun import RerunOptions, exit_status, patterns, rerun
 
     async with open_role("session", settings, archive=arguments.source == "archive") as role:
         session = await load_session(role, arguments.id)
         if arguments.action == "show":
-            say_json(session_body(session)) if arguments.json else print_session(session)
+            say_json(session_body(session)) if arguments.json else print_session(session_body(session))
             return 0
         options = RerunOptions(
             call=arguments.call_seq,
@@ -109,6 +115,29 @@ async def show_or_rerun(settings: Settings, arguments: argparse.Namespace) -> in
     else:
         print_report(session.session_id, [report.body() for report in reports])
     return status
+
+
+def print_session(session: Mapping[str, Any]) -> None:
+    """Print a row per call of a session body (sandbox_workers.console.recorded)."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from turnlog.infra.roles.log_lines import escape_controls
+    from turnlog.infra.roles.terminal import Terminal
+
+    table = Table(title=f"tool calls of session {session['session_id']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading, width in COLUMNS.items():
+        table.add_column(heading, overflow="fold", min_width=width)
+    for body in session["calls"]:
+        status = body["status"] + (f" ({body['reason']})" if body["reason"] else "")
+        asked = [f"{one['method']} {one['url']} {one['status']} {one['source']}" for one in body["requests"]]
+        row = (
+            str(body["call_seq"]), body["call_id"][:8], body["tool"], status, f"{body['duration_s']:.3f}",
+            str(body["attempts"]), (body["workspace"] or "-")[:8], body["arguments"][:SHOWN],
+        )  # fmt: skip
+        table.add_row(*row, Text("\n".join(map(escape_controls, asked)) or "-"))
+    Terminal().print(table)
 
 
 def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from tests.unit.consumers.conftest import TrainedRun
 from tests.unit.producers.test_admission import emitted, requested
-from turnlog.consumers.evaluation import body, read, table
+from turnlog.consumers.evaluation import read
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.evaluation import VersionRewards, mean, pass_at, wilson
 from turnlog.processors.core.views.run import EvaluationRounds
@@ -31,6 +31,7 @@ from turnlog.schemas.events import (
     WeightVersionPublished,
 )
 from turnlog.schemas.topics import BATCHES, SAMPLES, WEIGHTS
+from turnlog.verbs.models import body, table
 
 
 @pytest.mark.parametrize(("samples", "passed"), [(1, 0), (4, 1), (5, 3), (6, 6)])

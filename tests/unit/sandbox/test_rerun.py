@@ -27,7 +27,6 @@ from turnlog.sandbox_workers.console.recorded import (
     NoSuchCall,
     NoSuchSession,
     load_session,
-    print_session,
     session_body,
 )
 from turnlog.sandbox_workers.console.rerun import RerunOptions, RerunReport, exit_status, patterns, rerun
@@ -37,7 +36,7 @@ from turnlog.sandbox_workers.worker import SandboxWorker
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import digest
 from turnlog.settings import EgressSettings, KafkaSettings, RunSettings, Settings
-from turnlog.verbs.session import print_report
+from turnlog.verbs.session import print_report, print_session
 
 SETTINGS = Settings(
     run=RunSettings(id="run"),
@@ -295,7 +294,7 @@ async def test_show_lists_what_is_recorded(house: House, capsys: pytest.CaptureF
     assert (first["call_seq"], first["tool"], first["status"], first["attempts"]) == (0, "shell", "ok", 1)
     assert (len(first["workspace"]), len(first["environment_sha256"]), first["output_bytes"]) == (64, 64, 3)
     assert (second["status"], second["exit_code"], second["requests"]) == ("tool_error", 4, [])
-    print_session(session)
+    print_session(session_body(session))
     assert "tool calls of session shown" in capsys.readouterr().out
 
 
