@@ -19,7 +19,6 @@ from turnlog.infra.run_folder import SETTINGS, write_settings
 from turnlog.schemas.events import GroupRequested, Purpose
 from turnlog.settings import RunSettings, Settings, load
 from turnlog.trainer import CheckpointUnusable
-from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
 from turnlog.trainer.loop import rerun
 from turnlog.verbs.run_fork import ForkRefused, fork
 from turnlog.verbs.run_list import runs_of
@@ -81,7 +80,7 @@ async def forked(parent: Settings, **other: Any) -> Settings:
     chosen = {"parent": parent.run.id, "step": 4, "settings": None, "from_settings": None, "archive": False,
               "to_prefix": f"{parent.kafka.prefix}second-", "draws": 2}  # fmt: skip
     plain = Settings(run=RunSettings(id="second", directory=str(directory)))
-    assert await asyncio.to_thread(fork, plain, argparse.Namespace(**chosen | other), open_checkpoint, hand_on) == 0
+    assert await asyncio.to_thread(fork, plain, argparse.Namespace(**chosen | other)) == 0
     return load(directory / SETTINGS, {})
 
 

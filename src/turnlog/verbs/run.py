@@ -90,10 +90,9 @@ def _run(settings: Settings, arguments: argparse.Namespace) -> int:
 
         return configure_command(settings) if arguments.action else command(settings)
     if arguments.action == "fork":
-        from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
         from turnlog.verbs.run_fork import fork
 
-        return fork(settings, arguments, open_checkpoint, hand_on)
+        return fork(settings, arguments)
     if arguments.action == "delete":
         from turnlog.verbs.run_delete import command as delete
 

@@ -14,10 +14,8 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from turnlog.infra import run_folder
 from turnlog.infra.history import all_events
@@ -29,6 +27,7 @@ from turnlog.names import ExitStatus
 from turnlog.schemas import topics
 from turnlog.schemas.events import GroupRequested, Purpose, RunParent, RunPlace, SampleBatchFormed
 from turnlog.settings import Settings, SettingsError, load
+from turnlog.trainer.checkpoints.cursor import hand_on, open_checkpoint
 from turnlog.verbs.run_loop import prepare_run
 
 TASKS = "tasks.jsonl"
@@ -36,25 +35,11 @@ OWN = ("TURNLOG_RUN_", "TURNLOG_KAFKA_PREFIX", "TURNLOG_ARCHIVE_NAME")
 """Prefixes of environment variables that concern the new run; they are ignored when --from-settings is read."""
 
 
-class Find(Protocol):
-    """Open the run's checkpoint of `step`, or the newest if that is None. Yields its folder and cursor
-    (trainer.checkpoint.found)."""
-
-    def __call__(
-        self, settings: Settings, step: int | None, *, beside: Path, archive: bool
-    ) -> AbstractContextManager[tuple[Path, Mapping[str, int | None]]]: ...
-
-
-HandOn = Callable[[Path, Path], None]
-"""Function of (folder, checkpoints of the new run) that copies the checkpoint there, for the new run's first trainer to
-start from."""
-
-
 class ForkRefused(Exception):
     """The message names what is already in the new run's place. Remedy: another --run, another [kafka] prefix."""
 
 
-def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on: HandOn) -> int:
+def fork(settings: Settings, arguments: argparse.Namespace) -> int:
     """Create the run of `settings` from a checkpoint of --from, print what to do next, and return 0. If it is called
     again, it finds the run already created. Raises ForkRefused, SettingsError, CheckpointUnusable, NoEndpoints,
     NoArchive, LogUnavailable."""
@@ -63,11 +48,11 @@ def fork(settings: Settings, arguments: argparse.Namespace, find: Find, hand_on:
     new = _new_settings(settings, arguments, parent)
     _check_apart(parent, new)
     beside = Path(new.run.directory).parent
-    with find(parent, arguments.step, beside=beside, archive=arguments.archive) as (folder, cursor):
+    with open_checkpoint(parent, arguments.step, beside=beside, archive=arguments.archive) as (folder, cursor):
         about = run_verb(_about(parent, folder, cursor, archive=arguments.archive))
         if new.kafka.bootstrap:
             run_verb(_check_unbegun(new, about))
-        _write(new, about, directory, lambda checkpoints: hand_on(folder, checkpoints), keep=arguments.settings is None)
+        _write(new, about, directory, folder, keep=arguments.settings is None)
     say(f"run {new.run.id!r} begins at step {about.step} of {about.run_id!r} ({about.checkpoint})")
     if about.dataset:
         say(f"its feeder begins {about.places} tasks into {about.dataset} and requests {len(about.left)} of them first")
@@ -187,7 +172,7 @@ def _same_parent(found: tuple[bool, RunParent | None], about: RunParent, new: Se
         )
 
 
-def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Path], None], *, keep: bool) -> None:
+def _write(new: Settings, about: RunParent, parent: Path, checkpoint: Path, *, keep: bool) -> None:
     """Write the new run's directory. The file that names its parent comes last, so that a fork that died is started
     anew."""
     directory = Path(new.run.directory)
@@ -196,7 +181,7 @@ def _write(new: Settings, about: RunParent, parent: Path, hand_on: Callable[[Pat
         _same_parent((True, found), about, new)
         return
     run_folder.private_folder(directory)
-    hand_on(directory / run_folder.CHECKPOINTS)
+    hand_on(checkpoint, directory / run_folder.CHECKPOINTS)
     if not new.feeder.dataset and (parent / TASKS).exists():
         shutil.copyfile(parent / TASKS, directory / TASKS)
     if keep:
