@@ -30,12 +30,12 @@ from loop import Story, beside, ready
 from scripted_loop import SESSIONS, ScriptedLoop, scripted
 from soak import ENDLESS, visit
 
-from turnlog.consumers.dashboard.server import FILE
 from turnlog.infra.embedded.process import Child
 from turnlog.infra.embedded.up import status_processes
 from turnlog.infra.history import events
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.kafka_settings import KafkaSettings
+from turnlog.plugins.dashboard.server import FILE
 from turnlog.schemas.topics import STEPS
 
 GOAL = 0.03

@@ -14,7 +14,7 @@ import numpy as np
 from tests.fakes.sessions import GroupName
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
-from turnlog.consumers.dashboard.server import link, serving
+from turnlog.plugins.dashboard.server import link, serving
 from turnlog.schemas.events import Event, FinishReason
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -24,7 +24,7 @@ for record in ALL:
 print(len(names))
 """
 
-READ = ("consumers/dashboard/pages", "consumers/dashboard/static", "plugins/recipes/template", "schemas/avro")
+READ = ("plugins/dashboard/pages", "plugins/dashboard/static", "plugins/recipes/template", "schemas/avro")
 """Files that modules read."""
 
 

@@ -18,7 +18,6 @@ from tests.addresses import variables
 from tests.fakes.otlp_collector import collecting
 from tests.fakes.sessions import bad_days
 from turnlog.consumers.archiver import flush
-from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.index.reader import Index
 from turnlog.consumers.index.search import SessionFilter
@@ -26,6 +25,7 @@ from turnlog.infra.archive import live_cut
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
+from turnlog.plugins.dashboard.server import serving
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.runtime import assembler
 from turnlog.settings import IndexSettings, Settings

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_source, always
 
+log = logging.getLogger(__name__)
+NAME = "dashboard"
 DASHBOARD_EPILOG = """\
 The dashboard reads the file that `turnlog role index` writes, and the log or the archive only for tokens and single
 records.
@@ -50,9 +59,9 @@ def dashboard_role_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.dashboard.server import NAME, link_of_running, serve_dashboard
     from turnlog.infra.roles import event_loop
     from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.dashboard.server import link_of_running
 
     if arguments.action == "link":
         say(link_of_running(settings))
@@ -60,9 +69,46 @@ def _dashboard(settings: Settings, arguments: argparse.Namespace) -> int:
     own = settings.dashboard
     host, port = arguments.host or own.host, own.port if arguments.port is None else arguments.port
     settings = dataclasses.replace(settings, dashboard=dataclasses.replace(own, host=host, port=port))
-    archive = arguments.source == "archive"
-    event_loop.run(NAME, serve_dashboard(settings, archive=archive, against=arguments.against))
+    event_loop.run(NAME, _serve(settings, archive=arguments.source == "archive", against=arguments.against))
     return ExitStatus.DONE
+
+
+async def _serve(settings: Settings, *, archive: bool, against: Sequence[str]) -> None:
+    """Print how to log in, and serve until stopped. Raises CannotListen, NoIndex, NotADataset."""
+    from turnlog.infra.roles.health import Health, serve_health
+    from turnlog.infra.roles.probe import health_address, is_loopback
+    from turnlog.infra.roles.role import Role, open_role
+    from turnlog.infra.roles.starting import stop_on_signals
+    from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.dashboard.server import link, serving, store_address
+
+    stopping, health = stop_on_signals(), Health(NAME)
+
+    def connect() -> AbstractAsyncContextManager[Role]:
+        return open_role(NAME, settings, archive=archive, health=health, stopping=stopping)
+
+    async with (
+        serve_health(health, health_address(os.environ)),
+        serving(settings, connect, stopping=stopping, against=against) as (url, keys),
+    ):
+        with store_address(Path(settings.run.directory), url):
+            login = f"log in once: {link(keys, url)}"
+            if _is_kept():
+                login = f"log in: `turnlog --run {settings.run.id} dashboard link` prints a single-use link"
+            say(f"dashboard of run {settings.run.id}: {url}", login)
+            if not is_loopback(settings.dashboard.host):
+                log.warning("%s is reachable from outside without encryption: put a TLS proxy in front of it", url)
+            health.mark_started()
+            await stopping.wait()
+
+
+def _is_kept() -> bool:
+    """Return whether the output goes to a file. Files are kept, and more people read logs than may act: no login link
+    is printed there."""
+    try:
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    except (OSError, ValueError):  # stdout is not a file at all
+        return False
 
 
 VERBS = (

@@ -163,13 +163,13 @@ async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
     """Write the file and return the exit status. Raises IndexFailure, LogError, OSError."""
     import asyncio
 
-    from turnlog.consumers.dashboard.drawing import clock
-    from turnlog.consumers.dashboard.export import as_html, json_file
-    from turnlog.consumers.dashboard.records import Vocabulary, session_tokens
     from turnlog.consumers.index import BadQuestion
     from turnlog.consumers.index.reader import Index, path_of, resolve_id
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import say
+    from turnlog.plugins.dashboard.drawing import clock
+    from turnlog.plugins.dashboard.export import as_html, json_file
+    from turnlog.plugins.dashboard.records import Vocabulary, session_tokens
 
     with Index.open(path_of(settings)) as index, index.snapshot() as as_of:
         kind, name = resolve_id(index, arguments.id)

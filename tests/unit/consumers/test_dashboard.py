@@ -26,19 +26,19 @@ from markupsafe import escape
 
 from tests.fakes.stories import END, Story, spoken
 from tests.fakes.told_run import ToldRun
-from turnlog.consumers.dashboard import drawing, export, harmless
-from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S
-from turnlog.consumers.dashboard.conversation import align_turns, conversation, prompts, said_alike
-from turnlog.consumers.dashboard.guard import FORM_BYTES
-from turnlog.consumers.dashboard.overview import is_supervised, overview
-from turnlog.consumers.dashboard.records import Vocabulary, runs, session_tokens
-from turnlog.consumers.dashboard.server import serving
-from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.index.fate import tally
 from turnlog.consumers.index.reader import Index, SessionView
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
 from turnlog.infra.run_folder import lock_run, write_state
+from turnlog.plugins.dashboard import drawing, export, harmless
+from turnlog.plugins.dashboard.app import EVERY_S, STREAMS, WITHIN_S
+from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike
+from turnlog.plugins.dashboard.guard import FORM_BYTES
+from turnlog.plugins.dashboard.overview import is_supervised, overview
+from turnlog.plugins.dashboard.records import Vocabulary, runs, session_tokens
+from turnlog.plugins.dashboard.server import serving
+from turnlog.plugins.dashboard.timeline import timeline
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import Event, SampleBatchFormed, SkipRequested
 from turnlog.settings import DashboardSettings, IndexSettings
@@ -252,8 +252,8 @@ def forged(text: str) -> str:
 
 
 async def test_a_link_of_another_dashboard_and_an_old_one_are_refused(told: ToldRun, tmp_path: Path) -> None:
-    from turnlog.consumers.dashboard import Refused
-    from turnlog.consumers.dashboard.guard import LINK_S, LOGIN_S, Keys
+    from turnlog.plugins.dashboard import Refused
+    from turnlog.plugins.dashboard.guard import LINK_S, LOGIN_S, Keys
 
     now = 1_000_000.0
     keys = Keys("secret", tmp_path, lambda: now)
@@ -275,7 +275,7 @@ async def test_a_link_of_another_dashboard_and_an_old_one_are_refused(told: Told
 
 
 def test_a_login_that_was_ended_is_over_for_every_dashboard_of_the_run(tmp_path: Path) -> None:
-    from turnlog.consumers.dashboard.guard import ENDED, LOGIN_S, Keys
+    from turnlog.plugins.dashboard.guard import ENDED, LOGIN_S, Keys
 
     now = 1_000_000.0
     keys, beside = (Keys("secret", tmp_path, lambda: now) for _ in range(2))
@@ -616,7 +616,7 @@ def test_turns_of_two_sessions_are_aligned_by_line_and_number(told: ToldRun) -> 
     ],
 )  # fmt: skip
 def test_messages_of_every_api_come_down_to_a_few_kinds(raw: object, role: str, kinds: list[str]) -> None:
-    from turnlog.consumers.dashboard.conversation import MessageReader
+    from turnlog.plugins.dashboard.conversation import MessageReader
 
     said = MessageReader().message(raw)
     assert (said.role, [part.kind for part in said.parts]) == (role, kinds)

@@ -28,10 +28,10 @@ from tests.fakes.browsed_run import (
 )
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import hostile, view_of
-from turnlog.consumers.dashboard import export
-from turnlog.consumers.dashboard.records import Vocabulary, session_tokens
 from turnlog.consumers.index.reader import Index
 from turnlog.infra.run_folder import lock_run, write_state
+from turnlog.plugins.dashboard import export
+from turnlog.plugins.dashboard.records import Vocabulary, session_tokens
 
 try:
     from axe_playwright_python.sync_playwright import Axe

@@ -20,11 +20,11 @@ from starlette.types import Message
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import site
-from turnlog.consumers.dashboard import CachedQuery, app
-from turnlog.consumers.dashboard.app import LivePageStream
-from turnlog.consumers.dashboard.drawing import clock
 from turnlog.consumers.index import NoIndex
 from turnlog.consumers.index.reader import AsOf
+from turnlog.plugins.dashboard import CachedQuery, app
+from turnlog.plugins.dashboard.app import LivePageStream
+from turnlog.plugins.dashboard.drawing import clock
 
 
 @pytest.fixture(scope="module")

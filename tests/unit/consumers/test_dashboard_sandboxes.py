@@ -17,13 +17,13 @@ from tests.fakes.memory_backend import Memory
 from tests.fakes.stories import Story
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import HOSTILE, check_harmless, hostile, site
-from turnlog.consumers.dashboard.sandboxes import WorkerPools as WorkersPools
-from turnlog.consumers.dashboard.server import serving
 from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.reader import Index
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.roles.health import Health, QuietServer, application, uvicorn_config
 from turnlog.infra.run_folder import Endpoints, write_endpoints
+from turnlog.plugins.dashboard.sandboxes import WorkerPools as WorkersPools
+from turnlog.plugins.dashboard.server import serving
 from turnlog.sandbox_settings import LOCAL
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool

@@ -11,7 +11,9 @@ import pytest
 
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, hostile, site
-from turnlog.consumers.dashboard.swimlanes import (
+from turnlog.consumers.index import BadQuestion
+from turnlog.consumers.index.reader import Index, Row
+from turnlog.plugins.dashboard.swimlanes import (
     COLUMNS,
     PARTS,
     LaneSpan,
@@ -21,8 +23,6 @@ from turnlog.consumers.dashboard.swimlanes import (
     running_by,
     swimlanes,
 )
-from turnlog.consumers.index import BadQuestion
-from turnlog.consumers.index.reader import Index, Row
 
 
 @pytest.fixture(scope="module")

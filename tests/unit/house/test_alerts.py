@@ -74,7 +74,7 @@ def test_thresholds_are_those_of_the_dashboard_and_of_turnlog_alerts() -> None:
 def test_alerts_are_sent_without_the_dashboard() -> None:
     program = "import sys, turnlog.plugins.exporters.alerts; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert [name for name in done.stdout.split() if name.startswith("turnlog.consumers.dashboard")] == []
+    assert [name for name in done.stdout.split() if name.startswith("turnlog.plugins.dashboard")] == []
 
 
 def test_errors_of_the_gateway_that_an_alert_counts_are_its_own_and_all_of_them() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.consumers.dashboard.guard import ENDED, Keys
 from turnlog.infra.blobs import StoreUnavailable
 from turnlog.infra.embedded import AlreadyUp, PortTaken
 from turnlog.infra.embedded import up as of_up
@@ -49,6 +48,7 @@ from turnlog.infra.run_folder import (
 )
 from turnlog.infra.s3 import S3Blobs
 from turnlog.kafka_settings import check_kafka
+from turnlog.plugins.dashboard.guard import ENDED, Keys
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.secret_files import SecretUnusable
 from turnlog.settings import (

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnlog.consumers.dashboard import CachedQuery
 from turnlog.consumers.index.reader import AsOf, Index, Row
 from turnlog.infra.roles.probe import states
 from turnlog.infra.run_folder import health_of
+from turnlog.plugins.dashboard import CachedQuery
 from turnlog.schemas.events.tools import UNISOLATED, ToolStatus
 
 PAGE = 50

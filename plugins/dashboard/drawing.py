@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from turnlog.consumers.dashboard.conversation import ConversationView, TurnView
-from turnlog.consumers.dashboard.harmless import visible
+from turnlog.plugins.dashboard.conversation import ConversationView, TurnView
+from turnlog.plugins.dashboard.harmless import visible
 
 WIDTH, HEIGHT = 420, 132
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 20

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from turnlog.consumers.dashboard import CachedQuery
-from turnlog.consumers.dashboard.records import Records
 from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Lag, Markers, by_role, lag_of
 from turnlog.infra.log import Partition
 from turnlog.infra.topics_admin import ACCESS
+from turnlog.plugins.dashboard import CachedQuery
+from turnlog.plugins.dashboard.records import Records
 
 TELLS_NOTHING = ("gateway",)
 """Roles of the loop that serve requests and read no records, so that the log does not show what waits for them."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import orjson
 
-from turnlog.consumers.dashboard.harmless import DATA_URL, raster
 from turnlog.consumers.index.reader import Index, Row, SessionView, where_of
+from turnlog.plugins.dashboard.harmless import DATA_URL, raster
 from turnlog.schemas.json_depth import deeper_than
 
 ROLES = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import orjson
 from markupsafe import Markup
 
-from turnlog.consumers.dashboard.drawing import number
-from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.index.reader import BatchView, Index, Row
+from turnlog.plugins.dashboard.drawing import number
+from turnlog.plugins.dashboard.harmless import visible
 
 MOST = 48
 """Maximum number of lanes, for the sessions that began first."""

@@ -26,15 +26,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
-from turnlog.consumers.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
-from turnlog.consumers.dashboard.conversation import align_turns, conversation, prompts, said_alike
-from turnlog.consumers.dashboard.guard import checked_form
-from turnlog.consumers.dashboard.overview import StepWindow, beside, engines, is_supervised, of_batches, overview
-from turnlog.consumers.dashboard.queues import Queues
-from turnlog.consumers.dashboard.records import Records
-from turnlog.consumers.dashboard.sandboxes import WorkerPools, sandboxes
-from turnlog.consumers.dashboard.swimlanes import swimlanes
-from turnlog.consumers.dashboard.timeline import timeline
 from turnlog.consumers.dead_letters import FOLDED, PLACE, LetterError
 from turnlog.consumers.index import (
     BadQuestion,
@@ -49,6 +40,15 @@ from turnlog.consumers.index.notes import RUN, Note, Notes
 from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
 from turnlog.consumers.index.search import SORTS, SessionFilter
 from turnlog.infra.archive import ReadOnlyArchive
+from turnlog.plugins.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
+from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike
+from turnlog.plugins.dashboard.guard import checked_form
+from turnlog.plugins.dashboard.overview import StepWindow, beside, engines, is_supervised, of_batches, overview
+from turnlog.plugins.dashboard.queues import Queues
+from turnlog.plugins.dashboard.records import Records
+from turnlog.plugins.dashboard.sandboxes import WorkerPools, sandboxes
+from turnlog.plugins.dashboard.swimlanes import swimlanes
+from turnlog.plugins.dashboard.timeline import timeline
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import Outcome
 

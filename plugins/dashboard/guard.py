@@ -28,10 +28,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnlog.consumers.dashboard import Refused
 from turnlog.infra.roles.health import BodyTooLarge, body_of
 from turnlog.infra.roles.probe import leads_nowhere_else, parse_host
 from turnlog.infra.run_folder import DASHBOARD_KEY, kept_secret, present, replace_private
+from turnlog.plugins.dashboard import Refused
 from turnlog.secret_files import SecretUnusable
 
 ENDED: Final = Path("dashboard.ended")

@@ -11,13 +11,13 @@ import orjson
 from markupsafe import Markup
 
 from turnlog import __version__
-from turnlog.consumers.dashboard import drawing, harmless
-from turnlog.consumers.dashboard.app import STATIC, filters
-from turnlog.consumers.dashboard.conversation import conversation
-from turnlog.consumers.dashboard.records import SessionTokens
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import SessionView, where_of
 from turnlog.infra.roles.terminal import printable_json
+from turnlog.plugins.dashboard import drawing, harmless
+from turnlog.plugins.dashboard.app import STATIC, filters
+from turnlog.plugins.dashboard.conversation import conversation
+from turnlog.plugins.dashboard.records import SessionTokens
 
 SCHEMA: Final = "turnlog.session/1"
 

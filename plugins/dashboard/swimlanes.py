@@ -15,9 +15,11 @@ from urllib.parse import urlencode
 import orjson
 from markupsafe import Markup
 
-from turnlog.consumers.dashboard.drawing import number
-from turnlog.consumers.dashboard.harmless import visible
-from turnlog.consumers.dashboard.timeline import (
+from turnlog.consumers.index import BadQuestion
+from turnlog.consumers.index.reader import AsOf, Index, Row
+from turnlog.plugins.dashboard.drawing import number
+from turnlog.plugins.dashboard.harmless import visible
+from turnlog.plugins.dashboard.timeline import (
     BAR,
     LEFT,
     OTHER,
@@ -28,8 +30,6 @@ from turnlog.consumers.dashboard.timeline import (
     draw_phase_bar,
     phases_of,
 )
-from turnlog.consumers.index import BadQuestion
-from turnlog.consumers.index.reader import AsOf, Index, Row
 
 COLUMNS = 240
 """Number of columns into which running items are summed, and that limit the spans drawn in a lane."""

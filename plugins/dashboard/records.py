@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from turnlog.consumers import dead_letters
-from turnlog.consumers.dashboard import Unknown, require_found
-from turnlog.consumers.dashboard.harmless import visible
 from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import fate
 from turnlog.consumers.index.reader import Index, SessionView, where_of
@@ -32,6 +30,8 @@ from turnlog.consumers.index.schema import NUMBER, OFFSET_BITS, PARTITION_BITS, 
 from turnlog.infra.blobs import BlobMissing
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.role import Role
+from turnlog.plugins.dashboard import Unknown, require_found
+from turnlog.plugins.dashboard.harmless import visible
 from turnlog.schemas.events import SessionStarted, StepCompleted
 
 T = TypeVar("T")

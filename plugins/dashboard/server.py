@@ -1,4 +1,4 @@
-"""Server of the dashboard: it prints how to log in, then serves the pages of one run until stopped."""
+"""Server of the dashboard: it serves the pages of one run until stopped."""
 
 from __future__ import annotations
 
@@ -7,34 +7,27 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import os
-import stat
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 
-from turnlog.consumers.dashboard import NotRunning
-from turnlog.consumers.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
-from turnlog.consumers.dashboard.guard import Guard, Keys, Rules
-from turnlog.consumers.dashboard.records import Records, Vocabulary
-from turnlog.consumers.dashboard.sandboxes import WorkerPools
 from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
 from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
-from turnlog.infra.roles.health import Health, QuietServer, listening, serve_health, uvicorn_config
-from turnlog.infra.roles.probe import client_url, health_address, is_loopback
-from turnlog.infra.roles.role import Role, open_role
-from turnlog.infra.roles.starting import stop_on_signals
-from turnlog.infra.roles.terminal import say
+from turnlog.infra.roles.health import QuietServer, listening, uvicorn_config
+from turnlog.infra.roles.probe import client_url, is_loopback
+from turnlog.infra.roles.role import Role
 from turnlog.infra.run_folder import private_folder
+from turnlog.plugins.dashboard import NotRunning
+from turnlog.plugins.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
+from turnlog.plugins.dashboard.guard import Guard, Keys, Rules
+from turnlog.plugins.dashboard.records import Records, Vocabulary
+from turnlog.plugins.dashboard.sandboxes import WorkerPools
 from turnlog.settings import Settings
 
-log = logging.getLogger(__name__)
 FILE = "dashboard.json"
 """File in the run's folder while a dashboard is served, with its address and process id."""
-NAME = "dashboard"
 ENDS_S = 5
 """Seconds that answers in progress get to complete when the dashboard is stopped."""
 
@@ -112,39 +105,8 @@ def _find_runs(against: Sequence[str], directory: Path) -> dict[str, Other]:
     return found
 
 
-async def serve_dashboard(settings: Settings, *, archive: bool, against: Sequence[str] = ()) -> None:
-    """Print how to log in, and serve until stopped. Raises CannotListen."""
-    stopping, health = stop_on_signals(), Health(NAME)
-
-    def connect() -> AbstractAsyncContextManager[Role]:
-        return open_role(NAME, settings, archive=archive, health=health, stopping=stopping)
-
-    async with (
-        serve_health(health, health_address(os.environ)),
-        serving(settings, connect, stopping=stopping, against=against) as (url, keys),
-    ):
-        with _store_address(Path(settings.run.directory), url):
-            say(f"dashboard of run {settings.run.id}: {url}", _login_line(settings, keys, url))
-            if not is_loopback(settings.dashboard.host):
-                log.warning("%s is reachable from outside without encryption: put a TLS proxy in front of it", url)
-            health.mark_started()
-            await stopping.wait()
-
-
-def _login_line(settings: Settings, keys: Keys, url: str) -> str:
-    """Describe how to log in. If the output goes to a file, the link is left out: files are kept, and more people read
-    logs than may act."""
-    try:
-        kept = stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-    except (OSError, ValueError):  # stdout is not a file at all
-        kept = False
-    if kept:
-        return f"log in: `turnlog --run {settings.run.id} dashboard link` prints a single-use link"
-    return f"log in once: {link(keys, url)}"
-
-
 @contextlib.contextmanager
-def _store_address(directory: Path, url: str) -> Iterator[None]:
+def store_address(directory: Path, url: str) -> Iterator[None]:
     """Store the address for `turnlog dashboard link` while the block runs."""
     private_folder(directory)
     path = directory / FILE

@@ -14,11 +14,11 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
-from turnlog.consumers.dashboard.drawing import Curve, Spread, bands, clock, curves, number, smooth
 from turnlog.consumers.index.alarms import Alarm, alarms, behind
 from turnlog.consumers.index.reader import AsOf, Index, Row
 from turnlog.infra.roles.role import RunPhase
 from turnlog.infra.run_folder import is_live, read_state
+from turnlog.plugins.dashboard.drawing import Curve, Spread, bands, clock, curves, number, smooth
 
 QUIET_S = 600
 """Maximum age in seconds of the newest record for a run to count as running if its processes cannot be seen from
