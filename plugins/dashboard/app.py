@@ -34,15 +34,15 @@ from turnlog.consumers.index import (
     RecordGone,
 )
 from turnlog.consumers.index.alarms import STANDS
-from turnlog.consumers.index.comparison import Other, diff_settings, differences, settings_of
 from turnlog.consumers.index.fate import of_session
-from turnlog.consumers.index.notes import RUN, Note, Notes
 from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
 from turnlog.consumers.index.search import SORTS, SessionFilter
 from turnlog.infra.archive import ReadOnlyArchive
 from turnlog.plugins.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
+from turnlog.plugins.dashboard.comparison import Other, diff_settings, differences, settings_of
 from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike
 from turnlog.plugins.dashboard.guard import checked_form
+from turnlog.plugins.dashboard.notes import RUN, Note, Notes
 from turnlog.plugins.dashboard.overview import StepWindow, beside, engines, is_supervised, of_batches, overview
 from turnlog.plugins.dashboard.queues import Queues
 from turnlog.plugins.dashboard.records import Records

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 
-from turnlog.consumers.index.comparison import FILE as FILE_OF_INDEX
-from turnlog.consumers.index.comparison import Other
 from turnlog.consumers.index.reader import path_of
 from turnlog.infra.roles.health import QuietServer, listening, uvicorn_config
 from turnlog.infra.roles.probe import client_url, is_loopback
@@ -21,6 +19,8 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.run_folder import private_folder
 from turnlog.plugins.dashboard import NotRunning
 from turnlog.plugins.dashboard.app import EVERY_S, STREAMS, WITHIN_S, Pages
+from turnlog.plugins.dashboard.comparison import FILE as FILE_OF_INDEX
+from turnlog.plugins.dashboard.comparison import Other
 from turnlog.plugins.dashboard.guard import Guard, Keys, Rules
 from turnlog.plugins.dashboard.records import Records, Vocabulary
 from turnlog.plugins.dashboard.sandboxes import WorkerPools

@@ -13,10 +13,10 @@ from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, site
 from turnlog.consumers.datasets import NotADataset
 from turnlog.consumers.index import NoIndex
-from turnlog.consumers.index.comparison import Other, diff_settings, differences, settings_of
 from turnlog.consumers.index.reader import Index
 from turnlog.consumers.index.rows import mask_of
 from turnlog.consumers.replay.refold import Changes, Refold
+from turnlog.plugins.dashboard.comparison import Other, diff_settings, differences, settings_of
 from turnlog.plugins.dashboard.drawing import number
 from turnlog.settings import FoldSettings
 

@@ -12,9 +12,9 @@ import pytest
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, site
 from turnlog.consumers.index import BadQuestion, DamagedIndex
-from turnlog.consumers.index.notes import MOST_CHARACTERS, MOST_TAGS, TAG_CHARACTERS, Note, Notes
 from turnlog.consumers.index.reader import Index
 from turnlog.consumers.index.search import Effort, SessionFilter
+from turnlog.plugins.dashboard.notes import MOST_CHARACTERS, MOST_TAGS, TAG_CHARACTERS, Note, Notes
 
 
 async def say(client: httpx.AsyncClient, page: str, **fields: str) -> httpx.Response:
