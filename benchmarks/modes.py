@@ -21,7 +21,7 @@ from typing import Any
 
 from row import say, told
 
-from turnlog.consumers import books
+from turnlog.consumers import figures
 from turnlog.infra.history import all_events, events
 from turnlog.infra.roles.role import open_role
 from turnlog.schemas import topics
@@ -65,7 +65,7 @@ async def measured(settings: Settings) -> dict[str, Any]:
     async with open_role("bench", settings) as role:
         manifests = await all_events(role, topics.BATCHES)
         steps = [(record.timestamp_ms, event) async for record, event in events(role, topics.STEPS)]
-        total = await books.read_levels(role)
+        total = await figures.read_levels(role)
     formed = [manifest for manifest in manifests if hasattr(manifest, "max_lag")]
     stamps = [stamp for stamp, _ in steps]
     waited = [event.seconds.get("wait", 0.0) for _, event in steps[1:]]

@@ -21,7 +21,7 @@ from typing import Literal, get_args, get_type_hints
 import torch
 from row import say, size, told
 
-from turnlog.consumers.loader.choice import transport_of
+from turnlog.consumers.loader.role import transport_of
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import SGLangControl

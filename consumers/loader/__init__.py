@@ -1,5 +1,5 @@
-"""The weight loader: its loop (role), the choice of its engine (choice), the engine's status on the log
-(engine_status), and weight updates (swap)."""
+"""The weight loader: its loop and the choice of its engine (role), the engine's status on the log (engine_status), and
+weight updates (swap)."""
 
 
 class NoSuchEngine(Exception):

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.weights import adapter
-from turnlog.consumers.loader.choice import transport_of
+from turnlog.consumers.loader.role import transport_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.embedded.tiny_model import make_tiny_model

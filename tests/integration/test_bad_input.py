@@ -22,7 +22,7 @@ from confluent_kafka import KafkaError, Producer
 from prometheus_client import REGISTRY
 
 from tests.fakes.sessions import GroupName, SessionStory, Shape
-from turnlog.consumers.books import read as read_books
+from turnlog.consumers.figures import read_books
 from turnlog.infra.log import Oversized, Partition
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles.role import Role, open_role

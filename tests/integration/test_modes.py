@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.sessions import GroupName, SessionStory, Shape
-from turnlog.consumers import books
+from turnlog.consumers import figures
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import partitions
@@ -345,7 +345,7 @@ def done(world: World) -> bool:
 
 async def balanced(world: World) -> TokenAccount:
     """The run's account; the books balance on every level, and the total is what the report counts."""
-    levels, total = await books.read_levels(world.role), await books.read(world.role)
+    levels, total = await figures.read_levels(world.role), await figures.read_books(world.role)
     assert levels.imbalances == ()
     account = levels.levels["run"]["r"]
     assert (account.sampled, account.trained, account.masked) == (total.sampled, total.trained, total.masked)

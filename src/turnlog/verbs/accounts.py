@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from turnlog.consumers.books import read_levels
+from turnlog.consumers.figures import read_levels
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import nothing_recorded
 from turnlog.infra.roles.terminal import Terminal, say_json

@@ -51,7 +51,7 @@ def _ks(text: str) -> list[int]:
 
 
 def _eval(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.consumers.evaluation import evaluations
+    from turnlog.consumers.figures import evaluations
     from turnlog.infra.roles.ending import run_verb
     from turnlog.infra.roles.terminal import Terminal, say_json
 
@@ -129,7 +129,7 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _export(settings: Settings, arguments: argparse.Namespace) -> int:
     if arguments.best:
-        from turnlog.consumers.evaluation import best_version
+        from turnlog.consumers.figures import best_version
 
         arguments.version = best_version(settings, archive=arguments.source == "archive")
     from turnlog.infra.roles.ending import run_verb

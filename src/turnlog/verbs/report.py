@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from turnlog.consumers import books
+from turnlog.consumers import figures
 from turnlog.consumers.replay.verify import ReplayResult
 from turnlog.consumers.replay.verify import run as replay
 from turnlog.infra.environments.recipes import RecipeError, demo_rise, recipe
@@ -62,7 +62,7 @@ class RunReport:
 async def gather(role: Role, verdict: ReplayResult, measured: Measured) -> RunReport:
     """Read the run's topics and judge the run."""
     steps = newest_incarnations([e for e in await all_events(role, topics.STEPS) if isinstance(e, StepCompleted)])
-    run = await books.read(role)
+    run = await figures.read_books(role)
     rewards = [step.reward_mean for step in steps]
     finished = Counter(e.outcome.value for e in await all_events(role, topics.SESSIONS)
                        if isinstance(e, SessionFinished))  # fmt: skip

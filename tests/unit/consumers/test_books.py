@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from turnlog.consumers.books import read, read_levels
+from turnlog.consumers.figures import read_books, read_levels
 from turnlog.processors.core.books import LEVELS
 from turnlog.schemas import topics
 from turnlog.schemas.events import MaskReason
@@ -42,7 +42,7 @@ async def test_topics_and_archive_give_the_same_books_on_every_level(trained_run
     live = await read_levels(made.role())
     assert await read_levels(await made.archived()) == live
     assert live.balance
-    total = await read(made.role())
+    total = await read_books(made.role())
     answer = body("run", live, AccountingArguments())
     assert answer["accounts"] == [{"id": "run", "sampled": total.sampled, "trained": total.trained,
                                    "masked": total.masked, "balance": True}]  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from tests.unit.consumers.conftest import TrainedRun
 from tests.unit.producers.test_admission import emitted, requested
-from turnlog.consumers.evaluation import read
+from turnlog.consumers.figures import read_evaluations
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.evaluation import VersionRewards, mean, pass_at, wilson
 from turnlog.processors.core.views.run import EvaluationRounds
@@ -98,7 +98,7 @@ async def evaluated(trained_run: Callable[..., TrainedRun]) -> TrainedRun:
 async def test_versions_are_told_apart_and_failures_of_ours_count_for_none(evaluated: TrainedRun) -> None:
     scored = [event for event in await evaluated.read(SAMPLES) if isinstance(event, GroupScored)]
     assert {(event.status.value, event.reason) for event in scored} == {("not_training", "purpose")}
-    found = await read(evaluated.role())
+    found = await read_evaluations(evaluated.role())
     assert dict(found.left_out) == {"mixed": 1, "excluded": 1}
     zero, one = found.versions[0], found.versions[1]
     assert (zero.sessions, one.sessions) == (2, 8)
@@ -113,7 +113,7 @@ async def test_versions_are_told_apart_and_failures_of_ours_count_for_none(evalu
 
 
 async def test_the_answer_names_the_best_version_and_its_checkpoint(evaluated: TrainedRun) -> None:
-    found = await read(evaluated.role())
+    found = await read_evaluations(evaluated.role())
     told = body("run", found, found.ks())
     assert [version["version"] for version in told["versions"]] == [0, 1]
     assert told["versions"][1]["checkpoint"] == "checkpoints/step-00000005-i0"

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.consumers.conftest import CODEC, SETTINGS, TrainedRun
-from turnlog.consumers.books import read_levels
 from turnlog.consumers.event_json import as_json
+from turnlog.consumers.figures import read_levels
 from turnlog.consumers.index import BadQuestion, NoIndex, RecordGone
 from turnlog.consumers.index.fate import of_session, tally, tokens
 from turnlog.consumers.index.indexer import build, opened_writer

@@ -24,8 +24,7 @@ from tests.fakes.weights import adapter, version
 from tests.secured import Authority
 from turnlog.consumers.lag import by_role, lag_of
 from turnlog.consumers.loader import EngineSwapFailed, NoSuchEngine
-from turnlog.consumers.loader.choice import NamedEngine, engine_of, update_of
-from turnlog.consumers.loader.role import Loader, main
+from turnlog.consumers.loader.role import Loader, NamedEngine, engine_of, main, update_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.engine import LOADING
 from turnlog.infra.event_log import EventLog

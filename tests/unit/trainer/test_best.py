@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from tests.unit.consumers.conftest import TrainedRun
-from turnlog.consumers.evaluation import read
+from turnlog.consumers.figures import read_evaluations
 from turnlog.schemas.events import Event, GroupRequested, Outcome, Purpose, WeightVersionPublished
 from turnlog.schemas.topics import WEIGHTS
 from turnlog.trainer.checkpoints.best import NeededByEvaluations
@@ -87,7 +87,7 @@ async def test_the_best_version_and_rounds_under_way_keep_their_checkpoints(run:
         write(part, Cursor(step=step, draws=step))
         checkpoints.seal(part, await needed())
         there[step] = steps(tmp_path)
-    best = (await read(run.role())).best
+    best = (await read_evaluations(run.role())).best
     assert best is not None
     assert best.number == 2
     assert there == {
