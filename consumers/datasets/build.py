@@ -37,7 +37,7 @@ async def write_samples(source: DatasetInput, unit: int, writer: DatasetWriter, 
     """Write the samples of one partition task that the query admits. Raises MissingContent, Unwritable."""
     expired = await _find_expired(source, unit, filters)
     place = Partition(topics.SAMPLES.name, unit)
-    async for record, event in source.read(place, SegmentSample.__name__, GroupScored.__name__):
+    async for record, event in source.read(place, SegmentSample, GroupScored):
         if isinstance(event, GroupScored):
             source.provenance.settings_sha256.add(event.settings_sha256)
             source.provenance.fold_versions.add(event.fold_version)
@@ -47,7 +47,6 @@ async def write_samples(source: DatasetInput, unit: int, writer: DatasetWriter, 
             continue
         where = f"{record.topic}[{record.partition}]@{record.offset}: sample {event.sample_id}"
         whole = await source.inline_payloads(event, where)
-        assert isinstance(whole, SegmentSample)
         assert isinstance(whole.token_ids, bytes)
         if seen.admits(whole.task_id, whole.group_id, whole.token_ids):
             try:
@@ -61,8 +60,7 @@ async def _find_expired(source: DatasetInput, unit: int, filters: Filters) -> di
     found: dict[str, str] = {}
     if source.query.joins_environments:
         place = Partition(topics.SESSIONS.name, unit)
-        async for _, event in source.read(place, SessionStarted.__name__):
-            assert isinstance(event, SessionStarted)
+        async for _, event in source.read(place, SessionStarted):
             reason = filters.check_environment(event.environment)
             if reason is not None:
                 found[event.session_id] = reason
@@ -137,9 +135,6 @@ def _nothing(role: Role, provenance: Provenance) -> str:
     return f"no row of run {run} passes the filters: {removed}. Nothing was written"
 
 
-CHUNK = 1 << 20
-
-
 def verify(dataset: Path) -> DatasetManifest:
     """Check that files and rows match the manifest, and return the manifest. Holds one row group in memory at a time.
 
@@ -154,7 +149,7 @@ def verify(dataset: Path) -> DatasetManifest:
                 digests.write(b"".join(row_digests(batch)))
                 rows += len(batch)
                 tokens += _tokens(batch)
-                trained += _count_trained(batch)
+                trained += int(batch["trained_tokens"].to_numpy().sum()) if manifest.view == "rl" else 0
         counts = DatasetCounts(rows=rows, tokens=tokens, trained_tokens=trained)
         if counts != manifest.counts:
             raise DatasetDamaged(f"{dataset}: the files hold {counts}, the manifest says {manifest.counts}")
@@ -165,15 +160,12 @@ def verify(dataset: Path) -> DatasetManifest:
 
 
 def _same_bytes(path: Path, file: DataFile) -> None:
-    running, size = hashlib.sha256(), 0
     try:
         with path.open("rb") as content:
-            while chunk := content.read(CHUNK):
-                running.update(chunk)
-                size += len(chunk)
+            sha256, size = hashlib.file_digest(content, "sha256").hexdigest(), content.tell()
     except FileNotFoundError:
         raise DatasetDamaged(f"{path} is in the manifest but not on disk: build the dataset again") from None
-    if running.hexdigest() != file.sha256:
+    if sha256 != file.sha256:
         raise DatasetDamaged(f"{path}: its {size} bytes are not the {file.size} that were written; build again")
 
 
@@ -198,7 +190,3 @@ def _tokens(batch: pa.RecordBatch) -> int:
     if "token_ids" in batch.schema.names:
         return len(batch["token_ids"].flatten())
     return int(batch["tokens"].to_numpy().sum())
-
-
-def _count_trained(batch: pa.RecordBatch) -> int:
-    return int(batch["trained_tokens"].to_numpy().sum()) if "trained_tokens" in batch.schema.names else 0

@@ -135,8 +135,7 @@ async def conversations(
     log."""
     held: dict[str, dict[TurnId, TurnCompleted]] = {}
     left = set(wanted)
-    async for record, event in source.read(Partition(topics.TURNS.name, unit), TurnCompleted.__name__):
-        assert isinstance(event, TurnCompleted)
+    async for record, event in source.read(Partition(topics.TURNS.name, unit), TurnCompleted):
         if event.session_id not in left:
             continue
         turns = held.setdefault(event.session_id, {})
@@ -186,7 +185,6 @@ async def _conversation(source: DatasetInput, line: list[TurnCompleted], where: 
         for each in line:
             about = f"{where}: turn {each.turn.index}"
             turn = await source.inline_payloads(each, about)
-            assert isinstance(turn, TurnCompleted)
             assert isinstance(turn.new_messages, bytes)
             assert isinstance(turn.response, bytes)
             messages += [*messages_of(turn.new_messages, about), response_of(turn.response, about)]
@@ -247,7 +245,7 @@ def preference(chosen: ConversationRow | str, rejected: ConversationRow | str) -
     for at, (one, other) in enumerate(zip(chosen.messages, rejected.messages, strict=False)):
         if one["role"] == "assistant" and other["role"] == "assistant":
             cut = at
-        if not _same(one, other):
+        if _without_ids(one) != _without_ids(other):
             break
     else:
         return "same_conversation"  # one is a prefix of the other
@@ -261,61 +259,41 @@ def preference(chosen: ConversationRow | str, rejected: ConversationRow | str) -
     }
 
 
-def _same(one: Message, other: Message) -> bool:
-    """Compare two messages without call ids, which are generated per session."""
-    return _without_ids(one) == _without_ids(other)
-
-
 def _without_ids(message: Message) -> Message:
+    """Return the message without call ids, which are generated per session."""
     calls = message["tool_calls"]
     bare = None if calls is None else [each["function"] for each in calls]
     return {**message, "tool_call_id": None, "tool_calls": bare}
 
 
+SHARED = ("run_id", "group_id", "task_id", "recipe")
+OF_SESSION = ("session_id", "rollout_id", "rollout_index", "reward", "agent", "model", "environment",
+              "environment_version", "finish_reason", "tokens")  # fmt: skip
+"""Columns that are attributes of the candidate."""
+
+
 def _group(candidate: Candidate, joined: Joined) -> Row:
     task = joined.tasks.get(candidate.group_id, TaskFacts())
-    return {
-        "run_id": candidate.run_id,
-        "group_id": candidate.group_id,
-        "task_id": candidate.task_id,
-        "recipe": candidate.recipe,
-        "purpose": candidate.purpose.value,
-        "dataset": task.dataset,
-        "task_type": task.task_type,
-    }
+    return {name: getattr(candidate, name) for name in SHARED} | {
+        "purpose": candidate.purpose.value, **task._asdict(),
+    }  # fmt: skip
 
 
 def _sft_row(candidate: Candidate, conversation: ConversationRow, joined: Joined) -> Row:
-    return {
-        **_group(candidate, joined),
-        "session_id": candidate.session_id,
-        "rollout_id": candidate.rollout_id,
-        "rollout_index": candidate.rollout_index,
-        "outcome": candidate.outcome.value,
-        "reward": candidate.reward,
-        "agent": candidate.agent,
-        "model": candidate.model,
-        "environment": candidate.environment,
-        "environment_version": candidate.environment_version,
-        "finish_reason": candidate.finish_reason,
-        "weight_version_min": candidate.version_min,
-        "weight_version_max": candidate.version_max,
-        "turns": conversation.turns,
-        "tokens": candidate.tokens,
-        "messages": conversation.messages,
+    return _group(candidate, joined) | {name: getattr(candidate, name) for name in OF_SESSION} | {
+        "outcome": candidate.outcome.value, "weight_version_min": candidate.version_min,
+        "weight_version_max": candidate.version_max, "turns": conversation.turns, "messages": conversation.messages,
         "tools": conversation.tools,
-    }
+    }  # fmt: skip
 
 
 def _preference_row(chosen: Candidate, rejected: Candidate, pair: Row, joined: Joined) -> Row:
+    sides = {"chosen": chosen, "rejected": rejected}
     return {
         **_group(chosen, joined),
-        "chosen_session_id": chosen.session_id,
-        "rejected_session_id": rejected.session_id,
-        "chosen_outcome": chosen.outcome.value,
-        "rejected_outcome": rejected.outcome.value,
-        "chosen_reward": chosen.reward,
-        "rejected_reward": rejected.reward,
+        **{f"{side}_session_id": each.session_id for side, each in sides.items()},
+        **{f"{side}_outcome": each.outcome.value for side, each in sides.items()},
+        **{f"{side}_reward": each.reward for side, each in sides.items()},
         "margin": chosen.reward - rejected.reward,
         "tokens": chosen.tokens + rejected.tokens,
         **pair,

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import orjson
 
@@ -45,6 +46,7 @@ Progress = Callable[[int, int], None]
 Placed = Callable[[Event], Event | None]
 """Function that returns the replacement of an event, or None if the build must skip it."""
 TELL_EVERY = 256
+E = TypeVar("E")
 
 
 @dataclass(slots=True)
@@ -79,9 +81,9 @@ class DatasetInput:
         total = sum(ends[place] - starts[place] for topic in plan for place in partitions(role, topic))
         return cls(role, query, provenance, progress, ends, total, placed)
 
-    async def read(self, place: Partition, *names: str) -> AsyncIterator[tuple[Record, Event]]:
-        """Yield the events of one partition whose record name is in `names`."""
-        began, start = self.passed, 0
+    async def read(self, place: Partition, *kinds: type[E]) -> AsyncIterator[tuple[Record, E]]:
+        """Yield the events of these types in one partition."""
+        began, start, names = self.passed, 0, [kind.__name__ for kind in kinds]
         reading = self.provenance.reading
         found = events_of(self.role, place, self.ends[place], names, runs=self.query.runs, reading=reading)
         async for record, event in found:
@@ -99,10 +101,11 @@ class DatasetInput:
         if self.progress is not None:
             self.progress(self.passed, self.total)
 
-    async def inline_payloads(self, event: Event, where: str) -> Event:
+    async def inline_payloads(self, event: E, where: str) -> E:
         """Return the event with its payloads. Raises MissingContent, which names the object and the record."""
         try:
-            return await inlined(event, self.role.blobs)
+            whole: E = await inlined(event, self.role.blobs)
+            return whole
         except (BlobMissing, BlobCorrupt) as gone:
             raise MissingContent(
                 f"{where}: {gone}. Restore the object, or leave its rows out (--task, --since, --until, --max-step)"
@@ -113,8 +116,7 @@ class DatasetInput:
         found: dict[str, TaskFacts] = {}
         known: dict[TaskFacts, TaskFacts] = {}  # interned: many groups share a few values
         for place in partitions(self.role, topics.TASKS):
-            async for record, event in self.read(place, RolloutRequested.__name__):
-                assert isinstance(event, RolloutRequested)
+            async for record, event in self.read(place, RolloutRequested):
                 if event.group_id not in found:
                     where = f"{record.topic}[{record.partition}]@{record.offset}"
                     task = TaskFacts(event.dataset, _task_type(await self._task_row(event, where)))
@@ -130,7 +132,6 @@ class DatasetInput:
             if self.query.task_types:
                 raise
             return None
-        assert isinstance(whole, RolloutRequested)
         return whole.task
 
     async def trained_ids(self) -> set[bytes]:
@@ -138,8 +139,7 @@ class DatasetInput:
         found: set[bytes] = set()
         least, most = self.query.min_step or 0, self.query.max_step
         for place in partitions(self.role, topics.BATCHES):
-            async for _, event in self.read(place, SampleBatchFormed.__name__):
-                assert isinstance(event, SampleBatchFormed)
+            async for _, event in self.read(place, SampleBatchFormed):
                 if event.batch_index >= least and (most is None or event.batch_index <= most):
                     for row in event.samples:
                         found |= {short(row.sample_id), short(row.session_id)}
@@ -250,8 +250,7 @@ def _groups(found: dict[str, Candidate]) -> list[list[Candidate]]:
 async def _read_candidates(source: DatasetInput, unit: int, filters: Filters) -> dict[str, Candidate]:
     found: dict[str, Candidate] = {}
     place = Partition(topics.SAMPLES.name, unit)
-    async for record, event in source.read(place, GroupScored.__name__):
-        assert isinstance(event, GroupScored)
+    async for record, event in source.read(place, GroupScored):
         source.provenance.settings_sha256.add(event.settings_sha256)
         source.provenance.fold_versions.add(event.fold_version)
         for each in event.rollouts:
@@ -271,8 +270,7 @@ async def _read_candidates(source: DatasetInput, unit: int, filters: Filters) ->
 
 
 async def _add_starts(source: DatasetInput, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
-    async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionStarted.__name__):
-        assert isinstance(event, SessionStarted)
+    async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionStarted):
         candidate = found.get(event.session_id)
         if candidate is None or candidate.rollout_index >= 0:
             continue
@@ -290,8 +288,7 @@ async def _add_starts(source: DatasetInput, unit: int, filters: Filters, found: 
 
 
 async def _add_trees(source: DatasetInput, unit: int, filters: Filters, found: dict[str, Candidate]) -> None:
-    async for _, event in source.read(Partition(topics.TREES.name, unit), TurnTreeAssembled.__name__):
-        assert isinstance(event, TurnTreeAssembled)
+    async for _, event in source.read(Partition(topics.TREES.name, unit), TurnTreeAssembled):
         candidate = found.get(event.session_id)
         if candidate is None or event.anchor_segment is None:
             continue

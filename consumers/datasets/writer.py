@@ -1,14 +1,15 @@
 """Writes rows as a dataset: batches of bounded size, files, hashes and a manifest, completely or not at all.
 
-Files are written one after another, as Parquet (a row group per batch) or Arrow IPC, and hashed at the same time. The
-folder is written beside its destination, synced and renamed. Until then it is named `.NAME.partial-xxxx` and locked by
-its writer. The next writer removes what a killed one left behind. If a writer dies after moving an existing dataset
-aside, the next one moves that back.
+Files are written one after another, as Parquet (a row group per batch) or Arrow IPC. The folder is written beside its
+destination, synced and renamed. Until then it is named `.NAME.partial-xxxx` and locked by its writer. The next writer
+removes what a killed one left behind. If a writer dies after moving an existing dataset aside, the next one moves that
+back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -141,131 +142,68 @@ class Shards:
         self._schema = schema
         self._format = format
         self._shard_bytes = shard_bytes
-        self._open: _Shard | None = None
-        self._closed: list[_Shard] = []
+        self._sink: Any = None
+        self._writer: Any = None
+        """Writer of the open file; None between two files."""
+        self._files: list[DataFile] = []
+        self._rows = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write a batch. Raises OSError."""
-        if self._open is None:
-            path = self._folder / f"{len(self._closed)}.unnamed"
-            self._open = _Shard(path, self._schema, self._format)
-        self._open.write(batch)
-        if self._open.sink.size >= self._shard_bytes:
+        if self._writer is None:
+            self._open()
+        self._writer.write_batch(batch)
+        self._rows += len(batch)
+        if self._sink.tell() >= self._shard_bytes:
             self._finish()
 
     def close(self) -> tuple[DataFile, ...]:
-        """Sync and name the files, and return them. There is at least one, so that an empty view still has its columns.
-        Raises OSError."""
-        if self._open is None and not self._closed:
+        """Name the files, and return them. There is at least one, so that an empty view still has its columns. Raises
+        OSError."""
+        if self._writer is None and not self._files:
             self.write(pa.RecordBatch.from_pylist([], schema=self._schema))
         self._finish()
-        files = []
-        for number, shard in enumerate(self._closed):
-            named = self._folder / f"train-{number:05}-of-{len(self._closed):05}.{self._format}"
-            shard.path.rename(named)
-            size, sha256 = shard.sink.size, shard.sink.running.hexdigest()
-            files.append(DataFile(name=f"data/{named.name}", rows=shard.rows, size=size, sha256=sha256))
-        return tuple(files)
+        named = []
+        for number, file in enumerate(self._files):
+            name = f"train-{number:05}-of-{len(self._files):05}.{self._format}"
+            (self._folder / file.name).rename(self._folder / name)
+            named.append(dataclasses.replace(file, name=f"data/{name}"))
+        return tuple(named)
 
     def abort(self) -> None:
         """Close the open file; its content is removed with the folder."""
-        if self._open is not None:
-            self._open.abort()
-            self._open = None
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # pyarrow's writers write their footer, for which there may be no room
+                self._writer.close()
+            self._sink.close()
+            self._writer = None
 
-    def _finish(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._closed.append(self._open)
-            self._open = None
-
-
-class _Shard:
-    """A file that is being written."""
-
-    def __init__(self, path: Path, schema: pa.Schema, format: str) -> None:
-        self.path = path
-        self.rows = 0
-        self.sink = _HashedFile(path)
-        self._writer: Any
-        if format == "parquet":
-            texts = [field.name for field in schema if pa.types.is_string(field.type)]
-            plain = [field.name for field in schema if not pa.types.is_nested(field.type)]
+    def _open(self) -> None:
+        self._sink = pa.OSFile(str(self._folder / f"{len(self._files)}.unnamed"), "wb")
+        if self._format == "parquet":
+            texts = [field.name for field in self._schema if pa.types.is_string(field.type)]
+            plain = [field.name for field in self._schema if not pa.types.is_nested(field.type)]
             # Ids repeat, so dictionaries save space; token columns would only fill the dictionaries first.
             self._writer = pq.ParquetWriter(
-                self.sink, schema, compression="zstd", compression_level=1, use_dictionary=texts, write_statistics=plain
-            )
+                self._sink, self._schema, compression="zstd", compression_level=1, use_dictionary=texts,
+                write_statistics=plain,
+            )  # fmt: skip
         else:
-            self._writer = pa.ipc.new_file(pa.PythonFile(self.sink, mode="w"), schema)
+            self._writer = pa.ipc.new_file(self._sink, self._schema)
 
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Write a batch. Raises OSError."""
-        self._writer.write_batch(batch)
-        self.rows += len(batch)
-
-    def close(self) -> None:
-        """Complete the file on disk. Raises OSError."""
+    def _finish(self) -> None:
+        """Complete the open file on disk. Raises OSError."""
+        if self._writer is None:
+            return
         self._writer.close()
-        self.sink.sync()
-
-    def abort(self) -> None:
-        """Close the file. pyarrow's writers write their footer when they are dropped; it is discarded."""
-        self.sink.discard()
-        self._writer.close()
-
-
-class _HashedFile:
-    """A sequentially written file that knows its size and sha256. It has the methods that pyarrow requires of a Python
-    file."""
-
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("wb", buffering=0)  # pyarrow writes in large pieces
-        self.running = hashlib.sha256()
-        self.size = 0
-        self.closed = False
-        """Attribute that pyarrow reads."""
-
-    def write(self, content: Any) -> int:
-        """Write all of `content`. Raises OSError."""
-        view = memoryview(content).cast("B")
-        if self.closed:
-            return len(view)
-        self.running.update(view)
-        written = 0
-        while written < len(view):
-            written += self.file.write(view[written:]) or 0
-        self.size += written
-        return written
-
-    def tell(self) -> int:
-        """Return the number of bytes written."""
-        return self.size
-
-    def flush(self) -> None:
-        """Do nothing: writes are not buffered."""
-
-    def readable(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Do nothing: pyarrow calls this when it is done, and `sync` closes the file."""
-
-    def discard(self) -> None:
-        """Close the file and ignore later writes."""
-        self.closed = True
-        self.file.close()
-
-    def sync(self) -> None:
-        """Sync the file to disk and close it. Raises OSError."""
-        os.fsync(self.file.fileno())
-        self.file.close()
-        self.closed = True
+        self._sink.close()
+        self._writer = None
+        name = f"{len(self._files)}.unnamed"
+        with (self._folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+            sha256, size = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+        self._files.append(DataFile(name=name, rows=self._rows, size=size, sha256=sha256))
+        self._rows = 0
 
 
 BATCH_TOKENS = 1 << 20

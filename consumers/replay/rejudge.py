@@ -272,11 +272,9 @@ class Rerun:
         """Return the dataset row of each group by group id; {} for a row that is not a JSON object."""
         found: dict[str, Mapping[str, Any]] = {}
         for place in partitions(self._role, topics.TASKS):
-            async for record, event in source.read(place, RolloutRequested.__name__):
-                assert isinstance(event, RolloutRequested)
+            async for record, event in source.read(place, RolloutRequested):
                 if event.group_id not in found:
                     whole = await source.inline_payloads(event, f"{record.topic}[{record.partition}]@{record.offset}")
-                    assert isinstance(whole, RolloutRequested)
                     assert isinstance(whole.task, bytes)
                     row = orjson.loads(whole.task)
                     found[event.group_id] = row if isinstance(row, dict) else {}
@@ -285,8 +283,7 @@ class Rerun:
     async def _reasons(self, source: DatasetInput, unit: int) -> dict[tuple[str, str], str]:
         """Return (session, outcome) -> the reason of that outcome."""
         found: dict[tuple[str, str], str] = {}
-        async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionFinished.__name__):
-            assert isinstance(event, SessionFinished)
+        async for _, event in source.read(Partition(topics.SESSIONS.name, unit), SessionFinished):
             found.setdefault((event.session_id, event.outcome.value), event.reason)
         return found
 
