@@ -157,24 +157,12 @@ def _turn(turn: TurnId | None) -> list[Any] | None:
     return None if turn is None else [turn.epoch, turn.index]
 
 
-def _version_spans(event: TokenSnapshot) -> str:
-    return as_json([[span.version, span.length] for span in event.version_spans])
-
-
-def _refused_requests(event: ToolCallCompleted) -> int:
-    return sum(request.source is EgressSource.refused for request in event.requests)
-
-
 def _nodes(event: TurnTreeAssembled) -> str:
     return as_json([
         {"turn": _turn(node.turn), "base": _turn(node.base), "lineage": node.lineage, "prompt": node.prompt_tokens,
          "output": node.output_tokens}
         for node in event.nodes
     ])  # fmt: skip
-
-
-def _lineages(event: TurnTreeAssembled) -> str:
-    return as_json([lineage.kind for lineage in event.lineages])
 
 
 def _segments(event: TurnTreeAssembled) -> str:
@@ -197,57 +185,12 @@ def mask_of(spans: Iterable[tuple[int, int, bool]]) -> str:
     return hashlib.sha256(as_json(runs).encode()).hexdigest()[:16]
 
 
-def _sample_tokens(event: SegmentSample) -> int:
-    ids = event.token_ids
-    return (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4
-
-
-def _output_tokens(event: SegmentSample) -> int:
-    return sum(span.length for span in event.spans)
-
-
-def _trained_tokens(event: SegmentSample) -> int:
-    return sum(span.length for span in event.spans if span.trained)
-
-
-def _mask(event: SegmentSample) -> str:
-    return mask_of((span.start, span.length, span.trained) for span in event.spans)
-
-
-def _batch_tokens(event: SampleBatchFormed) -> int:
-    return sum(row.tokens for row in event.samples)
-
-
-def _weight_bytes(event: WeightVersionPublished) -> int:
-    return sum(file.blob.size for file in event.files)
-
-
 def _members(event: GroupScored) -> str:
     return as_json([
         {"session_id": each.session_id, "outcome": each.outcome.value, "reward": each.reward,
          "advantage": each.advantage, "excluded": each.excluded_reason}
         for each in event.rollouts
     ])  # fmt: skip
-
-
-def _base_epoch(event: TurnCompleted) -> str | None:
-    return None if event.base_turn is None else event.base_turn.epoch
-
-
-def _base_index(event: TurnCompleted) -> int | None:
-    return None if event.base_turn is None else event.base_turn.index
-
-
-def _output_bytes(event: ToolCallCompleted) -> int:
-    return len(event.output) if event.full_output is None else event.full_output.size
-
-
-def _full_output(event: ToolCallCompleted) -> str | None:
-    return None if event.full_output is None else event.full_output.sha256
-
-
-def _seconds(event: Event) -> str | None:
-    return as_json(event.seconds) if isinstance(event, EngineWeightsLoaded) else None
 
 
 class RowsOf(NamedTuple):
@@ -286,10 +229,6 @@ def row_of(table: Table, **sources: Source) -> RowsOf:
     return RowsOf(table, eval(f"lambda place, record, event: ({', '.join(values)})", names))
 
 
-def _optional(name: str) -> Callable[[Event], Any]:
-    return lambda event: getattr(event, name, None)
-
-
 KIND = "__class__.__name__"
 SESSION_EVENT = RowsOf(
     schema.SPINE,
@@ -299,8 +238,9 @@ SESSION_EVENT = RowsOf(
     ),
 )  # fmt: skip
 ENGINE_EVENT = row_of(
-    schema.ENGINES, kind=KIND, refused_version=_optional("refused_version"), cause=_optional("cause"),
-    message=_optional("message"), seconds=_seconds,
+    schema.ENGINES, kind=KIND, refused_version=lambda event: getattr(event, "refused_version", None),
+    cause=lambda event: getattr(event, "cause", None), message=lambda event: getattr(event, "message", None),
+    seconds=lambda event: as_json(event.seconds) if isinstance(event, EngineWeightsLoaded) else None,
 )  # fmt: skip
 MASKED = (as_json, "masked")
 BOOKS: dict[str, Source] = {
@@ -315,27 +255,36 @@ ROWS: Mapping[type, RowsOf] = {
         schema.ROLLOUTS, dataset_row="index", purpose="purpose.value", task=(inline, "task")
     ),
     TurnCompleted: row_of(
-        schema.TURNS, epoch="turn.epoch", turn_index="turn.index", base_epoch=_base_epoch, base_index=_base_index,
+        schema.TURNS, epoch="turn.epoch", turn_index="turn.index",
+        base_epoch=lambda event: event.base_turn and event.base_turn.epoch,
+        base_index=lambda event: event.base_turn and event.base_turn.index,
         messages=(inline, "new_messages"), response=(inline, "response"), tools=(inline, "tools"),
         finish_reason="finish_reason.value", version_first="weight_version_first", version_last="weight_version_last",
     ),
     TokenSnapshot: row_of(
         schema.SNAPSHOTS, epoch="turn.epoch", turn_index="turn.index", output_tokens=sampled_tokens,
-        version_spans=_version_spans, boundary="boundary.value",
+        boundary="boundary.value",
+        version_spans=lambda event: as_json([[span.version, span.length] for span in event.version_spans]),
     ),
     ToolCallRequested: row_of(schema.REQUESTS, arguments=(_text, "arguments"), backend="sandbox.backend"),
     ToolCallCancelled: row_of(schema.CANCELS),
     ToolCallStarted: row_of(schema.STARTS),
     ToolCallCompleted: row_of(
-        schema.RESULTS, status="status.value", output=(_text, "output"), output_bytes=_output_bytes,
-        full_output=_full_output, requests=(len, "requests"), refused_requests=_refused_requests,
+        schema.RESULTS, status="status.value", output=(_text, "output"), requests=(len, "requests"),
+        output_bytes=lambda event: len(event.output) if event.full_output is None else event.full_output.size,
+        full_output=lambda event: event.full_output and event.full_output.sha256,
+        refused_requests=lambda event: sum(each.source is EgressSource.refused for each in event.requests),
     ),
     TurnTreeAssembled: row_of(
-        schema.TREES, outcome="outcome.value", nodes=_nodes, lineages=_lineages, segments=_segments, **BOOKS,
+        schema.TREES, outcome="outcome.value", nodes=_nodes, segments=_segments,
+        lineages=lambda event: as_json([lineage.kind for lineage in event.lineages]), **BOOKS,
     ),
     SegmentSample: row_of(
-        schema.SAMPLES, tokens=_sample_tokens, sampled=_output_tokens, trained=_trained_tokens,
-        version_min="weight_version_min", version_max="weight_version_max", mask=_mask,
+        schema.SAMPLES, version_min="weight_version_min", version_max="weight_version_max",
+        tokens=(lambda ids: (ids.size if isinstance(ids, BlobRef) else len(ids)) // 4, "token_ids"),
+        sampled=lambda event: sum(span.length for span in event.spans),
+        trained=lambda event: sum(span.length for span in event.spans if span.trained),
+        mask=lambda event: mask_of((span.start, span.length, span.trained) for span in event.spans),
     ),
     GroupScored: row_of(
         schema.SCORES, purpose="purpose.value", status="status.value", filters=(as_json, "group_filters"),
@@ -343,15 +292,17 @@ ROWS: Mapping[type, RowsOf] = {
     ),
     SampleScored: row_of(schema.SAMPLE_SCORES),
     SampleBatchFormed: row_of(
-        schema.BATCHES, skipped=None, file_sha256="file.sha256", rows=(len, "samples"), tokens=_batch_tokens,
-        masked=MASKED, lags=(as_json, "lags"),
+        schema.BATCHES, skipped=None, file_sha256="file.sha256", rows=(len, "samples"),
+        tokens=lambda event: sum(row.tokens for row in event.samples), masked=MASKED, lags=(as_json, "lags"),
     ),
     BatchSkipped: row_of(
         schema.BATCHES, part=None, parts=None, skipped="reason", file_sha256=None, rows=0, prompts=0, trajectories=0,
         trained_tokens=0, tokens=0, masked=MASKED, trainer_version=None, max_lag=None, lags=None,
     ),
     StepCompleted: row_of(schema.STEPS, masked=MASKED, seconds=(as_json, "seconds"), metrics=(as_json, "metrics")),
-    WeightVersionPublished: row_of(schema.VERSIONS, bytes=_weight_bytes, files=(len, "files")),
+    WeightVersionPublished: row_of(
+        schema.VERSIONS, bytes=lambda event: sum(file.blob.size for file in event.files), files=(len, "files")
+    ),
     DeadLetter: row_of(
         schema.DEAD_LETTERS, of_topic="topic", of_partition="partition", of_offset="offset", of_key=(_text, "key")
     ),
