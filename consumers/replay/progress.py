@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.schemas.canonical import canonical_text
@@ -76,29 +76,17 @@ class ReplayState:
             self._path.unlink(missing_ok=True)
 
 
-class ProgressReceiver(Protocol):
-    """Receiver of progress reports of a replay."""
+class ProgressReceiver:
+    """Receiver of progress reports of a replay. This one shows nothing."""
 
     def begin(self, what: str, total: int) -> None:
         """Start a phase in which `total` records are read."""
-        ...
 
     def advance(self, records: int, tokens: int = 0) -> None:
         """Report that `records` more records were read, and samples of `tokens` more tokens folded."""
-        ...
 
 
-class Silent:
-    """Shows nothing."""
-
-    def begin(self, what: str, total: int) -> None:
-        """See ProgressReceiver."""
-
-    def advance(self, records: int, tokens: int = 0) -> None:
-        """See ProgressReceiver."""
-
-
-class TerminalProgress:
+class TerminalProgress(ProgressReceiver):
     """Prints progress to a terminal: a bar if it is interactive, else plain lines. Use as a context manager."""
 
     def __init__(self, console: Terminal, *, lines_every_s: float = 10.0) -> None:
@@ -119,6 +107,7 @@ class TerminalProgress:
             self._bar = None
 
     def begin(self, what: str, total: int) -> None:
+        """See ProgressReceiver."""
         self.__exit__(None, None, None)
         self._what, self._total, self._records, self._tokens = what, max(total, 1), 0, 0
         self._began = self._said = time.monotonic()
@@ -128,6 +117,7 @@ class TerminalProgress:
             self._bar.start()
 
     def advance(self, records: int, tokens: int = 0) -> None:
+        """See ProgressReceiver."""
         self._records += records
         self._tokens += tokens
         now = time.monotonic()

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from turnlog.consumers.datasets.build import build
 from turnlog.consumers.datasets.manifest import DatasetManifest, Provenance
@@ -24,7 +24,7 @@ from turnlog.consumers.datasets.query import Query
 from turnlog.consumers.datasets.writer import DatasetWriter
 from turnlog.consumers.replay.batches import FOLDER as BATCHES
 from turnlog.consumers.replay.batches import DrawWriter, recorded_draws
-from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent
+from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState
 from turnlog.consumers.replay.source import (
     BadRefold,
     BrokenFold,
@@ -47,7 +47,7 @@ from turnlog.consumers.replay.verify import (
     replay_key,
 )
 from turnlog.infra.archive import ArchiveLog, Cut
-from turnlog.infra.log import Partition
+from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, ReadableGroup
@@ -63,6 +63,9 @@ from turnlog.settings import (
     recorded_keys,
     settings_sha256,
 )
+
+if TYPE_CHECKING:  # it imports verifiers, which other refolds do not need
+    from turnlog.consumers.replay.rejudge import Verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +172,6 @@ class Spool:
         self.path.unlink(missing_ok=True)
 
 
-class NewVerdicts(Protocol):
-    """New rewards that replace recorded ones."""
-
-    def substitute_event(self, event: Event) -> Event:
-        """Return the event, or the one that replaces it."""
-        ...
-
-    def summary(self) -> dict[str, Any]:
-        """Summarize the changes for the manifest."""
-        ...
-
-    def key(self) -> str:
-        """Return a key that is equal for equal rewards."""
-        ...
-
-
 class Refold:
     """A refold of the run that `role` reads."""
 
@@ -199,7 +186,7 @@ class Refold:
         until: str | None = None,
         overwrite: bool = False,
         save_every_s: float = 5.0,
-        verdicts: NewVerdicts | None = None,
+        verdicts: Verdicts | None = None,
         view: str = "rl",
         query: Query | None = None,
     ) -> None:
@@ -222,7 +209,7 @@ class Refold:
 
     async def run(self, *, progress: ProgressReceiver | None = None, fresh: bool = False) -> str:
         """Fold everything, write the requested outputs, and return one line that describes them."""
-        progress = progress or Silent()
+        progress = progress or ProgressReceiver()
         recorded = await recorded_run(self._role)
         settings = self._changes.settings(recorded)
         sha256 = settings_sha256(fold_settings_json(settings))
@@ -271,7 +258,9 @@ class Refold:
         while True:
             placed = None if self._verdicts is None else self._verdicts.substitute_event
             inputs = Inputs(self._role, rules, unit, skips, placed)
-            work = _UnitRefold(self._role, unit, rules, inputs, unit_state, spool, state, progress)
+            work = _UnitRefold(
+                unit, self._role.log, inputs, unit_state, HistoryFold(unit_state, rules), spool, state, progress
+            )
             try:
                 await work.run(cut, until)
                 break
@@ -364,41 +353,31 @@ class Refold:
         return found
 
 
+@dataclass(slots=True)
 class _UnitRefold:
     """An attempt at folding one partition into its spool. A new attempt starts if records have to be skipped."""
 
-    def __init__(
-        self,
-        role: Role,
-        unit: int,
-        rules: FoldRules,
-        inputs: Inputs,
-        state: UnitState,
-        spool: Spool,
-        remembered: ReplayState,
-        progress: ProgressReceiver,
-    ) -> None:
-        self._unit = unit
-        self._log = role.log
-        self._inputs = inputs
-        self._state = state
-        self._fold = HistoryFold(state, rules)
-        self._spool = spool
-        self._remembered = remembered
-        self._progress = progress
+    unit: int
+    log: Log
+    inputs: Inputs
+    state: UnitState
+    fold: HistoryFold
+    spool: Spool
+    remembered: ReplayState
+    progress: ProgressReceiver
 
     async def run(self, cut: Cut, until: Until | None) -> None:
         """Fold the inputs up to the cut, and write every completed group to the spool."""
-        starts, ends = places(self._unit, self._fold.position), places(self._unit, cut.high)
+        starts, ends = places(self.unit, self.fold.position), places(self.unit, cut.high)
         since = 0
-        async with Merge(self._log, starts, ends, until_ms=None if until is None else until.time_ms) as merge:
+        async with Merge(self.log, starts, ends, until_ms=None if until is None else until.time_ms) as merge:
             while chunk := await merge.chunk():
                 tokens = 0
                 for record in chunk:
-                    tokens += self._take(await self._inputs.fold(self._fold, record))
-                self._progress.advance(len(chunk), tokens)
+                    tokens += self._take(await self.inputs.fold(self.fold, record))
+                self.progress.advance(len(chunk), tokens)
                 since += len(chunk)
-                if since >= FORGET_EVERY or self._remembered.due:
+                if since >= FORGET_EVERY or self.remembered.due:
                     since = 0
                     self._remember()
 
@@ -408,16 +387,16 @@ class _UnitRefold:
         group = [event for event in outputs if isinstance(event, SegmentSample | GroupScored)]
         if group:
             if not isinstance(group[-1], GroupScored):
-                raise BrokenFold(f"unit {self._unit}: samples without their score")
-            self._spool.append(group)
+                raise BrokenFold(f"unit {self.unit}: samples without their score")
+            self.spool.append(group)
         return sum(tokens_of(event) for event in group)
 
     def _remember(self) -> None:
-        marks = self._fold.advance()
-        if marks is None or not self._remembered.due:
+        marks = self.fold.advance()
+        if marks is None or not self.remembered.due:
             return
-        self._state.marks = marks
-        self._remembered.sections["units"][str(self._unit)] = {
-            "spool": self._spool.sync(), "skips": sorted(self._inputs.skips), "state": self._state.to_json(),
+        self.state.marks = marks
+        self.remembered.sections["units"][str(self.unit)] = {
+            "spool": self.spool.sync(), "skips": sorted(self.inputs.skips), "state": self.state.to_json(),
         }  # fmt: skip
-        self._remembered.save()
+        self.remembered.save()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
 
-from turnlog.consumers.replay.unit import UnitState, fresh_state
+from turnlog.consumers.replay.unit import UnitState
 from turnlog.infra.archive import ArchiveLog, Cut, live_cut
 from turnlog.infra.blobs import inlined
 from turnlog.infra.follow import caught_up, read_range
@@ -34,6 +34,7 @@ from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_conf
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
+from turnlog.processors.core.fold.low_water import LowWaterMarks
 from turnlog.processors.core.fold.settlement import with_figures
 from turnlog.processors.core.fold.unit import DEFECTS, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
@@ -351,7 +352,9 @@ class SkipsFound(Exception):
 async def fresh(role: Role, cut: Cut) -> UnitState:
     """Return the state of a partition task at the start of its topics. Raises LogError."""
     starts = await role.log.start_offsets([Partition(topic, cut.unit) for topic in (*INPUTS, *cut.ends)])
-    return fresh_state({place.topic: start for place, start in starts.items()})
+    low = {topic: starts[Partition(topic, cut.unit)] for topic in INPUTS}
+    outputs = {place.topic: offset for place, offset in starts.items() if place.topic not in INPUTS}
+    return UnitState(LowWaterMarks(low=low, high=low), outputs=outputs)
 
 
 def places(unit: int, offsets: Mapping[str, int]) -> dict[Partition, int]:

@@ -21,7 +21,6 @@ from turnlog.infra.log import Record
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.fold.low_water import Done, LowWaterMarks
 from turnlog.processors.core.fold.unit import InputRecord, Taken, UnitFold
-from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import HEADER, Codec
@@ -341,13 +340,6 @@ def tokens_of(output: Event) -> int:
     return (
         len(output.token_ids) // 4 if isinstance(output, SegmentSample) and isinstance(output.token_ids, bytes) else 0
     )
-
-
-def fresh_state(starts: Mapping[str, int]) -> UnitState:
-    """Return the state of a partition task at the start of its topics. `starts` has input and output topics."""
-    low = {topic: starts[topic] for topic in INPUTS}
-    outputs = {topic: offset for topic, offset in starts.items() if topic not in INPUTS}
-    return UnitState(LowWaterMarks(low=low, high=low), outputs=outputs)
 
 
 def digest_of(codec: Codec, event: Event) -> bytes:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from turnlog.consumers.replay.batches import Samples, batch_difference, sample_positions
-from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState, Silent
+from turnlog.consumers.replay.progress import ProgressReceiver, ReplayState
 from turnlog.consumers.replay.source import (
     POLL_RECORDS,
     Inputs,
@@ -115,16 +115,14 @@ async def run(
     state.load(fresh=fresh)
     cuts = await cuts_of(role, state)
     limit = None if until is None else await moment(role, until)
-    question = ReplayContext(role, found, cuts, limit, state, progress or Silent(), memory, group_fold)
+    question = ReplayContext(role, found, cuts, limit, state, progress or ProgressReceiver(), memory, group_fold)
     question.progress.begin("folding again", await _total(role, cuts))
     verdict = ReplayResult(resumed=state.resumed)
     done: dict[str, dict[str, int]] = state.sections.setdefault("done", {})
     with cheap_collections():
         for unit in cuts:
             if str(unit) not in done:
-                result = await verify_unit(question, unit)
-                done[str(unit)] = result.counts
-                verdict.divergence = result.divergence
+                verdict.divergence, done[str(unit)] = await verify_unit(question, unit)
                 state.sections.pop("unit", None)
             verdict.records_compared += done[str(unit)].get("records", 0)
             verdict.samples_compared += done[str(unit)].get("samples", 0)
@@ -132,9 +130,7 @@ async def run(
                 break
     if verdict.divergence is None:
         state.save()
-        batches = await verify_batches(question, found.draw_rules())
-        verdict.batches_compared, verdict.batches_later = batches.compared, batches.later
-        verdict.divergence = batches.divergence
+        await verify_batches(question, found.draw_rules(), verdict)
     state.remove()
     return verdict
 
@@ -195,17 +191,10 @@ def cheap_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass(slots=True)
-class UnitResult:
-    """Result for one partition."""
-
-    divergence: str | None
-    counts: dict[str, int] = field(default_factory=dict)
-
-
-async def verify_unit(question: ReplayContext, unit: int) -> UnitResult:
-    """Fold one partition and compare it with its outputs. Start again without the records that an operator asked to
-    skip, once the fold stops at one. Raises ReplayError, LogError, BlobError, RegistryUnavailable."""
+async def verify_unit(question: ReplayContext, unit: int) -> tuple[str | None, dict[str, int]]:
+    """Fold one partition and compare it with its outputs: return the first difference, and what was compared if there
+    is none. Start again without the records that an operator asked to skip, once the fold stops at one. Raises
+    ReplayError, LogError, BlobError, RegistryUnavailable."""
     kept: dict[str, Any] = question.state.sections.get("unit") or {}
     skips: Skips = frozenset()
     state: UnitState | None = None
@@ -235,7 +224,7 @@ class _Verifier:
         self._since = 0
         """Records since the last attempt to forget finished groups."""
 
-    async def run(self) -> UnitResult:
+    async def run(self) -> tuple[str | None, dict[str, int]]:
         """Compare until inputs and outputs are both exhausted."""
         role, state, until = self._question.role, self._state, self._question.until
         starts, ends = places(self._unit, self._fold.position), places(self._unit, self._cut.high)
@@ -248,10 +237,8 @@ class _Verifier:
         ):
             while divergence := await self._next(inputs, outputs):
                 if divergence is not UNKNOWN:
-                    return UnitResult(divergence)
-        divergence = await self._left_over()
-        counts = {"records": state.counts.records, "samples": state.counts.samples}
-        return UnitResult(divergence, counts)
+                    return divergence, {}
+        return await self._left_over(), {"records": state.counts.records, "samples": state.counts.samples}
 
     async def _next(self, inputs: Merge, outputs: Merge) -> str | None:
         """Fold one chunk, then read emitted records as long as outputs wait for theirs. Return UNKNOWN while there is
@@ -360,20 +347,11 @@ class _Verifier:
         return None
 
 
-@dataclass(slots=True)
-class BatchResult:
-    """Result for all batches. `later` counts batches that were formed after the cut and not compared."""
-
-    compared: int = 0
-    later: int = 0
-    divergence: str | None = None
-
-
-async def verify_batches(question: ReplayContext, rules: DrawRules) -> BatchResult:
+async def verify_batches(question: ReplayContext, rules: DrawRules, result: ReplayResult) -> None:
     """Check every manifest up to `until`, in order. Raises LogError, BlobError."""
     role, until = question.role, question.until
     kept = question.state.sections.get("batches") or {}
-    result = BatchResult(kept.get("compared", 0), kept.get("later", 0))
+    result.batches_compared, result.batches_later = kept.get("compared", 0), kept.get("later", 0)
     place = Partition(BATCHES.name, 0)
     start, end = await role.log.start_offsets([place]), await role.log.end_offsets([place])
     start[place] = kept.get("next", start[place])
@@ -384,17 +362,17 @@ async def verify_batches(question: ReplayContext, rules: DrawRules) -> BatchResu
             for record in chunk:
                 result.divergence = await _verify_batch(question, record, samples, rules, result)
                 if result.divergence is not None:
-                    return result
+                    return
                 question.progress.advance(1)
                 if question.state.due:
-                    section = {"next": record.offset + 1, "compared": result.compared, "later": result.later}
-                    question.state.sections["batches"] = section
+                    question.state.sections["batches"] = {
+                        "next": record.offset + 1, "compared": result.batches_compared, "later": result.batches_later,
+                    }  # fmt: skip
                     question.state.save()
-    return result
 
 
 async def _verify_batch(
-    question: ReplayContext, record: Record, samples: Samples, rules: DrawRules, result: BatchResult
+    question: ReplayContext, record: Record, samples: Samples, rules: DrawRules, result: ReplayResult
 ) -> str | None:
     role, until = question.role, question.until
     try:
@@ -407,9 +385,9 @@ async def _verify_batch(
         return None
     ends = {unit: cut.ends[OUTPUTS[1]] for unit, cut in question.cuts.items()}
     if any(row.offset >= ends.get(row.partition, 0) for row in manifest.samples):
-        result.later += 1
+        result.batches_later += 1
         return None
     found = await samples.read_samples(sample_positions(manifest.samples))
     divergence = await batch_difference(role, manifest, found, rules)
-    result.compared += divergence is None
+    result.batches_compared += divergence is None
     return divergence

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from turnlog.consumers.replay.progress import ProgressReceiver, Silent, TerminalProgress
+from turnlog.consumers.replay.progress import ProgressReceiver, TerminalProgress
 from turnlog.consumers.replay.source import Inputs, Merge, recorded_run
 from turnlog.infra.history import events, partitions
 from turnlog.infra.log import Partition, partition_of
@@ -143,7 +143,7 @@ async def compare(
     found = Comparison(names, [Tally() for _ in names], outputs=[[] for _ in names])
     scope = await _in_full(role, scope)
     rules = [_rules(run, name, threshold) for name in names]
-    progress = progress or Silent()
+    progress = progress or ProgressReceiver()
     for unit in _units(role, scope):
         await _UnitComparison(role, unit, rules, scope, found).run(progress)
     found.rows = heapq.nlargest(scope.top, found.rows, key=lambda row: row.weight)
