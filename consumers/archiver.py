@@ -281,7 +281,7 @@ class Archiver:
         """Determine where to continue. A range that was decided and is not in the index is written first."""
         archived = self.index.end(place)
         self._ends[place] = start if archived is None else archived
-        decided = _last_span(commit)
+        decided = None if commit is None else OffsetRange(int(json.loads(commit.metadata)["start"]), commit.offset)
         if decided is not None and decided.end > self._ends[place]:
             if archived is not None and decided.start > archived:
                 raise GapInArchive(
@@ -346,8 +346,3 @@ class Archiver:
                 f"unit {unit}: a transaction of its assembler has been open for {CUT_PATIENCE_S:.0f} s; flush again "
                 "once it has ended"
             ) from error
-
-
-def _last_span(commit: Commit | None) -> OffsetRange | None:
-    """Return the last range that was decided."""
-    return None if commit is None else OffsetRange(int(json.loads(commit.metadata)["start"]), commit.offset)

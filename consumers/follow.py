@@ -107,7 +107,7 @@ class Events:
                 await self.commit()
             if self._ready:
                 return True
-            if self.until_end and self._at_end():
+            if self.until_end and self._held and caught_up(self.reader, self._ends):
                 return False
             self._ready.extend(await self.reader.poll(timeout_s=POLL_S))
 
@@ -158,9 +158,6 @@ class Events:
             {name: offset for name, offset in known.items() if name.number not in units}
             for known in (self._done, self._batch)
         )
-
-    def _at_end(self) -> bool:
-        return self._held and caught_up(self.reader, self._ends)
 
 
 @asynccontextmanager

@@ -105,7 +105,9 @@ class Needs:
                 least = min(_offset(self.assembler, place), behind)
                 return min(least, self.floors.get(number, least))
             case "turn-trees":
-                return self._lowest_mark(number, OUT_LOW)
+                return min(
+                    _value(self.assembler.get(Partition(topic.name, number)), OUT_LOW) for topic in (TURNS, SNAPSHOTS)
+                )
             case "segment-samples":
                 return self.batcher.get(number, 0) if self.noted else 0
             case "tasks":
@@ -116,9 +118,6 @@ class Needs:
                 calls = self.sandbox.get(Partition(topics.TOOL_CALLS.name, number))
                 return min(self.of_runner(place), _value(calls, RESULTS))
         return 0  # a topic that this release does not know
-
-    def _lowest_mark(self, number: int, what: str) -> int:
-        return min(_value(self.assembler.get(Partition(topic.name, number)), what) for topic in (TURNS, SNAPSHOTS))
 
 
 def _offset(commits: Mapping[Partition, Commit], place: Partition) -> int:
