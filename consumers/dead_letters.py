@@ -85,11 +85,6 @@ def find_letter(letters: dict[str, tuple[int, DeadLetter]], beginning: str) -> D
     return letters[matching[0]][1]
 
 
-async def origin(role: Role, letter: DeadLetter) -> Record | None:
-    """Return the original record if its topic still holds it, else None."""
-    return await record_at(role, Partition(letter.topic, letter.partition), letter.offset)
-
-
 async def record_at(role: Role, place: Partition, offset: int) -> Record | None:
     """Return one record, or None if the topic begins after it or ends before it, or if it was aborted."""
     start = (await role.log.start_offsets([place]))[place]
@@ -102,7 +97,7 @@ async def record_at(role: Role, place: Partition, offset: int) -> Record | None:
 
 async def whole(role: Role, letter: DeadLetter) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
     """Return value and headers of the letter's record. Raises NotRequeueable."""
-    record = await origin(role, letter)
+    record = await record_at(role, Partition(letter.topic, letter.partition), letter.offset)
     if record is not None and record.value.startswith(letter.value):
         return record.value, record.headers
     if len(letter.value) >= INLINE_LIMIT_BYTES:

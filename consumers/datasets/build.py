@@ -75,7 +75,7 @@ def _is_admitted(record: Record, sample: SegmentSample, filters: Filters, expire
     return (
         filters.admits(facts)
         and filters.admits_recipe(sample.recipe)
-        and filters.admits_environment(expired)
+        and filters.count_removal(expired)
         and filters.admits_versions(sample.weight_version_min, sample.weight_version_max)
     )
 

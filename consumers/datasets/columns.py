@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import IO, Any
 
@@ -139,22 +139,10 @@ PLAIN = tuple(
 )
 """Columns that are copied unchanged from a field of the sample."""
 
-Members = Mapping[str, Callable[[Any], Any]]
-SPANS: Members = {
-    "start": attrgetter("start"), "length": attrgetter("length"), "epoch": attrgetter("turn.epoch"),
-    "turn": attrgetter("turn.index"), "version": attrgetter("version"), "trained": attrgetter("trained"),
-    "advantage": attrgetter("advantage"),
-}  # fmt: skip
-"""Struct members in order, with their places in a SampleSpan. EXPERTS and IMAGES below have the same form."""
-EXPERTS: Members = {
-    "sha256": attrgetter("rows.sha256"), "size": attrgetter("rows.size"), "media_type": attrgetter("rows.media_type"),
-    "row_start": attrgetter("row_start"), "row_count": attrgetter("row_count"),
-    "target_start": attrgetter("target_start"),
-}  # fmt: skip
-IMAGES: Members = {
-    "sha256": attrgetter("image.sha256"), "size": attrgetter("image.size"),
-    "media_type": attrgetter("image.media_type"), "position": attrgetter("position"), "tokens": attrgetter("tokens"),
-}  # fmt: skip
+SPANS = ("start", "length", "turn.epoch", "turn.index", "version", "trained", "advantage")
+"""Attributes of a SampleSpan, in the order of the members of SPAN. EXPERTS and IMAGES have the same form."""
+EXPERTS = ("rows.sha256", "rows.size", "rows.media_type", "row_start", "row_count", "target_start")
+IMAGES = ("image.sha256", "image.size", "image.media_type", "position", "tokens")
 
 
 class RlRows:
@@ -230,11 +218,12 @@ def _inline(sample: SegmentSample, name: str) -> bytes:
     return payload
 
 
-def _lists(lists: Sequence[Sequence[Any]], members: Members, name: str) -> pa.Array:
+def _lists(lists: Sequence[Sequence[Any]], paths: Sequence[str], name: str) -> pa.Array:
     """Build a list column of structs member by member, which is many times faster than from dicts."""
     kind = RL.field(name).type
     flat = [each for row in lists for each in row]
-    arrays = [pa.array([of(each) for each in flat], kind.value_type.field(key).type) for key, of in members.items()]
+    members = zip(paths, kind.value_type, strict=True)
+    arrays = [pa.array(list(map(attrgetter(path), flat)), member.type) for path, member in members]
     offsets = pa.array(np.cumsum([0, *(len(row) for row in lists)]), pa.int32())
     structs = pa.StructArray.from_arrays(arrays, fields=list(kind.value_type))
     return pa.ListArray.from_arrays(offsets, structs, type=kind)

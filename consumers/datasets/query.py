@@ -185,10 +185,6 @@ class Filters:
             return self.count_removal("min_version")
         return self.count_removal("max_version" if query.max_version is not None and most > query.max_version else None)
 
-    def admits_environment(self, reason: str | None) -> bool:
-        """See admits. `reason` is the result of `check_environment`."""
-        return self.count_removal(reason)
-
     def check_environment(self, environment: Environment) -> str | None:
         """Return the name of the filter that an environment fails, or None."""
         query = self._query

@@ -281,8 +281,7 @@ async def _add_starts(source: DatasetInput, unit: int, filters: Filters, found: 
         candidate.environment = sys.intern(event.environment.name)
         candidate.environment_version = sys.intern(event.environment.version)
         if not (
-            filters.admits_recipe(event.recipe)
-            and filters.admits_environment(filters.check_environment(event.environment))
+            filters.admits_recipe(event.recipe) and filters.count_removal(filters.check_environment(event.environment))
         ):
             del found[event.session_id]
 

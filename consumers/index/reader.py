@@ -255,7 +255,7 @@ class Index:
         if sort not in SORTS:
             raise BadQuestion(f"sort {sort!r} is none of {', '.join(SORTS)}")
         limit = max(1, min(limit, MOST_ROWS))
-        value, name, _ = _cursor(after, sort, descending)
+        value, name = _cursor(after, sort, descending)
         order = Order(sort, descending, None if name is None else (value, name))
         with self.snapshot() as as_of:
             found, newest = Search(self._sql, wanted, as_of.positions, self._effort).page(order, limit + 1)
@@ -366,7 +366,7 @@ class Index:
         `reason` None lets any reason pass. Raises BadQuestion."""
         if sort not in CALL_SORTS:
             raise BadQuestion(f"sort {sort!r} is none of {', '.join(CALL_SORTS)}")
-        value, name, _ = _cursor(after, sort, True)
+        value, name = _cursor(after, sort, True)
         place = None if name is None else whole("after", name)
         asked = [("a.status = ?", status)] if status else []
         asked += [("a.reason = ?", reason)] if reason is not None else []
@@ -464,11 +464,10 @@ def _after(sort: str, descending: bool, value: object, name: str) -> str:
     return base64.urlsafe_b64encode(orjson.dumps([sort, descending, value, name])).decode()
 
 
-def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | None, bool]:
-    """Parse a cursor: value and id of the last row, and whether only rows without a value remain. Raises
-    BadQuestion."""
+def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | None]:
+    """Parse a cursor: value and id of the last row. Raises BadQuestion."""
     if after is None:
-        return None, None, False
+        return None, None
     try:
         of_sort, of_order, value, name = orjson.loads(base64.urlsafe_b64decode(after))
     except (ValueError, TypeError) as error:
@@ -478,7 +477,7 @@ def _cursor(after: str | None, sort: str, descending: bool) -> tuple[Any, str | 
         raise BadQuestion(f"after {after!r} is of another order")
     if isinstance(value, int):
         whole("after", str(value))
-    return value, name, value is None
+    return value, name
 
 
 def resolve_id(index: Index, text: str) -> tuple[str, str]:

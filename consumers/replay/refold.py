@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,63 +172,50 @@ class Spool:
         self.path.unlink(missing_ok=True)
 
 
+@dataclass(slots=True)
 class Refold:
     """A refold of the run that `role` reads."""
 
-    def __init__(
-        self,
-        role: Role,
-        changes: Changes,
-        out: Path,
-        folder: Path,
-        *,
-        format: str = "parquet",
-        until: str | None = None,
-        overwrite: bool = False,
-        save_every_s: float = 5.0,
-        verdicts: Verdicts | None = None,
-        view: str = "rl",
-        query: Query | None = None,
-    ) -> None:
-        """`folder` stores the state that a killed refold resumes from. `query` selects rows for views other than
-        `rl`."""
-        self._verdicts = verdicts
-        self._view = view
-        self._query = query or Query()
-        self._role = role
-        self._changes = changes
-        self._out = out
-        self._folder = folder
-        self._format = format
-        self._until_text = until
-        self._overwrite = overwrite
-        self._every_s = save_every_s
-        self._spools: dict[int, Spool] = {}
-        self._index: dict[str, tuple[int, int]] = {}
-        """Group id -> (partition, position in its spool)."""
+    role: Role
+    changes: Changes
+    out: Path
+    folder: Path
+    """Folder of the state that a killed refold resumes from."""
+    _: KW_ONLY
+    format: str = "parquet"
+    until: str | None = None
+    overwrite: bool = False
+    save_every_s: float = 5.0
+    verdicts: Verdicts | None = None
+    view: str = "rl"
+    query: Query = field(default_factory=Query)
+    """Selection of rows for views other than `rl`."""
+    _spools: dict[int, Spool] = field(default_factory=dict, init=False)
+    _index: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
+    """Group id -> (partition, position in its spool)."""
 
     async def run(self, *, progress: ProgressReceiver | None = None, fresh: bool = False) -> str:
         """Fold everything, write the requested outputs, and return one line that describes them."""
         progress = progress or ProgressReceiver()
-        recorded = await recorded_run(self._role)
-        settings = self._changes.settings(recorded)
+        recorded = await recorded_run(self.role)
+        settings = self.changes.settings(recorded)
         sha256 = settings_sha256(fold_settings_json(settings))
         now = dataclasses.replace(
             recorded, fold=settings.fold, batcher=settings.batcher, settings_sha256=sha256,
-            fold_version=self._changes.fold_version or recorded.fold_version,
+            fold_version=self.changes.fold_version or recorded.fold_version,
         )  # fmt: skip
         rules, draw_rules = now.rules(), now.draw_rules()
-        question = replay_key(self._role, self._until_text, now) | {"refold": True}
-        if self._verdicts is not None:
+        question = replay_key(self.role, self.until, now) | {"refold": True}
+        if self.verdicts is not None:
             question |= {
-                "verdicts": self._verdicts.key(),
-                "view": self._view,
-                "query": self._query.non_default_values(),
+                "verdicts": self.verdicts.key(),
+                "view": self.view,
+                "query": self.query.non_default_values(),
             }
-        state = ReplayState(self._folder, question, every_s=self._every_s)
+        state = ReplayState(self.folder, question, every_s=self.save_every_s)
         state.load(fresh=fresh)
-        cuts = await cuts_of(self._role, state)
-        until = None if self._until_text is None else await moment(self._role, self._until_text)
+        cuts = await cuts_of(self.role, state)
+        until = None if self.until is None else await moment(self.role, self.until)
         self._check_free(state)
         progress.begin("folding again", sum(sum(cut.high.values()) for cut in cuts.values()))
         try:
@@ -249,39 +236,39 @@ class Refold:
     ) -> None:
         """Fold one partition into its spool, from where a killed refold stopped."""
         kept: dict[str, Any] = state.sections.setdefault("units", {}).get(str(unit)) or {}
-        path = self._folder / f"{state.name}-{unit}.spool"
-        self._spools[unit] = spool = Spool(path, self._role.events.codec, length=kept.get("spool", 0))
+        path = self.folder / f"{state.name}-{unit}.spool"
+        self._spools[unit] = spool = Spool(path, self.role.events.codec, length=kept.get("spool", 0))
         if kept.get("whole"):
             return
         skips: Skips = frozenset((topic, offset) for topic, offset in kept.get("skips", ()))
-        unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self._role, cut)
+        unit_state = UnitState.from_json(kept["state"]) if kept else await fresh(self.role, cut)
         while True:
-            placed = None if self._verdicts is None else self._verdicts.substitute_event
-            inputs = Inputs(self._role, rules, unit, skips, placed)
+            placed = None if self.verdicts is None else self.verdicts.substitute_event
+            inputs = Inputs(self.role, rules, unit, skips, placed)
             work = _UnitRefold(
-                unit, self._role.log, inputs, unit_state, HistoryFold(unit_state, rules), spool, state, progress
+                unit, self.role.log, inputs, unit_state, HistoryFold(unit_state, rules), spool, state, progress
             )
             try:
                 await work.run(cut, until)
                 break
             except SkipsFound as found:
-                skips, unit_state = found.skips, await fresh(self._role, cut)
+                skips, unit_state = found.skips, await fresh(self.role, cut)
                 spool.close()
-                self._spools[unit] = spool = Spool(path, self._role.events.codec)
+                self._spools[unit] = spool = Spool(path, self.role.events.codec)
         state.sections["units"][str(unit)] = {"whole": True, "spool": spool.sync()}
         state.save()
 
     @property
     def _folds(self) -> bool:
-        return self._changes.folds or self._verdicts is not None
+        return self.changes.folds or self.verdicts is not None
 
     def _check_free(self, state: ReplayState) -> None:
         """Reject outputs that cannot be written, before hours of folding. Raises DatasetError, BadRefold."""
         if self._folds and "dataset" not in state.sections:
-            DatasetWriter(self._out, self._view, self._format, overwrite=self._overwrite).abort()
-        batches = self._out / BATCHES
-        if self._changes.batcher and batches.exists():
-            if not self._overwrite:
+            DatasetWriter(self.out, self.view, self.format, overwrite=self.overwrite).abort()
+        batches = self.out / BATCHES
+        if self.changes.batcher and batches.exists():
+            if not self.overwrite:
                 raise BadRefold(f"{batches} exists: choose another --out, or --overwrite")
             shutil.rmtree(batches)
 
@@ -289,31 +276,31 @@ class Refold:
         self, draw_rules: DrawRules, until: Until | None, provenance: Provenance, state: ReplayState
     ) -> str:
         said: list[str] = []
-        if self._changes.batcher or self._view != "rl":
+        if self.changes.batcher or self.view != "rl":
             for unit, spool in self._spools.items():
                 self._index |= {events[-1].group_id: (unit, at) for at, events in spool.groups()}
         if self._folds:
             if "dataset" not in state.sections:
                 counts = (await self._dataset(provenance)).counts
-                state.sections["dataset"] = f"{counts.rows:,} rows, {counts.tokens:,} tokens in {self._out}"
+                state.sections["dataset"] = f"{counts.rows:,} rows, {counts.tokens:,} tokens in {self.out}"
                 state.save()
             said.append(state.sections["dataset"])
-        if self._changes.batcher:
-            writer = DrawWriter(self._out, draw_rules, self._group)
-            async for draw in recorded_draws(self._role, None if until is None else until.time_ms):
+        if self.changes.batcher:
+            writer = DrawWriter(self.out, draw_rules, self._group)
+            async for draw in recorded_draws(self.role, None if until is None else until.time_ms):
                 writer.write(draw)
             writer.close()
-            said.append(f"{writer.batches:,} batches in {self._out / BATCHES}")
+            said.append(f"{writer.batches:,} batches in {self.out / BATCHES}")
         return "; ".join(said)
 
     async def _dataset(self, provenance: Provenance) -> DatasetManifest:
-        if self._view != "rl":
-            source = ARCHIVE if isinstance(self._role.log, ArchiveLog) else "topics"
+        if self.view != "rl":
+            source = ARCHIVE if isinstance(self.role.log, ArchiveLog) else "topics"
             return await build(
-                self._role, self._query, self._out, view=self._view, format=self._format, overwrite=self._overwrite,
+                self.role, self.query, self.out, view=self.view, format=self.format, overwrite=self.overwrite,
                 source=source, placed=self._scored_again, provenance=provenance,
             )  # fmt: skip
-        with DatasetWriter(self._out, "rl", self._format, overwrite=self._overwrite) as writer:
+        with DatasetWriter(self.out, "rl", self.format, overwrite=self.overwrite) as writer:
             for spool in self._spools.values():
                 for _, events in spool.groups():
                     writer.add(event for event in events if isinstance(event, SegmentSample))
@@ -335,20 +322,20 @@ class Refold:
         return ReadableGroup(score, tuple(PlacedSample(sample, unit, -1) for sample in samples))
 
     async def _provenance(self, cuts: dict[int, Cut], now: Configured) -> Provenance:
-        changes = dataclasses.asdict(self._changes)
+        changes = dataclasses.asdict(self.changes)
         query: dict[str, Any] = {"refold": {name: value for name, value in changes.items() if value is not None}}
-        if self._verdicts is not None:
-            query["rewards"] = self._verdicts.summary()
-        if self._until_text is not None:
-            query["until"] = self._until_text
+        if self.verdicts is not None:
+            query["rewards"] = self.verdicts.summary()
+        if self.until is not None:
+            query["until"] = self.until
         found = Provenance(
             query=query,
-            runs={self._role.settings.run.id},
+            runs={self.role.settings.run.id},
             settings_sha256={now.settings_sha256},
             fold_versions={now.fold_version},
         )
         ends = {Partition(topic, unit): end for unit, cut in cuts.items() for topic, end in cut.high.items()}
-        starts = await self._role.log.start_offsets(list(ends))
+        starts = await self.role.log.start_offsets(list(ends))
         found.reading.read = {place: (starts[place], end) for place, end in ends.items()}
         return found
 
