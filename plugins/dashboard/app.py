@@ -33,11 +33,11 @@ from turnlog.consumers.index import (
     NoIndex,
     RecordGone,
 )
-from turnlog.consumers.index.alarms import STANDS
 from turnlog.consumers.index.fate import of_session
 from turnlog.consumers.index.reader import AsOf, Index, where_of, whole
 from turnlog.consumers.index.search import SORTS, SessionFilter
 from turnlog.infra.archive import ReadOnlyArchive
+from turnlog.plugins.alarms import STANDS
 from turnlog.plugins.dashboard import CachedQuery, Refused, Unknown, drawing, harmless, require_found
 from turnlog.plugins.dashboard.comparison import Other, diff_settings, differences, settings_of
 from turnlog.plugins.dashboard.conversation import align_turns, conversation, prompts, said_alike

@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 from markupsafe import Markup
 
-from turnlog.consumers.index.alarms import Alarm, alarms, behind
 from turnlog.consumers.index.reader import AsOf, Index, Row
 from turnlog.infra.roles.role import RunPhase
 from turnlog.infra.run_folder import is_live, read_state
+from turnlog.plugins.alarms import Alarm, alarms, behind
 from turnlog.plugins.dashboard.drawing import Curve, Spread, bands, clock, curves, number, smooth
 
 QUIET_S = 600

@@ -22,13 +22,13 @@ from typing import Any
 from prometheus_client import Counter
 
 from turnlog.consumers.index import IndexFailure
-from turnlog.consumers.index.alarms import FAILED, STANDS, Alarm, alarms
 from turnlog.consumers.index.reader import Index, path_of
 from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Markers, lag_of
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role
 from turnlog.infra.run_folder import present, private_folder
+from turnlog.plugins.alarms import FAILED, STANDS, Alarm, alarms
 from turnlog.plugins.exporters import BadOutlet, library
 from turnlog.schemas.events import RoleFailed
 from turnlog.schemas.topics import RUN_HEALTH

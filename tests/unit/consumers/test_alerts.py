@@ -17,13 +17,13 @@ import pytest
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.index.alarms import FAILED, Alarm
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
+from turnlog.plugins.alarms import FAILED, Alarm
 from turnlog.plugins.exporters import BadOutlet
 from turnlog.plugins.exporters.alerts import PLACE, AlertCollector, Told, targets
 from turnlog.schemas.events import RoleFailed

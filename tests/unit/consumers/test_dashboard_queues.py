@@ -14,10 +14,10 @@ import numpy as np
 from tests.fakes.stories import Story, repair
 from tests.fakes.told_run import ToldRun
 from tests.unit.consumers.test_dashboard import check_harmless, site
-from turnlog.consumers.index.alarms import LINES, STANDS
 from turnlog.consumers.lag import STANDS_S, ConsumerStallTimes, Lag, by_role, lag_of
 from turnlog.infra.log import LogUnavailable, Partition
 from turnlog.infra.roles.role import Role
+from turnlog.plugins.alarms import LINES, STANDS
 from turnlog.plugins.dashboard import harmless
 from turnlog.plugins.dashboard.app import filters
 from turnlog.plugins.dashboard.queues import Queue, Queues

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from turnlog.consumers.index.alarms import GAP
 from turnlog.consumers.lag import ROLES as CONSUMERS
 from turnlog.consumers.lag import STANDS_S
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
+from turnlog.plugins.alarms import GAP
 from turnlog.producers.gateway.errors import GatewayError
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""Alerts that can be computed from the index alone: the rules of the dashboard's first page and of
+"""Alerts that can be computed from the index alone: rules that two plugins share, the dashboard's first page and
 `turnlog role alerts`."""
 
 from __future__ import annotations
