@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,9 +43,9 @@ def first_difference(emitted: Event, folded: Event) -> str:
     if type(emitted) is not type(folded):
         return f"a {type(emitted).__name__} as emitted, a {type(folded).__name__} as folded"
     if isinstance(emitted, SegmentSample):
-        for name, words in (("token_ids", _tokens), ("logprobs", _logprobs)):
+        for name in ("token_ids", "logprobs"):
             if getattr(emitted, name) != getattr(folded, name):
-                return words(emitted, folded)
+                return _array_difference(name, emitted, folded)
     return _difference(emitted, folded, "") or "its encoding alone"
 
 
@@ -66,29 +66,22 @@ def _difference(emitted: Any, folded: Any, path: str) -> str | None:
     return next((words for at, one, other in pairs if (words := _difference(one, other, at)) is not None), None)
 
 
-def _tokens(emitted: SegmentSample, folded: SegmentSample) -> str:
-    ours, theirs = int32s(_bytes(emitted.token_ids)), int32s(_bytes(folded.token_ids))
-    at = _first(ours, theirs)
-    if at is None:
-        return f"token_ids: {len(ours)} tokens as emitted, {len(theirs)} as folded; they agree as far as both go"
-    where = _where(folded, at)
-    return f"token_ids: token {at} ({where}) is {ours[at]} as emitted, {theirs[at]} as folded"
-
-
-def _logprobs(emitted: SegmentSample, folded: SegmentSample) -> str:
-    ours, theirs = float32s(_bytes(emitted.logprobs)), float32s(_bytes(folded.logprobs))
-    at = _first(ours.view("<i4"), theirs.view("<i4"))
-    if at is None:
-        return f"logprobs: {len(ours)} entries as emitted, {len(theirs)} as folded; they agree as far as both go"
-    position = _position(folded, at)
-    where = f"entry {at}, token {position} ({_where(folded, position)})"
-    return f"logprobs: {where} is {ours[at]!s} as emitted, {theirs[at]!s} as folded"
-
-
-def _first(ours: np.ndarray[Any, Any], theirs: np.ndarray[Any, Any]) -> int | None:
+def _array_difference(name: str, emitted: SegmentSample, folded: SegmentSample) -> str:
+    read: Callable[[bytes], np.ndarray[Any, Any]] = int32s if name == "token_ids" else float32s
+    what = "tokens" if name == "token_ids" else "entries"
+    payloads = getattr(emitted, name), getattr(folded, name)
+    assert all(isinstance(payload, bytes) for payload in payloads), "payloads are inline here"
+    ours, theirs = map(read, payloads)
     common = min(len(ours), len(theirs))
-    differ = np.flatnonzero(ours[:common] != theirs[:common])
-    return int(differ[0]) if len(differ) else None
+    differ = np.flatnonzero(ours[:common].view("<i4") != theirs[:common].view("<i4"))
+    if not len(differ):
+        return f"{name}: {len(ours)} {what} as emitted, {len(theirs)} as folded; they agree as far as both go"
+    at = int(differ[0])
+    position = at if name == "token_ids" else _position(folded, at)
+    where = f"token {position} ({_where(folded, position)})"
+    if name == "logprobs":
+        where = f"entry {at}, {where}"
+    return f"{name}: {where} is {ours[at]!s} as emitted, {theirs[at]!s} as folded"
 
 
 def _where(sample: SegmentSample, position: int) -> str:
@@ -108,11 +101,6 @@ def _position(sample: SegmentSample, entry: int) -> int:
             return span.start + entry
         entry -= span.length
     return -1
-
-
-def _bytes(payload: object) -> bytes:
-    assert isinstance(payload, bytes), "payloads are inline here"
-    return payload
 
 
 def _shorten_repr(value: object) -> str:
