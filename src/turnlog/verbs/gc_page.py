@@ -11,7 +11,7 @@ from functools import partial
 
 from rich.table import Table
 
-from turnlog.consumers.life.gc import (
+from turnlog.consumers.gc import (
     LEAST_GRACE_S,
     Connect,
     GraceTooShort,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from turnlog.consumers.life import gc
-from turnlog.consumers.life.delete import (
+from turnlog.consumers import gc
+from turnlog.consumers.run_delete import (
     RUNS,
     Needed,
     NotConfirmed,

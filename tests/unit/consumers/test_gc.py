@@ -21,7 +21,7 @@ from tests.fakes.memory_broker import Owner as Producer
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.weights import Publications
 from tests.unit.consumers.conftest import CODEC
-from turnlog.consumers.life.gc import Marked, MarkTooOld, ObjectState, UnknownOwner, mark_objects, sweep_objects
+from turnlog.consumers.gc import Marked, MarkTooOld, ObjectState, UnknownOwner, mark_objects, sweep_objects
 from turnlog.infra.blobs import REUSED_S, MemoryBlobs, Owner, key
 from turnlog.infra.environments.workspaces import PackedRange
 from turnlog.infra.log import Partition

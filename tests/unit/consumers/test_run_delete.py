@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.memory_broker import Group, Member, MemoryBroker
 from tests.fakes.memory_broker import Owner as Producer
 from tests.fakes.memory_log import Died, MemoryLog
-from turnlog.consumers.life.delete import Plan, Run, RunIsUp, StillNeeded, delete_run, needed_elsewhere, plan_deletion
+from turnlog.consumers.run_delete import Plan, Run, RunIsUp, StillNeeded, delete_run, needed_elsewhere, plan_deletion
 from turnlog.infra.blobs import MemoryBlobs, Owner, key
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.infra.roles.runs import OtherRun

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnlog.consumers.life import gc
+from turnlog.consumers import gc
 from turnlog.infra import run_folder
 from turnlog.infra.blobs import CHECKPOINTS, KEY, OWNED, TRASH, Blobs, Owner, key
 from turnlog.infra.log import Partition, RemovableLog

@@ -1,1 +1,0 @@
-"""Deletion of runs, and garbage collection in the store."""
