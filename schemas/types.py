@@ -84,3 +84,44 @@ def pack_int32s(values: object) -> bytes:
 def pack_float32s(values: object) -> bytes:
     """Pack a sequence or array of floats as little-endian float32."""
     return np.asarray(values, dtype="<f4").tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """First fields of every event; docs/events.md describes them under "Fields that many records have"."""
+
+    event_id: str
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvent(RunEvent):
+    """First fields of an event of a group."""
+
+    group_id: str
+    floor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEvent(RunEvent):
+    """First fields of an event of a session."""
+
+    group_id: str
+    session_id: str
+    floor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallEvent(SessionEvent):
+    """First fields of an event of a tool call."""
+
+    rollout_id: str
+    call_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEvent(RunEvent):
+    """First fields of an event of an engine."""
+
+    engine_id: str
+    url: str

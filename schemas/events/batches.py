@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnlog.schemas.types import BlobRef
+from turnlog.schemas.types import BlobRef, RunEvent
 
 
 class Weighting(StrEnum):
@@ -71,11 +71,9 @@ class SourcePosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleBatchFormed:
+class SampleBatchFormed(RunEvent):
     """The manifest: the batcher's commit and the trainer's input. File first, then this event."""
 
-    event_id: str
-    run_id: str
     batch_index: int
     """Index in the run: 0, then +1 with each batch and each skipped draw."""
     draw_index: int
@@ -130,14 +128,12 @@ class SampleBatchFormed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSkipped:
+class BatchSkipped(RunEvent):
     """A draw that left nothing to train.
 
     It uses up a batch_index and a draw_index, but no optimizer step and no weight version.
     """
 
-    event_id: str
-    run_id: str
     batch_index: int
     """Index as in SampleBatchFormed. It is used up, as is draw_index: the next manifest has the next ones."""
     draw_index: int
@@ -171,11 +167,9 @@ def same_weights_gap(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCompleted:
+class StepCompleted(RunEvent):
     """One optimizer step. Readers take the highest incarnation per batch_index."""
 
-    event_id: str
-    run_id: str
     batch_index: int
     """Index of the batch, as in its manifest."""
     draw_index: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnlog.schemas.types import Json
+from turnlog.schemas.types import Json, RunEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,12 @@ class RunParent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunConfigured:
+class RunConfigured(RunEvent):
     """The settings that folds depend on, as canonical JSON, and their hash, which stands in every derived record.
 
     The first RunConfigured on the topic determines which run owns the log: there is one run per cluster and prefix.
     """
 
-    event_id: str
-    run_id: str
     settings: Json
     """Canonical JSON with sorted keys and no spaces."""
     settings_sha256: str
@@ -63,13 +61,11 @@ class RunConfigured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlanned:
+class RunPlanned(RunEvent):
     """What lag and admission are counted by, beside the recorded settings. Written when the run is configured and at
     each later `turnlog run` with other values; the latest record counts. `turnlog run pause`, `resume` and `close`
     write it as well: a phase holds until a later record names another."""
 
-    event_id: str
-    run_id: str
     draws: int
     """Number of draws to train before the run ends ([feeder] draws)."""
     publish_every: int
@@ -83,11 +79,9 @@ class RunPlanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleFailed:
+class RoleFailed(RunEvent):
     """A process of the run died again and again: its supervisor's restarts did not help."""
 
-    event_id: str
-    run_id: str
     role: str
     """Name of the process, as `turnlog status` shows it."""
     cause: str
@@ -101,11 +95,9 @@ class RoleFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeadLetter:
+class DeadLetter(RunEvent):
     """A record that was refused: where it stands, its raw bytes, and the typed cause."""
 
-    event_id: str
-    run_id: str
     topic: str
     """Topic of the dead-lettered record."""
     partition: int

@@ -8,7 +8,7 @@ from enum import StrEnum
 from turnlog.schemas.events.sessions import Outcome
 from turnlog.schemas.events.tasks import Purpose
 from turnlog.schemas.events.turns import FinishReason, ImageRef
-from turnlog.schemas.types import BlobRef, Float32Payload, Float32s, Int32Payload, TurnId
+from turnlog.schemas.types import BlobRef, Float32Payload, Float32s, GroupEvent, Int32Payload, RunEvent, TurnId
 
 
 class MaskReason(StrEnum):
@@ -106,11 +106,9 @@ class TreeBooks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnTreeAssembled:
+class TurnTreeAssembled(RunEvent):
     """Structure and books of one session, no tokens."""
 
-    event_id: str
-    run_id: str
     group_id: str
     session_id: str
     rollout_id: str
@@ -172,11 +170,9 @@ class ExpertRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentSample:
+class SegmentSample(RunEvent):
     """One training row."""
 
-    event_id: str
-    run_id: str
     group_id: str
     session_id: str
     rollout_id: str
@@ -240,13 +236,9 @@ class RolloutScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupScored:
+class GroupScored(GroupEvent):
     """A group is readable here: its SegmentSamples precede this record in the same transaction."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    floor: int
     task_id: str
     purpose: Purpose
     """Purpose of the group's sessions."""
@@ -277,14 +269,10 @@ class GroupScored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupEmitted:
+class GroupEmitted(GroupEvent):
     """A group's GroupScored is on the log, in the same transaction: its figures without its rollouts, for readers that
     must know every group of the run. Written by fold version 2 and later."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    floor: int
     purpose: Purpose
     """Purpose, copied from GroupScored."""
     status: GroupStatus
@@ -302,11 +290,9 @@ class GroupEmitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleScored:
+class SampleScored(RunEvent):
     """Teacher or reference log-probs of a sample's output tokens."""
 
-    event_id: str
-    run_id: str
     group_id: str
     sample_id: str
     """Id of the SegmentSample."""

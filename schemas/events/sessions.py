@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.events.tasks import Purpose, Sampling
-from turnlog.schemas.types import JsonPayload, TurnId
+from turnlog.schemas.types import GroupEvent, JsonPayload, SessionEvent, TurnId
 
 
 class Outcome(StrEnum):
@@ -63,14 +63,9 @@ class Verifier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionStarted:
+class SessionStarted(SessionEvent):
     """A session opened; opens its epoch 0, named by this record's event_id."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     task_id: str
     group_size: int
     """Number of rollouts in the group."""
@@ -100,27 +95,17 @@ class SessionStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionAdopted:
+class SessionAdopted(SessionEvent):
     """Another gateway took over; opens the next epoch, named by this record's event_id."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     writer_url: str
     """URL of the gateway that owns this epoch (ownership term)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardAssigned:
+class RewardAssigned(SessionEvent):
     """The verdict: a finite reward with its evidence."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     value: float
     """The reward, a finite number."""
     components: dict[str, float]
@@ -132,14 +117,9 @@ class RewardAssigned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardFailed:
+class RewardFailed(SessionEvent):
     """The verifier could not judge; the session is excluded as `verifier_failure`."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     verifier: Verifier
     """Verifier that could not judge."""
     cause: str
@@ -147,14 +127,9 @@ class RewardFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRewardAssigned:
+class StepRewardAssigned(SessionEvent):
     """A reward for one turn."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     turn: TurnId
     """Turn that the reward is for."""
     value: float
@@ -176,14 +151,9 @@ class Expects:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionFinished:
+class SessionFinished(SessionEvent):
     """A session ended with exactly these turns. Counts iff `epoch` is the latest Started/Adopted before it."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     epoch: str
     """event_id of the SessionStarted or SessionAdopted that the writer of this record took to be the latest."""
     turns: tuple[TurnId, ...]
@@ -201,13 +171,9 @@ class SessionFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupClosed:
+class GroupClosed(GroupEvent):
     """The group is settled with the members named that are settled before this record."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    floor: int
     members: tuple[str, ...]
     """Ids of the sessions with which the group is closed."""
     reason: str
@@ -218,13 +184,9 @@ class GroupClosed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SkipRequested:
+class SkipRequested(GroupEvent):
     """An operator's order to pass over one record at which a unit stopped."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    floor: int
     topic: str
     """Topic of the record to skip."""
     partition: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from turnlog.schemas.types import JsonPayload
+from turnlog.schemas.types import JsonPayload, RunEvent
 
 
 class Purpose(StrEnum):
@@ -43,11 +43,9 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRequested:
+class RolloutRequested(RunEvent):
     """One rollout of a group, admitted by the feeder."""
 
-    event_id: str
-    run_id: str
     group_id: str
     floor: int
     """End offset of the group's agent.sessions partition, read before admission."""
@@ -82,11 +80,9 @@ class RolloutRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequested:
+class GroupRequested(RunEvent):
     """The rollouts of a group were asked for, in the same transaction: all that a feeder must remember of them."""
 
-    event_id: str
-    run_id: str
     group_id: str
     draw: int
     """Number of earlier groups of this task, as in RolloutRequested."""

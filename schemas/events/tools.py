@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from turnlog.schemas.types import BlobRef, Json
+from turnlog.schemas.types import BlobRef, CallEvent, Json
 
 UNISOLATED = "+subprocess"
 """Suffix of the name of a worker that should isolate calls but runs them as plain processes."""
@@ -65,16 +65,9 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallRequested:
+class ToolCallRequested(CallEvent):
     """One call; calls of one session run in call_seq order in that session's sandbox."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
-    rollout_id: str
-    call_id: str
     call_seq: int
     """Number of the call in its session: 0, then +1 with each call."""
     tool: str
@@ -90,31 +83,17 @@ class ToolCallRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallCancelled:
+class ToolCallCancelled(CallEvent):
     """Nobody waits for this call any more."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
-    rollout_id: str
-    call_id: str
     reason: str
     """Reason, in one word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallStarted:
+class ToolCallStarted(CallEvent):
     """On the log before execution: an unanswered call died with its sandbox."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
-    rollout_id: str
-    call_id: str
     attempt: int
     """Attempt at the call: 1, then +1 each time that its sandbox went away."""
     worker: str
@@ -162,16 +141,9 @@ class EgressRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallCompleted:
+class ToolCallCompleted(CallEvent):
     """The first in the log for a call_id is the effective one."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
-    rollout_id: str
-    call_id: str
     call_seq: int
     """Number of the call in its session, as in ToolCallRequested."""
     status: ToolStatus

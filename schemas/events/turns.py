@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from turnlog.schemas.types import BlobRef, Float32Payload, Int32Payload, JsonPayload, TurnId
+from turnlog.schemas.types import BlobRef, Float32Payload, Int32Payload, JsonPayload, SessionEvent, TurnId
 
 
 class FinishReason(StrEnum):
@@ -31,14 +31,9 @@ class Boundary(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnCompleted:
+class TurnCompleted(SessionEvent):
     """Messages, usage and timing of one turn."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     turn: TurnId
     """Id of this turn."""
     request_sha256: str
@@ -141,14 +136,9 @@ class ExpertsLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSnapshot:
+class TokenSnapshot(SessionEvent):
     """The tokens of one turn: a delta to `parent_turn`, the output ids, their log-probs and weight versions."""
 
-    event_id: str
-    run_id: str
-    group_id: str
-    session_id: str
-    floor: int
     turn: TurnId
     """Id of this turn."""
     parent_turn: TurnId | None

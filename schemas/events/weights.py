@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from turnlog.schemas.types import BlobRef
+from turnlog.schemas.types import BlobRef, EngineEvent, RunEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,9 @@ class WeightFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightVersionPublished:
+class WeightVersionPublished(RunEvent):
     """A Hugging Face model folder that engines can load."""
 
-    event_id: str
-    run_id: str
     version: int
     """0 for the initial weights, then +1 with each publication, never reused."""
     step: int
@@ -59,11 +57,9 @@ class WeightVersionPublished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequested:
+class EngineRequested(RunEvent):
     """An engine is to serve, or to leave; of one engine the last request counts."""
 
-    event_id: str
-    run_id: str
     engine_id: str
     url: str
     """URL of the engine; empty for an engine that the run's supervisor starts itself."""
@@ -76,13 +72,9 @@ class EngineRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRegistered:
+class EngineRegistered(EngineEvent):
     """An engine joined with the weights that it holds."""
 
-    event_id: str
-    run_id: str
-    engine_id: str
-    url: str
     state: str
     """starting, serving, released, draining, silent or gone."""
     version: int
@@ -94,13 +86,9 @@ class EngineRegistered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineWeightsLoaded:
+class EngineWeightsLoaded(EngineEvent):
     """The acknowledgement of a weight version."""
 
-    event_id: str
-    run_id: str
-    engine_id: str
-    url: str
     state: str
     """State of the engine: starting, serving or released."""
     version: int
@@ -116,13 +104,9 @@ class EngineWeightsLoaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineWeightsRefused:
+class EngineWeightsRefused(EngineEvent):
     """The old weights go on serving."""
 
-    event_id: str
-    run_id: str
-    engine_id: str
-    url: str
     state: str
     """State of the engine: starting, serving or released."""
     version: int
@@ -136,14 +120,10 @@ class EngineWeightsRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDraining:
+class EngineDraining(EngineEvent):
     """No turns, please: the engine is about to leave (draining), has given its memory back until the next version
     (released), or does not answer for now (silent)."""
 
-    event_id: str
-    run_id: str
-    engine_id: str
-    url: str
     state: str
     """draining, released or silent."""
     version: int
@@ -153,13 +133,9 @@ class EngineDraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineGone:
+class EngineGone(EngineEvent):
     """The engine died or left."""
 
-    event_id: str
-    run_id: str
-    engine_id: str
-    url: str
     state: str
     """Always gone."""
     version: int
