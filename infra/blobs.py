@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Protocol, TypeVar, Union, cast, get_args, get_origin
 from urllib.parse import quote
 
 import numpy as np
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     import PIL.Image
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 OWNED, OWNERS, TRASH = "owned/", "owners/", "trash/"
 BINARY = "application/octet-stream"
 REUSED_S = 3600.0
@@ -281,12 +282,57 @@ def _reading(path: Path) -> Iterator[tuple[UploadSource, int]]:
 
 
 class Folders(ABC):
-    """Rules for where blobs are written and searched, common to all stores. All calls block."""
+    """See Blobs. Rules for where blobs are written and searched, common to all stores. The methods with an underscore
+    block."""
 
     def __init__(self) -> None:
         self.folder = ""
         self._last = ""
         """Folder in which a blob was last found. Blobs that are read together mostly lie together."""
+
+    async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
+        return await self._run(lambda: self._put(content, media_type))
+
+    async def get(self, ref: BlobRef) -> bytes:
+        return await self._run(lambda: self._get(ref))
+
+    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
+        return await self._run(lambda: self._put_file(path, sha256, media_type))
+
+    async def get_file(self, ref: BlobRef, path: Path) -> None:
+        await self._run(lambda: self._get_file(ref, path))
+
+    async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
+        await self._run_effect(lambda: self._write(name, content, media_type))
+
+    async def get_named(self, name: str) -> bytes:
+        return await self._run(lambda: self._read(name))
+
+    async def put_named_file(self, name: str, path: Path) -> BlobRef:
+        return await self._run_effect(lambda: self._put_named_file(name, path))
+
+    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
+        await self._run(lambda: self._get_named_file(name, ref, path))
+
+    async def names(self, prefix: str) -> list[str]:
+        return await self._run(lambda: self._names(prefix))
+
+    async def list_objects(self, prefix: str) -> Listing:
+        return await self._run_effect(lambda: self._list_objects(prefix))
+
+    async def copy(self, name: str, to: str) -> None:
+        await self._run_effect(lambda: self._copy(name, to))
+
+    async def remove(self, name: str) -> None:
+        await self._run_effect(lambda: self._remove(name))
+
+    @abstractmethod
+    async def _run(self, call: Callable[[], T]) -> T:
+        """Run a blocking call of this store."""
+
+    async def _run_effect(self, call: Callable[[], T]) -> T:
+        """Like `_run`, for a call before and after which the death of the process makes a difference."""
+        return await self._run(call)
 
     @abstractmethod
     def _read(self, name: str) -> bytes: ...
@@ -305,7 +351,13 @@ class Folders(ABC):
     def _copy(self, name: str, to: str) -> None: ...
 
     @abstractmethod
+    def _remove(self, name: str) -> None: ...
+
+    @abstractmethod
     def _names(self, prefix: str) -> list[str]: ...
+
+    @abstractmethod
+    def _list_objects(self, prefix: str) -> Listing: ...
 
     def _put_file(self, path: Path, sha256: str, media_type: str) -> BlobRef:
         with _reading(path) as (reading, size):
@@ -449,56 +501,14 @@ class MemoryBlobs(Folders):
         """Called before and after each put of a named object, copy, removal and listing: a point at which a test may
         let the process die (`MemoryLog.point`)."""
 
-    async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
-        return self._put(content, media_type)
+    async def _run(self, call: Callable[[], T]) -> T:
+        return call()
 
-    async def get(self, ref: BlobRef) -> bytes:
-        return self._get(ref)
-
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
-        return self._put_file(path, sha256, media_type)
-
-    async def get_file(self, ref: BlobRef, path: Path) -> None:
-        self._get_file(ref, path)
-
-    async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
+    async def _run_effect(self, call: Callable[[], T]) -> T:
         self.point()
-        self._write(name, content, media_type)
+        found = call()
         self.point()
-
-    async def get_named(self, name: str) -> bytes:
-        return self._read(name)
-
-    async def put_named_file(self, name: str, path: Path) -> BlobRef:
-        self.point()
-        ref = self._put_named_file(name, path)
-        self.point()
-        return ref
-
-    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
-        self._get_named_file(name, ref, path)
-
-    async def names(self, prefix: str) -> list[str]:
-        return self._names(prefix)
-
-    async def list_objects(self, prefix: str) -> Listing:
-        self.point()
-        now = self.clock()
-        names = self._names(prefix)
-        found = tuple(Listed(name, len(self._read(name)), self.times.get(name, now)) for name in names)
-        self.point()
-        return Listing(now, found)
-
-    async def copy(self, name: str, to: str) -> None:
-        self.point()
-        self._copy(name, to)
-        self.point()
-
-    async def remove(self, name: str) -> None:
-        self.point()
-        held, at = self._locate(name)
-        held.pop(at, None)
-        self.point()
+        return found
 
     async def close(self) -> None:
         """Do nothing: there are no connections."""
@@ -524,6 +534,15 @@ class MemoryBlobs(Folders):
 
     def _copy(self, name: str, to: str) -> None:
         self._write(to, self._read(name), "")
+
+    def _remove(self, name: str) -> None:
+        held, at = self._locate(name)
+        held.pop(at, None)
+
+    def _list_objects(self, prefix: str) -> Listing:
+        now = self.clock()
+        names = self._names(prefix)
+        return Listing(now, tuple(Listed(name, len(self._read(name)), self.times.get(name, now)) for name in names))
 
     def _write(self, name: str, content: bytes, media_type: str) -> None:
         held, at = self._locate(name)

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import urljoin, urlsplit
 from xml.etree import ElementTree
@@ -31,7 +30,6 @@ from minio.credentials.providers import IamAwsProvider, Provider
 from minio.error import MinioException, S3Error
 
 from turnlog.infra.blobs import (
-    BINARY,
     BlobError,
     BlobMissing,
     BucketMissing,
@@ -45,7 +43,6 @@ from turnlog.infra.blobs import (
 )
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.run_folder import present
-from turnlog.schemas.types import BlobRef
 from turnlog.settings import StoreSettings
 
 THREADS = 8
@@ -105,33 +102,6 @@ class S3Blobs(Folders):
         self._bucket_lock = threading.Lock()
         self._bucket_there = False
 
-    async def put(self, content: bytes, *, media_type: str = BINARY) -> BlobRef:
-        return await self._run(lambda: self._put(content, media_type))
-
-    async def get(self, ref: BlobRef) -> bytes:
-        return await self._run(lambda: self._get(ref))
-
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = BINARY) -> BlobRef:
-        return await self._run(lambda: self._put_file(path, sha256, media_type))
-
-    async def get_file(self, ref: BlobRef, path: Path) -> None:
-        await self._run(lambda: self._get_file(ref, path))
-
-    async def put_named(self, name: str, content: bytes, *, media_type: str = BINARY) -> None:
-        await self._run(lambda: self._write(name, content, media_type))
-
-    async def get_named(self, name: str) -> bytes:
-        return await self._run(lambda: self._read(name))
-
-    async def put_named_file(self, name: str, path: Path) -> BlobRef:
-        return await self._run(lambda: self._put_named_file(name, path))
-
-    async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
-        await self._run(lambda: self._get_named_file(name, ref, path))
-
-    async def names(self, prefix: str) -> list[str]:
-        return await self._run(lambda: self._names(prefix))
-
     async def date(self) -> str | None:
         """Return the time of the store's clock as an HTTP date (RFC 9110, 6.6.1), or None if its answers have none."""
         return await self._run(self._date)
@@ -140,15 +110,6 @@ class S3Blobs(Folders):
         """Return the seconds by which this machine's clock is ahead of the store's; 0 if its answers have no date.
         Raises StoreUnreachable."""
         return await self._run_plainly(lambda: _ahead_s(self._date()))
-
-    async def list_objects(self, prefix: str) -> Listing:
-        return await self._run(lambda: self._list_objects(prefix))
-
-    async def copy(self, name: str, to: str) -> None:
-        await self._run(lambda: self._copy(name, to))
-
-    async def remove(self, name: str) -> None:
-        await self._run(lambda: self._client.remove_object(self._settings.bucket, name))
 
     async def close(self) -> None:
         """See Blobs. Waits for pending calls."""
@@ -241,6 +202,9 @@ class S3Blobs(Folders):
     def _names(self, prefix: str) -> list[str]:
         found = self._client.list_objects(self._settings.bucket, prefix=prefix, recursive=True)
         return sorted(str(entry.object_name) for entry in found)
+
+    def _remove(self, name: str) -> None:
+        self._client.remove_object(self._settings.bucket, name)
 
     def _date(self) -> str | None:
         return self._http.anything("HEAD", self._settings.endpoint).headers.get("date")
