@@ -27,7 +27,7 @@ import httpx
 from row import say, size, told
 
 from tests.fakes.weights import version
-from turnlog.infra.embedded.tiny_model import make_tiny_model
+from tests.tiny_model import make_tiny_model
 from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import events
 from turnlog.infra.roles import fleet

@@ -26,9 +26,9 @@ from restarts import Restarts
 from row import say, size, told
 
 from tests.fakes.weights import version
+from tests.tiny_model import make_tiny_model
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.broker_cluster import Brokers
-from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.environments import recipes
 from turnlog.infra.history import partitions
 from turnlog.infra.kafka import KafkaLog

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from row import say, size, told
 
+from tests.tiny_model import make_tiny_model
 from turnlog.infra.blobs import key
 from turnlog.infra.embedded.servers import EngineServer, ObjectStore
-from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import SGLangControl
 from turnlog.infra.s3 import S3Blobs
 from turnlog.infra.tensors import files

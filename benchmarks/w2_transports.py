@@ -21,9 +21,9 @@ from typing import Literal, get_args, get_type_hints
 import torch
 from row import say, size, told
 
+from tests.tiny_model import make_tiny_model
 from turnlog.consumers.loader.role import transport_of
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import SGLangControl
 from turnlog.infra.tensors.versions import model_shapes
 from turnlog.settings import EngineSettings, LoaderSettings

@@ -26,9 +26,9 @@ import pytest
 
 from tests.secured import Secured, secured_broker
 from tests.shared_servers import OwnServers, ServersOfRun, SharedServers
+from tests.tiny_model import make_tiny_model
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.topics_admin import ROLES
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import (

@@ -39,9 +39,9 @@ from servers import TURNLOG, environment, say, servers, told
 from takeover import up
 
 from tests.fakes.weights import Publications, version
+from tests.tiny_model import make_tiny_model
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import Generate, OutputChunk, SGLang, SGLangControl
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.tensors.versions import assemble_version, chain_of

@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response
 from tests.contract.test_https import served
 from tests.fakes.memory_engine_control import MemoryEngineControl
 from tests.fakes.weights import adapter
+from tests.tiny_model import make_tiny_model
 from turnlog.consumers.loader.role import transport_of
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.embedded.tiny_model import make_tiny_model
 from turnlog.infra.engine import (
     LOADING,
     Adapter,

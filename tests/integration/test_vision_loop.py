@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.pictures import data_url, encoded, painted
 from tests.integration.test_closed_loop import Loop
-from turnlog.infra.embedded.tiny_model import make_tiny_vision
+from tests.tiny_model import make_tiny_vision
 from turnlog.infra.embedded.up import down, status_processes
 from turnlog.schemas import topics
 from turnlog.schemas.events import SegmentSample

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_model import make_tiny_moe
 from turnlog.infra.blobs import expert_rows
 from turnlog.infra.embedded.servers import EngineServer
-from turnlog.infra.embedded.tiny_model import make_tiny_moe
 from turnlog.infra.engine import Generate, OutputChunk, SGLang
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules

@@ -14,8 +14,8 @@ import torch
 from tests.fakes.batches import synthetic_manifest, synthetic_rows, with_random_experts
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.pictures import encoded, painted
+from tests.tiny_model import make_tiny_vision
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.embedded.tiny_model import make_tiny_vision
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.topics_admin import apply

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.fakes.batches import synthetic_model, synthetic_rows, with_random_pictures
-from turnlog.infra.embedded.tiny_model import make_tiny_vision
+from tests.tiny_model import make_tiny_vision
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import LayoutUnfit, TeacherUnfit, UnsupportedModel, weights
 from turnlog.trainer.algorithms.logprobs import check_teacher
