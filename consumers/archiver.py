@@ -35,7 +35,7 @@ from turnlog.infra.archive import (
 )
 from turnlog.infra.archive.files import MEDIA_TYPE, RangeFile
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import caught_up, read_range
+from turnlog.infra.history import caught_up, read_range
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.loop import repeat
 from turnlog.infra.roles.measures import STAGE_S

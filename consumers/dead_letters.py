@@ -20,8 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from turnlog.infra.follow import read_range
-from turnlog.infra.history import events, records
+from turnlog.infra.history import events, read_range, records
 from turnlog.infra.log import Appender, Headers, Partition, Record, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.names import REQUEUED_HEADER

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import caught_up
+from turnlog.infra.history import caught_up
 from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
 from turnlog.infra.run_folder import resolve_endpoints, run_settings

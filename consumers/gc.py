@@ -44,7 +44,7 @@ from turnlog.infra.blobs import (
     Owner,
     key,
 )
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import Log, Partition
 from turnlog.kafka_settings import KafkaSettings

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from prometheus_client import Gauge
 
 from turnlog.infra.archive import archive_name
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.log import Log, LogUnavailable, Partition, TlsFailed, TopicMissing
 from turnlog.infra.roles.health import Health, QuietServer, application, listening, uvicorn_config
 from turnlog.infra.roles.measures import STAGE_S

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.infra.environments import recipes
-from turnlog.infra.environments.verifiers.groups import live
+from turnlog.infra.environments.verifiers.kinds import live
 from turnlog.producers.tasks import Dataset, provided_dataset, read_dataset
 from turnlog.settings import Settings
 

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import caught_up, read_range
+from turnlog.infra.history import caught_up, read_range
 from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record, check_commits
 from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.placements import Placement

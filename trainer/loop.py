@@ -42,7 +42,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.batch_files import PARQUET, write_tokens
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import caught_up, read_range
+from turnlog.infra.history import caught_up, read_range
 from turnlog.infra.log import Commit, Log, Partition, Reached, Transactor, own_ends
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S

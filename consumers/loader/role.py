@@ -46,7 +46,7 @@ from turnlog.infra.engine import (
     SGLangControl,
     Transport,
 )
-from turnlog.infra.follow import assign_from_start, caught_up
+from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Commit, Partition, Reader
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.experts import routing_of_model

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from turnlog.infra.batch_files import CorruptBatch, build_batch_file, read_rows
 from turnlog.infra.blobs import BlobError, inlined
-from turnlog.infra.follow import caught_up
-from turnlog.infra.history import events
+from turnlog.infra.history import caught_up, events
 from turnlog.infra.log import Log, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
 from turnlog.names import RECORD_HEADER

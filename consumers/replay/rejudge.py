@@ -31,8 +31,8 @@ from turnlog.consumers.replay.progress import ReplayState
 from turnlog.infra.environments import recipes
 from turnlog.infra.environments.recipes import Episode, Judged, Verdict
 from turnlog.infra.environments.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
-from turnlog.infra.environments.verifiers.groups import JudgedGroup
 from turnlog.infra.environments.verifiers.judges import Cause, Means, NoVerdict, client, judge
+from turnlog.infra.environments.verifiers.kinds import JudgedGroup
 from turnlog.infra.history import partitions
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role

@@ -26,8 +26,7 @@ from types import TracebackType
 from turnlog.consumers.replay.unit import UnitState
 from turnlog.infra.archive import ArchiveLog, Cut, live_cut
 from turnlog.infra.blobs import inlined
-from turnlog.infra.follow import caught_up, read_range
-from turnlog.infra.history import events
+from turnlog.infra.history import caught_up, events, read_range
 from turnlog.infra.log import Log, LogError, Partition, Reader, Record
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_configuration

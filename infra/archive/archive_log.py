@@ -10,10 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from turnlog.infra.archive.cuts import Cut
-from turnlog.infra.archive.errors import ArchiveDamaged, NoArchive, ReadOnlyArchive
 from turnlog.infra.archive.files import CorruptArchive, read_range
-from turnlog.infra.archive.index import ArchiveIndex, OffsetRange
+from turnlog.infra.archive.index import ArchiveDamaged, ArchiveIndex, Cut, NoArchive, OffsetRange, ReadOnlyArchive
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import (

@@ -18,8 +18,7 @@ from typing import Any
 import fastavro
 
 from turnlog.infra.log import Partition, Record
-from turnlog.schemas.codec import HEADER, MAGIC
-from turnlog.schemas.layout import UnsafeSchema, parsed_schema
+from turnlog.schemas.codec import HEADER, MAGIC, UnsafeSchema, parsed_schema
 
 PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 NAMED = frozenset({"record", "error", "enum", "fixed"})

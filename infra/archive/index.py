@@ -20,12 +20,84 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnlog.infra.archive.cuts import Cut
-from turnlog.infra.archive.errors import ArchiveDamaged
 from turnlog.infra.blobs import BlobMissing, Blobs
-from turnlog.infra.log import Partition
+from turnlog.infra.log import Commit, Log, LogError, Partition
+from turnlog.names import ConsumerGroup
+from turnlog.processors.core.fold.low_water import committed_high, committed_version
+from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS, outputs_of
 from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Consistent position of a partition task. `high`: first input offset per topic that is not folded; `ends`: end
+    offset per output topic of what has been folded."""
+
+    group: str
+    unit: int
+    high: Mapping[str, int]
+    ends: Mapping[str, int]
+    commits: Mapping[str, tuple[int, str]]
+    """Input topic -> (committed offset, metadata), as the assembler wrote them."""
+
+    @property
+    def order(self) -> int:
+        """Number that increases with every later cut of the partition task."""
+        return sum(self.high.values()) + sum(self.ends.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the cut as JSON, the inverse of `from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Cut:
+        """Parse the result of `as_json`."""
+        commits = {topic: (offset, metadata) for topic, (offset, metadata) in value["commits"].items()}
+        return cls(**{**value, "commits": commits})
+
+
+async def live_cut(log: Log, run_id: str, unit: int) -> Cut | None:
+    """Return the present cut of a partition task, or None while a transaction is open. Raises LogError,
+    BrokenMetadata."""
+    group = ConsumerGroup.ASSEMBLER.format(run=run_id)
+    inputs = [Partition(topic, unit) for topic in INPUTS]
+    before = await log.commits(group, inputs)
+    versions = {committed_version(commit.metadata) for commit in before.values()}
+    outputs = [Partition(topic, unit) for topic in (outputs_of(versions.pop()) if versions else OUTPUTS)]
+    ends = await log.end_offsets(outputs)
+    if ends != await log.end_offsets(outputs, committed=False):
+        return None
+    if before != await log.commits(group, inputs):
+        return None
+    return _cut(group, unit, before, ends)
+
+
+def _cut(group: str, unit: int, commits: Mapping[Partition, Commit], ends: Mapping[Partition, int]) -> Cut:
+    return Cut(
+        group=group,
+        unit=unit,
+        high=dict.fromkeys(INPUTS, 0) | {p.topic: committed_high(c.metadata) for p, c in commits.items()},
+        ends={place.topic: end for place, end in ends.items()},
+        commits={place.topic: (commit.offset, commit.metadata) for place, commit in commits.items()},
+    )
+
+
+class ArchiveError(LogError):
+    """Base class of all errors of archives; see the module docstring."""
+
+
+class ArchiveDamaged(ArchiveError):
+    """The archive is inconsistent. Remedy: restore the object that the message names from a copy of the store."""
+
+
+class NoArchive(ArchiveError):
+    """The archive does not exist. Remedy: check [archive] name and [store]; `turnlog role archive` writes one."""
+
+
+class ReadOnlyArchive(ArchiveError):
+    """An archive cannot do what only a live log can. Records are written to topics; the archive role copies them."""
+
 
 JSON = "application/json"
 FIRST_TOPICS = frozenset({

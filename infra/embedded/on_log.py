@@ -22,7 +22,7 @@ from turnlog.infra.embedded.plan import LaunchPlan
 from turnlog.infra.embedded.process import cause_of
 from turnlog.infra.embedded.supervisor import ChildState, Failure, Supervisor, Watched
 from turnlog.infra.engine import EngineError, SGLangControl
-from turnlog.infra.follow import assign_from_start, caught_up
+from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import LogError, Partition, Reader
 from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles import fleet as requests

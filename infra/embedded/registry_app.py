@@ -34,7 +34,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from turnlog.infra.embedded.ports import claim
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.log import Log, LogError, Partition, TopicSpec, Transactor
 from turnlog.infra.registry import MEDIA_TYPE, authorization
 from turnlog.infra.roles import log_lines

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from turnlog.infra.follow import caught_up
+from turnlog.infra.history import caught_up
 from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, load_configuration

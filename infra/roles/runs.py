@@ -30,8 +30,7 @@ import msgspec
 from turnlog.fold_settings import FOLD_SECTIONS
 from turnlog.infra.blobs import BlobMissing, Owner
 from turnlog.infra.event_log import is_configuration, where
-from turnlog.infra.follow import assign_from_start, caught_up
-from turnlog.infra.history import all_events
+from turnlog.infra.history import all_events, assign_from_start, caught_up
 from turnlog.infra.log import Partition
 from turnlog.infra.offers import load_methods
 from turnlog.infra.roles import event_loop

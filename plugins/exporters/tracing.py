@@ -17,7 +17,7 @@ from prometheus_client import Counter
 
 from turnlog import __version__
 from turnlog.infra.blobs import inlined
-from turnlog.infra.follow import caught_up
+from turnlog.infra.history import caught_up
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.measures import STAGE_S

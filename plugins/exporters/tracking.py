@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from turnlog.infra.follow import assign_from_start, caught_up
+from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied
-from turnlog.infra.embedded.members import RoleProcess, engine_member, loaders_own, role_member
+from turnlog.infra.embedded.plan import RoleProcess, engine_member, loaders_own, role_member
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.embedded.process import swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, Member, Supervisor, Watched

@@ -18,7 +18,7 @@ from prometheus_client import Counter, Gauge
 from turnlog.infra.batch_files import MEDIA_TYPE, build_batch_file
 from turnlog.infra.blobs import inlined
 from turnlog.infra.event_log import where
-from turnlog.infra.follow import caught_up
+from turnlog.infra.history import caught_up
 from turnlog.infra.log import Commit, Partition, Reader, Record, Transactor
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.loop import OwnerRole

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import assign_from_start, caught_up
+from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import GroupNotAuthorized, Log, LogUnavailable, Partition
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold_versions import INPUTS, SPINE

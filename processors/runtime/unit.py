@@ -18,7 +18,7 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalize_payloads, inlined
 from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.log import Commit, Log, Partition, Record, Transactor, check_commits, own_ends
 from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens

@@ -39,7 +39,7 @@ from turnlog.infra.engine import (
     SGLang,
 )
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import assign_from_start, caught_up
+from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.turns import Ids

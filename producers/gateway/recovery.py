@@ -18,7 +18,7 @@ import orjson
 
 from turnlog.infra.blobs import Blobs, inlined
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.log import Log, Partition, Record, partition_of
 from turnlog.names import RECORD_HEADER
 from turnlog.processors.core.fold.spine import Tenure

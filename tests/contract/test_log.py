@@ -21,7 +21,7 @@ from turnlog.infra import log as ours
 from turnlog.infra.archive import ArchiveLog, ReadOnlyArchive
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (

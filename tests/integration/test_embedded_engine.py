@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from turnlog.infra.embedded import EngineDied, ModelMissing
-from turnlog.infra.embedded.members import answers
+from turnlog.infra.embedded.plan import answers
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.embedded.process import Child, Launch, find_marked_pids, scope
 from turnlog.infra.embedded.servers import EngineServer

@@ -17,7 +17,7 @@ from prometheus_client import Counter
 
 from turnlog.infra.blobs import Blobs, expert_rows
 from turnlog.infra.event_log import EventLog
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import Outcome, SampleBatchFormed, SegmentSample

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from turnlog.infra.follow import caught_up
+from turnlog.infra.history import caught_up
 from turnlog.infra.log import Partition, Reader
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.views.fleet import Fleet

@@ -29,14 +29,15 @@ import httpx
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.environments.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
-from turnlog.infra.environments.verifiers.groups import JudgedGroup, why_not_live
 from turnlog.infra.environments.verifiers.kinds import (
     EnvironmentVerifier,
     HttpVerifier,
+    JudgedGroup,
     JudgeVerifier,
     PatchVerifier,
     SandboxVerifier,
     WeightedSum,
+    why_not_live,
 )
 from turnlog.infra.roles.http_clients import outside
 from turnlog.schemas.canonical import canonical_text

@@ -22,7 +22,7 @@ from turnlog.consumers.event_json import as_json
 from turnlog.consumers.index import BadQuestion, fate
 from turnlog.consumers.index.reader import GroupView, Index, Row, SessionView, path_of, resolve_id, where_of
 from turnlog.consumers.index.rows import message_texts
-from turnlog.infra.follow import caught_up
+from turnlog.infra.history import caught_up
 from turnlog.infra.log import Partition, Record
 from turnlog.infra.roles.ending import run_verb
 from turnlog.infra.roles.role import Role, open_role

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from turnlog.infra import run_folder
 from turnlog.infra.blobs import BlobError
-from turnlog.infra.follow import read_range
+from turnlog.infra.history import read_range
 from turnlog.infra.log import LogError, Partition, Record
 from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles.ending import run_verb

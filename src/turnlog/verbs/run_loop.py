@@ -32,7 +32,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from turnlog.infra.embedded.members import ROLE_START_S, answers, role_liveness
+from turnlog.infra.embedded.plan import ROLE_START_S, answers, role_liveness
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.supervisor import ChildState, Member, Supervisor

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins", "src/turnlog/verbs")
-HOME = ("infra/follow.py", "infra/kafka/")
+HOME = ("infra/history.py", "infra/kafka/")
 ALLOWED = {
     "consumers/index/fate.py": "seeks from one offset to the next, and fails at the first that holds no record",
     "consumers/replay/batches.py": "seeks back to samples that left its cache",
@@ -26,7 +26,7 @@ def compared(path: Path) -> Iterator[int]:
 
 
 def test_only_one_module_decides_when_a_reader_has_caught_up() -> None:
-    """Use `infra.follow`. A file that leaves the list stays out of it."""
+    """Use `infra.history`. A file that leaves the list stays out of it."""
     paths = {str(path.relative_to(ROOT)): path for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     found = {name for name, path in paths.items() if not name.startswith(HOME) and any(compared(path))}
     assert found == set(ALLOWED)

@@ -1,11 +1,11 @@
-"""`infra.follow` on the log in memory; the contract of the log runs it on Kafka and on the archive, too."""
+"""`infra.history` on the log in memory; the contract of the log runs it on Kafka and on the archive, too."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.follow import assign_from_start, caught_up, read_range
+from turnlog.infra.history import assign_from_start, caught_up, read_range
 from turnlog.infra.log import OffsetOutOfRange, Partition, TopicSpec
 
 A, B = Partition("in", 0), Partition("in", 1)

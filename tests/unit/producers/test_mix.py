@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.offers import offering
 from turnlog.infra.environments.recipes import UnknownRecipe
 from turnlog.infra.environments.verifiers import JudgeVerifier, WeightedSum
-from turnlog.infra.environments.verifiers.groups import NeedsGroup
+from turnlog.infra.environments.verifiers.kinds import NeedsGroup
 from turnlog.plugins.recipes.calc import Calc
 from turnlog.producers.evaluation import eval_tasks
 from turnlog.producers.mix import BadMix, sources
