@@ -24,7 +24,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from turnlog.names import ExitStatus
 from turnlog.schemas import SchemaError
 from turnlog.schemas.avsc import field_types, render, stored_schema
 from turnlog.schemas.codec import Codec
@@ -373,23 +372,3 @@ def _scalar(name: str, kind: type, number: int) -> Any:
             return number if number % 5 else -number
         case other:
             raise TypeError(f"{name}: no example for {other}")
-
-
-def run(action: str, folder: Path | None = None) -> int:
-    """Run `turnlog schemas check|release`: print the findings and return 1 for a broken rule."""
-    past = releases(folder)
-    if action == "release":
-        name, names = cut(folder or FOLDER)
-        print(f"{name}: {', '.join(names)}" if name else "nothing has changed since the last release")
-        return 0
-    found = check(past)
-    for problem in found:
-        print(f"{problem} (rule {problem.rule})")
-    if not found:
-        print(f"today's schemas may follow {', '.join(release.name for release in past) or 'nothing: no release yet'}")
-    print(f"unreleased: {', '.join(changed_records(past)) or 'none'}")
-    return ExitStatus.DIFFERS if found else ExitStatus.DONE
-
-
-if __name__ == "__main__":
-    raise SystemExit(run("release"))

@@ -29,7 +29,6 @@ from turnlog.infra.embedded.on_log import OnLog
 from turnlog.infra.embedded.plan import READING, ROLES, LaunchPlan, waiting_for
 from turnlog.infra.embedded.process import cause_of, log_tail, raise_file_limit, scope, sweep, swept_by_another
 from turnlog.infra.embedded.supervisor import SATISFIED, ChildState, Supervisor, Watched
-from turnlog.infra.roles.terminal import aside
 from turnlog.infra.run_folder import (
     CREDENTIAL_KEY,
     GATEWAY_KEY,
@@ -67,6 +66,10 @@ _held: dict[Path, int] = {}
 """Run directory -> pipe by which an attached supervisor notices that this process has ended."""
 
 
+def _silent(_: str) -> None:
+    """Discard progress messages."""
+
+
 class SupervisorFailed(Exception):
     """An error that the supervisor reported; `up` raises its `cause`."""
 
@@ -82,14 +85,13 @@ def up(
     wait: bool = True,
     attached: bool = False,
     timeout_s: float = 900.0,
-    say: Say | None = None,
+    say: Say = _silent,
 ) -> Endpoints:
     """Start a run and leave it running; return when every server answers and every role is ready.
 
-    With `wait` False, it returns as soon as the addresses are known. An `attached` run ends with this process. Raises
-    EmbeddedError: AlreadyUp; the error that kept a server from starting, after stopping the others; NotReady, leaving
-    the run as it is unless it is attached. Raises SecretUnusable."""
-    say = say or aside
+    `say` receives each line of progress. With `wait` False, it returns as soon as the addresses are known. An
+    `attached` run ends with this process. Raises EmbeddedError: AlreadyUp; the error that kept a server from starting,
+    after stopping the others; NotReady, leaving the run as it is unless it is attached. Raises SecretUnusable."""
     directory = Path(settings.run.directory)
     private_folder(directory)
     with lock_run(directory):  # raises AlreadyUp
@@ -111,9 +113,7 @@ def up(
             if isinstance(error, SupervisorFailed):
                 raise error.cause from None
             raise
-    found = run_folder.read_endpoints(directory)
-    _show(found, say)
-    return found
+    return run_folder.read_endpoints(directory)
 
 
 def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
@@ -145,10 +145,9 @@ def supervise(settings: Settings, roles: Sequence[str] | None = None) -> int:
     return 0
 
 
-def down(settings: Settings, *, say: Say | None = None) -> None:
+def down(settings: Settings, *, say: Say = _silent) -> None:
     """Stop a run: roles drain, then the servers stop. Also kills what a killed supervisor has left behind. Raises
     NotUp."""
-    say = say or aside
     directory = Path(settings.run.directory)
     state = read_state(directory)
     _let_go(directory)
@@ -171,7 +170,7 @@ def down(settings: Settings, *, say: Say | None = None) -> None:
 
 
 @contextlib.contextmanager
-def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
+def readable(settings: Settings, say: Say) -> Iterator[None]:
     """Keep the servers of the run's log and objects available while the block runs.
 
     If they do not run already, the embedded ones are started without roles and engines, and end with the block and with
@@ -187,17 +186,13 @@ def readable(settings: Settings, *, say: Say | None = None) -> Iterator[None]:
             stack.close()
             yield
             return
-        (say or aside)(f"starting the servers of {directory} to read it; they stop when this command ends")
-        up(settings, READING, attached=True, say=_silent)
+        say(f"starting the servers of {directory} to read it; they stop when this command ends")
+        up(settings, READING, attached=True)
         try:
             yield
         finally:
             with contextlib.suppress(NotUp):  # its supervisor died
-                down(settings, say=_silent)
-
-
-def _silent(_: str) -> None:
-    """Discard progress messages."""
+                down(settings)
 
 
 def status_processes(settings: Settings) -> list[dict[str, Any]]:
@@ -337,9 +332,9 @@ def _follow(
     pipe: BinaryIO, directory: Path, *, wait: bool, attached: bool, timeout_s: float, say: Say,
     optional_s: float = OPTIONAL_S,
 ) -> None:  # fmt: skip
-    """Print the supervisor's reports, and from time to time which members are not ready and why. Return when everything
-    is ready, or when the members that train are ready and the others have had `optional_s`. Raises SupervisorFailed,
-    NotReady."""
+    """Pass on the supervisor's reports, and from time to time which members are not ready and why. Return when
+    everything is ready, or when the members that train are ready and the others have had `optional_s`. Raises
+    SupervisorFailed, NotReady."""
     began = said_at = time.monotonic()
     trains_at = float("inf")
     for told in _read_reports(pipe, began + timeout_s):
@@ -445,10 +440,3 @@ def _let_go(directory: Path) -> None:
     number = _held.pop(directory.resolve(), None)
     if number is not None:
         os.close(number)
-
-
-def _show(found: Endpoints, say: Say) -> None:
-    for name in ("kafka", "registry", "store", "gateway", "views"):
-        say(f"{name:9} {getattr(found, name)}")
-    for url in found.engines:
-        say(f"engine    {url}")

@@ -111,8 +111,9 @@ def _servers(settings: Settings, arguments: argparse.Namespace) -> AbstractConte
     if getattr(arguments, "source", "") == "archive" and settings.store.endpoint:
         return nullcontext()
     from turnlog.infra.embedded.up import readable
+    from turnlog.infra.roles.terminal import aside
 
-    return readable(settings)
+    return readable(settings, aside)
 
 
 def _reader_is_gone() -> bool:

@@ -68,9 +68,20 @@ def _schemas(settings: Settings, arguments: argparse.Namespace) -> int:
 
         print(asyncapi_page(settings), end="")
         return ExitStatus.DONE
-    from turnlog.schemas.releases import run
+    from turnlog.schemas.releases import FOLDER, changed_records, check, cut, releases
 
-    return run(arguments.action, arguments.against)
+    past = releases(arguments.against)
+    if arguments.action == "release":
+        name, names = cut(arguments.against or FOLDER)
+        print(f"{name}: {', '.join(names)}" if name else "nothing has changed since the last release")
+        return ExitStatus.DONE
+    found = check(past)
+    for problem in found:
+        print(f"{problem} (rule {problem.rule})")
+    if not found:
+        print(f"today's schemas may follow {', '.join(release.name for release in past) or 'nothing: no release yet'}")
+    print(f"unreleased: {', '.join(changed_records(past)) or 'none'}")
+    return ExitStatus.DIFFERS if found else ExitStatus.DONE
 
 
 VERBS = (

@@ -22,6 +22,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.settings import RunSettings, Settings, override_settings
 from turnlog.verbs.report import JUDGED_FROM, Measured, RunReport, gather, plot_rewards, store, summary
 from turnlog.verbs.run_loop import Display, beside, curve, stop_at_signal, until_trained
+from turnlog.verbs.verb import endpoint_lines
 
 PLOT = "reward.png"
 SCREEN = "screen.svg"
@@ -51,7 +52,8 @@ def demo(
     started = False  # a failed `up` stops what it started; a run that was up before must stay up
     try:
         with _phase(measured, "servers"):
-            up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
+            found = up(settings, attached=True, say=lambda line: console.print(f"  {line}", highlight=False))
+            console.print(*(f"  {line}" for line in endpoint_lines(found)), sep="\n", highlight=False)
         started = True
         report = run_verb(_run_and_report(settings, console, measured))
     except (KeyboardInterrupt, asyncio.CancelledError):

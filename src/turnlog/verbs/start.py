@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb
+from turnlog.verbs.verb import Verb, endpoint_lines
 
 
 def demo_arguments(verb: argparse.ArgumentParser) -> None:
@@ -67,10 +67,11 @@ def up_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _up(settings: Settings, arguments: argparse.Namespace) -> int:
     from turnlog.infra.embedded.up import up
-    from turnlog.infra.roles.terminal import say_json
+    from turnlog.infra.roles.terminal import aside, say_json
     from turnlog.trainer.tiny_policy import prepare_model
 
-    found = up(prepare_model(settings))
+    found = up(prepare_model(settings), say=aside)
+    aside(*endpoint_lines(found))
     if arguments.json:
         say_json(dataclasses.asdict(found))
     return 0
@@ -78,8 +79,9 @@ def _up(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _down(settings: Settings, _: argparse.Namespace) -> int:
     from turnlog.infra.embedded.up import down
+    from turnlog.infra.roles.terminal import aside
 
-    down(settings)
+    down(settings, say=aside)
     return 0
 
 

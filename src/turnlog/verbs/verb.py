@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from turnlog.infra.run_folder import Endpoints
 from turnlog.settings import Settings
 
 Call = Callable[[Settings, argparse.Namespace], int]
@@ -59,3 +60,9 @@ class Verb:
 def add_source(verb: argparse.ArgumentParser) -> None:
     """Add the option that selects topics or archive."""
     verb.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
+
+
+def endpoint_lines(found: Endpoints) -> list[str]:
+    """Return the addresses of a run that was started, as lines of text."""
+    servers = [f"{name:9} {getattr(found, name)}" for name in ("kafka", "registry", "store", "gateway", "views")]
+    return [*servers, *(f"engine    {url}" for url in found.engines)]
