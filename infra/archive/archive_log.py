@@ -130,26 +130,21 @@ class ArchiveLog:
         return self.index.spans.get(place, [])
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:
-        """See Log. Raises ReadOnlyArchive."""
         self._refuse()
 
     async def delete_before(self, offsets: Mapping[Partition, int]) -> None:
-        """See Log. Raises ReadOnlyArchive."""
         self._refuse()
 
     def appender(self) -> AbstractAsyncContextManager[Appender]:
-        """See Log. Raises ReadOnlyArchive."""
         self._refuse()
 
     def transactor(self, transactional_id: str) -> AbstractAsyncContextManager[Transactor]:
-        """See Log. Raises ReadOnlyArchive."""
         self._refuse()
 
     def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
         patient: bool = False,
     ) -> AbstractAsyncContextManager[GroupReader]:  # fmt: skip
-        """See Log. Raises ReadOnlyArchive."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -9,17 +9,15 @@ loops.
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import struct
 import urllib.error
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.client import HTTPResponse
 
 from turnlog.infra.embedded.ports import HOST
 from turnlog.infra.engine import RELEASED
-from turnlog.infra.roles.http_clients import got
+from turnlog.infra.roles.http_clients import fetch_json, got
 
 LOOK_S = 2.0
 """Maximum duration of one check in seconds."""
@@ -128,16 +126,9 @@ def _broker_says(port: int, *requests: bytes) -> bytes:
     return b""
 
 
-def http_answers(url: str, *, timeout_s: float = LOOK_S) -> bool:
+def http_answers(url: str) -> bool:
     """Whether an HTTP server answers GET, with whatever status."""
-    try:
-        with got(url, timeout_s=timeout_s):
-            return True
-    except urllib.error.HTTPError as refusal:
-        refusal.close()
-        return True
-    except (OSError, ValueError):
-        return False
+    return _status(url, LOOK_S) > 0
 
 
 def generates(url: str) -> bool:
@@ -148,36 +139,34 @@ def generates(url: str) -> bool:
 
 def _is_released(url: str) -> bool:
     try:
-        with got(f"{url}/model_info", timeout_s=LOOK_S) as answer:
-            return bool(json.load(answer).get("weight_version") == RELEASED)
+        _, said = fetch_json(f"{url}/model_info", timeout_s=LOOK_S)
+        return bool(said.get("weight_version") == RELEASED)
     except (OSError, ValueError, AttributeError):
         return False
 
 
 def is_well(url: str, *, timeout_s: float) -> bool:
     """Whether GET answers 2xx."""
+    return 200 <= _status(url, timeout_s) < 300
+
+
+def _status(url: str, timeout_s: float) -> int:
+    """Return the status of the answer to GET; 0 if there is none."""
     try:
-        with got(url, timeout_s=timeout_s):
-            return True
+        with got(url, timeout_s=timeout_s) as answer:
+            return answer.status
     except urllib.error.HTTPError as refusal:
         refusal.close()
-        return False
+        return refusal.code
     except (OSError, ValueError):
-        return False
+        return 0
 
 
 def role_loops(health: str) -> Loops | None:
     """Return the heartbeats of a role's loops from /healthz, whatever its status; None without a usable answer."""
     try:
-        with contextlib.closing(_open_url(f"{health}/healthz")) as answer:
-            said = json.load(answer).get("loops", {})
-        return {loop: (float(one["rounds"]), float(one["within_s"])) for loop, one in said.items()}
+        _, said = fetch_json(f"{health}/healthz", timeout_s=LOOK_S)
+        loops = said.get("loops", {})
+        return {loop: (float(one["rounds"]), float(one["within_s"])) for loop, one in loops.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _open_url(url: str) -> HTTPResponse | urllib.error.HTTPError:
-    try:
-        return got(url, timeout_s=LOOK_S)
-    except urllib.error.HTTPError as refusal:
-        return refusal

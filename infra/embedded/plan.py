@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
 import sys
-import urllib.error
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,7 +30,7 @@ from turnlog.infra.embedded.process import Launch
 from turnlog.infra.embedded.servers import ENGINE_REMEDY, EngineServer, ObjectStore, check_model, lora_rank_of
 from turnlog.infra.embedded.supervisor import Member
 from turnlog.infra.roles.ending import grace_s
-from turnlog.infra.roles.http_clients import got
+from turnlog.infra.roles.http_clients import fetch_json
 from turnlog.infra.roles.probe import client_url, health_host
 from turnlog.infra.run_folder import KAFKA_KEY, LOGS, REGISTRY_KEY, SETTINGS, STORE_KEY, Endpoints, kept_secret
 from turnlog.infra.tensors.served import ServedNote
@@ -272,8 +270,8 @@ class LaunchPlan:
     ) -> str:
         return client_url(server.host, self._port(server.port, setting, server.host))
 
-    def _serve(self, launch: Launch, *, tier: int, after: tuple[str, ...] = (), deaths: int = SERVER_DEATHS) -> None:
-        self.members.append(Member(launch=launch, after=after, essential=True, deaths=deaths, tier=tier))
+    def _serve(self, launch: Launch, *, tier: int, after: tuple[str, ...] = ()) -> None:
+        self.members.append(Member(launch=launch, after=after, essential=True, deaths=SERVER_DEATHS, tier=tier))
 
     def _there(self, *names: str) -> tuple[str, ...]:
         """Return those of the servers that this run starts itself; the user's own servers run already."""
@@ -395,11 +393,7 @@ class LaunchPlan:
 def waiting_for(health: str) -> str:
     """Return the failing readiness conditions of a role (/readyz); empty if it is ready."""
     try:
-        with got(f"{health}/readyz", timeout_s=PROBE_TIMEOUT_S):
-            return ""
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            reasons: dict[str, str] = json.load(refusal).get("waiting", {})
-        return "; ".join(reasons.values())
+        ready, said = fetch_json(f"{health}/readyz", timeout_s=PROBE_TIMEOUT_S)
     except (OSError, ValueError):
         return "does not answer yet"
+    return "" if ready else "; ".join(said.get("waiting", {}).values())

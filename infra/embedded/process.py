@@ -167,10 +167,7 @@ class Child:
             if self.wait(PROBE_EVERY_S):
                 raise self.death()
             if time.monotonic() > deadline:
-                raise NotReady(
-                    f"{self.launch.name} was not ready after {self.launch.ready_timeout_s:.0f} s: "
-                    f"{self.remedy}; log {self.launch.log}\n{self.tail()}"
-                )
+                raise self.lateness()
         if self.returncode is not None:  # another process answered the probe
             raise self.death()
 
@@ -212,6 +209,11 @@ class Child:
         kind = LacksServer if self.returncode == ExitStatus.UNREACHABLE else self.launch.died
         said = f"ended with status {self.returncode}: {self.remedy}; log {self.launch.log}\n{self.tail()}"
         return kind(f"{self.launch.name} {said}")
+
+    def lateness(self) -> NotReady:
+        """Return the typed error of a process that did not become ready in time."""
+        said = f"was not ready after {self.launch.ready_timeout_s:.0f} s: {self.remedy}; log {self.launch.log}"
+        return NotReady(f"{self.launch.name} {said}\n{self.tail()}")
 
     @property
     def remedy(self) -> str:

@@ -20,13 +20,12 @@ import re
 import shutil
 import sys
 import tempfile
-import urllib.error
 from pathlib import Path
 
 from turnlog.infra.embedded import EngineDied, ModelMissing, NotInstalled, StoreDied
 from turnlog.infra.embedded.ports import HOST, ONE_HOST, claim, listens
 from turnlog.infra.embedded.process import Launch, ManagedServer
-from turnlog.infra.roles.http_clients import got
+from turnlog.infra.roles.http_clients import fetch_json
 from turnlog.infra.roles.probe import client_url
 from turnlog.infra.run_folder import STORE_KEY, kept_secret
 from turnlog.infra.tensors.adapters import ATTENTION, DENSE
@@ -141,13 +140,10 @@ class EngineServer(ManagedServer):
     def serves(self) -> bool:
         """Whether the engine reports the model that it serves (GET /model_info)."""
         try:
-            with got(f"{self.url}/model_info", timeout_s=0.5) as answer:
-                return "model_path" in json.load(answer)
-        except urllib.error.HTTPError as refusal:
-            refusal.close()
-            return False
+            well, said = fetch_json(f"{self.url}/model_info", timeout_s=0.5)
         except (OSError, ValueError):
             return False
+        return well and "model_path" in said
 
     def _ready(self) -> bool:
         ready = self.serves()

@@ -333,10 +333,7 @@ class Supervisor:
             if watched.member.must_be_ready and time.monotonic() > deadline:
                 assert watched.child is not None
                 await asyncio.to_thread(watched.child.stop)
-                raise NotReady(
-                    f"{launch.name} was not ready after {launch.ready_timeout_s:.0f} s: {watched.child.remedy}; "
-                    f"log {launch.log}\n{watched.child.tail()}"
-                )
+                raise watched.child.lateness()
         return not ended.done()
 
     async def _stop_all(self, all_: Iterable[Watched]) -> None:

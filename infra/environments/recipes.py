@@ -394,12 +394,10 @@ class PlainRecipe:
 
     @property
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """See Recipe."""
         return ()
 
     @property
     def environment(self) -> Environment:
-        """See Recipe."""
         return Environment(name=self.name, version=self.version)
 
     def messages(self, task: TaskRow) -> list[Message]:
@@ -419,11 +417,9 @@ class PlainRecipe:
         return output.decode(errors="replace")
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
-        """See Recipe."""
         raise NotImplementedError(f"recipe {self.name!r} has no tasks of its own: set [feeder] dataset")
 
     def write_dataset(self, path: Path, count: int, seed: int) -> None:
-        """See Recipe."""
         rows = itertools.islice(self.tasks(seed), count)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

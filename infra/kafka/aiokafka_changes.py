@@ -191,7 +191,6 @@ class ReauthenticatingConnection(PromptConnection):
             raise AuthenticationFailedError(f"the broker did not prove that it knows the password ({error})") from error
 
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
-        """See AIOKafkaConnection."""
         if isinstance(request, SaslAuthenticateRequest):
             return self._read_auth_response(super().send(Discreet(request._payload)))
         if isinstance(request, SaslHandShakeRequest):
@@ -217,7 +216,6 @@ class ReauthenticatingConnection(PromptConnection):
         return response
 
     def close(self, reason: CloseReason | None = None, exc: Exception | None = None) -> Any:
-        """See AIOKafkaConnection."""
         if self.connected():
             self._left = reason in (None, CloseReason.IDLE_DROP, CloseReason.SHUTDOWN)
         return super().close(reason, exc)

@@ -65,7 +65,7 @@ async def read(role: Role) -> Fleet:
     return found
 
 
-async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "") -> list[FleetEngine]:
+async def scale(role: Role, count: int, *, reason: str = "") -> list[FleetEngine]:
     """Request `count` hosted engines; return those that are requested to start or to stop.
 
     Raises TakesTurns if engines share the trainer's devices, NotHosted if the run hosts no engines, LogUnavailable."""
@@ -81,9 +81,8 @@ async def scale(role: Role, count: int, *, by: str = OPERATOR, reason: str = "")
             f"run {role.settings.run.id!r} hosts no engines: `turnlog up` starts engines only if [engine] urls is "
             "empty; register and drain your own engines by address"
         )
-    return await ask(
-        role, found, [(name, "", wanted) for name, wanted in found.plan_scaling(count)], by=by, reason=reason
-    )
+    changes = [(name, "", wanted) for name, wanted in found.plan_scaling(count)]
+    return await ask(role, found, changes, by=OPERATOR, reason=reason)
 
 
 async def register(role: Role, url: str, *, name: str = "", reason: str = "") -> FleetEngine:

@@ -131,12 +131,12 @@ def header_of(specs: Sequence[TensorSpec]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def pieces(file: BinaryIO, begin: int, end: int, *, size: int = PIECE) -> Iterator[bytes]:
-    """Yield the bytes of a file from `begin` to `end`, `size` at a time. Raises NotSafetensors if the file ends
+def pieces(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes of a file from `begin` to `end`, PIECE at a time. Raises NotSafetensors if the file ends
     early."""
     file.seek(begin)
     while begin < end:
-        content = file.read(min(size, end - begin))
+        content = file.read(min(PIECE, end - begin))
         if not content:
             raise NotSafetensors(f"{file.name} ended at byte {begin} while it was read")
         begin += len(content)
