@@ -5,10 +5,8 @@ TopicMismatch (LogError)   a topic exists with another partition count: keys wou
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from turnlog.infra.archive import archive_name
 from turnlog.infra.log import Log, LogError, TopicSpec
@@ -16,7 +14,7 @@ from turnlog.names import REGISTRY_TOPIC, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.schemas import topics
 from turnlog.schemas.topics import BY_NAME, CATALOGUE, CONTROL, Topic
-from turnlog.settings import Settings, SettingsError
+from turnlog.settings import Settings
 
 AT_LEAST = frozenset({"max.message.bytes", "min.insync.replicas"})
 """Configuration keys whose value may exceed the catalogue's."""
@@ -387,31 +385,3 @@ def acls(settings: Settings, role: str, principal: str = "") -> list[Acl]:
 CLUSTER = "kafka-cluster"
 INTERNAL = ("__consumer_offsets", "__transaction_state")
 ROLES = (*ACCESS, "registry")
-
-
-def acls_page(settings: Settings, principals: Sequence[str], form: str) -> list[str]:
-    """Return the lines that `turnlog topics acls` prints. `principals`: one ROLE=User:NAME each. Raises
-    SettingsError."""
-    named = dict(one.split("=", 1) for one in principals if "=" in one)
-    strange = [one for one in principals if one.partition("=")[0] not in ROLES or ":" not in one.partition("=")[2]]
-    if strange:
-        raise SettingsError(f"--principal {strange[0]}: not ROLE=User:NAME, where ROLE is one of {', '.join(ROLES)}")
-    found = [acl for role in ROLES for acl in acls(settings, role, named.get(role, ""))]
-    if form == "json":
-        return [json.dumps([asdict(acl) for acl in found], indent=2)]
-    lines = [
-        "# kafka-acls.sh is part of Apache Kafka; admin.properties has its client settings for --bootstrap-server."
-    ]
-    for role in ROLES:
-        lines.append(f"# {role}{': turnlog ' + VERBS[role] if role in VERBS else ''}")
-        lines += [_command(settings, acl) for acl in found if acl.role == role]
-    return lines
-
-
-def _command(settings: Settings, acl: Acl) -> str:
-    where = settings.kafka.bootstrap or "KAFKA:9092"
-    pattern = () if acl.resource == "cluster" else (acl.name, "--resource-pattern-type", acl.pattern)
-    return shlex.join([
-        "kafka-acls.sh", "--bootstrap-server", where, "--command-config", "admin.properties", "--add",
-        "--allow-principal", acl.principal, "--operation", acl.operation, f"--{acl.resource}", *pattern,
-    ])  # fmt: skip

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from turnlog.infra.roles import ending
 from turnlog.names import ExitStatus
-from turnlog.settings import Settings
+from turnlog.settings import Settings, SettingsError
 from turnlog.verbs.verb import Verb
+
+if TYPE_CHECKING:
+    from turnlog.infra.topics_admin import Acl
 
 
 def topics_arguments(verb: argparse.ArgumentParser) -> None:
@@ -24,11 +32,39 @@ def topics_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _topics(settings: Settings, arguments: argparse.Namespace) -> int:
     if arguments.action == "acls":
-        from turnlog.infra.topics_admin import acls_page
-
         print(*acls_page(settings, arguments.principal, arguments.format), sep="\n")
         return ExitStatus.DONE
     return ending.run_verb(apply_or_check(arguments.action, settings))
+
+
+def acls_page(settings: Settings, principals: Sequence[str], form: str) -> list[str]:
+    """Return the lines that `turnlog topics acls` prints. `principals`: one ROLE=User:NAME each. Raises
+    SettingsError."""
+    from turnlog.infra.topics_admin import ROLES, VERBS, acls
+
+    named = dict(one.split("=", 1) for one in principals if "=" in one)
+    strange = [one for one in principals if one.partition("=")[0] not in ROLES or ":" not in one.partition("=")[2]]
+    if strange:
+        raise SettingsError(f"--principal {strange[0]}: not ROLE=User:NAME, where ROLE is one of {', '.join(ROLES)}")
+    found = [acl for role in ROLES for acl in acls(settings, role, named.get(role, ""))]
+    if form == "json":
+        return [json.dumps([asdict(acl) for acl in found], indent=2)]
+    lines = [
+        "# kafka-acls.sh is part of Apache Kafka; admin.properties has its client settings for --bootstrap-server."
+    ]
+    for role in ROLES:
+        lines.append(f"# {role}{': turnlog ' + VERBS[role] if role in VERBS else ''}")
+        lines += [_command(settings, acl) for acl in found if acl.role == role]
+    return lines
+
+
+def _command(settings: Settings, acl: Acl) -> str:
+    where = settings.kafka.bootstrap or "KAFKA:9092"
+    pattern = () if acl.resource == "cluster" else (acl.name, "--resource-pattern-type", acl.pattern)
+    return shlex.join([
+        "kafka-acls.sh", "--bootstrap-server", where, "--command-config", "admin.properties", "--add",
+        "--allow-principal", acl.principal, "--operation", acl.operation, f"--{acl.resource}", *pattern,
+    ])  # fmt: skip
 
 
 async def apply_or_check(action: str, settings: Settings) -> int:
