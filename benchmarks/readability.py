@@ -104,6 +104,13 @@ def comments(source: str) -> int:
     return sum(not re.match(r"#\s*(noqa|type:|fmt:|pragma|!)", text) for text in found)
 
 
+def settings(tree: ast.Module) -> int:
+    """Number of settings that a module declares: the fields of its classes named ...Settings, apart from the one of all
+    sections."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Settings")]
+    return sum(isinstance(line, ast.AnnAssign) for node in classes if node.name != "Settings" for line in node.body)
+
+
 def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Totals over folders, and the places of what is listed."""
     total, places, classes = Counter[str](), defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
@@ -113,6 +120,7 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
             total["modules"] += 1
             total["lines"] += source.count("\n")
             total["comments"] += comments(source)
+            total["settings"] += settings(tree)
             if path.name == "__init__.py" and (code := lines_of_code(tree)) > 40:
                 total["init_over_40"] += 1
                 places["inits"].append(f"{where.parent}: {code}")

@@ -19,6 +19,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -91,6 +92,18 @@ CUT_PATIENCE_S = 30.0
 Clock = Callable[[], float]
 
 
+@dataclass(frozen=True, slots=True)
+class RangeLimits:
+    """Limits at which an open range is closed before it is [archive] max_age_s old."""
+
+    file_bytes: int = 32 * 2**20
+    """Bytes of keys and values in one file: large enough for few objects, small enough for one upload without parts."""
+    file_records: int = 100_000
+    """Records in one file, which bounds the time to read it back."""
+    buffer_bytes: int = 256 * 2**20
+    """Bytes of all open ranges together; above it the largest one is closed. Eight full files fit."""
+
+
 class BusyAssembler(ArchiveError):
     """Remedy: flush again."""
 
@@ -108,18 +121,18 @@ async def main(role: Role) -> None:
         await repeat(role, archiver.turn)
 
 
-async def flush(role: Role) -> int:
+async def flush(role: Role, *, limits: RangeLimits | None = None) -> int:
     """Archive everything that is on the log now, regardless of age. Return the number of files written. The archive
     role must not run at the same time, because the two would fence each other. Raises what `main` raises."""
-    async with _open_archiver(role) as archiver:
+    async with _open_archiver(role, limits) as archiver:
         return await archiver.flush()
 
 
 @contextlib.asynccontextmanager
-async def _open_archiver(role: Role) -> AsyncIterator[Archiver]:
+async def _open_archiver(role: Role, limits: RangeLimits | None = None) -> AsyncIterator[Archiver]:
     owner = TransactionalId.ARCHIVE.format(archive=archive_name(role.settings))
     async with role.log.transactor(owner) as transactor, role.log.reader() as reader:
-        archiver = Archiver(role, transactor, reader)
+        archiver = Archiver(role, transactor, reader, limits=limits)
         await archiver.open()
         yield archiver
 
@@ -135,6 +148,7 @@ class Archiver:
         *,
         clock: Clock = time.monotonic,
         topics: Collection[str] = BY_NAME,
+        limits: RangeLimits | None = None,
     ) -> None:
         """`transactor` must be entered already, so that the previous owner of the archive is fenced."""
         self._role = role
@@ -142,7 +156,7 @@ class Archiver:
         self._transactor = transactor
         self._reader = reader
         self._clock = clock
-        self._rules = role.settings.archive
+        self._rules, self._limits = role.settings.archive, limits or RangeLimits()
         self.index = ArchiveIndex(role.blobs, archive_name(role.settings))
         self._group = ConsumerGroup.ARCHIVE.format(archive=archive_name(role.settings))
         self._open: dict[Partition, RangeFile] = {}
@@ -198,7 +212,7 @@ class Archiver:
                 due = {}
             await self._add(place, record)
             file = self._open[place]
-            if file.bytes >= self._rules.max_bytes or file.count >= self._rules.max_records:
+            if file.bytes >= self._limits.file_bytes or file.count >= self._limits.file_records:
                 due[place] = record.offset + 1
         return due
 
@@ -227,7 +241,7 @@ class Archiver:
         HELD.set(held)
         found: list[Partition] = []
         for place in sorted(self._open, key=lambda place: -self._open[place].held):
-            if held <= self._rules.buffer_bytes:
+            if held <= self._limits.buffer_bytes:
                 break
             found.append(place)
             held -= self._open[place].held

@@ -78,7 +78,6 @@ class Workers:
             "TURNLOG_SANDBOX_SLOTS": str(SLOTS),
             "TURNLOG_SANDBOX_PREWARM": str(SLOTS),
             "TURNLOG_SANDBOX_MAX_ATTEMPTS": "20",
-            "TURNLOG_SANDBOX_HEALTH_S": "5",
             "OMP_NUM_THREADS": "1",
         }
         log = Path(self._settings.run.directory) / f"{name}.log"

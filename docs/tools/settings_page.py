@@ -17,6 +17,7 @@ import msgspec
 import yaml
 
 from turnlog.fold_settings import OPERATIONAL, OWN, Since
+from turnlog.former_settings import keys_of
 from turnlog.setting_types import legal, notes
 from turnlog.settings import FOLD_SECTIONS, Settings, declarations
 
@@ -26,7 +27,8 @@ HEAD = """\
 Settings come from one TOML file (`--settings FILE`) and from environment variables `TURNLOG_SECTION_KEY`, which
 win. Unknown keys, unknown variables that begin with `TURNLOG_`, wrong types and values out of range are errors. In
 the environment, a list is separated by commas or is JSON: `'["GET,HEAD https://mirror.example/*"]'`. The effective
-settings of a run are stored in `runs/ID/settings.toml`. This page is generated (`make docs`).
+settings of a run are stored in `runs/ID/settings.toml`. This page is generated (`make docs`). A key that was a setting
+until 0.2 only causes a warning, until 0.3.0 (`turnlog.former_settings` lists them).
 
 These variables concern one process and are no settings:
 
@@ -60,6 +62,7 @@ def chart_schema(schema: dict[str, Any]) -> dict[str, Any]:
         for field in dataclasses.fields(kind):
             if not field.repr:
                 del part["properties"][field.name]
+        part["properties"] |= {key: {"deprecated": True} for key in keys_of(name)}
         parts[kind.__name__] = {"type": "object", "additionalProperties": False, "properties": part["properties"]}
         everything[name] = {"$ref": everything[name]["$ref"]}
     settings = {"type": "object", "additionalProperties": False, "properties": everything}

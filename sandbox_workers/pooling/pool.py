@@ -19,13 +19,16 @@ from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, Sa
 from turnlog.schemas.types import BlobRef
 
 log = logging.getLogger(__name__)
+MAX_USES = 1000
+"""Calls after which a sandbox is replaced, even if every reset was clean. What a reset cannot see (fragmented memory,
+kernel objects) stays bounded, and starting another sandbox costs less than 0.1 % of the calls."""
 
 
 class Pool:
     """A pool of at most `slots` sandboxes of one backend, each with one caller at a time."""
 
     def __init__(
-        self, provider: Provider, *, slots: int, prewarm: int = 0, max_uses: int = 1000, clock: Clock | None = None
+        self, provider: Provider, *, slots: int, prewarm: int = 0, max_uses: int = MAX_USES, clock: Clock | None = None
     ) -> None:
         """Create a pool. `prewarm` is the number of sandboxes to keep ready, `max_uses` the number of leases before a
         sandbox is replaced."""

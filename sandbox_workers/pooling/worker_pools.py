@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from turnlog.settings import Settings
 
 
+HEALTH_S = 10.0
+"""Seconds between checks of idle sandboxes. A check takes milliseconds, and a call that meets a dead sandbox only waits
+for another one."""
+
+
 class SandboxPools:
     """The pools of one worker, by the backend that a call names."""
 
@@ -28,19 +33,21 @@ class SandboxPools:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, settings: Settings | SandboxSettings, *, ca: Path | None = None) -> AsyncIterator[SandboxPools]:
-        """Open every backend of the settings with warm sandboxes, watch them while the block runs, and end all after
-        it.
+    async def open(
+        cls, settings: Settings | SandboxSettings, *, ca: Path | None = None, health_s: float = HEALTH_S
+    ) -> AsyncIterator[SandboxPools]:
+        """Open every backend of the settings with warm sandboxes, check them every `health_s` while the block runs, and
+        end all after it.
 
         `ca` is passed to the backends. Raises BackendUnavailable: a backend that is configured must work."""
         chosen = settings if isinstance(settings, SandboxSettings) else settings.sandbox
         async with AsyncExitStack() as stack:
             provider, fallback = await local(chosen, ca=ca)
-            pool = await _create_pool(stack, provider, chosen)
+            pool = await _create_pool(stack, provider, chosen, health_s)
             pools = dict.fromkeys(LOCAL, pool)
             for name in dict.fromkeys(chosen.backends):
                 if name not in pools:
-                    pools[name] = await _create_pool(stack, await backend(name, chosen, ca=ca), chosen)
+                    pools[name] = await _create_pool(stack, await backend(name, chosen, ca=ca), chosen, health_s)
             yield cls(pools, fallback=fallback)
 
     @property
@@ -68,17 +75,17 @@ class SandboxPools:
         return {"fallback": self.fallback, "pools": [pool.snapshot() for pool in pools]}
 
 
-async def _create_pool(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings) -> Pool:
+async def _create_pool(stack: AsyncExitStack, provider: Provider, settings: SandboxSettings, health_s: float) -> Pool:
     """Create a warm pool and watch it. Raises BackendUnavailable."""
     stack.push_async_callback(provider.close)
     prewarm = 0 if provider.costly else settings.prewarm
-    pool = Pool(provider, slots=settings.slots, prewarm=prewarm, max_uses=settings.max_uses)
+    pool = Pool(provider, slots=settings.slots, prewarm=prewarm)
     stack.push_async_callback(pool.close)
     try:
         await pool.prefill(Shape(disk_bytes=settings.disk_bytes))
     except (SandboxUnavailable, ImageMissing) as error:
         raise BackendUnavailable(f"backend {provider.name} works here, but no sandbox starts: {error}") from error
-    watcher = asyncio.create_task(_watch(pool, settings.health_s, sweeps=provider.name in LOCAL))
+    watcher = asyncio.create_task(_watch(pool, health_s, sweeps=provider.name in LOCAL))
     watcher.add_done_callback(functools.partial(_on_watcher_end, pool))
     stack.push_async_callback(_end, watcher)
     return pool

@@ -33,10 +33,6 @@ class SandboxSettings:
     """Number of calls that one worker runs at once."""
     prewarm: Amount = 4
     """Number of sandboxes kept ready for the next calls in the queue."""
-    max_uses: Count = 1000
-    """Number of calls after which a sandbox is replaced, even if every reset was clean."""
-    health_s: Seconds = 10.0
-    """Seconds between checks of idle sandboxes; a dead one is replaced before a call reaches it."""
     max_attempts: Count = 3
     """Maximum number of runs of a call whose sandbox or worker goes away; after that it ends as infra_error. At least 3
     are needed to attribute repeated deaths to the call itself."""

@@ -24,6 +24,7 @@ from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
+from turnlog.former_settings import FORMER, keys_of, variable_of, warn_about_former
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
 from turnlog.learning_settings import LearningSettings, check_learning
@@ -568,21 +569,15 @@ class LoaderSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveSettings:
-    """[archive] Copies of the topics in the object store. A range of offsets is closed, and uploaded as a file, by
-    whichever limit is reached first."""
+    """[archive] Copies of the topics in the object store. A range of offsets is closed, and uploaded as a file, when it
+    is `max_age_s` old, or has 32 MiB or 100,000 records."""
 
     enabled: bool = False
     """Whether `turnlog up` runs an archiver."""
     name: str = ""
     """Name of the archive's folder below archive/ in the bucket; empty means the run id."""
-    max_bytes: Bytes = 32 * 2**20
-    """Maximum bytes of keys and values in one file."""
-    max_records: Count = 100_000
-    """Maximum number of records in one file."""
     max_age_s: Seconds = 600.0
     """Maximum age of a range in seconds, from the reading of its first record to its closing."""
-    buffer_bytes: Bytes = 256 * 2**20
-    """Maximum bytes of all open ranges together; above it the largest one is closed."""
     codec: Literal["deflate", "null"] = "deflate"
     """Compression of the files' blocks."""
 
@@ -749,6 +744,7 @@ def override_settings(
                 f"sections are {', '.join(sorted(sections))}"
             )
     _check_variables(env)
+    warn_about_former(tables, env, source=source)
     found = Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
     check_kafka(found.kafka, source)
     _check_http(found, source)
@@ -846,7 +842,10 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
         raise SettingsError(f"{source}: [{name}] must be a table")
     hints, shown = declarations(type(was)), {field.name: field.repr for field in dataclasses.fields(was)}
     values: dict[str, Any] = {}
+    former = keys_of(name)
     for key, value in table.items():
+        if key in former:
+            continue
         if key not in hints:
             nearest = did_you_mean(key, hints) or _in_another_section(key)
             raise SettingsError(
@@ -885,7 +884,7 @@ def _check_variables(env: Mapping[str, str]) -> None:
     if not ours:
         return
     known = variables()
-    for name in sorted(ours - known.keys()):
+    for name in sorted(ours - known.keys() - {variable_of(key) for key in FORMER}):
         if name.startswith(TEST_VARIABLES) or SERVICE_LINK.fullmatch(name) or is_service_link(env[name]):
             continue
         plain = name.removesuffix("_FILE")

@@ -16,7 +16,7 @@ from aiokafka.partitioner import DefaultPartitioner, murmur2
 from prometheus_client import REGISTRY
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.consumers.archiver import Archiver
+from turnlog.consumers.archiver import Archiver, RangeLimits
 from turnlog.infra import log as ours
 from turnlog.infra.archive import ArchiveLog, ReadOnlyArchive
 from turnlog.infra.blobs import MemoryBlobs
@@ -46,7 +46,7 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
-from turnlog.settings import ArchiveSettings, KafkaSettings, Settings
+from turnlog.settings import KafkaSettings, Settings
 
 UNITS = 4
 ALL_UNITS = frozenset(range(UNITS))
@@ -688,13 +688,13 @@ class ReadFromArchive(MemoryLog):
         self.blobs = MemoryBlobs()
 
     async def archived(self) -> ArchiveLog:
-        settings = Settings(archive=ArchiveSettings(max_records=7))
+        settings, limits = Settings(), RangeLimits(file_records=7)
         topics = {name: spec.partitions for name, spec in self.broker.specs.items()}
         archiver_log = MemoryLog(self.broker)
         events = EventLog(archiver_log, MemoryRegistry(), Codec({}), "archive")
         role = Role("archive", "archive", settings, archiver_log, events, self.blobs, Health("archive"))
         async with archiver_log.transactor("archive") as transactor, archiver_log.reader() as reader:
-            archiver = Archiver(role, transactor, reader, topics=topics)
+            archiver = Archiver(role, transactor, reader, topics=topics, limits=limits)
             await archiver.open()
             await archiver.flush()
         return await ArchiveLog.open(self.blobs, settings.run.id)

@@ -16,7 +16,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from tests.addresses import variables
 from tests.fakes.sessions import bad_days
-from turnlog.consumers.archiver import flush
+from turnlog.consumers.archiver import RangeLimits, flush
 from turnlog.consumers.index.indexer import build, indexing
 from turnlog.consumers.index.reader import path_of
 from turnlog.consumers.pruning import prunable
@@ -31,7 +31,6 @@ from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.runtime import assembler
 from turnlog.schemas import topics
 from turnlog.settings import (
-    ArchiveSettings,
     IndexSettings,
     KafkaSettings,
     RegistrySettings,
@@ -87,7 +86,7 @@ async def killed_archiver(settings: Settings, role: Role) -> None:
     environment = {
         **os.environ,
         **variables(settings),
-        "TURNLOG_ARCHIVE_MAX_RECORDS": "40",
+        "TURNLOG_ARCHIVE_MAX_AGE_S": "0.05",
     }
     process = subprocess.Popen([sys.executable, "-m", "turnlog.cli", "role", "archive"], env=environment)  # noqa: ASYNC220
     try:
@@ -122,16 +121,18 @@ def archive_only(settings: Settings) -> Settings:
 async def test_the_archive_alone_replays_what_was_emitted_after_the_topics_were_deleted(
     live_settings: Settings,
 ) -> None:
-    settings = dataclasses.replace(live_settings, archive=ArchiveSettings(max_records=40))
+    settings = live_settings
     async with open_role("test", settings) as role:
         await configure(role)
         await write(role, seed=1, groups=60)
         await fold(settings)
         await killed_archiver(settings, role)
+        await write(role, seed=2, groups=5)
+        await fold(settings)
         before = await files(role)
         from_topics = await run(role)
         assert from_topics.identical, from_topics.divergence
-        assert await flush(role) > 0
+        assert await flush(role, limits=RangeLimits(file_records=40)) > 0
         assert await files(role) > before
     await delete_topics(settings)
     said = io.StringIO()

@@ -13,7 +13,7 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.sessions import GroupName, Shape, bad_days, whole_group
-from turnlog.consumers.archiver import flush
+from turnlog.consumers.archiver import RangeLimits, flush
 from turnlog.infra.archive import ArchiveLog, live_cut
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -30,7 +30,6 @@ from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL, Event, RunConfigured, SampleBatchFormed, StepCompleted, WeightVersionPublished
 from turnlog.settings import (
-    ArchiveSettings,
     AssemblerSettings,
     BatcherSettings,
     FeederSettings,
@@ -48,7 +47,6 @@ SETTINGS = Settings(
     assembler=AssemblerSettings(commit_interval_s=0.0),
     batcher=BatcherSettings(prompts_per_draw=2, ready_batches=1000, max_lag=1000),
     feeder=FeederSettings(draws=1000),
-    archive=ArchiveSettings(max_records=50),
 )
 
 
@@ -84,7 +82,7 @@ class TrainedRun:
 
     async def archive(self) -> None:
         """Copy what is there."""
-        await flush(self.role("archive"))
+        await flush(self.role("archive"), limits=RangeLimits(file_records=50))
 
     async def append(self, events: Iterable[Event]) -> None:
         """As their writers do."""

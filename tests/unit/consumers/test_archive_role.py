@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from contextlib import AsyncExitStack
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.sessions import bad_days
-from turnlog.consumers.archiver import Archiver, GapInArchive, flush
+from turnlog.consumers import archiver
+from turnlog.consumers.archiver import Archiver, GapInArchive, RangeLimits
 from turnlog.infra.archive import ArchiveDamaged, ArchiveLog, NoArchive
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
@@ -28,7 +30,9 @@ from turnlog.schemas.topics import CATALOGUE, SAMPLES, SESSIONS, STEPS, TOPIC_OF
 from turnlog.settings import ArchiveSettings, RunSettings, Settings
 
 CODEC = Codec({name: number for number, name in enumerate(ALL)})
-SETTINGS = Settings(run=RunSettings(id="run"), archive=ArchiveSettings(max_records=9))
+SETTINGS = Settings(run=RunSettings(id="run"))
+LIMITS = RangeLimits(file_records=9)
+flush = functools.partial(archiver.flush, limits=LIMITS)
 UNITS = 2
 
 
@@ -171,7 +175,7 @@ async def test_a_zombie_writes_nothing_after_another_archiver_took_over() -> Non
         role = world.role()
         transactor = await stack.enter_async_context(role.log.transactor("run.archive"))
         reader = await stack.enter_async_context(role.log.reader())
-        zombie = Archiver(role, transactor, reader)
+        zombie = Archiver(role, transactor, reader, limits=LIMITS)
         await zombie.open()
         await world.write(2)
         await flush(world.role())
@@ -184,17 +188,18 @@ async def test_a_zombie_writes_nothing_after_another_archiver_took_over() -> Non
 async def test_a_range_is_closed_when_it_is_old_and_all_together_when_they_hold_too_much() -> None:
     world, clock = World(), Clock()
     await world.write(3)
-    for rules in (ArchiveSettings(max_age_s=5.0), ArchiveSettings(buffer_bytes=1)):
+    old, much = RangeLimits(), RangeLimits(buffer_bytes=1)
+    for rules, limits in ((ArchiveSettings(max_age_s=5.0), old), (ArchiveSettings(), much)):
         world.named = {}
-        role = world.role(Settings(run=RunSettings(id=f"run-{rules.buffer_bytes}"), archive=rules))
+        role = world.role(Settings(run=RunSettings(id=f"run-{limits.buffer_bytes}"), archive=rules))
         async with role.log.transactor("t") as transactor, role.log.reader() as reader:
-            archiver = Archiver(role, transactor, reader, clock=clock)
-            await archiver.open()
-            await archiver.turn()
-            assert bool(archiver.index.spans) == (rules.buffer_bytes == 1)
+            watched = Archiver(role, transactor, reader, clock=clock, limits=limits)
+            await watched.open()
+            await watched.turn()
+            assert bool(watched.index.spans) == (limits is much)
             clock.now += 5.0
-            await archiver.turn()
-            assert archiver.index.spans
+            await watched.turn()
+            assert watched.index.spans
 
 
 async def test_records_that_were_deleted_before_they_were_archived_end_the_archiver() -> None:

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 from docs.tools.metrics_page import metrics as declared
 from tests.each import each
 from turnlog import __version__
+from turnlog.former_settings import FORMER
 from turnlog.names import (
     HEADERS,
     REGISTRY_TOPIC,
@@ -102,9 +103,10 @@ NAMES: dict[str, Any] = {
     "records": lambda: set(ALL),
     "headers": lambda: set(HEADERS),
     "metrics": metrics,
-    "settings": lambda: {
-        f"{section}.{key}" for section, kind in get_type_hints(Settings).items() for key in declarations(kind)
-    },
+    "settings": lambda: (
+        {f"{section}.{key}" for section, kind in get_type_hints(Settings).items() for key in declarations(kind)}
+        | FORMER.keys()
+    ),
     "variables": lambda: VARIABLES,
     "entry_points": entry_points,
     "exit_statuses": lambda: {f"{status.value} {status.name}" for status in ExitStatus},
@@ -149,6 +151,10 @@ def test_a_leaving_name_stays_for_one_release_and_not_longer() -> None:
         assert today < left, f"{entry['name']}: its release has come; remove the alias, its name and this entry"
         if entry["kind"] == "imports":
             assert imports_as(entry["name"]) is imports_as(entry["now"])
+
+
+def test_the_former_settings_are_those_that_leave() -> None:
+    assert [entry["name"] for entry in GOLDEN["leaving"] if entry["kind"] == "settings"] == sorted(FORMER)
 
 
 UNBOUNDED = {

@@ -14,6 +14,7 @@ import pytest
 
 from docs.tools.settings_page import said_of
 from tests.each import each
+from turnlog.former_settings import FORMER, variable_of
 from turnlog.infra.roles.probe import health_address
 from turnlog.names import TEST_VARIABLES, VARIABLES
 from turnlog.setting_types import value_of
@@ -48,6 +49,17 @@ def test_there_are_as_many_copies_as_brokers_unless_something_else_is_asked_for(
     assert load(None, {"TURNLOG_KAFKA_BROKERS": "3"}).kafka.copies == 3
     assert load(None, {"TURNLOG_KAFKA_BROKERS": "3", "TURNLOG_KAFKA_REPLICATION": "2"}).kafka.copies == 2
     assert load(None, {"TURNLOG_KAFKA_BOOTSTRAP": "a:1", "TURNLOG_KAFKA_REPLICATION": "3"}).kafka.copies == 3
+
+
+@each("key", FORMER)
+def test_a_former_setting_is_still_taken_with_one_warning(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    section, _, name = key.partition(".")
+    caplog.clear()
+    for _ in range(2):
+        assert from_tables({section: {name: 1}}, {}, source=f"{key}.toml") == Settings()
+        assert load(None, {variable_of(key): "1"}) == Settings()
+    assert [line.partition(":")[0] for line in caplog.messages] == [f"{key}.toml", "environment"]
+    assert all(f"{key} ({FORMER[key].fate})" in line for line in caplog.messages)
 
 
 def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:

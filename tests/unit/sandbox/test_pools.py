@@ -165,7 +165,7 @@ async def test_a_backend_whose_sandboxes_do_not_start_is_unavailable(offer: Call
 
 
 async def test_idle_sandboxes_are_looked_at_every_health_s() -> None:
-    async with SandboxPools.open(dataclasses.replace(SETTINGS, health_s=0.05)) as pools:
+    async with SandboxPools.open(SETTINGS, health_s=0.05) as pools:
         async with pools.local.lease(SHAPE) as lease:
             pass
         async with pools.local.lease(SHAPE, session="s") as lease:

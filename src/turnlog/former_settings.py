@@ -1,0 +1,71 @@
+"""Keys that were settings until 0.2. A settings file or the environment may hold them until 0.3.0, and a warning says
+what became of them.
+
+To remove a setting, delete its field, enter it here, and add it to `leaving` in tests/golden/names.toml.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A former setting whose value is a constant now; another value is ignored."""
+
+    value: str
+    """The constant, as text with its unit."""
+
+    @property
+    def fate(self) -> str:
+        """What became of the key, for people."""
+        return f"fixed at {self.value}"
+
+
+FORMER: Mapping[str, Fixed] = {
+    "archive.buffer_bytes": Fixed("256 MiB"),
+    "archive.max_bytes": Fixed("32 MiB"),
+    "archive.max_records": Fixed("100,000 records"),
+    "sandbox.health_s": Fixed("10 s"),
+    "sandbox.max_uses": Fixed("1000 calls"),
+}
+"""Former setting -> what became of it."""
+
+
+def keys_of(section: str) -> list[str]:
+    """Return the former keys of a section."""
+    return [key.partition(".")[2] for key in FORMER if key.partition(".")[0] == section]
+
+
+def variable_of(key: str) -> str:
+    """Return the environment variable of `section.key`."""
+    return f"TURNLOG_{key.replace('.', '_')}".upper()
+
+
+def warn_about_former(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> None:
+    """Warn about the former settings that a file and the environment still hold."""
+    found = [key for key in FORMER if key.partition(".")[2] in _table(tables, key.partition(".")[0])]
+    _warn_of(source, found)
+    _warn_of("environment", [key for key in FORMER if variable_of(key) in env])
+
+
+def _table(tables: Mapping[str, Any], section: str) -> Any:
+    found = tables.get(section, {})
+    return found if isinstance(found, dict) else {}
+
+
+def _warn_of(source: str, keys: Iterable[str]) -> None:
+    if said := ", ".join(f"{key} ({FORMER[key].fate})" for key in keys):
+        _warn_once(f"{source}: no longer settings since 0.2, and errors from 0.3.0 on; remove them: {said}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning that this process has not logged: settings are read several times."""
+    log.warning("%s", message)
