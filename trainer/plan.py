@@ -257,7 +257,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
 UNRECORDED = frozenset(
     {"allow_changes", "world_size", "threads", "microbatch_tokens", "packing", "recompute", "sequence_parallel"}
     | {f"{way}_parallel" for way in ("tensor", "pipeline", "context", "expert")}
-    | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_rate", "warm_start_seed"}
+    | {"initial_weights", "reference", "teacher", "warm_start_steps", "warm_start_seed"}
     | {"publish_every", "checkpoint_every", "checkpoints", "checkpoints_kept", "checkpoints_reshardable"}
     | {"max_skipped", "token_files_every", "publish", "launcher", "ray_address", "ray_placement"}
 )

@@ -24,6 +24,8 @@ from turnlog.trainer.shape import ModelShape, read_shape
 FORMAT = "1"
 """Must be changed whenever the same settings would make another model."""
 LEARNING_RATE = 8e-4
+WARM_START_RATE = 3e-3
+"""Learning rate of the warm start, for every tiny model: `[trainer] warm_start_steps` decides how far it goes."""
 """Learning rate for such a policy if [trainer] learning_rate is 0: a thousand times the rate for a full-size model."""
 Progress = Callable[[int, int, float], None]
 """Called with (steps taken, total steps, loss)."""
@@ -110,7 +112,7 @@ def _warm(start: WarmStart, settings: Settings, folder: Path, progress: Progress
         base,
         rows,
         steps=trainer.warm_start_steps,
-        learning_rate=trainer.warm_start_rate,
+        learning_rate=WARM_START_RATE,
         seed=trainer.warm_start_seed,
         folder=folder,
         progress=lambda step, loss: progress(step, trainer.warm_start_steps, loss),
@@ -126,7 +128,7 @@ def _shape(start: WarmStart, folder: Path) -> ModelShape:
 def _key(start: WarmStart, settings: Settings, *, steps: int) -> str:
     trainer = settings.trainer
     demonstrations = [dataclasses.asdict(one) for one in itertools.islice(start.demonstrations(0), 8)]
-    about = [FORMAT, start.model.config(), demonstrations, trainer.warm_start_seed, steps, trainer.warm_start_rate]
+    about = [FORMAT, start.model.config(), demonstrations, trainer.warm_start_seed, steps, WARM_START_RATE]
     return hashlib.sha256(canonical_text(about, spaces=True).encode()).hexdigest()[:12]
 
 

@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 LOADED = Counter("turnlog_loader_loaded", "Weight versions loaded")
 REFUSED = Counter("turnlog_loader_refused", "Weight versions refused", ["cause"])
 
+ATTEMPTS = 3
+"""Attempts to fetch the files of a version, beyond the retries of each request to the store. A new process is the next
+one: its connections are new, too."""
 RETRY_S = 0.5
 RECENT = 8
 ADAPTERS = 2
@@ -225,13 +228,13 @@ class Swap:
             self._adapters.pop(version).release()
 
     async def _fetch_folder(self, chain: Chain, timer: Timer) -> Held:
-        """Fetch the folder. A store that does not answer is tried [loader] attempts times; then BlobError ends the
+        """Fetch the folder. A store that does not answer is tried ATTEMPTS times; then BlobError ends the
         process."""
-        for attempt in range(1, self._role.settings.loader.attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._folders.obtain_folder(chain, timer)
             except BlobError as error:
-                if attempt == self._role.settings.loader.attempts:
+                if attempt == ATTEMPTS:
                     raise
                 log.warning("version %d: %s; attempt %d", chain[-1].version, error, attempt)
                 await asyncio.sleep(RETRY_S * attempt)

@@ -42,6 +42,9 @@ PATIENCE_S = 30.0
 """Seconds beyond [engine] drain_s for an engine to drain and its loader to report it."""
 LOOK_S = 2.0
 """Seconds between two checks of the load, and maximum seconds for an engine to report its load."""
+AUTOSCALE_AFTER_S = 15.0
+"""Seconds for which a load must last before an engine is added for it: a burst adds none, and the start of an engine
+takes longer anyway."""
 AGAIN_S = 5.0
 """Seconds before the next attempt to open the log."""
 
@@ -55,9 +58,7 @@ class OnLog:
         self._asked_at: dict[str, float] = {}
         """Engine -> time.monotonic() at which it was first seen leaving."""
         wanted = settings.engine
-        rules = AutoscaleRules(
-            wanted.autoscale_min, wanted.autoscale_max, wanted.autoscale_requests, wanted.autoscale_after_s
-        )
+        rules = AutoscaleRules(wanted.autoscale_min, wanted.autoscale_max, wanted.autoscale_requests, AUTOSCALE_AFTER_S)
         self._autoscale = Autoscale(rules) if rules.most and not wanted.urls else None
         self._looked_at = float("-inf")
         self._stopping: dict[str, asyncio.Task[None]] = {}

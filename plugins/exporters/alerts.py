@@ -37,6 +37,8 @@ from turnlog.settings import Settings
 log = logging.getLogger(__name__)
 LOOK_S, TELL_S = (STAGE_S.labels("alerts", stage) for stage in ("look", "tell"))
 ALERTS = Counter("turnlog_alerts", "Alerts by outcome: sent, or not accepted by an address", ("outcome",))
+CHECK_S = 15.0
+"""Seconds between two checks. Alerts last for minutes, so that a message may be this late."""
 FILE = "alerts.json"
 PLACE = Partition(RUN_HEALTH.name, 0)
 
@@ -146,7 +148,7 @@ async def tell(role: Role, found: Sequence[AlertAddress]) -> None:
         failures.assign(await role.log.start_offsets([PLACE]))
         role.health.mark_started()
         while not role.stopping.is_set():
-            role.health.beat(within_s=role.settings.liveness.work_s + role.settings.alerts.every_s)
+            role.health.beat(within_s=role.settings.liveness.work_s + CHECK_S)
             with LOOK_S.time():
                 seen = await watch.look(failures)
             with TELL_S.time():
@@ -154,7 +156,7 @@ async def tell(role: Role, found: Sequence[AlertAddress]) -> None:
                     await asyncio.to_thread(target.tell, role.settings.run.id, seen, time.time())
             await asyncio.to_thread(_write, role.settings, found)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(role.settings.alerts.every_s):
+                async with asyncio.timeout(CHECK_S):
                     await role.stopping.wait()
 
 

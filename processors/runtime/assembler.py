@@ -38,6 +38,11 @@ from turnlog.processors.runtime.watch import ReaperLimits
 from turnlog.settings import AssemblerSettings
 
 log = logging.getLogger(__name__)
+MAX_RECORDS = 500
+"""Maximum records folded in one transaction. Its round trips to the broker are spread over them, and the scores of a
+group wait for its end."""
+POLL_S = 0.02
+"""Longest wait of one poll for records. It bounds how much later than due a partition task commits."""
 STOPPED = Gauge("turnlog_assembler_stopped_units", "Partition tasks that stopped at a record")
 
 
@@ -71,14 +76,7 @@ async def main(role: Role) -> None:
     )
     following = [asyncio.create_task(one.follow()) for one in (engines, runners)]
     reaping = asyncio.create_task(reaper.run(role.stopping))
-    folding = asyncio.create_task(
-        runner.run(
-            role.stopping,
-            instance=role.instance,
-            max_records=settings.max_records,
-            poll_s=settings.poll_ms / 1000,
-        )
-    )
+    folding = asyncio.create_task(runner.run(role.stopping, instance=role.instance))
     try:
         await _first_error_or_all(folding, reaping, beside=following)
     finally:
@@ -130,14 +128,12 @@ class AssemblerRunner:
         self._clock = clock
         self._unsought: set[int] = set()
 
-    async def run(
-        self, stopping: asyncio.Event, *, instance: str | None = None, max_records: int = 500, poll_s: float = 0.02
-    ) -> None:
+    async def run(self, stopping: asyncio.Event, *, instance: str | None = None) -> None:
         """Fold until `stopping` is set, then commit and leave the group. Raises errors that must end the process."""
         async with self.join_group(instance) as reader:
             while not stopping.is_set():
                 self._health.beat()
-                await self.turn(reader, max_records=max_records, poll_s=poll_s)
+                await self.turn(reader)
             await _all(unit.commit() for unit in self.units.values())
 
     def join_group(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
@@ -146,7 +142,7 @@ class AssemblerRunner:
             self._plan.group, INPUTS, assigned=self._on_assigned, revoked=self._on_revoked, instance=instance
         )
 
-    async def turn(self, reader: GroupReader, *, max_records: int = 500, poll_s: float = 0.02) -> int:
+    async def turn(self, reader: GroupReader, *, max_records: int = MAX_RECORDS, poll_s: float = POLL_S) -> int:
         """Poll once and run the transactions; return the number of records processed.
 
         The reader calls back only inside poll, so no batch straddles a rebalance. A partition that was assigned in a

@@ -129,6 +129,13 @@ RECORD_BYTES = 1 << 20
 """Maximum body size in bytes of a request to open or finish a session. Its contents go into one record, which holds far
 less than 8 MiB."""
 
+KEEP_ALIVE_S = 10.0
+"""Seconds without output after which a stream sends a comment, well within the 50 to 60 s after which common proxies
+close an idle connection."""
+REQUEST_S = 60.0
+"""Seconds within which the head of a request must arrive, and then its body; otherwise 408. The largest body arrives in
+time at 5 Mbit/s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
@@ -147,6 +154,8 @@ class Gateway:
     dialects: tuple[Dialect, ...]
     least_group: int
     """Smallest group size that the run's estimator accepts."""
+    keep_alive_s: float = KEEP_ALIVE_S
+    request_s: float = REQUEST_S
 
     @classmethod
     async def create(cls, role: Role, url: str, connect: Callable[[str], Engine] | None = None) -> Gateway:
@@ -175,7 +184,7 @@ class Gateway:
         limits = SessionLimits(
             life_s=shown.session_s, turns=shown.session_turns, turns_per_minute=shown.session_turns_per_minute
         )
-        images = image_tokens(folder, settings.gateway.max_image_pixels)
+        images = image_tokens(folder)
         written = shown_by(prompts)
         if written.plain is None:
             raise TemplateUnusable(
@@ -283,7 +292,7 @@ class Gateway:
             session_id=session.id,
             model=asked.model if self.turns.side(asked) else self.role.settings.model.name,
             decode=self.turns.prompts.tokens.decode,
-            keep_alive_s=self.role.settings.gateway.keep_alive_s,
+            keep_alive_s=self.keep_alive_s,
         )
 
     async def body(self, request: Request, most: int | None = None) -> bytes:
@@ -291,12 +300,11 @@ class Gateway:
         setting = self.role.settings.gateway.max_body_bytes
         whole = most is None or setting < most
         remedy = "send less, or raise [gateway] max_body_bytes" if whole else "no log record is larger: send less"
-        patience_s = self.role.settings.gateway.request_s
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(self.request_s):
                 return await body_of(request, min(setting, most or setting), remedy)
         except TimeoutError:
-            raise TooSlow(f"the body did not arrive within {patience_s:g} s ([gateway] request_s)") from None
+            raise TooSlow(f"the body did not arrive within {self.request_s:g} s") from None
         except BodyTooLarge as error:
             raise TooLarge(str(error)) from None
 
@@ -640,7 +648,7 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
     longest = math.ceil(drain_s("gateway", gateway.role.settings))
     shown = gateway.role.settings.gateway
     tls = tls_context(shown.certificate_file, shown.key_file, "gateway")
-    served = uvicorn_config(front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=shown.request_s)
+    served = uvicorn_config(front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=gateway.request_s)
     server = QuietServer(served)
     try:
         async with server.running(listener):

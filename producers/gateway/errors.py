@@ -13,7 +13,7 @@ GatewayError
 ├── ContextOverflow       400 the prompt leaves no room in the context window
 ├── Unauthorized          401 the token is missing, forged, or of another session
 ├── AgentsToken           403 the agent's own token tries to assign a reward or to finish the session
-├── TooSlow               408 the body did not arrive within [gateway] request_s
+├── TooSlow               408 the body did not arrive in time
 ├── TooLarge              413 the body is longer than [gateway] max_body_bytes, or holds too many JSON values
 ├── TooMany               429 the session requests more turns than [gateway] allows
 ├── EnginesRefused        400 the requested change of engines is impossible: no such engine, no address, none hosted

@@ -31,6 +31,8 @@ DATA = re.compile(r"data:(image/[\w.+-]+);base64,", re.ASCII)
 BLOB = re.compile(r"blob:([0-9a-f]{64});(\d{1,18});(image/[\w.+-]+)", re.ASCII)
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 """Defaults of Qwen2VLImageProcessor if preprocessor_config.json names no limits."""
+IMAGE_PIXELS = 32 * 2**20
+"""Maximum pixels of an image in a request, read from its header before anything decodes it: 96 MiB when decoded."""
 LONGEST = 200
 """Largest ratio of the sides that it accepts."""
 
@@ -100,7 +102,7 @@ class ImageTokens:
         return Admitted(ref, tokens, f"data:{ref.media_type};base64,{base64.b64encode(content).decode()}")
 
 
-def image_tokens(folder: Path, most_pixels: int) -> ImageTokens | None:
+def image_tokens(folder: Path, most_pixels: int = IMAGE_PIXELS) -> ImageTokens | None:
     """Return the placeholder and its rule from config.json and preprocessor_config.json; None for a text model, or if
     the rule is not known here."""
     config, processor = read_json(folder / "config.json"), read_json(folder / "preprocessor_config.json")
@@ -227,7 +229,5 @@ def _size(content: bytes, most: int) -> tuple[int, int]:
     except ImageUnreadable as error:
         raise BadRequest(str(error), param="messages") from None
     if height * width > most:
-        raise BadRequest(
-            f"an image of {width} x {height} pixels; [gateway] max_image_pixels allows {most:,}", param="messages"
-        )
+        raise BadRequest(f"an image of {width} x {height} pixels; at most {most:,} are allowed", param="messages")
     return height, width

@@ -121,10 +121,6 @@ class AssemblerSettings:
     """[assembler] The role that folds turns into samples, one transaction at a time. RunConfigured records the settings
     that decide which records of a group come too late."""
 
-    max_records: Annotated[Count, OPERATIONAL] = 500
-    """Maximum number of records folded in one transaction."""
-    poll_ms: Annotated[int, Meta(ge=1, le=60_000), OPERATIONAL] = 20
-    """Maximum wait of one poll for records, in milliseconds."""
     reaper_silence_s: Annotated[Seconds, OPERATIONAL] = 600.0
     """Seconds without a record after which an unfinished session is expired."""
     group_deadline_s: Annotated[Seconds, OPERATIONAL] = 1800.0

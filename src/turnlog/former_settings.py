@@ -29,11 +29,20 @@ class Fixed:
 
 
 FORMER: Mapping[str, Fixed] = {
+    "alerts.every_s": Fixed("15 s"),
     "archive.buffer_bytes": Fixed("256 MiB"),
     "archive.max_bytes": Fixed("32 MiB"),
     "archive.max_records": Fixed("100,000 records"),
+    "assembler.max_records": Fixed("500 records"),
+    "assembler.poll_ms": Fixed("20 ms"),
+    "engine.autoscale_after_s": Fixed("15 s"),
+    "gateway.keep_alive_s": Fixed("10 s"),
+    "gateway.max_image_pixels": Fixed("32 x 2^20 pixels"),
+    "gateway.request_s": Fixed("60 s"),
+    "loader.attempts": Fixed("3 attempts"),
     "sandbox.health_s": Fixed("10 s"),
     "sandbox.max_uses": Fixed("1000 calls"),
+    "trainer.warm_start_rate": Fixed("0.003"),
 }
 """Former setting -> what became of it."""
 

@@ -37,7 +37,6 @@ from turnlog.setting_types import (
     Count,
     Decay,
     Port,
-    Rate,
     Scale,
     Seconds,
     Seed,
@@ -218,10 +217,8 @@ class EngineSettings:
     """Maximum number of embedded engines; the supervisor adds and removes engines by the number of running and waiting
     requests. 0 disables autoscaling."""
     autoscale_requests: Count = 16
-    """Running and waiting requests per engine above which an engine is added."""
-    autoscale_after_s: Seconds = 15.0
-    """Seconds for which that must last before an engine is added; it takes four times as long to remove one that is not
-    needed."""
+    """Running and waiting requests per engine above which an engine is added, once that has lasted for 15 s; one that
+    is not needed is removed after a minute."""
     update: Literal["auto", "retract", "in_place", "abort"] = "auto"
     """Treatment of running requests at a weight update. retract: they continue, and their cache is recomputed.
     in_place: they continue with the cache of the old weights, which their spans record (kv_version), and no later
@@ -273,8 +270,6 @@ class GatewaySettings:
     accepted_signing_keys: Annotated[str, Signs(several=True)] = field(default="", repr=False)
     """Keys whose session tokens are also accepted, separated by white space: the next or the previous key during a key
     rotation."""
-    keep_alive_s: Seconds = 10.0
-    """Seconds without output after which a stream sends a comment, so that no proxy closes the connection."""
     side_engines: tuple[str, ...] = ()
     """Auxiliary models, PATTERN=URL each: a request whose `model` matches the pattern (such as `*haiku*`; the first
     match wins) is answered by the SGLang engine at that URL, which must have the policy's tokenizer, and is never
@@ -354,12 +349,8 @@ class GatewaySettings:
     session_turns_per_minute: Amount = 0
     """Maximum number of turns that one session may begin per minute; further requests are answered with 429. 0: no
     limit."""
-    request_s: Seconds = 60.0
-    """Seconds within which the head of a request must arrive, and then its body; otherwise 408."""
     max_body_bytes: Bytes = 32 * 2**20
     """Maximum body of a request in bytes, images included; a larger one is rejected with 413 while it is received."""
-    max_image_pixels: Count = 32 * 2**20
-    """Maximum pixels of one image, read from its header; a larger one is rejected before it is decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -540,8 +531,6 @@ class TrainerSettings(LearningSettings):
     """Data type of parameters. auto: bfloat16 on CUDA; float32 on a CPU, and for the tiny model of an environment."""
     warm_start_steps: Amount = 400
     """Supervised steps on the environment's demonstrations, for its tiny model."""
-    warm_start_rate: Rate = 3e-3
-    """Learning rate of the warm start."""
     warm_start_seed: Amount = 0
     """Seed of the tiny model's random weights and of the order of demonstrations."""
 
@@ -550,8 +539,6 @@ class TrainerSettings(LearningSettings):
 class LoaderSettings:
     """[loader] The roles that load published weights into engines, one per engine."""
 
-    attempts: Count = 3
-    """Number of attempts to fetch the files of a version; after that the process ends."""
     timeout_s: Seconds = 60.0
     """Maximum seconds for an engine to load a version."""
     transport: Literal["disk", "tensor", "distributed"] = "disk"
@@ -641,8 +628,6 @@ class AlertsSettings:
 
     urls: str = field(default="", repr=False)
     """Recipients as apprise URLs, separated by white space: mailto://, slack://, json://host."""
-    every_s: Seconds = 15.0
-    """Seconds between two checks."""
     again_s: Seconds = 14_400.0
     """Seconds after which an alert that still fires is sent again."""
 

@@ -26,7 +26,7 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.recipes.calc import RECIPE
-from turnlog.producers.gateway.app import Gateway, listening, serving
+from turnlog.producers.gateway.app import REQUEST_S, Gateway, listening, serving
 from turnlog.producers.gateway.prompts import TextTokens
 from turnlog.schemas import ids
 from turnlog.schemas.events import EngineRegistered, Event
@@ -144,6 +144,7 @@ class Rig:
         self.connect: Callable[[str], Engine] | None = lambda url: self.engines[url.removeprefix("http://")]
         """None: as a gateway of its own has it."""
         self.url = ""
+        self.request_s = REQUEST_S
         self.gateway: Gateway
         self.events: EventLog
 
@@ -164,7 +165,8 @@ class Rig:
         role = Role("gateway", instance, self.settings, log, self.events, self.blobs, Health("gateway"))
         listener = stack.enter_context(contextlib.closing(listening("127.0.0.1", 0, "[gateway] port")))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.gateway = await Gateway.create(role, self.url, connect=self.connect)
+        gateway = await Gateway.create(role, self.url, connect=self.connect)
+        self.gateway = dataclasses.replace(gateway, keep_alive_s=0.2, request_s=self.request_s)
         await stack.enter_async_context(self.gateway.current())
         await stack.enter_async_context(serving(self.gateway, listener))
         self.http = await stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=30))
@@ -251,7 +253,7 @@ def settings_of(folder: Path, directory: Path, context: int = WINDOW) -> Setting
         model=ModelSettings(path=str(folder)),
         engine=EngineSettings(context=context, request_timeout_s=20.0),
         fold=FoldSettings(estimator="reinforce"),  # which takes groups of one
-        gateway=GatewaySettings(signing_key="test-key", keep_alive_s=0.2),
+        gateway=GatewaySettings(signing_key="test-key"),
     )
 
 

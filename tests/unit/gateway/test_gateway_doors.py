@@ -155,10 +155,9 @@ async def impatient(rig: Any) -> Any:
     """A gateway that waits a moment for a request, lets a session live as long, and run two turns, three a minute."""
     rig.settings = dataclasses.replace(
         rig.settings,
-        gateway=dataclasses.replace(
-            rig.settings.gateway, request_s=0.3, session_s=2.0, session_turns=2, session_turns_per_minute=3
-        ),
+        gateway=dataclasses.replace(rig.settings.gateway, session_s=2.0, session_turns=2, session_turns_per_minute=3),
     )
+    rig.request_s = 0.3
     await rig.start("gateway-1")
     return rig
 

@@ -236,7 +236,7 @@ async def test_other_recorded_values_are_refused_key_by_key_and_operational_ones
     for look in (configure, load_configuration):
         with pytest.raises(OtherSettings, match=said):
             await look(await connect(other))
-    nearer = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=9, max_records=1))
+    nearer = dataclasses.replace(OURS, assembler=AssemblerSettings(horizon_records=9, commit_interval_s=2.0))
     with pytest.raises(OtherSettings, match=r"ours': assembler.horizon_records was recorded as 20000 and is 9 here:"):
         await load_configuration(await connect(nearer))
 
