@@ -42,7 +42,7 @@ from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.gang import LOCAL_RANK
 from turnlog.trainer.gang.calls import Ranks, RankZero, follow
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.plan import LearnerOptions, LearningPlan
+from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import read_weights
 
@@ -54,8 +54,6 @@ IDLE = timedelta(days=7)
 once.
 """
 
-JOIN_S = 600.0
-"""Seconds to join, for tools; a run's limit is [liveness] join_s."""
 JOIN_LOOK_S = 0.1
 
 
@@ -113,9 +111,7 @@ def _joining(limit_s: float) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(
-            f"the ranks did not join each other within {limit_s:.0f} s ([liveness] join_s): {error}"
-        ) from error
+        raise RankLost(f"the ranks did not join each other within {limit_s:.0f} s: {error}") from error
 
 
 @contextmanager
@@ -148,7 +144,7 @@ def await_ranks(store: Store, ranks: Mapping[int, subprocess.Popen[bytes]], limi
                 raise RankLost(f"rank {rank} ended with status {status} before it joined; its log says why")
         if time.monotonic() > deadline:
             names = ", ".join(map(str, missing))
-            raise RankLost(f"ranks {names} have reported nothing for {limit_s:.0f} s ([liveness] join_s)")
+            raise RankLost(f"ranks {names} have reported nothing for {limit_s:.0f} s")
         time.sleep(JOIN_LOOK_S)
 
 

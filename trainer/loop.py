@@ -162,7 +162,7 @@ def _beat(role: Role) -> None:
 
 
 def _rank_beats(role: Role, rank: int) -> None:
-    role.health.beat(f"rank {rank}", within_s=role.settings.liveness.rank_s)
+    role.health.beat(f"rank {rank}", within_s=role.settings.liveness.role_s)
 
 
 def _warming(role: Role, step: int, steps: int, loss: float) -> None:

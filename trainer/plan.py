@@ -25,6 +25,9 @@ from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.shape import ModelShape
 
 log = logging.getLogger(__name__)
+JOIN_S = 600.0
+"""Seconds from the start of the trainer's ranks until all of them have connected. It exceeds the import of torch on the
+slowest disk."""
 
 
 def scaled_logits(
@@ -151,8 +154,7 @@ class LearningPlan:
     """[trainer] settings that decide what is learned, as recorded in checkpoints: name -> JSON."""
     may_change: bool
     """Whether recorded settings may differ from a checkpoint's ([trainer] allow_changes)."""
-    join_s: float
-    """Seconds for which ranks wait for one another at the start."""
+    join_s: float = JOIN_S
     launcher: str = "local"
     ray_address: str = "auto"
     ray_placement: str = "PACK"
@@ -247,7 +249,6 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
         value_warmup=trainer.value_warmup_steps if objective.critic else 0,
         recorded=checkpoint_settings(settings, cuda=cuda),
         may_change=trainer.allow_changes,
-        join_s=settings.liveness.join_s,
         launcher=trainer.launcher,
         ray_address=trainer.ray_address,
         ray_placement=trainer.ray_placement,

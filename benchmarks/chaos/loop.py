@@ -113,12 +113,9 @@ reaper_silence_s = 120.0
 group_deadline_s = 300.0
 [liveness]
 deaths = 0
-broker_s = 15.0
-registry_s = 15.0
-store_s = 15.0
+servers_s = 15.0
 engine_s = 40.0
 role_s = {role_s}
-rank_s = {role_s}
 """
 """The rate is constant, since the number of draws changes once the strikes are over."""
 ROLE_S = 60.0

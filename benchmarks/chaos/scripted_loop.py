@@ -47,7 +47,6 @@ group_deadline_s = 300.0
 [liveness]
 deaths = 0
 role_s = {{{{role_s}}}}
-rank_s = {{{{role_s}}}}
 """
 """The log-probs of a script are not the policy's, so it shall hardly learn from them."""
 EMBEDDED = KafkaSettings()

@@ -292,7 +292,7 @@ class LaunchPlan:
         )
         for broker, launch in zip(brokers.all, brokers.launches(), strict=True):
             look = answering(partial(broker_answers, broker.port))
-            liveness = Liveness(look=look, within_s=self._live.broker_s)
+            liveness = Liveness(look=look, within_s=self._live.servers_s)
             self._serve(dataclasses.replace(launch, liveness=liveness), tier=LOG_AND_STORE)
             self._brokers.append(launch.name)
         return brokers.bootstrap
@@ -303,7 +303,7 @@ class LaunchPlan:
             return wanted.endpoint
         chosen = dataclasses.replace(wanted, port=self._port(wanted.port, "[store] port"))
         server = ObjectStore(self._directory / STORE_KEY.parent, chosen, log=log_of(self._settings, "store"))
-        liveness = Liveness(look=answering(lambda: http_answers(server.endpoint)), within_s=self._live.store_s)
+        liveness = Liveness(look=answering(lambda: http_answers(server.endpoint)), within_s=self._live.servers_s)
         self._serve(dataclasses.replace(server.launch(), liveness=liveness), tier=LOG_AND_STORE)
         return server.endpoint
 
@@ -342,7 +342,7 @@ class LaunchPlan:
             env={"TURNLOG_REGISTRY_PORT": port_of(url), "OMP_NUM_THREADS": "1"},
             ready=lambda: answers(f"{url}/"),  # the only path that requires no login
             died=RegistryDied,
-            liveness=Liveness(look=answering(lambda: http_answers(f"{url}/")), within_s=self._live.registry_s),
+            liveness=Liveness(look=answering(lambda: http_answers(f"{url}/")), within_s=self._live.servers_s),
         )
         self._serve(launch, tier=ON_LOG, after=self._there(*self._brokers))
         return url

@@ -57,7 +57,7 @@ def actors(plan: LearningPlan, beat: Callable[[int], None]) -> Iterator[Ranks]:
         with bundles(bundle, count, plan.ray_placement) as group:
             if not group.wait(plan.join_s):
                 said = no_room(bundle, count, plan.ray_placement)
-                raise RankLost(f"{said}; waited for {plan.join_s:.0f} s ([liveness] join_s)")
+                raise RankLost(f"{said}; waited for {plan.join_s:.0f} s")
             try:
                 for index in range(count):
                     gang.append(start_actor(actor, group, index, bundle, os.environ.get("TURNLOG_RUN_ID", "")))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,21 @@ class Fixed:
         return f"fixed at {self.value}"
 
 
-FORMER: Mapping[str, Fixed] = {
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """Former seconds of silence that another key of the section covers now. The longest of all that are given applies,
+    so that nothing is killed sooner than somebody allowed; 0 means for ever."""
+
+    into: str
+    """The key of the same section that covers it."""
+
+    @property
+    def fate(self) -> str:
+        """What became of the key, for people."""
+        return f"set {self.into}, which until then is raised to this value"
+
+
+FORMER: Mapping[str, Fixed | Longest] = {
     "alerts.every_s": Fixed("15 s"),
     "archive.buffer_bytes": Fixed("256 MiB"),
     "archive.max_bytes": Fixed("32 MiB"),
@@ -39,6 +53,11 @@ FORMER: Mapping[str, Fixed] = {
     "gateway.keep_alive_s": Fixed("10 s"),
     "gateway.max_image_pixels": Fixed("32 x 2^20 pixels"),
     "gateway.request_s": Fixed("60 s"),
+    "liveness.broker_s": Longest("servers_s"),
+    "liveness.join_s": Fixed("600 s"),
+    "liveness.rank_s": Longest("role_s"),
+    "liveness.registry_s": Longest("servers_s"),
+    "liveness.store_s": Longest("servers_s"),
     "loader.attempts": Fixed("3 attempts"),
     "sandbox.health_s": Fixed("10 s"),
     "sandbox.max_uses": Fixed("1000 calls"),
@@ -55,6 +74,15 @@ def keys_of(section: str) -> list[str]:
 def variable_of(key: str) -> str:
     """Return the environment variable of `section.key`."""
     return f"TURNLOG_{key.replace('.', '_')}".upper()
+
+
+def still_given(section: str, table: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (former key, the key that covers it, value) for the former seconds that a file or the environment gives;
+    the text of the environment is yielded as it is."""
+    for key in keys_of(section):
+        fate, variable = FORMER[f"{section}.{key}"], variable_of(f"{section}.{key}")
+        if isinstance(fate, Longest) and (variable in env or key in table):
+            yield key, fate.into, env.get(variable, table.get(key))
 
 
 def warn_about_former(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> None:

@@ -24,7 +24,7 @@ from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
-from turnlog.former_settings import FORMER, keys_of, variable_of, warn_about_former
+from turnlog.former_settings import FORMER, keys_of, still_given, variable_of, warn_about_former
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
 from turnlog.learning_settings import LearningSettings, check_learning
@@ -64,27 +64,19 @@ class LivenessSettings:
     """[liveness] Seconds of silence after which a process counts as hung and is killed. Each value must exceed the
     longest legal pause; 0 disables the check. If restarts of a process do not help, the whole run is started again."""
 
-    broker_s: Silence = 60.0
-    """Seconds for which the embedded broker may fail to answer ApiVersions."""
-    registry_s: Silence = 60.0
-    """Seconds for which the embedded registry may fail to answer an HTTP request."""
-    store_s: Silence = 60.0
-    """Seconds for which the embedded store may fail to answer an HTTP request."""
+    servers_s: Silence = 60.0
+    """Seconds for which an embedded broker, registry or store may fail to answer."""
     engine_s: Silence = 120.0
     """Seconds for which an engine may generate nothing, weight updates (`loader.timeout_s`) excluded; must exceed the
     longest prefill."""
     role_s: Silence = 60.0
-    """Seconds for which a role may fail to answer on its health port."""
+    """Seconds for which a role may fail to answer on its health port, and a trainer rank other than 0 may send no
+    heartbeat."""
     work_s: Silence = 180.0
     """Seconds that one iteration of a role's main loop may take while the role still answers; must exceed the time-outs
     of log (60 s) and store."""
     step_s: Silence = 1800.0
     """Replaces `work_s` for the trainer; must exceed its longest microbatch, export, upload, checkpoint or restore."""
-    rank_s: Silence = 60.0
-    """Seconds for which a trainer rank other than 0 may send no heartbeat."""
-    join_s: Annotated[float, Meta(gt=0, le=31_536_000)] = 600.0
-    """Seconds from the start of the trainer's ranks until all of them have connected; must exceed the import of torch
-    on the slowest disk."""
     deaths: Amount = 10
     """Number of deaths of a role or engine within ten minutes after which restarts count as useless, even if it became
     ready after each. 0: never."""
@@ -844,6 +836,10 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
         elif variable in env and not (key == "port" and is_service_link(env[variable])):
             value = from_text(hint, env[variable])
             values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
+    for key, into, given in still_given(name, table, env):
+        value = from_text(hints[into], given) if isinstance(given, str) else given
+        both = value_of(f"{name}.{key}", hints[into], value, source), values.get(into, getattr(was, into))
+        values[into] = 0.0 if 0 in both else max(both)
     return dataclasses.replace(was, **values)
 
 

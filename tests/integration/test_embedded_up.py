@@ -222,7 +222,7 @@ def test_ctrl_c_in_the_foreground_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.long  # the suite stops a child of its own under the same supervisor (test_embedded_supervisor.py)
 def test_each_server_that_is_stopped_is_killed_and_comes_back(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "r"
-    bounds = LivenessSettings(broker_s=4.0, registry_s=4.0, store_s=4.0)
+    bounds = LivenessSettings(servers_s=4.0)
     with _foreground(directory, liveness=bounds) as (supervisor, told):
         assert any("ready" in line for line in told)
         for name in ("registry", "store", "kafka"):

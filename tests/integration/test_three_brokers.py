@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
         run=RunSettings(id="three", directory=str(directory)),
         kafka=KafkaSettings(brokers=3, heap_mb=192),
         engine=EngineSettings(urls=(elsewhere,)),
-        liveness=LivenessSettings(broker_s=0.0),  # who is stopped here is let go on here
+        liveness=LivenessSettings(servers_s=0.0),  # who is stopped here is let go on here
     )
     up(settings, (), say=lambda _: None)
     yield resolve_endpoints(settings)

@@ -62,6 +62,19 @@ def test_a_former_setting_is_still_taken_with_one_warning(key: str, caplog: pyte
     assert all(f"{key} ({FORMER[key].fate})" in line for line in caplog.messages)
 
 
+def test_the_longest_of_merged_times_applies() -> None:
+    def given(env: dict[str, str] | None = None, **liveness: float) -> float:
+        return from_tables({"liveness": liveness}, env or {}, source="merged.toml").liveness.servers_s
+
+    assert given(broker_s=15.0, store_s=90.0, registry_s=70.0) == 90.0
+    assert given(broker_s=15.0, store_s=15.0, registry_s=15.0) == 60.0, "no server is killed sooner than one of today"
+    assert given(servers_s=20.0, store_s=30.0) == 30.0
+    assert given({"TURNLOG_LIVENESS_BROKER_S": "120"}, broker_s=90.0) == 120.0
+    assert given(store_s=90.0, broker_s=0.0) == 0.0, "0 is for ever"
+    with pytest.raises(SettingsError, match=r"liveness\.store_s must be a number from 0"):
+        given(store_s=-1.0)
+
+
 def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
     rules = '["GET,HEAD https://a.example/*", "POST https://b.example/x"]'
     settings = load(None, {"TURNLOG_EGRESS_ALLOW": rules})
