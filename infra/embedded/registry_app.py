@@ -273,17 +273,21 @@ def parse_avro_schema(text: str) -> Any:
 
 log = logging.getLogger(__name__)
 
-REMEDY = "raise [registry] max_body_bytes if the body is a schema"
+BODY_BYTES = 2**20
+"""Maximum body of a request; a larger one is rejected with 413 while it is received. It has room for a schema of
+SCHEMA_BYTES, every character escaped."""
+REMEDY = "a schema must be smaller"
 
 
 class RegistryApi:
     """HTTP routes over one store. `failed` completes with an error when a write to the log failed: the process must
     then end."""
 
-    def __init__(self, store: SchemaStore, settings: RegistrySettings) -> None:
+    def __init__(self, store: SchemaStore, settings: RegistrySettings, *, body_bytes: int = BODY_BYTES) -> None:
         """`settings`: the registry's own, with its clients' login; without a login, everybody is allowed."""
         self._store = store
         self._settings = settings
+        self._body_bytes = body_bytes
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def application(self) -> Starlette:
@@ -390,7 +394,7 @@ class RegistryApi:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
-            body = orjson.loads(await body_of(request, self._settings.max_body_bytes, REMEDY))
+            body = orjson.loads(await body_of(request, self._body_bytes, REMEDY))
         except orjson.JSONDecodeError:
             raise RegistryErrorResponse(422, 42201, "the body is not JSON") from None
         except BodyTooLarge as error:

@@ -59,6 +59,7 @@ FORMER: Mapping[str, Fixed | Longest] = {
     "liveness.registry_s": Longest("servers_s"),
     "liveness.store_s": Longest("servers_s"),
     "loader.attempts": Fixed("3 attempts"),
+    "registry.max_body_bytes": Fixed("1 MiB"),
     "sandbox.health_s": Fixed("10 s"),
     "sandbox.max_uses": Fixed("1000 calls"),
     "trainer.warm_start_rate": Fixed("0.003"),

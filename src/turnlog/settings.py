@@ -125,9 +125,6 @@ class RegistrySettings:
     """Address that the embedded registry listens on."""
     port: Port = 0
     """Port of the embedded registry; 0 picks a free one."""
-    max_body_bytes: Annotated[int, Meta(ge=1, le=2**21)] = 2**20
-    """Maximum body of a request to the embedded registry, in bytes; a larger one is rejected with 413 while it is
-    received."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from hypothesis import settings as fuzzing
 from hypothesis import strategies as st
 
 from tests.fakes.memory_log import MemoryLog
-from turnlog.infra.embedded.registry_app import DEFAULT_LEVEL, SCHEMA_BYTES, RegistryApi, SchemaStore
+from turnlog.infra.embedded.registry_app import BODY_BYTES, DEFAULT_LEVEL, SCHEMA_BYTES, RegistryApi, SchemaStore
 from turnlog.infra.registry import authorization
 from turnlog.settings import RegistrySettings
 
@@ -27,15 +27,17 @@ NUMBERS = itertools.count()
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     """A client of a registry whose log is in memory; what the application raises comes out."""
-    async with serving(RegistrySettings(max_body_bytes=LIMIT)) as client:
+    async with serving(RegistrySettings(), body_bytes=LIMIT) as client:
         yield client
 
 
 @asynccontextmanager
-async def serving(settings: RegistrySettings, url: str = "http://127.0.0.1:8081") -> AsyncIterator[httpx.AsyncClient]:
+async def serving(
+    settings: RegistrySettings, url: str = "http://127.0.0.1:8081", *, body_bytes: int = BODY_BYTES
+) -> AsyncIterator[httpx.AsyncClient]:
     """Who does not log in, at that address."""
     async with SchemaStore.open(MemoryLog()) as store:
-        transport = httpx.ASGITransport(app=RegistryApi(store, settings).application())
+        transport = httpx.ASGITransport(app=RegistryApi(store, settings, body_bytes=body_bytes).application())
         async with httpx.AsyncClient(transport=transport, base_url=url) as client:
             yield client
 
@@ -165,4 +167,4 @@ async def test_a_body_beyond_the_limit_is_refused(http: httpx.AsyncClient, decla
     content = b" " * (LIMIT + 1) if declared else endless(LIMIT // 1024 + 1)
     answer = await http.post("/subjects/s/versions", content=content)
     assert (answer.status_code, answer.json()["error_code"]) == (413, 41301)
-    assert "[registry] max_body_bytes" in answer.json()["message"]
+    assert "a schema must be smaller" in answer.json()["message"]
