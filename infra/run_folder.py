@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
+from turnlog.former_settings import former_warnings
 from turnlog.infra.embedded import AlreadyUp, NoSpace
 from turnlog.secret_files import FileSecret, SecretUnusable
 from turnlog.setting_types import LEAST_KEY
@@ -134,7 +135,8 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
     """Return the settings of the run that `run_id` (from --run) names, else the environment, else the file.
 
     Half a name suffices: an id alone has its files in runs/ID, and a directory alone means the run whose settings.toml
-    is there. Without a settings file, a named run keeps the settings that it was started with. Raises SettingsError.
+    is there. Without a settings file, a named run keeps the settings that it was started with. Former settings are
+    logged as a warning. Raises SettingsError.
     """
     if run_id:
         env = {name: value for name, value in env.items() if name not in NAMING.values()}
@@ -155,6 +157,8 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
         named["id"] = was
         path = path or kept
     settings = load(path, env)
+    for warning in former_warnings(tables_of(path), env, source=str(path)):
+        log.warning("%s", warning)
     run = dataclasses.replace(
         settings.run, id=named.get("id", settings.run.id), directory=named.get("directory", settings.run.directory)
     )

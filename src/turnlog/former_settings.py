@@ -6,13 +6,9 @@ To remove a setting, delete its field, enter it here, and add it to `leaving` in
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +20,7 @@ class Fixed:
 
     @property
     def fate(self) -> str:
-        """What became of the key, for people."""
+        """Text for people about what became of the key."""
         return f"fixed at {self.value}"
 
 
@@ -38,7 +34,7 @@ class Longest:
 
     @property
     def fate(self) -> str:
-        """What became of the key, for people."""
+        """Text for people about what became of the key."""
         return f"set {self.into}, which until then is raised to this value"
 
 
@@ -86,24 +82,16 @@ def still_given(section: str, table: Mapping[str, Any], env: Mapping[str, str]) 
             yield key, fate.into, env.get(variable, table.get(key))
 
 
-def warn_about_former(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> None:
-    """Warn about the former settings that a file and the environment still hold."""
-    found = [key for key in FORMER if key.partition(".")[2] in _table(tables, key.partition(".")[0])]
-    _warn_of(source, found)
-    _warn_of("environment", [key for key in FORMER if variable_of(key) in env])
-
-
-def _table(tables: Mapping[str, Any], section: str) -> Any:
-    found = tables.get(section, {})
-    return found if isinstance(found, dict) else {}
-
-
-def _warn_of(source: str, keys: Iterable[str]) -> None:
-    if said := ", ".join(f"{key} ({FORMER[key].fate})" for key in keys):
-        _warn_once(f"{source}: no longer settings since 0.2, and errors from 0.3.0 on; remove them: {said}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    """Log a warning that this process has not logged: settings are read several times."""
-    log.warning("%s", message)
+def former_warnings(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> list[str]:
+    """Return a warning for the file and one for the environment, if they still hold former settings."""
+    parts = {key: key.split(".") for key in FORMER}
+    found = {
+        source: [key for key, (section, name) in parts.items() if name in tables.get(section, {})],
+        "environment": [key for key in FORMER if variable_of(key) in env],
+    }
+    return [
+        f"{place}: no longer settings since 0.2, and errors from 0.3.0 on; remove them: "
+        + ", ".join(f"{key} ({FORMER[key].fate})" for key in keys)
+        for place, keys in found.items()
+        if keys
+    ]

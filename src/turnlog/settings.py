@@ -24,7 +24,7 @@ from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
-from turnlog.former_settings import FORMER, keys_of, still_given, variable_of, warn_about_former
+from turnlog.former_settings import FORMER, keys_of, still_given, variable_of
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
 from turnlog.learning_settings import LearningSettings, check_learning
@@ -718,7 +718,6 @@ def override_settings(
                 f"sections are {', '.join(sorted(sections))}"
             )
     _check_variables(env)
-    warn_about_former(tables, env, source=source)
     found = Settings(**{name: _section(name, was, tables.get(name, {}), env, source) for name, was in sections.items()})
     check_kafka(found.kafka, source)
     _check_http(found, source)

@@ -14,8 +14,9 @@ import pytest
 
 from docs.tools.settings_page import said_of
 from tests.each import each
-from turnlog.former_settings import FORMER, variable_of
+from turnlog.former_settings import FORMER, former_warnings, variable_of
 from turnlog.infra.roles.probe import health_address
+from turnlog.infra.run_folder import run_settings
 from turnlog.names import TEST_VARIABLES, VARIABLES
 from turnlog.setting_types import value_of
 from turnlog.settings import (
@@ -52,14 +53,22 @@ def test_there_are_as_many_copies_as_brokers_unless_something_else_is_asked_for(
 
 
 @each("key", FORMER)
-def test_a_former_setting_is_still_taken_with_one_warning(key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_former_setting_is_still_taken_with_a_warning(key: str) -> None:
     section, _, name = key.partition(".")
-    caplog.clear()
-    for _ in range(2):
-        assert from_tables({section: {name: 1}}, {}, source=f"{key}.toml") == Settings()
-        assert load(None, {variable_of(key): "1"}) == Settings()
-    assert [line.partition(":")[0] for line in caplog.messages] == [f"{key}.toml", "environment"]
-    assert all(f"{key} ({FORMER[key].fate})" in line for line in caplog.messages)
+    tables, env = {section: {name: 1}}, {variable_of(key): "1"}
+    assert from_tables(tables, env, source="x.toml") == Settings()
+    said = former_warnings(tables, env, source="x.toml")
+    assert [line.partition(":")[0] for line in said] == ["x.toml", "environment"]
+    assert all(f"{key} ({FORMER[key].fate})" in line for line in said)
+
+
+def test_a_command_warns_once_for_each_place_that_holds_former_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("[archive]\nmax_bytes = 1\nmax_records = 1\n")
+    assert run_settings(path, {"TURNLOG_ALERTS_EVERY_S": "1"}) == Settings()
+    assert [line.partition(":")[0] for line in caplog.messages] == [str(path), "environment"]
 
 
 def test_the_longest_of_merged_times_applies() -> None:
