@@ -35,8 +35,7 @@ from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import LogError
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.topics_admin import apply
-from turnlog.producers.mix import DATASET_FILE
-from turnlog.producers.tasks import provided_dataset, read_dataset
+from turnlog.producers.tasks import DATASET_FILE, provided_dataset, read_dataset
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS, Topic

@@ -34,9 +34,7 @@ from turnlog.producers.admission import (
     TaskDataset,
     position_of,
 )
-from turnlog.producers.evaluation import EvalTasks, eval_tasks
-from turnlog.producers.mix import EnvironmentTasks, sources
-from turnlog.producers.tasks import Dataset, checked_sampling
+from turnlog.producers.tasks import Dataset, EnvironmentTasks, EvalTasks, checked_sampling, eval_tasks, sources
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import Event, GroupRequested, Limits, Purpose, RolloutRequested, Sampling, SegmentSample
 from turnlog.settings import Settings, SettingsError

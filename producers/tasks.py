@@ -1,5 +1,7 @@
-"""A dataset of tasks: a JSON-lines file with one row per line, each with at least a `prompt`; and the sampling
-parameters of their rollouts.
+"""Datasets of tasks, the sources that a run draws from, and the sampling parameters of their rollouts.
+
+A dataset is a JSON-lines file with one row per line, each with at least a `prompt`. A source is an environment
+(`Recipe`) and its dataset; a run has one, or several with a weight each.
 
 TaskDatasetError
 ├── DatasetMissing     no such file
@@ -8,18 +10,22 @@ TaskDatasetError
 ├── RowRefused         a row that the environment cannot read
 └── RowWithoutPrompt   no `prompt`, an empty one, or one that is neither text nor chat messages
 BadSampling            names the setting, its value and what is legal
+BadMix                 names the entry of [feeder] mix and what is legal
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnlog.infra.environments import recipes
 from turnlog.infra.environments.recipes import BrokenRecipe, Recipe, call_recipe, row_of
+from turnlog.infra.environments.verifiers.kinds import live
 from turnlog.infra.offers import load_methods
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.schemas.canonical import canonical_text
@@ -169,3 +175,96 @@ def checked_sampling(settings: Settings) -> tuple[Sampling, Limits]:
 def _require(met: bool, key: str, value: object, legal: str) -> None:
     if not met:
         raise BadSampling(f"{key} = {value!r}: it must be {legal}")
+
+
+DATASET_FILE = "tasks.jsonl"
+"""Name of the task file for a run's only environment, if it brings its own tasks; with several,
+`tasks-RECIPE.jsonl`."""
+SHAPE = 'RECIPE:WEIGHT, or RECIPE:WEIGHT:FILE, such as "calc:3" or "household:1:tasks.jsonl"'
+
+
+class BadMix(Exception):
+    """[feeder] mix cannot be drawn from. The message names the entry and what is legal."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTasks:
+    """An environment, and its tasks."""
+
+    recipe: str
+    dataset: Dataset
+    weight: float = 1.0
+
+
+def sources(settings: Settings) -> tuple[EnvironmentTasks, ...]:
+    """Return the sources that [feeder] mix names, or else [feeder] recipe and dataset. Tasks come from the user's
+    files, or from the environments' own in the run's directory. Raises BadMix, DatasetError, RecipeError."""
+    feeder = settings.feeder
+    entries = [_entry(said) for said in feeder.mix] or [(feeder.recipe, 1.0, feeder.dataset)]
+    found = tuple(EnvironmentTasks(name, _dataset(settings, name, file), weight) for name, weight, file in entries)
+    names = [source.dataset.name for source in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadMix(
+                f"feeder.mix: two entries draw from {name}, so a task would not show to which it belongs: give each "
+                "its own dataset"
+            )
+    return found
+
+
+def _entry(said: str) -> tuple[str, float, str]:
+    recipe, _, rest = said.partition(":")
+    weight, _, file = rest.partition(":")
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not recipe or not 0 < value < math.inf:
+        raise BadMix(f"feeder.mix: {said!r} must be {SHAPE}, with a weight above 0")
+    return recipe, value, file
+
+
+def _dataset(settings: Settings, name: str, file: str) -> Dataset:
+    recipe = live(recipes.recipe(name))
+    if file:
+        return read_dataset(Path(file), recipe)
+    count = settings.feeder.draws * settings.batcher.prompts_per_draw
+    path = Path(settings.run.directory) / (f"tasks-{name}.jsonl" if settings.feeder.mix else DATASET_FILE)
+    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed), recipe)
+
+
+EVAL_FILE = "eval-tasks.jsonl"
+"""Name of the file in the run's directory to which the environment writes its evaluation tasks."""
+OTHER_SEED = 1_000_003
+"""Offset between the seeds of the environment's training tasks and its evaluation tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTasks:
+    """Tasks of every round."""
+
+    recipe: str
+    dataset: Dataset
+    samples: int
+    """Number of rollouts per task."""
+
+    @property
+    def rows(self) -> range:
+        """Row numbers of the dataset."""
+        return range(len(self.dataset.rows))
+
+
+def eval_tasks(settings: Settings) -> EvalTasks | None:
+    """Return the user's file of tasks, or tasks of the environment with another seed than for training; None without
+    evaluation. A round is requested before the first rollout batch and after every [eval] every of them, as soon as
+    their weights are published; one that was missed while no feeder ran is skipped, because its weights are gone.
+    Raises TaskDatasetError, RecipeError."""
+    asked, feeder = settings.eval, settings.feeder
+    if not asked.every:
+        return None
+    recipe = live(recipes.recipe(asked.recipe or feeder.recipe))
+    path = Path(asked.dataset)
+    if not asked.dataset:
+        beside = Path(settings.run.directory) / EVAL_FILE
+        path = provided_dataset(recipe, beside, count=asked.tasks, seed=feeder.seed + OTHER_SEED)
+    return EvalTasks(recipe.name, read_dataset(path, recipe), asked.samples)

@@ -26,8 +26,15 @@ from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.fold.settlement import figures
 from turnlog.processors.core.fold_versions import FOLD_VERSION
 from turnlog.producers import feeder
-from turnlog.producers.mix import BadMix, sources
-from turnlog.producers.tasks import BadSampling, RowWithoutPrompt, checked_sampling, provided_dataset, read_dataset
+from turnlog.producers.tasks import (
+    BadMix,
+    BadSampling,
+    RowWithoutPrompt,
+    checked_sampling,
+    provided_dataset,
+    read_dataset,
+    sources,
+)
 from turnlog.schemas import topics
 from turnlog.schemas.events import (
     EngineRegistered,

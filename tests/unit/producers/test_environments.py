@@ -28,7 +28,7 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.plugins.recipes.calc import RECIPE, Calc
-from turnlog.producers.environments import Environments, policy_sha256
+from turnlog.producers.gateway_client import Environments, policy_sha256
 from turnlog.producers.tool_calls import ToolCalls, ToolResults, begins_with, json_of
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.schemas.events import (

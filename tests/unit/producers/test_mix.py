@@ -12,8 +12,7 @@ from turnlog.infra.environments.recipes import UnknownRecipe
 from turnlog.infra.environments.verifiers import JudgeVerifier, WeightedSum
 from turnlog.infra.environments.verifiers.kinds import NeedsGroup
 from turnlog.plugins.recipes.calc import Calc
-from turnlog.producers.evaluation import eval_tasks
-from turnlog.producers.mix import BadMix, sources
+from turnlog.producers.tasks import BadMix, eval_tasks, sources
 from turnlog.settings import EvalSettings, FeederSettings, RunSettings, Settings
 
 
