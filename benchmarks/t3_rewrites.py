@@ -27,15 +27,15 @@ from row import say, size, told
 
 from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.turns import Ids
+from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.conversation import extend_hash
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.engines import Draft
 from turnlog.producers.gateway.planner import Planner, TurnPlan
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
-from turnlog.producers.gateway.rendering.shown import probe_template
-from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
+from turnlog.producers.gateway.template_features import probe_template
 from turnlog.producers.gateway.turns import RenderedOutput, TurnStorage, build_records
 from turnlog.schemas.events import Agent, Environment, Purpose, Sampling, SessionStarted, VersionSpan
 

@@ -44,6 +44,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import serving as tls_context
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.producers.gateway import fleet
+from turnlog.producers.gateway.chat_template import ChatTemplate, TemplateUnusable, check_ends
 from turnlog.producers.gateway.conversation import RecordedTurn
 from turnlog.producers.gateway.dialects.anthropic_messages import AnthropicMessages
 from turnlog.producers.gateway.dialects.dialect import (
@@ -76,9 +77,6 @@ from turnlog.producers.gateway.planner import Planner
 from turnlog.producers.gateway.profiles import Harness, harness
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionTail
-from turnlog.producers.gateway.rendering.shown import Findings, findings
-from turnlog.producers.gateway.rendering.shown import probe_template as shown_by
-from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateUnusable, check_ends
 from turnlog.producers.gateway.requests import (
     Claims,
     FinishRequest,
@@ -95,6 +93,7 @@ from turnlog.producers.gateway.requests import (
     verify,
 )
 from turnlog.producers.gateway.sessions import GatewaySession, Identity, Running, SessionLimits, Sessions
+from turnlog.producers.gateway.template_features import Findings, findings, probe_template
 from turnlog.producers.gateway.turns import Turns
 from turnlog.schemas.events.sessions import SessionFinished
 from turnlog.schemas.events.tasks import Purpose, Sampling
@@ -185,7 +184,7 @@ class Gateway:
             life_s=shown.session_s, turns=shown.session_turns, turns_per_minute=shown.session_turns_per_minute
         )
         images = image_tokens(folder)
-        written = shown_by(prompts)
+        written = probe_template(prompts)
         if written.plain is None:
             raise TemplateUnusable(
                 f"the chat template of {folder} refuses a user's message, with tools and without: it needs variables "

@@ -22,8 +22,8 @@ import numpy as np
 
 from turnlog.infra.blobs import BlobMissing, Blobs, ImageUnreadable, opened_image
 from turnlog.processors.core.turns import Ids
+from turnlog.producers.gateway.chat_template import read_json
 from turnlog.producers.gateway.errors import BadRequest, ImagesNotServed, StrayImageToken
-from turnlog.producers.gateway.rendering.template import read_json
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import MessageImage, picture
-from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
-from turnlog.producers.gateway.parsers.values import compact, exact
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text, compact, exact
 from turnlog.schemas.canonical import canonical_json
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId

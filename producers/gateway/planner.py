@@ -26,9 +26,9 @@ from turnlog.producers.gateway.messages import Message, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
 from turnlog.producers.gateway.parsers.parser import CallFormat, Delimiters
 from turnlog.producers.gateway.prompts import Prompts
-from turnlog.producers.gateway.rendering.shown import TemplateFeatures
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
+from turnlog.producers.gateway.template_features import TemplateFeatures
 from turnlog.schemas.events.tasks import Purpose
 from turnlog.schemas.events.turns import Boundary, FinishReason, ImageRef
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import orjson
 from tokenizers import Tokenizer, pre_tokenizers
 
+from turnlog.producers.gateway.chat_template import ChatTemplate, read_json, tojson
 from turnlog.producers.gateway.errors import BadRequest, PrefillNotServed
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.parsers.formats import MARKS
-from turnlog.producers.gateway.rendering.template import ChatTemplate, read_json, tojson
 
 UNKNOWN = "�"
 BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.parsers.formats import formats_of
 from turnlog.producers.gateway.prompts import TOOLS, Prompts, TextTokens, probe_calls
-from turnlog.producers.gateway.rendering.shown import findings, probe_template
-from turnlog.producers.gateway.rendering.template import ChatTemplate
+from turnlog.producers.gateway.template_features import findings, probe_template
 
 pytestmark = pytest.mark.long
 

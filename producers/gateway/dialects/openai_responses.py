@@ -42,8 +42,7 @@ from turnlog.producers.gateway.errors import (
     WebSocketNotServed,
 )
 from turnlog.producers.gateway.messages import id_of_call, in_call_order
-from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning
-from turnlog.producers.gateway.parsers.values import exact
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, exact
 from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, resolve_reference, typed_field
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.types import TurnId

@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Text
-from turnlog.producers.gateway.parsers.values import Schema, compact, exact, leading
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, Schema, Text, compact, exact, leading
 from turnlog.schemas.json_depth import MAX_DEPTH
 
 Reader = Callable[[str, Sequence[Any]], Sequence[ParsedCall] | None]

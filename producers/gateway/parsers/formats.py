@@ -33,8 +33,7 @@ from turnlog.producers.gateway.parsers.families import (
     tagged_reader,
     xtml,
 )
-from turnlog.producers.gateway.parsers.parser import JSON_STRING, CallFormat, Delimiters, ParsedCall
-from turnlog.producers.gateway.parsers.values import exact, leading
+from turnlog.producers.gateway.parsers.parser import JSON_STRING, CallFormat, Delimiters, ParsedCall, exact, leading
 
 
 def _json_calls(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:

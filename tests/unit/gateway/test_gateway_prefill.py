@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
+from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.errors import PrefillNotServed
 from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
-from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.schemas.events import Boundary, RewardAssigned, SegmentSample, Verifier
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import int32s

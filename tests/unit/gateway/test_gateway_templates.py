@@ -23,10 +23,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tests.unit.gateway.conftest import Rig, rigged, settings_of
 from tests.unit.gateway.test_gateway_tokens import ALTERNATING
+from turnlog.producers.gateway.chat_template import TemplateUnusable
 from turnlog.producers.gateway.dialects.dialect import IGNORED
 from turnlog.producers.gateway.messages import in_call_order, normalise_messages
 from turnlog.producers.gateway.prompts import Prompts
-from turnlog.producers.gateway.rendering.template import TemplateUnusable
 from turnlog.schemas.events import Boundary, FinishReason, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import int32s
 

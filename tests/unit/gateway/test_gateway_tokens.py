@@ -13,12 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.each import each
+from turnlog.producers.gateway.chat_template import ChatTemplate, TemplateMissing, TemplateUnbounded, check_ends
 from turnlog.producers.gateway.errors import TemplateSpent
 from turnlog.producers.gateway.messages import normalise_messages, parts_of, response_of
 from turnlog.producers.gateway.parsers.formats import HERMES, THINK
 from turnlog.producers.gateway.parsers.parser import OutputParser, ParsedCall, Part, Reasoning, Text
 from turnlog.producers.gateway.prompts import Prompts, TextStream, TextTokens, TokenizerMissing
-from turnlog.producers.gateway.rendering.template import ChatTemplate, TemplateMissing, TemplateUnbounded, check_ends
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "ü <b>", "parameters": {"type": "object"}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments": '{"expr": "1<2", "b": 1}'}}

@@ -22,9 +22,9 @@ from turnlog.infra.environments.recipes import (
     recipe,
 )
 from turnlog.plugins.recipes.calc import RECIPE, judge
+from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.messages import normalise_messages, tools_digest
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
-from turnlog.producers.gateway.rendering.template import ChatTemplate
 from turnlog.producers.tasks import provided_dataset
 from turnlog.schemas.events import Outcome
 
