@@ -21,8 +21,7 @@ from turnlog.infra.log import Commit, Partition, TopicSpec, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configuration
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fold.low_water import Done, LowWaterMarks, encode_marks
-from turnlog.processors.core.fold.unit import UnitFold
+from turnlog.processors.core.fold.unit import Done, LowWaterMarks, UnitFold, encode_marks
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan

@@ -19,7 +19,7 @@ from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.log import Commit, Partition, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fold.low_water import committed_version
+from turnlog.processors.core.fold.unit import committed_version
 from turnlog.processors.core.fold_versions import scores_topic
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.topics import CONTROL, SESSIONS, SNAPSHOTS, TURNS

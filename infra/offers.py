@@ -16,11 +16,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeVar
 
 from turnlog import setting_types
-from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods, split
 from turnlog.processors.core.methods.estimators import Estimator
 from turnlog.processors.core.methods.group_filters import GroupFilter
 from turnlog.processors.core.methods.policies import Policies, Policy
 from turnlog.processors.core.methods.reward_transforms import RewardTransform
+from turnlog.processors.core.methods.rules import BUILT_IN, Methods, split
 from turnlog.settings import FoldSettings, SettingsError, TrainerSettings, declarations
 
 

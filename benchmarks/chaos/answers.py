@@ -32,7 +32,7 @@ from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold.low_water import Fold
+from turnlog.processors.core.fold.unit import Fold
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.unit import AssemblerPlan, records_between
 from turnlog.schemas import ids

@@ -30,8 +30,8 @@ from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold.low_water import Fold, decode_marks
 from turnlog.processors.core.fold.settlement import with_figures
+from turnlog.processors.core.fold.unit import Fold, decode_marks
 from turnlog.processors.core.fold_versions import INPUTS, outputs_of
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.unit import AssemblerPlan, records_between

@@ -33,9 +33,8 @@ from turnlog.infra.roles.runs import Configured, nothing_recorded, recorded_conf
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.low_water import LowWaterMarks
 from turnlog.processors.core.fold.settlement import with_figures
-from turnlog.processors.core.fold.unit import DEFECTS, UnitFold, payloads_read
+from turnlog.processors.core.fold.unit import DEFECTS, LowWaterMarks, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas import UndecodableRecord, UnknownSchemaId, topics

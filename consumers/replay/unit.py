@@ -19,8 +19,7 @@ import numpy as np
 from turnlog.infra.blobs import payload_fields
 from turnlog.infra.log import Record
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.low_water import Done, LowWaterMarks
-from turnlog.processors.core.fold.unit import InputRecord, Taken, UnitFold
+from turnlog.processors.core.fold.unit import Done, InputRecord, LowWaterMarks, Taken, UnitFold
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.codec import HEADER, Codec

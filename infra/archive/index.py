@@ -23,7 +23,7 @@ from typing import Any
 from turnlog.infra.blobs import BlobMissing, Blobs
 from turnlog.infra.log import Commit, Log, LogError, Partition
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fold.low_water import committed_high, committed_version
+from turnlog.processors.core.fold.unit import committed_high, committed_version
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS, outputs_of
 from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings

@@ -28,8 +28,16 @@ from turnlog.infra.registry import RegistryError
 from turnlog.infra.roles import fleet as requests
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.run_folder import NoEndpoints
-from turnlog.processors.core.autoscale import Autoscale, AutoscaleRules
-from turnlog.processors.core.views.fleet import AUTOSCALE, GONE, SERVING, SETTINGS, Fleet, FleetEngine
+from turnlog.processors.core.views.fleet import (
+    AUTOSCALE,
+    GONE,
+    SERVING,
+    SETTINGS,
+    Autoscale,
+    AutoscaleRules,
+    Fleet,
+    FleetEngine,
+)
 from turnlog.schemas.events import EngineGone, RoleFailed
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import ENGINE_REQUESTS, ENGINES

@@ -40,7 +40,7 @@ from turnlog.infra.roles.role import Role, RunPhase, open_role
 from turnlog.infra.roles.starting import run_until_stopped, servers_of, stop_on_signals, watch_servers
 from turnlog.infra.run_folder import resolve_endpoints
 from turnlog.processors.core.batches.draws import DrawRules, draw_rules
-from turnlog.processors.core.fold.low_water import FoldName
+from turnlog.processors.core.fold.unit import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION, fold_version
 from turnlog.processors.core.methods.rules import FoldRules, fold_rules, recorded_settings
 from turnlog.schemas import OtherRegistry, UndecodableRecord, ids, topics

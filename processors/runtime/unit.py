@@ -24,16 +24,20 @@ from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
-from turnlog.processors.core.fold.low_water import (
+from turnlog.processors.core.fold.unit import (
+    DEFECTS,
     Done,
     FoldFactory,
     FoldName,
     LogTruncated,
     LowWaterMarks,
+    RecordSkipped,
+    Taken,
+    UnitFold,
     decode_marks,
     encode_marks,
+    payloads_read,
 )
-from turnlog.processors.core.fold.unit import DEFECTS, RecordSkipped, Taken, UnitFold, payloads_read
 from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
 from turnlog.processors.runtime.by_recipe import SettledSessions
 from turnlog.processors.runtime.watch import GroupWatch

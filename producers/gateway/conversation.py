@@ -21,8 +21,7 @@ import numpy as np
 from orjson import dumps as _json
 
 from turnlog.processors.core.lineages import MAIN
-from turnlog.processors.core.token_tree import common
-from turnlog.processors.core.turns import Ids
+from turnlog.processors.core.turns import Ids, common
 from turnlog.producers.gateway.images import within
 from turnlog.producers.gateway.messages import (
     Message,

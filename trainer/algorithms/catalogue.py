@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from turnlog.infra import offers
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.methods.catalogue import split
+from turnlog.processors.core.methods.rules import split
 from turnlog.settings import SettingsError
 from turnlog.trainer.algorithms.tokens import (
     LOG_TRAJECTORY_RATIO,

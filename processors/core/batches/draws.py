@@ -25,8 +25,7 @@ from turnlog.processors.core.batches.weighting import (
     weigh,
     whitening,
 )
-from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods
-from turnlog.processors.core.methods.rules import fold_rules
+from turnlog.processors.core.methods.rules import BUILT_IN, Methods, fold_rules
 from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import (
     BatchSample,

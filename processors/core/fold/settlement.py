@@ -15,9 +15,8 @@ from turnlog.processors.core.fold.session import SessionRecords, SessionTree, ou
 from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.lineages import Turn
-from turnlog.processors.core.methods.catalogue import ChosenTransform, estimate
 from turnlog.processors.core.methods.estimators import Advantages, Trajectory, TurnReward
-from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.methods.rules import ChosenTransform, FoldRules, estimate
 from turnlog.processors.core.turns import TurnTokenDelta
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.events import (

@@ -16,8 +16,7 @@ from turnlog.processors.core.errors import SegmentsDoNotFit
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.methods.segments import PolicyOptions, Segments, count_duplicates, cut, one_row, taken_out
 from turnlog.processors.core.methods.slime import Slime
-from turnlog.processors.core.token_tree import shared_prefix
-from turnlog.processors.core.turns import TurnKey
+from turnlog.processors.core.turns import TurnKey, shared_prefix
 from turnlog.settings import SettingsError
 
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 from turnlog.processors.core.fold_versions import LATEST, FoldVersion
 from turnlog.processors.core.lineages import Lineages, Turn
-from turnlog.processors.core.token_tree import TokenTree
-from turnlog.processors.core.turns import TurnKey, TurnTokenDelta, agree, key_of
+from turnlog.processors.core.turns import TokenTree, TurnKey, TurnTokenDelta, agree, key_of
 from turnlog.schemas.events import FinishReason, MaskReason
 
 PARTIAL = frozenset({FinishReason.abort, FinishReason.error})

@@ -15,8 +15,7 @@ from enum import Enum, auto
 from turnlog.processors.core.lineages import Lineages, Turn
 from turnlog.processors.core.messages import ComparableMessage, Dialogue
 from turnlog.processors.core.methods.segments import PolicyOptions, Segments, count_duplicates, one_row, taken_out
-from turnlog.processors.core.token_tree import shared_prefix
-from turnlog.processors.core.turns import TurnKey
+from turnlog.processors.core.turns import TurnKey, shared_prefix
 from turnlog.schemas.events import MaskReason
 
 ASSISTANT = "assistant"

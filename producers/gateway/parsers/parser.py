@@ -74,12 +74,11 @@ BRANCHES = ("allOf", "anyOf", "oneOf")
 
 
 class Schema:
-    """The JSON Schema of a tool's arguments, which types bare text. It may be anything, since clients send whatever they
-    have.
+    """The JSON Schema of a tool's arguments, which types bare text. It may be anything that a client sends.
 
-    It is followed through internal references (`#/$defs/...`), `allOf`, `anyOf`, `oneOf`, `enum` and `const`. If it names
-    no type, its other keywords may imply one (`properties`: an object). A type that it leaves open stays open, and is
-    never taken from a single branch."""
+    It is followed through internal references (`#/$defs/...`), `allOf`, `anyOf`, `oneOf`, `enum` and `const`. If it
+    names no type, its other keywords may imply one (`properties`: an object). A type that it leaves open stays open,
+    and is never taken from a single branch."""
 
     def __init__(self, root: Any, part: Any = None) -> None:
         """`part` is the schema within `root` to use, if it is not `root` itself."""

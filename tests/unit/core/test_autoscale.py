@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.processors.core.autoscale import PATIENCE, Autoscale, AutoscaleRules
+from turnlog.processors.core.views.fleet import PATIENCE, Autoscale, AutoscaleRules
 
 RULES = st.builds(
     lambda least, more, requests, after_s: AutoscaleRules(least, least + more, requests, after_s),

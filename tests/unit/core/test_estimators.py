@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turnlog.processors.core.methods.catalogue import BUILT_IN, estimate
 from turnlog.processors.core.methods.estimators import (
     EstimatorOptions,
     Trajectory,
@@ -20,6 +19,7 @@ from turnlog.processors.core.methods.estimators import (
     reinforce,
     rloo,
 )
+from turnlog.processors.core.methods.rules import BUILT_IN, estimate
 
 NAMES = sorted(BUILT_IN.estimators)
 CENTRED = sorted(name for name, estimator in BUILT_IN.estimators.items() if estimator.is_group_relative)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tests.each import each
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
-from turnlog.processors.core.methods.catalogue import BUILT_IN
-from turnlog.processors.core.methods.rules import FoldRules, fold_rules
+from turnlog.processors.core.methods.rules import BUILT_IN, FoldRules, fold_rules
 from turnlog.processors.core.views.weights import HeldVersion
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier
 from turnlog.settings import BatcherSettings, FoldSettings

@@ -15,10 +15,15 @@ from turnlog.fold_settings import Since
 from turnlog.processors.core.batches.draws import draw_rules
 from turnlog.processors.core.errors import BrokenMethod
 from turnlog.processors.core.fold.settlement import settle
-from turnlog.processors.core.methods.catalogue import BUILT_IN, Methods
 from turnlog.processors.core.methods.estimators import Advantages, Estimator, Trajectory, TurnReward, of_rewards
 from turnlog.processors.core.methods.reward_transforms import RewardTransform, clip, scale, shift, threshold
-from turnlog.processors.core.methods.rules import RecordedSettingsError, fold_rules, recorded_settings
+from turnlog.processors.core.methods.rules import (
+    BUILT_IN,
+    Methods,
+    RecordedSettingsError,
+    fold_rules,
+    recorded_settings,
+)
 from turnlog.schemas.events import Purpose
 from turnlog.setting_types import find_offered, notes
 from turnlog.settings import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from turnlog.processors.core.fold_versions import VERSIONS, FoldVersion
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.token_tree import shared_prefix
+from turnlog.processors.core.turns import shared_prefix
 from turnlog.schemas.types import TurnId
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)

@@ -16,9 +16,8 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.runs import Configured
 from turnlog.processors.core.errors import SegmentsDoNotFit
-from turnlog.processors.core.methods.catalogue import Methods
 from turnlog.processors.core.methods.policies import Policies
-from turnlog.processors.core.methods.rules import FoldRules
+from turnlog.processors.core.methods.rules import FoldRules, Methods
 from turnlog.processors.core.methods.segments import Segments
 from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.unit import records_between

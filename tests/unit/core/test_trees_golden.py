@@ -6,7 +6,7 @@ import gc
 from dataclasses import replace
 
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.token_tree import RadixNode
+from turnlog.processors.core.turns import RadixNode
 from turnlog.schemas.events import FinishReason, Outcome
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)

@@ -8,7 +8,7 @@ from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.archive import Cut, live_cut
 from turnlog.infra.log import Commit, Partition, TopicSpec
 from turnlog.names import ConsumerGroup
-from turnlog.processors.core.fold.low_water import FoldName, LowWaterMarks, encode_marks
+from turnlog.processors.core.fold.unit import FoldName, LowWaterMarks, encode_marks
 from turnlog.processors.core.fold_versions import INPUTS, OUTPUTS
 
 

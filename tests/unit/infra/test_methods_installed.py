@@ -8,9 +8,8 @@ import pytest
 
 from turnlog.infra.offers import load_methods
 from turnlog.processors.core.batches.draws import draw_rules
-from turnlog.processors.core.methods.catalogue import BUILT_IN, estimate
 from turnlog.processors.core.methods.estimators import Trajectory
-from turnlog.processors.core.methods.rules import fold_rules
+from turnlog.processors.core.methods.rules import BUILT_IN, estimate, fold_rules
 from turnlog.settings import BatcherSettings, FoldSettings, SettingsError, from_tables
 
 MODULE = '''

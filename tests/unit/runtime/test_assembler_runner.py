@@ -23,8 +23,8 @@ from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, OtherSettings, configuration
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.low_water import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold.settlement import figures
+from turnlog.processors.core.fold.unit import LogTruncated, MigrationNeeded
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import fold_rules
 from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan, main

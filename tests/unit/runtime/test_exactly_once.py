@@ -23,8 +23,8 @@ from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import GroupFold
-from turnlog.processors.core.fold.low_water import FoldName
 from turnlog.processors.core.fold.settlement import figures
+from turnlog.processors.core.fold.unit import FoldName
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import AssemblerRunner

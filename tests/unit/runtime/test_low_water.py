@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnlog.processors.core.fold.low_water import (
+from turnlog.processors.core.fold.unit import (
     BrokenMetadata,
     Done,
     FoldName,
