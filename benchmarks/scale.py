@@ -47,7 +47,7 @@ from turnlog.infra.roles.runs import Configured
 from turnlog.infra.topics_admin import apply
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
 from turnlog.processors.core.fold_versions import FOLD_VERSION, INPUTS, outputs_of
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.processors.runtime.assembler import AssemblerRunner, assembler_plan
 from turnlog.processors.runtime.unit import records_between
 from turnlog.schemas.events import GroupScored, SegmentSample

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from turnlog.processors.core.fold.settlement import PASS, TOO_FEW
 from turnlog.processors.core.views.fleet import Fleet
-from turnlog.processors.core.views.weights import WeightChain
+from turnlog.processors.core.views.progress import WeightChain
 from turnlog.schemas.events import (
     BatchSkipped,
     Event,

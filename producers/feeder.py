@@ -23,7 +23,7 @@ from turnlog.infra.roles.role import Role, RunPhase
 from turnlog.infra.roles.runs import Configured
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
 from turnlog.processors.core.fold_versions import fold_version, scores_topic
-from turnlog.processors.core.views.run import EvaluationRounds
+from turnlog.processors.core.views.progress import EvaluationRounds
 from turnlog.producers.admission import (
     Admission,
     AdmissionRules,

@@ -49,7 +49,7 @@ from turnlog.infra.roles.measures import STAGE_S
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.names import ConsumerGroup, TransactionalId
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.processors.core.views.weights import WeightChain
+from turnlog.processors.core.views.progress import WeightChain
 from turnlog.schemas.events import (
     BatchSkipped,
     MaskReason,

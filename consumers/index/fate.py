@@ -33,7 +33,7 @@ from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldSta
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.core.turns import TurnKey, TurnTokenDelta, key_of
-from turnlog.processors.core.views.weights import recorded_version
+from turnlog.processors.core.views.progress import recorded_version
 from turnlog.schemas.events import Event, MaskReason, SegmentSample, TokenSnapshot, TurnCompleted
 from turnlog.schemas.types import float32s, int32s
 

@@ -26,7 +26,7 @@ from turnlog.consumers.index.schema import NUMBERED, SCHEMA_VERSION, standing
 from turnlog.consumers.index.search import ALL, SORTS, USUAL, Effort, Order, Search, SessionFilter
 from turnlog.infra.log import Partition
 from turnlog.processors.core.fold.settlement import PASS
-from turnlog.processors.core.views.weights import OFF_CHAIN
+from turnlog.processors.core.views.progress import OFF_CHAIN
 from turnlog.settings import Settings
 
 CALL_SORTS: Final = ("duration_s", "queue_s")

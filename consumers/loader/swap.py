@@ -43,7 +43,7 @@ from turnlog.infra.tensors.versions import (
     model_shapes,
 )
 from turnlog.processors.core.views.fleet import STARTING
-from turnlog.processors.core.views.weights import WeightChain
+from turnlog.processors.core.views.progress import WeightChain
 from turnlog.schemas.events import EngineWeightsLoaded, EngineWeightsRefused, WeightVersionPublished
 
 log = logging.getLogger(__name__)

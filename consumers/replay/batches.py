@@ -30,7 +30,7 @@ from turnlog.processors.core.batches.draws import (
     reform_batch,
 )
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, rows_sha256
-from turnlog.processors.core.views.weights import HeldVersion, recorded_version
+from turnlog.processors.core.views.progress import HeldVersion, recorded_version
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import BatchSample, GroupScored, SampleBatchFormed, SegmentSample
 from turnlog.schemas.topics import BATCHES, SAMPLES

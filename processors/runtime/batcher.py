@@ -13,7 +13,7 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Summary
 
 from turnlog.infra.batch_files import MEDIA_TYPE, build_batch_file
 from turnlog.infra.blobs import inlined
@@ -36,9 +36,7 @@ from turnlog.processors.core.batches.draws import (
     overtaken,
 )
 from turnlog.processors.core.fold.unit import WrongTopic
-from turnlog.processors.core.views.progress import BatchProgress
-from turnlog.processors.core.views.weights import HeldVersion
-from turnlog.processors.runtime.by_recipe import count_row
+from turnlog.processors.core.views.progress import BatchProgress, HeldVersion
 from turnlog.schemas import UndecodableRecord, ids, topics
 from turnlog.schemas.events import (
     BatchSkipped,
@@ -56,6 +54,7 @@ log = logging.getLogger(__name__)
 BATCHES = Counter("turnlog_batches_formed", "Batches formed")
 DROPPED = Counter("turnlog_samples_dropped", "Samples that no batch trains", ["reason"])
 WAITING = Gauge("turnlog_groups_waiting", "Scored groups that wait for a rollout batch")
+LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows that a rollout batch took", ["recipe"])
 READ_S, DRAW_S, SEAL_S, COMMIT_S = (STAGE_S.labels("batcher", stage) for stage in ("read", "draw", "seal", "commit"))
 
 
@@ -206,7 +205,7 @@ class Batcher:
             self.progress.forget(group.score.group_id)
         self._report(draw, held.number)
         for placed in (placed for group in groups for placed in group.samples):
-            count_row(placed.sample, held)
+            LAG.labels(placed.sample.recipe).observe(held.lag(placed.sample.weight_version_min))
         _count(draw, groups)
 
     def _take_groups(self, held: HeldVersion) -> list[ReadableGroup]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Summary
 
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable, externalize_payloads, inlined
 from turnlog.infra.event_log import EventLog, dead_letter, passed_over, where
@@ -24,6 +24,7 @@ from turnlog.infra.registry import RegistryUnavailable
 from turnlog.infra.roles.health import count_tokens
 from turnlog.infra.roles.measures import STAGE_S
 from turnlog.names import RECORD_HEADER, ConsumerGroup, TransactionalId
+from turnlog.processors.core.fold.settlement import PASS
 from turnlog.processors.core.fold.unit import (
     DEFECTS,
     Done,
@@ -39,7 +40,6 @@ from turnlog.processors.core.fold.unit import (
     payloads_read,
 )
 from turnlog.processors.core.fold_versions import INPUTS, SPINE, outputs_of, score_record, scores_topic
-from turnlog.processors.runtime.by_recipe import SettledSessions
 from turnlog.processors.runtime.watch import GroupWatch
 from turnlog.schemas import LaterKind, UndecodableRecord, UnknownSchemaId
 from turnlog.schemas.events import Event, GroupScored, TurnTreeAssembled
@@ -237,6 +237,10 @@ RECORDS = Counter("turnlog_assembler_records", "Input records processed")
 LATE = Counter("turnlog_assembler_late_records", "Records that came after their group was scored and forgotten")
 OPEN_GROUPS = Gauge("turnlog_assembler_open_groups", "Groups that are not complete", ["unit"])
 OPEN_SPAN = Gauge("turnlog_assembler_open_span_bytes", "Bytes that a restart folds again", ["unit"])
+SESSIONS = Counter("turnlog_recipe_sessions", "Sessions that settled", ["recipe", "outcome"])
+REWARD = Summary("turnlog_recipe_reward", "Rewards of sessions that settled", ["recipe"])
+PASSED = Counter("turnlog_recipe_passed", "Sessions that settled with a reward of at least 1", ["recipe"])
+OUTPUT = Summary("turnlog_recipe_output_tokens", "Output tokens of sessions that settled", ["recipe"])
 READ_S, FOLD_S, COMMIT_S = (STAGE_S.labels("assembler", stage) for stage in ("read", "fold", "commit"))
 REFOLD_SECONDS = Gauge(
     "turnlog_assembler_refold_seconds", "Time from opening the partition task to having folded all earlier records"
@@ -276,7 +280,8 @@ class FoldPartitionTask:
         self._clock = clock
         self._stack = AsyncExitStack()
         self._span = OpenSpan()
-        self._settled = SettledSessions()
+        self._recipes: dict[str, str] = {}
+        """Recipes of sessions whose trees are not committed yet, since a tree does not name its recipe."""
         self._pending: list[Event] = []
         self._committed_at = clock()
         self._opened_at = clock()
@@ -378,8 +383,7 @@ class FoldPartitionTask:
         await self._transactor.commit()
         for event, (_, offset) in zip(outputs, placed, strict=True):
             self._note(event, offset)
-            _count(event)
-            self._settled.count_committed(event)
+            _count(event, self._recipes)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
         self._pending = []
 
@@ -400,7 +404,9 @@ class FoldPartitionTask:
         for output in taken.outputs:
             self._pending.append(output)
             if isinstance(output, TurnTreeAssembled):
-                self._settled.remember_tree(output, self.watch.find_start(output.group_id, output.session_id))
+                started = self.watch.find_start(output.group_id, output.session_id)
+                if started is not None:
+                    self._recipes[output.session_id] = started.recipe
             if isinstance(output, GroupScored):
                 self.watch.forget(output.group_id)
 
@@ -443,11 +449,17 @@ def by_unit(records: Iterable[Record]) -> dict[int, list[Record]]:
     return units
 
 
-def _count(event: Event) -> None:
-    """Count the tokens of a group whose score was committed; other events carry no new counts."""
+def _count(event: Event, recipes: dict[str, str]) -> None:
+    """Count the session of a committed tree, by its recipe, or the tokens of a committed score."""
     if isinstance(event, GroupScored):
         books = event.books
         count_tokens("group", sampled=books.sampled, trained=books.trained, masked=books.masked)
+    elif isinstance(event, TurnTreeAssembled) and (recipe := recipes.pop(event.session_id, None)) is not None:
+        SESSIONS.labels(recipe, event.outcome.value).inc()
+        OUTPUT.labels(recipe).observe(event.books.sampled)
+        if event.reward is not None:
+            REWARD.labels(recipe).observe(event.reward)
+            PASSED.labels(recipe).inc(event.reward >= PASS)
 
 
 class OpenSpan:

@@ -44,7 +44,7 @@ from turnlog.infra.log import Log, Partition
 from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.turns import Ids
 from turnlog.processors.core.views.fleet import DRAINING, RELEASED, SERVING, Fleet
-from turnlog.processors.core.views.weights import WeightChain
+from turnlog.processors.core.views.progress import WeightChain
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
 from turnlog.schemas import ids
 from turnlog.schemas.events import (

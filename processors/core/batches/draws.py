@@ -26,7 +26,7 @@ from turnlog.processors.core.batches.weighting import (
     whitening,
 )
 from turnlog.processors.core.methods.rules import BUILT_IN, Methods, fold_rules
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import (
     BatchSample,
     DroppedSample,

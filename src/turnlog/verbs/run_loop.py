@@ -46,7 +46,7 @@ from turnlog.infra.run_folder import LOGS, SETTINGS, lacks_room, lock_file, priv
 from turnlog.infra.topics_admin import WARNING, apply, check
 from turnlog.names import ExitStatus
 from turnlog.processors.core.views.fleet import NO_WEIGHTS
-from turnlog.processors.core.views.run import RunView
+from turnlog.processors.core.views.progress import RunView
 from turnlog.schemas import UndecodableRecord, topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.schemas.topics import STEPS

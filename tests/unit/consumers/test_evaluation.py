@@ -18,7 +18,7 @@ from tests.unit.producers.test_admission import emitted, requested
 from turnlog.consumers.figures import read_evaluations
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.processors.core.evaluation import VersionRewards, mean, pass_at, wilson
-from turnlog.processors.core.views.run import EvaluationRounds
+from turnlog.processors.core.views.progress import EvaluationRounds
 from turnlog.producers.admission import DueGroup, RowVisit
 from turnlog.schemas.events import (
     Event,

@@ -23,7 +23,7 @@ from turnlog.processors.core.batches.draws import (
 )
 from turnlog.processors.core.batches.rows import rows_sha256
 from turnlog.processors.core.batches.weighting import Whitening, whitening
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import (
     GroupScored,
     GroupStatus,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.each import each
 from turnlog.processors.core.batches.draws import PlacedSample, ReadableGroup, draw_rules, form_draw
 from turnlog.processors.core.methods.rules import BUILT_IN, FoldRules, fold_rules
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import Expects, GroupStatus, Outcome, RewardFailed, StepRewardAssigned, Verifier
 from turnlog.settings import BatcherSettings, FoldSettings
 

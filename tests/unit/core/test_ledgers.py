@@ -22,7 +22,7 @@ from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.group import fold_history
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import (
     BatchSkipped,
     DeadLetter,

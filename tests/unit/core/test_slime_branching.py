@@ -13,7 +13,7 @@ import pytest
 from tests.each import each
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.schemas.events import FinishReason, Weighting
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1, policy="slime")

@@ -25,7 +25,7 @@ from turnlog.infra.topics_admin import specs
 from turnlog.processors.core.batches.draws import PlacedSample, draw_rules, form_draw, laid_out, reform_batch
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.processors.core.batches.weighting import Weights, WeightsDoNotAddUp, Whitening, weigh
-from turnlog.processors.core.views.weights import HeldVersion
+from turnlog.processors.core.views.progress import HeldVersion
 from turnlog.processors.runtime.batcher import ROLE, Batcher, control_places
 from turnlog.schemas import topics
 from turnlog.schemas.events import (

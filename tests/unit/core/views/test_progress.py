@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.each import each
-from turnlog.processors.core.views.progress import BatchProgress
-from turnlog.processors.core.views.weights import OFF_CHAIN
+from turnlog.processors.core.views.progress import OFF_CHAIN, BatchProgress
 from turnlog.schemas.events import (
     BatchSample,
     BatchSkipped,

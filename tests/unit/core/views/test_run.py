@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from turnlog.processors.core.views.run import EvaluationRounds, RunView
+from turnlog.processors.core.views.progress import EvaluationRounds, RunView
 from turnlog.schemas.events import (
     EngineDraining,
     EngineRegistered,

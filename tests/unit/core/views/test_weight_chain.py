@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.processors.core.views.weights import OFF_CHAIN, HeldVersion, WeightChain, recorded_version
+from turnlog.processors.core.views.progress import OFF_CHAIN, HeldVersion, WeightChain, recorded_version
 from turnlog.schemas.events import WeightVersionPublished
 
 
