@@ -1,3 +1,1 @@
-"""Methods named in [fold]: modules for estimators, group filters, reward transforms and each trajectory rule
-(policy).
-"""
+"""Methods named in [fold]: estimators, group filters, reward transforms and trajectory rules (policies)."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.each import each
 from turnlog.processors.core.errors import PayloadNotFetched
 from turnlog.processors.core.messages import ComparableMessage, Dialogue, NotMessages, message, messages, response
+from turnlog.processors.core.methods.policies import Routes
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.methods.slime import Routes
 from turnlog.producers.gateway.messages import message as at_the_gateway
 from turnlog.schemas.events import GroupStatus, TurnCompleted
 from turnlog.schemas.json_depth import MAX_DEPTH
