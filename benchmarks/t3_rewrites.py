@@ -36,7 +36,7 @@ from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
 from turnlog.producers.gateway.template_features import probe_template
-from turnlog.producers.gateway.turns import RenderedOutput, TurnStorage, build_records
+from turnlog.producers.gateway.turns import AdmittedTurn, RenderedOutput, TurnStorage, build_records
 from turnlog.schemas.events import Agent, Environment, Purpose, Sampling, SessionStarted, VersionSpan
 
 TURNS = size((10, 100, 1000), smallest=(2, 4, 8))
@@ -76,10 +76,9 @@ class Gateway:
         response = {"role": "assistant", "content": "7" * ANSWER}
         prompt = extend_hash(conversation.hash_path(plan.known), new)
         stored = TurnStorage(*conversation.stored_against(new, plan.known, plan.images), prompt)
-        _, written, turn = build_records(
-            session, chat, plan, draft, session.admit(), RenderedOutput(response, [], None, 0, 0), stored,
-            gone=False, now=0.0,
-        )  # fmt: skip
+        admitted = AdmittedTurn(session, chat, plan, session.admit())
+        said = RenderedOutput(response, [], None, 0, 0)
+        _, written, turn = build_records(admitted, draft, said, stored, gone=False, now=0.0)
         conversation.record(turn, new, draft.ids, plan.known)
         return response, plan, (len(written.delta_ids) + len(written.output_ids)) // 4
 

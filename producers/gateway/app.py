@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -79,9 +79,7 @@ from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionTail
 from turnlog.producers.gateway.requests import (
     Claims,
-    FinishRequest,
     OpenRequest,
-    RewardRequest,
     SigningKeys,
     bearer,
     finish_request,
@@ -283,7 +281,7 @@ class Gateway:
         try:
             session, asked, turn = await self._begin_turn(dialect, request, body, claims)
         except OwnedElsewhere as other:
-            return self._passed_on(other, request, body, dialect.refusal)
+            return self.passed_on(other, request, body, dialect.refusal)
         return TurnResponse(
             turn,
             asked,
@@ -330,7 +328,7 @@ class Gateway:
             try:
                 session = await self.sessions.find(claims)
             except OwnedElsewhere as other:
-                return self._passed_on(other, request, body, dialect.refusal)
+                return self.passed_on(other, request, body, dialect.refusal)
 
             async def prompt_tokens() -> int:
                 asked = await self._read(dialect, body, session)
@@ -427,54 +425,38 @@ class Gateway:
 
     async def reward(self, request: Request) -> Response:
         """Serve POST /sessions/{id}/reward; the first reward counts."""
-
-        async def record_reward(session: GatewaySession, wanted: RewardRequest) -> Response:
-            return json_response({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
-
-        return await self._about(request, reward_request, record_reward, judges=True)
+        session, wanted = await self._named_session(request, reward_request, judges=True)
+        return json_response({"event_id": (await self.sessions.reward(session, wanted)).event_id}, 201)
 
     async def finish(self, request: Request) -> Response:
         """Serve POST /sessions/{id}/finish; idempotent."""
-
-        async def finish_session(session: GatewaySession, wanted: FinishRequest) -> Response:
-            if wanted.reward is not None:
-                await self.sessions.reward(session, wanted.reward)
-            return json_response(_finish_body(await self.sessions.finish(session, wanted)))
-
-        return await self._about(request, finish_request, finish_session, judges=True)
+        session, wanted = await self._named_session(request, finish_request, judges=True)
+        if wanted.reward is not None:
+            await self.sessions.reward(session, wanted.reward)
+        return json_response(_finish_body(await self.sessions.finish(session, wanted)))
 
     async def describe(self, request: Request) -> Response:
         """Serve GET /sessions/{id}."""
+        session, _ = await self._named_session(request, bytes)
+        return json_response(session.description() | {"base_url": f"{self.url}/v1"})
 
-        async def describe_session(session: GatewaySession, _: bytes) -> Response:
-            return json_response(session.description() | {"base_url": f"{self.url}/v1"})
-
-        return await self._about(request, bytes, describe_session)
-
-    async def _about(
-        self,
-        request: Request,
-        read: Callable[[bytes], T],
-        answer: Callable[[GatewaySession, T], Awaitable[Response]],
-        *,
-        judges: bool = False,
-    ) -> Response:
-        """Answer a request about the session that its path names. The body is parsed before the session is looked up,
-        so that a malformed request takes no session over. With `judges`, the agent's own token is rejected. Raises
-        AgentsToken."""
-        claims = self._claims_of_path(request)
+    async def _named_session(
+        self, request: Request, read: Callable[[bytes], T], *, judges: bool = False
+    ) -> tuple[GatewaySession, T]:
+        """Return the session that the path names, and the parsed body, which is kept as `request.state.body`. The body
+        is parsed before the session is looked up, so that a malformed request takes no session over. With `judges`, the
+        agent's own token is rejected. Raises AgentsToken, Unauthorized, OwnedElsewhere."""
+        claims = self._claims(request)
+        if request.path_params["session_id"] != claims.session_id:
+            raise Unauthorized("the token belongs to another session")
         if judges and claims.agent:
             raise AgentsToken(
                 "this is the token of the session's agent, which may not judge or finish it: send `token`, which "
                 "is next to `agent_token` in the answer of POST /sessions, and keep it from the agent"
             )
-        body = await self.body(request, RECORD_BYTES)
-        wanted = read(body)
-        try:
-            session = await self.sessions.find(claims)
-        except OwnedElsewhere as other:
-            return self._passed_on(other, request, body)
-        return await answer(session, wanted)
+        request.state.body = await self.body(request, RECORD_BYTES)
+        wanted = read(request.state.body)
+        return await self.sessions.find(claims), wanted
 
     async def models(self, request: Request) -> Response:
         """Serve GET /v1/models and /v1/models/NAME. Every name that a client sends stands for the policy."""
@@ -492,15 +474,10 @@ class Gateway:
         credential = bearer(request.headers.get("authorization")) or request.headers.get("x-api-key", "")
         return verify(credential, *self.keys.accepted_keys)
 
-    def _claims_of_path(self, request: Request) -> Claims:
-        claims = self._claims(request)
-        if request.path_params["session_id"] != claims.session_id:
-            raise Unauthorized("the token belongs to another session")
-        return claims
-
-    def _passed_on(
+    def passed_on(
         self, other: OwnedElsewhere, request: Request, body: bytes, refusal: Callable[[GatewayError], bytes] = REFUSAL
     ) -> Response:
+        """Return a response that forwards the answer of the gateway that owns the session."""
         assert self.owners is not None, "nobody else was asked"
         return self.owners.passed_on(other, request, body, refusal)
 
@@ -561,6 +538,10 @@ def build(gateway: Gateway) -> Starlette:
         assert isinstance(error, GatewayError | LogError)
         return _error_response(error, AnthropicMessages.refusal if ANTHROPIC in request.headers else REFUSAL)
 
+    async def pass_on(request: Request, other: Exception) -> Response:
+        assert isinstance(other, OwnedElsewhere)
+        return gateway.passed_on(other, request, request.state.body)
+
     async def handle_disconnect(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
 
@@ -598,6 +579,7 @@ def build(gateway: Gateway) -> Starlette:
         exception_handlers={
             GatewayError: handle_error,
             LogError: handle_error,
+            OwnedElsewhere: pass_on,
             ClientDisconnect: handle_disconnect,
             HTTPException: unknown,
         },

@@ -13,10 +13,10 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -54,12 +54,8 @@ class Admitted:
     url: str
 
 
-class TokenRule(Protocol):
-    """Returns the number of placeholder tokens for an image of a size in pixels."""
-
-    def __call__(self, height: int, width: int) -> int:
-        """Return at least 1."""
-        ...
+TokenRule = Callable[[int, int], int]
+"""(height, width) in pixels -> the number of placeholder tokens, at least 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,15 @@ WITHOUT_EXPERTS = Counter(
 )
 
 
+class AdmittedTurn(NamedTuple):
+    """A turn that may be sampled, and how."""
+
+    session: GatewaySession
+    request: TurnRequest
+    plan: TurnPlan
+    id: TurnId
+
+
 class RenderedOutput(NamedTuple):
     """An output in the form that people and agents see."""
 
@@ -70,23 +79,15 @@ class TurnStorage(NamedTuple):
 
 
 def build_records(
-    session: GatewaySession,
-    request: TurnRequest,
-    plan: TurnPlan,
-    draft: Draft,
-    turn: TurnId,
-    said: RenderedOutput,
-    stored: TurnStorage,
-    *,
-    gone: bool,
-    now: float,
+    turn: AdmittedTurn, draft: Draft, said: RenderedOutput, stored: TurnStorage, *, gone: bool, now: float
 ) -> tuple[TurnCompleted, TokenSnapshot, RecordedTurn]:
     """Return both records of a sampled turn, and the turn for the conversation. `gone`: every client has disconnected;
     `now`: event-loop time."""
+    _, request, plan, _ = turn
     raw = request.raw[plan.kept :]
     new_raw = [by_reference(one) for one in raw] if plan.images else raw
-    completed = _build_completed(session, request, plan, draft, turn, said, new_raw, gone=gone, now=now)
-    snapshot = _snapshot(session, plan, draft, turn, stored)
+    completed = _build_completed(turn, draft, said, new_raw, gone=gone, now=now)
+    snapshot = _snapshot(turn, draft, stored)
     kept = RecordedTurn.from_records(
         completed,
         snapshot,
@@ -101,18 +102,10 @@ def build_records(
 
 
 def _build_completed(
-    session: GatewaySession,
-    request: TurnRequest,
-    plan: TurnPlan,
-    draft: Draft,
-    turn: TurnId,
-    said: RenderedOutput,
-    new_raw: list[Any],
-    *,
-    gone: bool,
-    now: float,
+    admitted: AdmittedTurn, draft: Draft, said: RenderedOutput, new_raw: list[Any], *, gone: bool, now: float
 ) -> TurnCompleted:
     """Build the record that people and dashboards read."""
+    session, request, plan, turn = admitted
     started = session.started
     first, last = draft.versions()
     other_tools = plan.base is None or plan.base.tools_sha256 != plan.tools_sha256
@@ -153,12 +146,11 @@ def _build_completed(
     )
 
 
-def _snapshot(
-    session: GatewaySession, plan: TurnPlan, draft: Draft, turn: TurnId, stored: TurnStorage
-) -> TokenSnapshot:
+def _snapshot(admitted: AdmittedTurn, draft: Draft, stored: TurnStorage) -> TokenSnapshot:
     """Build the record that training reads: the delta to the storage parent, and what the policy sampled. The output of
     an auxiliary model is appended to the delta as context, so that it has no weight version and trains under no
     setting."""
+    session, _, plan, turn = admitted
     started, prompt = session.started, stored.prompt
     delta = plan.prompt[stored.base_len :]
     sampled = draft
@@ -240,20 +232,16 @@ class Turns:
         )
         running = Running(session.admit())
         session.running[running.id.index] = running
-        running.task = asyncio.create_task(self._run(session, request, side or self.sampler, wanted, plan, running))
+        turn = AdmittedTurn(session, request, plan, running.id)
+        running.task = asyncio.create_task(self._run(turn, side or self.sampler, wanted, running))
         running.task.add_done_callback(lambda task: _on_turn_end(session, running, task))
         return running
 
     async def _run(
-        self,
-        session: GatewaySession,
-        request: TurnRequest,
-        sampler: Sampler,
-        wanted: WeightRequirement,
-        plan: TurnPlan,
-        running: Running,
+        self, admitted: AdmittedTurn, sampler: Sampler, wanted: WeightRequirement, running: Running
     ) -> RecordedTurn:
-        progress = self._follower(request, plan, running) if request.stream else lambda _: None
+        session, request, plan, _ = admitted
+        progress = self._follower(admitted, running) if request.stream else lambda _: None
         routing = self.planner.routing
         experts = routing.turn(plan.stored[1]) if routing is not None and plan.stored is not None else None
         draft = Draft(running.began)
@@ -275,30 +263,23 @@ class Turns:
             draft=draft,
         )
         running.cut_off = draft.finish in CUT_OFF
-        turn = await self._record(session, request, plan, draft, running, experts)
+        turn = await self._record(admitted, draft, running, experts)
         if draft.failure is not None:
             raise draft.failure
         return turn
 
     async def _record(
-        self,
-        session: GatewaySession,
-        request: TurnRequest,
-        plan: TurnPlan,
-        draft: Draft,
-        running: Running,
-        experts: TurnRows | None,
+        self, admitted: AdmittedTurn, draft: Draft, running: Running, experts: TurnRows | None
     ) -> RecordedTurn:
         """Store blobs, write both records, and add the turn to the conversation once both are acknowledged. Raises
         NotRecorded."""
-        said = self._parse_output(session, request, plan, running.id, draft)
+        session, request, plan, _ = admitted
+        said = self._parse_output(admitted, draft)
         with RECORD_S.time():
             try:
                 stored = await self._store_experts(session, plan, draft, experts)
                 gone, now = running.gone.is_set(), asyncio.get_running_loop().time()
-                *records, turn = build_records(
-                    session, request, plan, draft, running.id, said, stored, gone=gone, now=now
-                )
+                *records, turn = build_records(admitted, draft, said, stored, gone=gone, now=now)
                 kept = [await externalize_payloads(event, self.blobs) for event in records]
                 await asyncio.gather(*map(self.events.append, kept))
             except (LogError, BlobError) as error:
@@ -328,47 +309,43 @@ class Turns:
         content, layout = pack_experts(rows)
         return TurnStorage(*plan.stored, prompt, await self.blobs.put(content, media_type=MEDIA_TYPE), layout)
 
-    def _follower(self, request: TurnRequest, plan: TurnPlan, running: Running) -> Callable[[list[int]], None]:
+    def _follower(self, admitted: AdmittedTurn, running: Running) -> Callable[[list[int]], None]:
         """Return a callback that parses new ids for clients that stream."""
-        text, parser, read = TextStream(self.prompts.tokens), self._parser(request, plan), 0
+        text, parser, read = TextStream(self.prompts.tokens), self._parser(admitted), 0
         running.parts = parser.parts
 
         def progress(ids: list[int]) -> None:
             nonlocal read
             if ids:
-                sure = certain(text.push(ids), request.stop)
+                sure = certain(text.push(ids), admitted.request.stop)
                 parser.push(sure[read:])
                 read = len(sure)
                 running.wake()
 
         return progress
 
-    def _parser(self, request: TurnRequest, plan: TurnPlan) -> OutputParser:
-        tools = request.tools or () if request.calls else ()
+    def _parser(self, admitted: AdmittedTurn) -> OutputParser:
+        tools = admitted.request.tools or () if admitted.request.calls else ()
         calls = self.planner.calls
         if calls is not None and calls.whole is None and not tools:
             calls = None
-        return OutputParser(calls, self.planner.thinking, self.planner.inside(plan.prompt), tools)
+        return OutputParser(calls, self.planner.thinking, self.planner.inside(admitted.plan.prompt), tools)
 
-    def _parse_output(
-        self, session: GatewaySession, request: TurnRequest, plan: TurnPlan, turn: TurnId, draft: Draft
-    ) -> RenderedOutput:
+    def _parse_output(self, admitted: AdmittedTurn, draft: Draft) -> RenderedOutput:
         """Parse the output's text, without whatever ended it."""
+        session, request, _, turn = admitted
         ids, decode = draft.ids, self.prompts.tokens.decode
         text, stopped_by = cut_at_stop(decode(ids), request.stop) if request.stop else ("", None)
         if stopped_by is None:
             stops = session.started.sampling.stop_token_ids
             ended = draft.finish == "stop" and ids and self.prompts.ends(ids[-1], stops)
             text = decode(ids[:-1] if ended else ids)
-        parser = self._parser(request, plan)
+        parser = self._parser(admitted)
         parser.push(text)
         parser.end()
-        response = response_of(
-            parser.parts, lambda at: id_of_call(session.id, turn, at)
-        )  # fmt: skip
-        return RenderedOutput(
-            response, parser.parts, stopped_by, parser.ill_formed, self._reasoning_tokens(parser, ids)
-        )
+        response = response_of(parser.parts, lambda at: id_of_call(session.id, turn, at))
+        reasoning = self._reasoning_tokens(parser, ids)
+        return RenderedOutput(response, parser.parts, stopped_by, parser.ill_formed, reasoning)
 
     def _reasoning_tokens(self, parser: OutputParser, ids: list[int]) -> int:
         """Return the number of ids up to the end of reasoning: 0 without reasoning, all of them if it does not end."""
