@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 import orjson
@@ -28,6 +28,7 @@ from turnlog.infra.environments.recipes import (
     Judged,
     Recipe,
     SandboxCall,
+    TaskRow,
     acted_out,
     agent_of,
     call_recipe,
@@ -77,38 +78,28 @@ class Owed:
     episode: Episode
 
 
+@dataclass(slots=True, eq=False)
 class Rollout:
     """The sessions of one RolloutRequested, from its first attempt to its last."""
 
-    def __init__(
-        self,
-        request: RolloutRequested,
-        recipe: Recipe,
-        settings: RunnerSettings,
-        gateway: GatewayClient,
-        events: EventLog,
-        results: ToolResults,
-        blobs: Blobs,
-        http: httpx.AsyncClient,
-    ) -> None:
-        """`request.task` must hold its bytes inline."""
-        assert isinstance(request.task, bytes)
-        self._request = request
-        self._task = orjson.loads(request.task)
-        self._recipe = recipe
-        self._settings = settings
-        self._gateway = gateway
-        self._events = events
-        self._results = results
-        self._blobs = blobs
-        self._http = http
-        self._cut = self._ended_by_cut = False
-        self._acting: asyncio.Task[SessionEnding] | None = None
+    request: RolloutRequested
+    """The request; its task must be inline."""
+    recipe: Recipe
+    settings: RunnerSettings
+    gateway: GatewayClient
+    events: EventLog
+    results: ToolResults
+    blobs: Blobs
+    http: httpx.AsyncClient
+    was_cut: bool = field(default=False, init=False)
+    """True if a cut ended the rollout."""
+    _cut: bool = field(default=False, init=False)
+    _task: TaskRow = field(init=False)
+    _acting: asyncio.Task[SessionEnding] | None = field(default=None, init=False)
 
-    @property
-    def was_cut(self) -> bool:
-        """True if a cut ended the rollout."""
-        return self._ended_by_cut
+    def __post_init__(self) -> None:
+        assert isinstance(self.request.task, bytes)
+        self._task = orjson.loads(self.request.task)
 
     def cut(self) -> None:
         """End the rollout because its group was scored without it: cancel its actor, and begin no other attempt."""
@@ -122,22 +113,22 @@ class Rollout:
 
         Per attempt: 1. open the session; 2. act until the agent ends; 3. write the reward, unless the verifier is late;
         4. finish the session. Raises GatewayUnavailable, GatewayRefused, LogUnavailable, StoreUnavailable."""
-        log_lines.about(group_id=self._request.group_id)
-        left = self._settings.max_attempts
+        log_lines.about(group_id=self.request.group_id)
+        left = self.settings.max_attempts
         for attempt in itertools.count():
             if self._cut:
-                self._ended_by_cut = True
+                self.was_cut = True
                 return None
-            session = await self._gateway.open(self._request, self._recipe, attempt)
+            session = await self.gateway.open(self.request, self.recipe, attempt)
             log_lines.about(session_id=session.session_id)
-            state = await self._gateway.state(session) if resume else None
+            state = await self.gateway.state(session) if resume else None
             if state is not None and state.finished:
                 ending, owed = SessionEnding(state.outcome, state.reason), self._still_owed(session, state)
             else:
                 try:
                     ending, owed = await self._attempt(session, state, attempt, final=left == 1)
                 except SessionOver as over:
-                    log.warning("rollout %s: %s", self._request.rollout_id, over)
+                    log.warning("rollout %s: %s", self.request.rollout_id, over)
                     return None
             left -= not _is_outage(ending)
             if ending.outcome is not Outcome.infra_failure or not left:
@@ -147,7 +138,7 @@ class Rollout:
     async def settle(self, owed: Owed) -> None:
         """Judge, and write the reward. Raises GatewayClientError, LogUnavailable."""
         record = await owed.bench.verdict(owed.verifier, owed.episode)
-        await self._events.append(record)
+        await self.events.append(record)
         REWARDS.labels(type(record).__name__).inc()
         if isinstance(record, RewardAssigned):
             REWARD_SUM.inc(max(record.value, 0.0))
@@ -155,11 +146,11 @@ class Rollout:
     def _still_owed(self, session: OpenSession, state: SessionState) -> Owed | None:
         """Return the late reward of a session that another owner finished. Whether that owner wrote it is not checked:
         of two, the first on the log counts."""
-        if state.outcome not in LIVE or not is_late(self._recipe.verifier):
+        if state.outcome not in LIVE or not is_late(self.recipe.verifier):
             return None
-        messages = tuple(call_recipe(self._recipe, acted_out, self._recipe, self._task, state.messages))
+        messages = tuple(call_recipe(self.recipe, acted_out, self.recipe, self._task, state.messages))
         episode = Episode(task=self._task, messages=messages, outcome=state.outcome, reason=state.reason)
-        return Owed(self._bench(session, {}), self._recipe.verifier, episode)
+        return Owed(self._bench(session, {}), self.recipe.verifier, episode)
 
     async def _attempt(
         self, session: OpenSession, state: SessionState | None, number: int, *, final: bool
@@ -169,13 +160,13 @@ class Rollout:
         actor = acting(
             Attempt(
                 number=number,
-                request=self._request,
+                request=self.request,
                 task=self._task,
-                recipe=self._recipe,
-                gateway=self._gateway,
+                recipe=self.recipe,
+                gateway=self.gateway,
                 session=session,
                 calls=(calls := self._calls(session)),
-                patience_s=self._settings.tool_deadline_s,
+                patience_s=self.settings.tool_deadline_s,
             ),
             state,
         )
@@ -183,7 +174,7 @@ class Rollout:
         failed, owed, steps = ending.outcome not in LIVE, None, 0
         final = (final and not _is_outage(ending)) or not failed or ending.outcome is Outcome.cancelled
         if failed:
-            log.warning("rollout %s, attempt %d: %s", self._request.rollout_id, number, ending.reason)
+            log.warning("rollout %s, attempt %d: %s", self.request.rollout_id, number, ending.reason)
         else:
             episode = Episode(
                 task=self._task,
@@ -198,7 +189,7 @@ class Rollout:
                 # The reward comes before the end of its session, so that a finished session is settled at once.
                 await self.settle(owed)
                 owed = None
-        await self._gateway.finish(
+        await self.gateway.finish(
             session,
             ending.outcome,
             ending.reason,
@@ -212,13 +203,13 @@ class Rollout:
 
     def _bench(self, session: OpenSession, asked: Mapping[str, SandboxCall]) -> Bench:
         return Bench(
-            http=self._http,
-            events=self._events,
-            gateway=self._gateway,
-            results=self._results,
-            blobs=self._blobs,
-            request=self._request,
-            recipe=self._recipe,
+            http=self.http,
+            events=self.events,
+            gateway=self.gateway,
+            results=self.results,
+            blobs=self.blobs,
+            request=self.request,
+            recipe=self.recipe,
             session=session,
             asked=asked,
         )
@@ -227,18 +218,18 @@ class Rollout:
         """Write the step rewards that the verifier requests, and return their number."""
         rewards = await owed.bench.step_rewards(owed.verifier, owed.episode)
         for reward in rewards:
-            await self._events.append(reward)
+            await self.events.append(reward)
         return len(rewards)
 
     def _calls(self, session: OpenSession) -> ToolCalls:
-        sandbox, patience_s = sandbox_of(self._recipe), self._settings.tool_deadline_s
-        if isinstance(agent_of(self._recipe), CommandAgent):  # one call is the session; its deadline is enforced here
+        sandbox, patience_s = sandbox_of(self.recipe), self.settings.tool_deadline_s
+        if isinstance(agent_of(self.recipe), CommandAgent):  # one call is the session; its deadline is enforced here
             sandbox = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, wall_s=UNBOUNDED_S))
-            patience_s += self._request.limits.deadline_s
+            patience_s += self.request.limits.deadline_s
         return ToolCalls(
-            self._events,
-            self._results,
-            self._request,
+            self.events,
+            self.results,
+            self.request,
             session.session_id,
             sandbox,
             patience_s,
@@ -246,8 +237,8 @@ class Rollout:
 
     async def _in_time(self, actor: Actor) -> SessionEnding:
         """Act until the session has spent its deadline; waiting for our servers is not spent time."""
-        limit_s = self._request.limits.deadline_s
-        acting = asyncio.create_task(actor.act(), name=f"agent of {self._request.rollout_id}")
+        limit_s = self.request.limits.deadline_s
+        acting = asyncio.create_task(actor.act(), name=f"agent of {self.request.rollout_id}")
         try:
             while not acting.done() and (left_s := limit_s - await actor.spent_s()) > 0:
                 await asyncio.wait({acting}, timeout=max(left_s, min(LOOK_S, limit_s / 10)))
@@ -259,14 +250,14 @@ class Rollout:
 
     async def _until_cut(self, actor: Actor, calls: ToolCalls) -> SessionEnding:
         """Act, unless the group is scored meanwhile."""
-        self._acting = asyncio.create_task(self._run_actor(actor, calls), name=f"acting in {self._request.rollout_id}")
+        self._acting = asyncio.create_task(self._run_actor(actor, calls), name=f"acting in {self.request.rollout_id}")
         try:
             return await self._acting
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._cut or (task is not None and task.cancelling()):  # the runner stops: its successor cuts
                 raise
-            self._ended_by_cut = True
+            self.was_cut = True
             await calls.cancel(CUT)
             return SessionEnding(Outcome.cancelled, CUT)
         finally:
@@ -277,7 +268,7 @@ class Rollout:
     async def _run_actor(self, actor: Actor, calls: ToolCalls) -> SessionEnding:
         """Act within the deadline, and map every way to end to an outcome."""
         try:
-            calls.begin(await begins_with(self._recipe, self._task, self._blobs))
+            calls.begin(await begins_with(self.recipe, self._task, self.blobs))
             return await self._in_time(actor)
         except ContextExceeded:
             return SessionEnding(Outcome.truncated, "context")

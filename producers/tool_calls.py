@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import dataclass, field
 
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.environments.recipes import (
@@ -120,29 +121,21 @@ class ToolResults:
             del self._waiting[call_id]
 
 
+@dataclass(slots=True)
 class ToolCalls:
     """The calls of one session, in order: `call_seq` counts those that reached a sandbox."""
 
-    def __init__(
-        self,
-        events: EventLog,
-        results: ToolResults,
-        request: RolloutRequested,
-        session_id: str,
-        sandbox: SandboxSpec,
-        deadline_s: float,
-    ) -> None:
-        self._events = events
-        self._results = results
-        self._request = request
-        self._session_id = session_id
-        self._sandbox = sandbox
-        self._deadline_s = deadline_s
-        self.asked: dict[str, SandboxCall] = {}
-        """Calls that were requested here, by call_id."""
-        self._next = 0
-        self._pending: ToolCallRequested | None = None
-        self._workspace: BlobRef | None = None
+    events: EventLog
+    results: ToolResults
+    request: RolloutRequested
+    session_id: str
+    sandbox: SandboxSpec
+    deadline_s: float
+    asked: dict[str, SandboxCall] = field(default_factory=dict)
+    """Calls that were requested here, by call_id."""
+    _next: int = 0
+    _pending: ToolCallRequested | None = None
+    _workspace: BlobRef | None = None
 
     def begin(self, workspace: BlobRef | None) -> None:
         """Set the workspace that the session's first call finds; None for an empty one."""
@@ -152,17 +145,17 @@ class ToolCalls:
         """Continue after `answered` calls that reached a sandbox under another runner."""
         self._next = answered
         if answered:
-            self._workspace = self._results.workspace(self._request.rollout_id, self._session_id)
+            self._workspace = self.results.workspace(self.request.rollout_id, self.session_id)
 
     def answered_s(self) -> float:
         """Return the seconds that sandboxes have worked on the session's answered calls."""
-        return math.fsum(done.duration_s for done in self._results.of(self._request.rollout_id, self._session_id))
+        return math.fsum(done.duration_s for done in self.results.of(self.request.rollout_id, self.session_id))
 
     @property
     def running_s(self) -> float | None:
         """Seconds since a worker began the pending call; None if no call is pending, or it waits for a sandbox."""
         pending = self._pending
-        return None if pending is None else self._results.running_s(pending.rollout_id, pending.call_id)
+        return None if pending is None else self.results.running_s(pending.rollout_id, pending.call_id)
 
     async def call(self, call: SandboxCall, call_id: str, *, while_it_runs: bool = False) -> ToolCallCompleted:
         """Run a call, and return its answer. Publishing again under the same call_id is harmless, because a worker
@@ -170,9 +163,9 @@ class ToolCalls:
         begins the call. Raises ToolUnanswered, LogUnavailable."""
         self.asked[call_id] = call
         request = self._pending = self._build_request(call, call_id)
-        if self._results.answer(request.rollout_id, request.call_id) is None:
-            await self._events.append(request)
-        done = await self._wait_for_answer(request, self._deadline_s, while_it_runs=while_it_runs)
+        if self.results.answer(request.rollout_id, request.call_id) is None:
+            await self.events.append(request)
+        done = await self._wait_for_answer(request, self.deadline_s, while_it_runs=while_it_runs)
         self._pending = None
         self._next += 1
         self._workspace = done.workspace
@@ -190,9 +183,9 @@ class ToolCalls:
     ) -> ToolCallCompleted:
         while True:
             try:
-                return await self._results.wait(request.rollout_id, request.call_id, within_s)
+                return await self.results.wait(request.rollout_id, request.call_id, within_s)
             except TimeoutError:
-                begun = self._results.running_s(request.rollout_id, request.call_id) is not None
+                begun = self.results.running_s(request.rollout_id, request.call_id) is not None
                 if while_it_runs and begun:
                     continue
                 await self.cancel("unanswered")
@@ -207,24 +200,24 @@ class ToolCalls:
         requests the same call again."""
         if self._pending is not None:
             cancelled, self._pending = self._build_cancellation(self._pending, reason), None
-            await self._events.append(cancelled)
+            await self.events.append(cancelled)
 
     def _build_request(self, call: SandboxCall, call_id: str) -> ToolCallRequested:
-        request = self._request
+        request = self.request
         return ToolCallRequested(
             event_id=ids.digest("ToolCallRequested", call_id),
             run_id=request.run_id,
             group_id=request.group_id,
-            session_id=self._session_id,
+            session_id=self.session_id,
             floor=request.floor,
             rollout_id=request.rollout_id,
             call_id=call_id,
             call_seq=self._next,
             tool=call.tool,
             arguments=json_of(call),
-            sandbox=self._sandbox,
+            sandbox=self.sandbox,
             workspace=self._workspace,
-            deadline_s=self._deadline_s,
+            deadline_s=self.deadline_s,
         )
 
     def _build_cancellation(self, requested: ToolCallRequested, reason: str) -> ToolCallCancelled:
