@@ -21,12 +21,12 @@ from turnlog.infra.log import Commit, Partition, TopicSpec, partition_of
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, configuration
 from turnlog.names import ConsumerGroup
+from turnlog.plugins.faust_views import view
 from turnlog.processors.core.fold.unit import Done, LowWaterMarks, UnitFold, encode_marks
 from turnlog.processors.core.fold_versions import INPUTS
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.assembler import assembler_plan
 from turnlog.processors.runtime.unit import AssemblerPlan
-from turnlog.processors.runtime.views import view
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
     BatchSample,

@@ -22,8 +22,8 @@ from turnlog.infra.history import all_events
 from turnlog.infra.log import Log, Partition
 from turnlog.infra.roles.role import Role
 from turnlog.infra.s3 import S3Blobs
+from turnlog.plugins.faust_views import view
 from turnlog.processors.runtime.unit import records_between
-from turnlog.processors.runtime.views import view
 from turnlog.schemas import topics
 from turnlog.schemas.events import Event
 from turnlog.settings import Settings

@@ -25,7 +25,7 @@ from turnlog.infra.embedded.up import down, status_processes, up
 from turnlog.infra.history import all_events
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.run_folder import read_endpoints, resolve_endpoints
-from turnlog.processors.runtime.views import MOVING
+from turnlog.plugins.faust_views import MOVING
 from turnlog.schemas import topics
 from turnlog.schemas.events import Outcome, SegmentSample, StepCompleted
 from turnlog.settings import Settings, load

@@ -41,7 +41,7 @@ def _role(name: str, module: str) -> Call:
 
 
 def _views(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.processors.runtime.views import serve_views
+    from turnlog.plugins.faust_views import serve_views
 
     return serve_views(settings)
 

@@ -13,7 +13,7 @@ from faust.tables.recovery import Recovery
 from faust.types import TP
 from faust.types.tuples import Message
 
-from turnlog.processors.runtime.views import MOVING, make_app
+from turnlog.plugins.faust_views import MOVING, make_app
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.settings import KafkaSettings, RunSettings, Settings

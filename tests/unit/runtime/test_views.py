@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from tests.fakes.sessions import GroupName, SessionStory, Shape
-from turnlog.processors.runtime.views import picture, view
+from turnlog.plugins.faust_views import picture, view
 from turnlog.schemas.events import StepCompleted, WeightVersionPublished
 
 STEP = StepCompleted(

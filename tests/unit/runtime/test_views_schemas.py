@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnlog.infra.registry import RegistryUnreachable
-from turnlog.processors.runtime import views
+from turnlog.plugins import faust_views as views
 from turnlog.schemas.codec import HEADER, Codec
 from turnlog.schemas.events import ALL
 from turnlog.schemas.releases import releases

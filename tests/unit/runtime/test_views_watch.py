@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import aiokafka
 from faust.types import TP
 
-from turnlog.processors.runtime import views
+from turnlog.plugins import faust_views as views
 from turnlog.schemas.codec import Codec
 from turnlog.settings import Settings
 
