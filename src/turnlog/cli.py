@@ -163,7 +163,6 @@ def parser() -> argparse.ArgumentParser:
         prog="turnlog",
         description="Event-sourced data plane and training loop for agentic RL.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=__version__)
     naming(top)

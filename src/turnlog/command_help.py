@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from turnlog.setting_types import did_you_mean
 
@@ -35,7 +35,11 @@ _Verbs = argparse._SubParsersAction
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """Prints its help if a verb or action is missing, and suggests the nearest choice for a misspelt one."""
+    """Prints its help if a verb or action is missing, and suggests the nearest choice for a misspelt one. Descriptions
+    and epilogs are printed as they are written."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2, or with 0 after printing the help if the command line ends before its verb or action."""

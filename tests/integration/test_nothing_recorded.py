@@ -15,8 +15,8 @@ from turnlog.infra.roles.runs import configure
 from turnlog.infra.roles.terminal import Terminal
 from turnlog.names import ExitStatus
 from turnlog.settings import RunSettings, Settings
-from turnlog.verbs import accounts, fold_comparison
-from turnlog.verbs.accounts import AccountingArguments
+from turnlog.verbs import books, fold_comparison
+from turnlog.verbs.books import AccountingArguments
 from turnlog.verbs.replay import replay
 
 pytestmark = pytest.mark.kafka
@@ -33,11 +33,11 @@ async def folded(settings: Settings) -> tuple[int, str]:
 async def test_a_run_that_has_sampled_nothing_is_not_said_to_agree(
     live_settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await accounts.show(live_settings, AccountingArguments()) == ExitStatus.DIFFERS
+    assert await books.show(live_settings, AccountingArguments()) == ExitStatus.DIFFERS
     assert "no run is configured on this log" in capsys.readouterr().out
     async with open_role("test", live_settings) as role:
         await configure(role)
-    assert await accounts.show(live_settings, AccountingArguments()) == ExitStatus.DIFFERS
+    assert await books.show(live_settings, AccountingArguments()) == ExitStatus.DIFFERS
     said = capsys.readouterr().out
     assert "has not sampled a token yet" in said
     assert "agree" not in said
@@ -56,7 +56,7 @@ async def test_the_log_of_another_run_is_named(live_settings: Settings, capsys: 
         await configure(role)
     other = dataclasses.replace(live_settings, run=RunSettings(id="another"))
     owner = f"belongs to run {live_settings.run.id!r}"
-    assert await accounts.show(other, AccountingArguments(as_json=True)) == ExitStatus.DIFFERS
+    assert await books.show(other, AccountingArguments(as_json=True)) == ExitStatus.DIFFERS
     answer = json.loads(capsys.readouterr().out)
     assert answer["balance"] is None
     assert owner in answer["why"]

@@ -26,7 +26,6 @@ Examples:
 
 def archive_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log archive`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = ARCHIVE_EPILOG
     verb.add_argument(
         "action", choices=("flush", "status", "prune"),
@@ -119,14 +118,4 @@ def _milliseconds(text: str) -> int:
     return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def _role(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.consumers.archiver import main
-    from turnlog.infra.roles.runs import serve
-
-    return serve("archive", main, settings)
-
-
-VERBS = (
-    Verb("archive", "archive what is on the log now; show or prune it", _archive, archive_arguments, under="log"),
-    Verb("archive", "copy topics into the object store", _role, under="role"),
-)
+VERBS = (Verb("archive", "archive what is on the log now; show or prune it", _archive, archive_arguments, under="log"),)

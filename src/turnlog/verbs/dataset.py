@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.infra.roles.ending import run_verb
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, acts
+from turnlog.verbs.verb import Verb, acts, add_json, add_source
 
 if TYPE_CHECKING:
     from turnlog.consumers.datasets.manifest import DatasetManifest
@@ -49,23 +49,18 @@ BOUNDS = (
 
 def dataset_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the actions `build` and `verify` of `turnlog dataset`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = DATASET_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="hash files and rows again and compare them with the manifest")
     verify.add_argument("out", type=Path, metavar="OUT", help="folder of the dataset")
-    verify.add_argument("--json", action="store_true", help="print its manifest")
+    add_json(verify, "print its manifest")
     build = actions.add_parser(
         "build", help="write rows of a run as files", epilog=DATASET_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write rows of a run to the folder OUT: data/*.parquet or data/*.arrow, and manifest.json.",
     )  # fmt: skip
     build.add_argument("out", type=Path, metavar="OUT", help="folder to create; it appears once it is complete")
-    build.add_argument("--json", action="store_true", help="print its manifest and what the filters removed")
-    build.add_argument(
-        "--from", dest="source", choices=("topics", "archive"), default="topics",
-        help="read the topics, or the archive of the run (default topics)",
-    )  # fmt: skip
+    add_json(build, "print its manifest and what the filters removed")
+    add_source(build)
     add_rows(build)
 
 

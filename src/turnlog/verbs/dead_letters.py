@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from turnlog.infra.roles import ending
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, acts, add_source
+from turnlog.verbs.verb import Verb, acts, add_json, add_source
 
 if TYPE_CHECKING:
     from turnlog.consumers.dead_letters import DeadLetterFilter
@@ -36,17 +36,16 @@ Exit status: 0 success, also if `list` finds none; 1 nothing to requeue; 2 error
 
 def dead_letters_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the actions of `turnlog log dead-letters`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = DEAD_LETTERS_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     listed = actions.add_parser("list", help="list letters, oldest first")
     _choosing(listed)
     listed.add_argument("--limit", type=int, default=50, metavar="N", help="show the N newest (default 50)")
-    listed.add_argument("--json", action="store_true", help="print one JSON object per letter and line")
+    add_json(listed, "print one JSON object per letter and line")
     add_source(listed)
     shown = actions.add_parser("show", help="show one letter in full")
     shown.add_argument("id", metavar="ID")
-    shown.add_argument("--json", action="store_true")
+    add_json(shown)
     add_source(shown)
     again = actions.add_parser("requeue", help="append the records of letters to their topics again")
     again.add_argument("ids", nargs="*", metavar="ID")

@@ -10,7 +10,7 @@ from pathlib import Path
 from turnlog.infra.roles.ending import run_verb
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, add_source, always
+from turnlog.verbs.verb import Verb, add_json, add_source, always
 
 INDEX_EPILOG = """\
 `turnlog role index` indexes the log into [index] path until it is stopped.
@@ -23,7 +23,6 @@ Examples:
 
 def index_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log index`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = INDEX_EPILOG
     verb.add_argument("action", choices=("build",), help="index once")
     add_source(verb)
@@ -52,13 +51,6 @@ async def build_index(settings: Settings, *, archive: bool) -> int:
     return ExitStatus.DONE
 
 
-def _role(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.consumers.index.indexer import main
-    from turnlog.infra.roles.runs import serve
-
-    return serve("index", main, settings)
-
-
 QUERY_EPILOG = """\
 The query reads the file that `turnlog role index` writes; docs/index-schema.md lists its tables. It can only read and
 compute: it opens no file, loads no extension, changes nothing, and ends when its time, memory or rows are used up.
@@ -72,11 +64,10 @@ Examples:
 
 def query_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log query`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = QUERY_EPILOG
     verb.add_argument("sql", metavar="SQL", help="one SELECT statement; - reads it from standard input")
     shape = verb.add_mutually_exclusive_group()
-    shape.add_argument("--json", action="store_true")
+    add_json(shape)
     shape.add_argument("--out", type=Path, metavar="FILE", help="write the answer as Parquet, with its provenance")
     verb.add_argument("--limit", type=int, default=10_000, metavar="N", help="maximum number of rows (default 10000)")
     verb.add_argument("--timeout", type=float, default=30.0, metavar="S", help="time limit in seconds (default 30)")
@@ -119,14 +110,13 @@ Examples:
 
 def tail_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log tail`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TAIL_EPILOG
     verb.add_argument("--session", default="", metavar="ID", help="only events of sessions whose id begins with ID")
     verb.add_argument("--group", default="", metavar="ID", help="only events of groups whose id begins with ID")
     verb.add_argument("--kind", action="append", default=[], metavar="RECORD", help="only these records; repeatable")
     verb.add_argument("--all", action="store_true", help="start at the beginning (default: only new events)")
     verb.add_argument("--until-end", action="store_true", help="stop at the current end of the log")
-    verb.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_json(verb, "print one JSON object per line")
     add_source(verb)
 
 
@@ -149,10 +139,9 @@ Examples:
 
 def why_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log why`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = WHY_EPILOG
     verb.add_argument("about", metavar="ID", help="a session, a group, or SESSION:TURN:TOKEN")
-    verb.add_argument("--json", action="store_true")
+    add_json(verb)
     add_source(verb)
 
 
@@ -178,5 +167,4 @@ VERBS = (
     Verb("tail", "print events as they arrive, one per line", _tail, tail_arguments,
          reads=_until_end, looks=always, under="log"),
     Verb("index", "index what is on the log now, for SQL queries", _index, index_arguments, reads=always, under="log"),
-    Verb("index", "index the log as tables in one file, for SQL queries", _role, under="role"),
 )  # fmt: skip

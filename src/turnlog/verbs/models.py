@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, add_source, always
+from turnlog.verbs.verb import Verb, add_json, add_source, always
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,10 +35,9 @@ Examples:
 
 def eval_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log eval`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = EVAL_EPILOG
     verb.add_argument("--k", type=_ks, metavar="K,...", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
-    verb.add_argument("--json", action="store_true")
+    add_json(verb)
     add_source(verb)
 
 
@@ -111,7 +110,6 @@ Examples:
 
 def export_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog export`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = EXPORT_EPILOG
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     which = verb.add_mutually_exclusive_group()
@@ -123,7 +121,7 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="one of the run's checkpoints in [trainer] checkpoints instead",
     )
-    verb.add_argument("--json", action="store_true", help="print what was written as JSON")
+    add_json(verb, "print what was written as JSON")
     add_source(verb)
 
 
@@ -186,7 +184,6 @@ Rejection sampling, from a run to a better first policy:
 
 def sft_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog sft`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SFT_EPILOG
     for name, what in (
         ("dataset", "folder of a dataset, view sft or rl"),

@@ -31,7 +31,6 @@ Examples:
 
 def trace_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog role trace`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TRACE_EPILOG
     verb.add_argument("--to", default="", metavar="URL", help="collector URL without /v1/traces (default [trace] url)")
     verb.add_argument("--until-end", action="store_true", help="stop at the current end of the log (default: follow)")
@@ -84,7 +83,6 @@ Examples:
 
 def track_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog role track`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = TRACK_EPILOG
     verb.add_argument(
         "--to",

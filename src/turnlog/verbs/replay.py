@@ -12,7 +12,7 @@ from turnlog.infra.roles import ending
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.dataset import add_rows, query_of
-from turnlog.verbs.verb import Verb, add_source, always
+from turnlog.verbs.verb import Verb, add_json, add_source, always
 
 if TYPE_CHECKING:
     from turnlog.consumers.datasets.query import Query
@@ -34,19 +34,15 @@ Exit status: 0 identical (or written), 1 different, 2 error.
 
 def replay_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog replay`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = REPLAY_EPILOG
     verb.add_argument("--verify", action="store_true", help="compare samples and batches with what was trained")
-    verb.add_argument(
-        "--from", dest="source", choices=("topics", "archive"), default="topics",
-        help="read the topics, or the archive of the run (default topics)",
-    )  # fmt: skip
+    add_source(verb)
     verb.add_argument(
         "--until", metavar="MOMENT", default=None,
         help="only records up to MOMENT: a time (ISO 8601 or milliseconds), step:N, or topic[partition]@offset",
     )  # fmt: skip
     verb.add_argument("--fresh", action="store_true", help="discard the progress of an unfinished replay")
-    verb.add_argument("--json", action="store_true", help="print the result, or the manifest of what was written")
+    add_json(verb, "print the result, or the manifest of what was written")
     other = verb.add_argument_group("refold", "Write a dataset under other settings (needs --out)")
     other.add_argument(
         "--policy", metavar="NAME", default=None, help="rule that cuts sessions into rows ([fold] policy)"
@@ -216,8 +212,8 @@ def fold_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--group", default="", metavar="ID", help="only this group")
     verb.add_argument("--show", default="", metavar="SESSION", help="draw the segments of one session")
     verb.add_argument("--top", type=int, default=20, metavar="N", help="list the N sessions that differ most")
-    verb.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics")
-    verb.add_argument("--json", action="store_true")
+    add_source(verb)
+    add_json(verb)
 
 
 def _fold(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -245,11 +241,9 @@ Exit status: 0 success, 2 error.
 
 def reward_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the action `rerun` of `turnlog log reward`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = REWARD_EPILOG
     rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
         "rerun", help="judge recorded sessions again", epilog=REWARD_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Judge the sessions of a run again and write the dataset that would have resulted.",
     )  # fmt: skip
     rerun.add_argument("out", nargs="?", type=Path, metavar="OUT", help="folder to create; it appears once complete")

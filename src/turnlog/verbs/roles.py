@@ -1,4 +1,4 @@
-"""Roles that take no arguments: each is one process of a run."""
+"""Roles that take no arguments: each is one process of a run, and has a module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,30 @@ LOOPS: dict[str, tuple[str, str]] = {
     "batcher": ("turnlog.processors.runtime.batcher", "form one batch per optimizer step"),
     "trainer": ("turnlog.trainer.loop", "run Megatron steps, write checkpoints, publish weight versions"),
     "loader": ("turnlog.consumers.loader.role", "load published weights into one engine"),
+    "sandbox": ("turnlog.sandbox_workers.worker", "run tool calls in sandboxes"),
+    "archive": ("turnlog.consumers.archiver", "copy topics into the object store"),
+    "index": ("turnlog.consumers.index.indexer", "index the log as tables in one file, for SQL queries"),
 }
 """Roles that are one asyncio process: verb -> (module with `main(role)`, description)."""
 
 
-def _role(name: str, module: str) -> Call:
+SERVERS = {
+    "views": (
+        "turnlog.plugins.faust_views:serve_views", "serve the Faust live views behind `turnlog status`",
+    ),
+    "lag": (
+        "turnlog.consumers.lag:serve_lag", "export the unread records of every role, as Prometheus metrics",
+    ),
+    "egress": (
+        "turnlog.sandbox_workers.egress.apart:serve_egress",
+        "run the egress proxy of sandbox workers as a separate process",
+    ),
+    "registry": ("turnlog.infra.embedded.registry_app:serve_registry", "run the embedded schema registry"),
+}  # fmt: skip
+"""Roles with a main loop of their own: verb -> (module:function of the settings, description)."""
+
+
+def _loop(name: str, module: str) -> Call:
     def call(settings: Settings, _: argparse.Namespace) -> int:
         from turnlog.infra.roles.runs import serve
 
@@ -40,22 +59,13 @@ def _role(name: str, module: str) -> Call:
     return call
 
 
-def _views(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.plugins.faust_views import serve_views
+def _server(place: str) -> Call:
+    def call(settings: Settings, _: argparse.Namespace) -> int:
+        module, name = place.split(":")
+        status: int = getattr(importlib.import_module(module), name)(settings)
+        return status
 
-    return serve_views(settings)
-
-
-def _lag(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.consumers.lag import serve_lag
-
-    return serve_lag(settings)
-
-
-def _egress(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.sandbox_workers.egress.apart import serve_egress
-
-    return serve_egress(settings)
+    return call
 
 
 def _engine(settings: Settings, _: argparse.Namespace) -> int:
@@ -68,17 +78,8 @@ def _engine(settings: Settings, _: argparse.Namespace) -> int:
     return serve_engine(settings)
 
 
-def _registry(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.infra.embedded.registry_app import serve_registry
-
-    return serve_registry(settings)
-
-
 VERBS = (
-    *(Verb(name, what, _role(name, module), under="role") for name, (module, what) in LOOPS.items()),
-    Verb("views", "serve the Faust live views behind `turnlog status`", _views, under="role"),
-    Verb("lag", "export how far every role is behind the log, as Prometheus metrics", _lag, under="role"),
-    Verb("egress", "run the egress proxy of sandbox workers as a separate process", _egress, under="role"),
+    *(Verb(name, what, _loop(name, module), under="role") for name, (module, what) in LOOPS.items()),
+    *(Verb(name, what, _server(place), under="role") for name, (place, what) in SERVERS.items()),
     Verb("engine", "run one SGLang engine with [model] path in the foreground, here or on Ray", _engine, under="role"),
-    Verb("registry", "run the embedded schema registry", _registry, under="role"),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.gc import add_bucket
-from turnlog.verbs.verb import Verb
+from turnlog.verbs.verb import Verb, add_json
 
 ACTIONS = (
     ("configure", "create topics and schemas and record the settings of the run; if repeated, only compare them"),
@@ -29,7 +29,7 @@ def run_arguments(verb: argparse.ArgumentParser) -> None:
         actions.add_parser("delete", help="show everything that a run has left behind, or delete it for good")
     )
     known = actions.add_parser("list", help="list runs below every prefix of the cluster, and in the directories here")
-    known.add_argument("--json", action="store_true")
+    add_json(known)
 
 
 FORK_EPILOG = """\
@@ -41,7 +41,6 @@ Examples:
 
 def _fork_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog run fork`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.description = (
         "Create the run of --run or --settings from a checkpoint of another run: weights, optimizer, learning rate and "
         "position in the dataset."
@@ -74,14 +73,13 @@ Examples:
 
 def _delete_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog run delete`."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.description = "Show what deleting a run would remove, or delete it for good."
     verb.epilog = DELETE_EPILOG
     verb.add_argument("target", metavar="RUN", help="run id; settings come from its directory, else from --settings")
     verb.add_argument("--delete", action="store_true", help="delete the run after asking for its id (default: show)")
     verb.add_argument("--yes", action="store_true", help="do not ask")
     add_bucket(verb)
-    verb.add_argument("--json", action="store_true")
+    add_json(verb)
 
 
 def _run(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, acts
+from turnlog.verbs.verb import Verb, acts, add_json
 
 SANDBOX_EPILOG = """\
 Examples:
@@ -40,18 +40,17 @@ Exit status: the command's; 124 after a time-out, 137 after another limit, 130 a
 
 def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the actions of the verb."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SANDBOX_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
-    pool.add_argument("--json", action="store_true", help="for programs")
+    add_json(pool)
     pool.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
     pool.add_argument(
         "--url", dest="urls", metavar="URL", action="append", default=[],
         help="health address of a worker (default: those in the run's endpoints.json); may be given several times",
     )  # fmt: skip
     check = _action(actions, "check", "which backends and which layers of isolation work on this machine", CHECK_EPILOG)
-    check.add_argument("--json", action="store_true", help="for programs")
+    add_json(check)
     _exec(_action(actions, "exec", "run one command in a fresh sandbox and stream its output", EXEC_EPILOG))
 
 
@@ -86,7 +85,6 @@ def _action(
 ) -> argparse.ArgumentParser:
     return actions.add_parser(
         name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
 
 
@@ -103,15 +101,7 @@ def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
             return sandbox_actions.execute(settings, arguments)
 
 
-def _role(settings: Settings, _: argparse.Namespace) -> int:
-    from turnlog.infra.roles.runs import serve
-    from turnlog.sandbox_workers.worker import main
-
-    return serve("sandbox", main, settings)
-
-
 VERBS = (
     Verb("sandbox", "try sandboxes on this machine, and show the slots of workers", _sandbox, sandbox_arguments,
          looks=acts("pool")),
-    Verb("sandbox", "run tool calls in sandboxes", _role, under="role"),
 )  # fmt: skip

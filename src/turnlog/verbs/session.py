@@ -10,7 +10,7 @@ from typing import Any
 from turnlog.infra.roles import ending
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, acts, add_source
+from turnlog.verbs.verb import Verb, acts, add_json, add_source
 
 SESSION_EPILOG = """\
 Examples:
@@ -36,7 +36,6 @@ COLUMNS = {
 
 def session_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the actions of the verb."""
-    verb.formatter_class = argparse.RawDescriptionHelpFormatter
     verb.epilog = SESSION_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
@@ -74,7 +73,7 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
 
 def _add_session_arguments(action: argparse.ArgumentParser) -> None:
     action.add_argument("id", metavar="ID", help="the session")
-    action.add_argument("--json", action="store_true")
+    add_json(action)
     add_source(action)
 
 

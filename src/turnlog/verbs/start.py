@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, endpoint_lines
+from turnlog.verbs.verb import Verb, add_json, endpoint_lines
 
 
 def demo_arguments(verb: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _warm_start(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def up_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog up`."""
-    verb.add_argument("--json", action="store_true", help="print the endpoints as JSON on standard output")
+    add_json(verb, "print the endpoints as JSON on standard output")
 
 
 def _up(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -7,12 +7,12 @@ import os
 
 from turnlog.names import OPTIONAL_ROLES, TRAINING_ROLES
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, always
+from turnlog.verbs.verb import Verb, add_json, always
 
 
 def status_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog status`."""
-    verb.add_argument("--json", action="store_true")
+    add_json(verb)
     verb.add_argument(
         "--watch", type=float, nargs="?", const=2.0, default=0.0, metavar="S",
         help="refresh every S seconds (default 2); with --json, print one line each time",
@@ -31,7 +31,7 @@ def _status(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def doctor_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog doctor`."""
-    verb.add_argument("--json", action="store_true")
+    add_json(verb)
 
 
 def _doctor(settings: Settings, arguments: argparse.Namespace) -> int:

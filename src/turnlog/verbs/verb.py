@@ -59,7 +59,15 @@ class Verb:
 
 def add_source(verb: argparse.ArgumentParser) -> None:
     """Add the option that selects topics or archive."""
-    verb.add_argument("--from", dest="source", choices=("topics", "archive"), default="topics", help="default topics")
+    verb.add_argument(
+        "--from", dest="source", choices=("topics", "archive"), default="topics",
+        help="read the topics of the run, or its archive in the object store (default topics)",
+    )  # fmt: skip
+
+
+def add_json(verb: argparse._ActionsContainer, help: str = "print JSON instead of text") -> None:
+    """Add --json."""
+    verb.add_argument("--json", action="store_true", help=help)
 
 
 def endpoint_lines(found: Endpoints) -> list[str]:

@@ -17,7 +17,7 @@ from turnlog.consumers.figures import read_books, read_levels
 from turnlog.processors.core.books import LEVELS
 from turnlog.schemas import topics
 from turnlog.schemas.events import MaskReason
-from turnlog.verbs.accounts import AccountingArguments, NoSuchAccount, account_table, accounts_table, body
+from turnlog.verbs.books import AccountingArguments, NoSuchAccount, account_table, accounts_table, body
 
 Make = Callable[..., Any]
 
