@@ -15,7 +15,7 @@ from turnlog import __version__
 from turnlog.command_help import SHELLS, CommandLineParser, complete_parser, naming
 from turnlog.infra.roles import ending, http_clients, leaves, log_lines
 from turnlog.infra.run_folder import NAMING, check_there, newest_run, no_space_of, run_settings
-from turnlog.names import ExitStatus
+from turnlog.names import TRAINING_ROLES, ExitStatus
 from turnlog.settings import RunSettings, Settings, SettingsError
 from turnlog.verbs import (
     archive,
@@ -43,20 +43,28 @@ from turnlog.verbs.verb import Verb
 NAMING_VARIABLES = {*NAMING.values(), "TURNLOG_KAFKA_BOOTSTRAP"}
 """Variables that name a run or its cluster; if one is set, the newest run is not chosen."""
 
+ROLES = f"""\
+Training needs the roles {", ".join(TRAINING_ROLES[:7])}
+and feeder; the roles egress, engine and registry are servers that your own ones can replace. The others only display,
+copy or export what is recorded. `turnlog up` starts what a run needs on this machine, and `turnlog run` the feeder.
+Start a role by itself on another machine or in a container. docs/architecture.md follows one turn through the roles.
+"""
+
 PARENTS = (
-    ("log", "VERB", "Read the log of a run: tail, query, why, books, session and more"),
-    ("role", "ROLE", "Run one role of a run: gateway, assembler, trainer and more"),
+    ("log", "VERB", "Read the log of a run: tail, query, why, books, session and more", ""),
+    ("role", "ROLE", "Run one role of a run: gateway, assembler, trainer and more", ROLES),
 )
-"""Verbs that only group others: (name, metavar of the words below it, description)."""
+"""Verbs that only group others: (name, metavar of the words below it, description, epilog)."""
 
 EPILOG = """\
 First steps:
-  turnlog demo                      the whole loop on this machine: agents act, tools run, the reward rises
-  turnlog up && turnlog status      servers and roles, left running; `turnlog down` stops them
-  turnlog replay --verify           fold the topics again and compare with what was trained
+  turnlog demo                      run the whole loop on this machine: agents act, tools run, the reward rises
+  turnlog replay --verify           fold the recorded events again and compare with what was trained
+  turnlog up && turnlog run         start servers and roles and train by [feeder] recipe; `turnlog down` stops them
 
 Verbs that inspect a run use the newest one in runs/ if none is named. --run and --settings may also follow the verb.
-Settings: one TOML file (--settings), then TURNLOG_SECTION_KEY from the environment; see docs/settings.md.
+Settings come from one TOML file; an environment variable TURNLOG_SECTION_KEY overrides it (docs/settings.md).
+docs/glossary.md explains the words.
 """
 
 
@@ -168,8 +176,8 @@ def parser() -> argparse.ArgumentParser:
     naming(top)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     homes = {"": verbs}
-    for name, metavar, what in PARENTS:
-        parent = verbs.add_parser(name, description=f"{what}.")
+    for name, metavar, what, epilog in PARENTS:
+        parent = verbs.add_parser(name, description=f"{what}.", epilog=epilog)
         homes[name] = parent.add_subparsers(dest="verb", required=True, metavar=metavar)
     for verb in VERBS:
         what = f"{verb.help[0].upper()}{verb.help[1:]}."

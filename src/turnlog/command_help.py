@@ -23,9 +23,9 @@ GROUPS = {
 }  # fmt: skip
 """Every verb that stands at the top, in the group in which `turnlog --help` lists it."""
 STATUSES = """\
-Exit status: 0 success; 1 completed, but something is not as it should be, or nothing is recorded; 2 error, with the
-reason on standard error; 3 the run is not up (status); 75 a server did not answer, try again; 130, 143 interrupted;
-141 the reader of the output has gone.
+Exit status: 0 success; 1 completed, but it found a difference or a fault, or nothing is recorded; 2 error, with the
+reason on standard error; 3 the run is not up (status); 75 a server did not answer, try again; 130 and 143 interrupted;
+141 the reader of the output closed it.
 """
 SHELLS = ("bash", "zsh", "fish")
 INVALID = re.compile(
@@ -69,9 +69,15 @@ def naming(parser: argparse.ArgumentParser, *, default: str | None = None) -> No
     """Add the options that name a run."""
     group = parser.add_argument_group("which run") if default else parser
     group.add_argument(
-        "--settings", type=Path, metavar="FILE", default=default, help="TOML file (default: built-in settings)"
+        "--settings",
+        type=Path,
+        metavar="FILE",
+        default=default,
+        help="TOML file (default: settings.toml in runs/ID, else the built-in values)",
     )
-    group.add_argument("--run", dest="run_id", metavar="ID", default=default, help="run id; its files are in runs/ID")
+    group.add_argument(
+        "--run", dest="run_id", metavar="ID", default=default, help="id of the run, whose files are in runs/ID"
+    )
 
 
 def _groups(top: argparse.ArgumentParser) -> str:

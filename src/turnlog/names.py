@@ -103,7 +103,7 @@ class ExitStatus(IntEnum):
     FAILED = 2
     """A typed error, or a command line that cannot be read (argparse)."""
     NOT_UP = 3
-    """`turnlog status` was asked about a run that is not up."""
+    """`turnlog status` was called for a run that is not up."""
     UNREACHABLE = 75
     """EX_TEMPFAIL, "temporary failure, the user is invited to retry" (BSD sysexits(3)): a server did not answer."""
     INTERRUPTED = 130
@@ -111,7 +111,7 @@ class ExitStatus(IntEnum):
     READER_GONE = 141
     """128 + SIGPIPE: the reader of the verb's output closed it (`| head`)."""
     TERMINATED = 143
-    """128 + SIGTERM. A role that is asked to stop ends with 0."""
+    """128 + SIGTERM. A role that is stopped by a signal ends with 0."""
 
 
 TRAINING_ROLES: Final = (

@@ -1,4 +1,4 @@
-"""`turnlog role archive` and `turnlog log archive`: copy topics into the object store, and delete what is archived."""
+"""`turnlog log archive`: copy topics into the object store, and delete archived records from topics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BadMoment(Exception):
 
 
 ARCHIVE_EPILOG = """\
-`turnlog role archive` archives closed ranges of every topic until it is stopped.
+`turnlog role archive` archives every topic continuously, until it is stopped.
 
 Examples:
   turnlog log archive flush         archive everything that is on the log now; stop the role first
@@ -118,4 +118,12 @@ def _milliseconds(text: str) -> int:
     return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-VERBS = (Verb("archive", "archive what is on the log now; show or prune it", _archive, archive_arguments, under="log"),)
+VERBS = (
+    Verb(
+        "archive",
+        "archive the present log, show what is archived, or prune topics",
+        _archive,
+        archive_arguments,
+        under="log",
+    ),
+)

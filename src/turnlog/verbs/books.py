@@ -23,9 +23,20 @@ IMBALANCES_SHOWN = 20
 
 def books_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log books`."""
-    verb.add_argument("--by", choices=("session", "group", "batch", "run"), default="run", help="level (default run)")
-    verb.add_argument("--id", default="", metavar="ID", help="show only this account of that level")
-    verb.add_argument("--limit", type=int, default=20, metavar="N", help="show the N largest (default 20)")
+    verb.add_argument(
+        "--by",
+        choices=("session", "group", "batch", "run"),
+        default="run",
+        help="what one account covers (default run)",
+    )
+    verb.add_argument("--id", default="", metavar="ID", help="show only the session, group or batch with this id")
+    verb.add_argument(
+        "--limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help="show the N accounts with the most sampled tokens (default 20)",
+    )
     add_json(verb)
     add_source(verb)
 

@@ -21,12 +21,23 @@ if TYPE_CHECKING:
 
 def topics_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog topics`."""
-    verb.add_argument("action", choices=("apply", "check", "acls"), help="acls: print the rights that each role needs")
     verb.add_argument(
-        "--principal", action="append", default=[], metavar="ROLE=User:NAME", help="acls: who a role is (User:ROLE)"
+        "action",
+        choices=("apply", "check", "acls"),
+        help="create the topics, check their configuration, or print the rights that each role needs",
     )
     verb.add_argument(
-        "--format", choices=("kafka-acls", "json"), default="kafka-acls", help="acls: commands (default) or JSON list"
+        "--principal",
+        action="append",
+        default=[],
+        metavar="ROLE=User:NAME",
+        help="acls: Kafka principal of a role (default User:ROLE); may be repeated",
+    )
+    verb.add_argument(
+        "--format",
+        choices=("kafka-acls", "json"),
+        default="kafka-acls",
+        help="acls: kafka-acls commands (default) or a JSON list",
     )
 
 
@@ -121,6 +132,6 @@ def _schemas(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("topics", "create or check the catalogue's topics; print ACLs", _topics, topics_arguments),
+    Verb("topics", "create or check the topics of a run; print the ACLs of its roles", _topics, topics_arguments),
     Verb("schemas", "check the schemas against every release; print them as AsyncAPI", _schemas, schemas_arguments),
 )

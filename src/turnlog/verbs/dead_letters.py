@@ -24,9 +24,9 @@ Examples:
   turnlog log dead-letters list --cause AttemptsExhausted     tool calls that crashed their sandbox too often
   turnlog log dead-letters show 4f1c                          one letter: its cause, its remedy, and its record
   turnlog log dead-letters requeue 4f1c                       append its record to its topic again, once
-  turnlog log dead-letters requeue --cause UndecodableRecord  all with one cause (asks first, except with --yes)
+  turnlog log dead-letters requeue --cause UndecodableRecord  all with one cause; asks first, unless --yes
   turnlog log dead-letters skip 'agent.turns[0]@1' --reason "gateway bug, fixed"
-                                                          let a stopped assembler unit skip one record
+                                                          let a stopped partition task of the assembler skip one record
 
 A letter is named by its id or a unique prefix of it. A requeued tool call is a new call: the first answer of the old
 one stands, so the new one runs under a new call_id, on the same workspace.
@@ -44,15 +44,15 @@ def dead_letters_arguments(verb: argparse.ArgumentParser) -> None:
     add_json(listed, "print one JSON object per letter and line")
     add_source(listed)
     shown = actions.add_parser("show", help="show one letter in full")
-    shown.add_argument("id", metavar="ID")
+    shown.add_argument("id", metavar="ID", help="id of the letter, or its beginning")
     add_json(shown)
     add_source(shown)
     again = actions.add_parser("requeue", help="append the records of letters to their topics again")
-    again.add_argument("ids", nargs="*", metavar="ID")
+    again.add_argument("ids", nargs="*", metavar="ID", help="ids of letters, or their beginnings")
     _choosing(again)
     again.add_argument("--again", action="store_true", help="include letters that were requeued before")
-    again.add_argument("--yes", action="store_true", help="do not ask")
-    passed = actions.add_parser("skip", help="let a stopped assembler unit skip one record")
+    again.add_argument("--yes", action="store_true", help="requeue without asking for confirmation")
+    passed = actions.add_parser("skip", help="let a stopped partition task of the assembler skip one record")
     passed.add_argument("place", metavar="TOPIC[PARTITION]@OFFSET", help="the record, as shown in `turnlog status`")
     passed.add_argument("--reason", required=True, metavar="TEXT", help="recorded on the log")
 
@@ -234,6 +234,6 @@ SHOWN_BYTES = 2000
 """Maximum number of bytes shown of a field, or of a value that is not text."""
 
 VERBS = (
-    Verb("dead-letters", "list, show, requeue, skip refused records", _dead_letters, dead_letters_arguments,
-         reads=acts("list", "show"), under="log"),
+    Verb("dead-letters", "list, show, requeue or skip records that a role refused", _dead_letters,
+         dead_letters_arguments, reads=acts("list", "show"), under="log"),
 )  # fmt: skip

@@ -85,7 +85,7 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
         if not asked:
             say(f"{arguments.count} engines are already hosted")
         for engine in asked:
-            say(f"{engine.id}: asked to {'leave' if engine.leaving else 'serve'}")
+            say(f"{engine.id}: requested to {'leave' if engine.leaving else 'serve'}")
         if not arguments.no_wait:
             await wait_until_settled(role, asked, told=aside)
     return ExitStatus.DONE
@@ -151,7 +151,7 @@ def _tell(found: Fleet, *, as_json: bool) -> None:
     if as_json:
         say_json([dataclasses.asdict(engine) for engine in found.engines.values()])
         return
-    table = Table("engine", "state", "version", "asked to", "by", "address", "why")
+    table = Table("engine", "state", "version", "requested", "by", "address", "why")
     for engine in found.engines.values():
         wanted = {"": "-", SERVING: "serve", GONE: "leave"}[engine.wanted]
         table.add_row(

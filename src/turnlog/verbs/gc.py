@@ -25,6 +25,7 @@ GC_EPILOG = """\
 The first call with --delete moves objects that nothing has referred to for the grace period into the bucket's trash/,
 from which readers can restore them; a call one grace period later checks again and deletes them for good. Each call
 reads every record of every log and archive of the bucket. It needs no lock: concurrent or killed calls lose nothing.
+An owner is a log (a cluster and a prefix), which has a folder of its own in the bucket.
 
 Examples:
   turnlog --run demo-20260101-120000 gc               only show what would be moved or deleted
@@ -44,7 +45,7 @@ def gc_arguments(verb: argparse.ArgumentParser) -> None:
     add_bucket(verb)
     verb.add_argument(
         "--unowned", action="store_true",
-        help="also objects in no owner's folder; requires that every log that ever used the bucket is read here",
+        help="also objects in no owner's folder; every log that ever used the bucket must then be read (--also)",
     )  # fmt: skip
     add_json(verb)
 
@@ -55,7 +56,9 @@ def _seconds(text: str) -> float:
     try:
         return float(text[:-1]) * units[text[-1:]]
     except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write a number and one of {', '.join(units)}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time: write a number and one of {', '.join(units)}"
+        ) from None
 
 
 def add_bucket(verb: argparse.ArgumentParser) -> None:
@@ -66,7 +69,7 @@ def add_bucket(verb: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     verb.add_argument(
         "--retired", action="append", default=[], metavar="FOLDER",
-        help="an owner whose log is gone for good, so that only its archives count; may be repeated",
+        help="owner whose log is gone for good, so that only its archives count; may be repeated",
     )  # fmt: skip
 
 

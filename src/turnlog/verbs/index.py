@@ -1,4 +1,4 @@
-"""`turnlog role index`, which keeps an index, `turnlog log index`, and the verbs that read it: query, tail, why."""
+"""Verbs that write or read the index of a run: `turnlog log index`, query, tail, why."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def tail_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = TAIL_EPILOG
     verb.add_argument("--session", default="", metavar="ID", help="only events of sessions whose id begins with ID")
     verb.add_argument("--group", default="", metavar="ID", help="only events of groups whose id begins with ID")
-    verb.add_argument("--kind", action="append", default=[], metavar="RECORD", help="only these records; repeatable")
+    verb.add_argument(
+        "--kind", action="append", default=[], metavar="RECORD", help="only records of this type; may be repeated"
+    )
     verb.add_argument("--all", action="store_true", help="start at the beginning (default: only new events)")
     verb.add_argument("--until-end", action="store_true", help="stop at the current end of the log")
     add_json(verb, "print one JSON object per line")
@@ -132,7 +134,7 @@ in the order of the log, tokens within the turn's output. Chains of records are 
 topics or the archive.
 
 Examples:
-  turnlog log why 3fa2            why a session was trained, masked, discarded, excluded, stale or not drawn
+  turnlog log why 3fa2            why a session was trained, masked, discarded, excluded, stale or never batched
   turnlog log why 3fa2:1:17       the same for one of its tokens
 """
 
@@ -160,7 +162,7 @@ def _of_a_token(arguments: argparse.Namespace) -> bool:
 
 
 VERBS = (
-    Verb("query", "query the index in SQL; the answer states its as-of time", _query, query_arguments,
+    Verb("query", "query the index in SQL; the answer states how old it is", _query, query_arguments,
          looks=always, under="log"),
     Verb("why", "show the records that decided about a session, group or token", _why, why_arguments,
          reads=_of_a_token, looks=always, under="log"),

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from turnlog.schemas.events import WeightVersionPublished
 
 EVAL_EPILOG = """\
-The feeder requests a round of [eval] tasks after every [eval] every draws; their sessions are never trained. A session
-counts for the version that sampled all of it. pass@k is the unbiased estimator of Chen et al. 2021; intervals are 95 %
-confidence intervals with the task as the unit. The best version has the highest lower bound of pass@1.
+The feeder requests a round of [eval] tasks after every N rollout batches ([eval] every = N); their sessions are never
+trained. A session counts for the version that sampled all of it. pass@k is the unbiased estimator of Chen et al. 2021;
+intervals are 95 % confidence intervals with the task as the unit. The best version has the highest lower bound of
+pass@1.
 
 Examples:
   TURNLOG_EVAL_EVERY=5 turnlog --run demo-20260101-120000 up
@@ -36,7 +37,12 @@ Examples:
 def eval_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log eval`."""
     verb.epilog = EVAL_EPILOG
-    verb.add_argument("--k", type=_ks, metavar="K,...", help="k of pass@k (default: 1, 2, 4, ... up to the samples)")
+    verb.add_argument(
+        "--k",
+        type=_ks,
+        metavar="K,...",
+        help="values of k in pass@k (default: 1, 2, 4, ... up to the samples per task)",
+    )
     add_json(verb)
     add_source(verb)
 

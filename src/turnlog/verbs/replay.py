@@ -24,7 +24,7 @@ Examples:
   turnlog replay --verify                              is the result identical to what was emitted and trained?
   turnlog replay --verify --from archive               the same without the topics
   turnlog replay --verify --until step:10              only what was there when step 10 was completed
-  turnlog replay --policy last-turn --out data/turns   cut old sessions by another rule, as a dataset
+  turnlog replay --policy last-turn --out data/turns   cut recorded sessions by another rule
   turnlog replay --set fold.discount=0.9 --estimator step --out data/steps
   turnlog replay --weighting token --out data/token    write the recorded batches with other loss weights
 
@@ -35,7 +35,9 @@ Exit status: 0 identical (or written), 1 different, 2 error.
 def replay_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog replay`."""
     verb.epilog = REPLAY_EPILOG
-    verb.add_argument("--verify", action="store_true", help="compare samples and batches with what was trained")
+    verb.add_argument(
+        "--verify", action="store_true", help="compare the folded samples and batches with those that were trained"
+    )
     add_source(verb)
     verb.add_argument(
         "--until", metavar="MOMENT", default=None,
@@ -47,8 +49,10 @@ def replay_arguments(verb: argparse.ArgumentParser) -> None:
     other.add_argument(
         "--policy", metavar="NAME", default=None, help="rule that cuts sessions into rows ([fold] policy)"
     )
-    other.add_argument("--estimator", metavar="NAME", default=None, help="[fold] estimator")
-    other.add_argument("--weighting", metavar="NAME", default=None, help="[batcher] weighting")
+    other.add_argument("--estimator", metavar="NAME", default=None, help="advantage estimator ([fold] estimator)")
+    other.add_argument(
+        "--weighting", metavar="NAME", default=None, help="rule for the loss weights of tokens ([batcher] weighting)"
+    )
     other.add_argument(
         "--set", dest="changes", metavar="KEY=VALUE", action="append", default=[],
         help="any other key of [fold] or [batcher]: --set fold.discount=0.9",
@@ -202,16 +206,30 @@ def changes_of(arguments: argparse.Namespace) -> Changes:
 def fold_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log fold`."""
     verb.add_argument(
-        "--policy", default="", metavar="A", help="prefix, slime, last-turn or your own (default: the run's)"
+        "--policy",
+        default="",
+        metavar="A",
+        help="trajectory rule: prefix, slime, last-turn or your own (default: [fold] policy of the run)",
     )
-    verb.add_argument("--against", default="", metavar="B", help="compare with this rule")
-    verb.add_argument("--fork-threshold", type=int, metavar="N", help="for slime, instead of the run's")
+    verb.add_argument(
+        "--against", default="", metavar="B", help="second trajectory rule, with which the first is compared"
+    )
+    verb.add_argument(
+        "--fork-threshold",
+        type=int,
+        metavar="N",
+        help="value of [fold] fork_threshold_tokens for the rule slime (default: the run's)",
+    )
     verb.add_argument(
         "--session", default="", metavar="ID", help="only this session; the beginning of its id is enough"
     )
     verb.add_argument("--group", default="", metavar="ID", help="only this group")
-    verb.add_argument("--show", default="", metavar="SESSION", help="draw the segments of one session")
-    verb.add_argument("--top", type=int, default=20, metavar="N", help="list the N sessions that differ most")
+    verb.add_argument(
+        "--show", default="", metavar="SESSION", help="draw the turn tree and the segments of one session"
+    )
+    verb.add_argument(
+        "--top", type=int, default=20, metavar="N", help="list the N sessions that differ most (default 20)"
+    )
     add_source(verb)
     add_json(verb)
 
@@ -243,13 +261,17 @@ def reward_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the action `rerun` of `turnlog log reward`."""
     verb.epilog = REWARD_EPILOG
     rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
-        "rerun", help="judge recorded sessions again", epilog=REWARD_EPILOG,
-        description="Judge the sessions of a run again and write the dataset that would have resulted.",
+        "rerun", help="compute rewards again", epilog=REWARD_EPILOG,
+        description="Compute the rewards of a run again, and write the dataset that would have resulted.",
     )  # fmt: skip
     rerun.add_argument("out", nargs="?", type=Path, metavar="OUT", help="folder to create; it appears once complete")
     rerun.add_argument("--verifier", default="", metavar="MODULE:NAME", help="verifier (default: that of the recipe)")
-    rerun.add_argument("--dry-run", action="store_true", help="judge and show what would change; write nothing")
-    rerun.add_argument("--at-once", type=int, default=8, metavar="N", help="sessions judged concurrently (default 8)")
+    rerun.add_argument(
+        "--dry-run", action="store_true", help="compute rewards and show what would change; write nothing"
+    )
+    rerun.add_argument(
+        "--at-once", type=int, default=8, metavar="N", help="sessions whose rewards are computed at once (default 8)"
+    )
     rerun.add_argument("--fresh", action="store_true", help="discard the progress of a killed rerun")
     add_source(rerun)
     add_rows(rerun)
@@ -309,9 +331,10 @@ async def _rerun(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("replay", "fold the log again: compare, go back in time, refold", _replay, replay_arguments, reads=always),
-    Verb("fold", "compare two policies on recorded sessions; write nothing", _fold, fold_arguments,
+    Verb("replay", "fold the recorded events again: verify, or apply other settings", _replay, replay_arguments,
+         reads=always),
+    Verb("fold", "compare two rules that cut recorded sessions into rows; write nothing", _fold, fold_arguments,
          reads=always, under="log"),
-    Verb("reward", "judge recorded sessions again and write a dataset", _reward, reward_arguments,
+    Verb("reward", "compute the rewards of recorded sessions again, and write a dataset", _reward, reward_arguments,
          reads=always, under="log"),
 )  # fmt: skip

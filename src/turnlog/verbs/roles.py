@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from turnlog.infra.roles.role import Role
 
 LOOPS: dict[str, tuple[str, str]] = {
-    "feeder": ("turnlog.producers.feeder", "draw tasks and admit groups of rollouts"),
-    "gateway": ("turnlog.producers.gateway.app", "serve sessions and OpenAI chat completions from the engines"),
-    "runner": ("turnlog.producers.runner", "run the agents of recipes that are Python functions"),
+    "feeder": ("turnlog.producers.feeder", "pick tasks and request groups of rollouts"),
+    "gateway": ("turnlog.producers.gateway.app", "serve sessions, and the OpenAI and Anthropic APIs, from the engines"),
+    "runner": ("turnlog.producers.runner", "run the agent of each rollout"),
     "assembler": ("turnlog.processors.runtime.assembler", "fold turns into trees, segments and advantages"),
     "batcher": ("turnlog.processors.runtime.batcher", "form one batch per optimizer step"),
     "trainer": ("turnlog.trainer.loop", "run Megatron steps, write checkpoints, publish weight versions"),

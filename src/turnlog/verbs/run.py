@@ -12,9 +12,9 @@ from turnlog.verbs.verb import Verb, add_json
 
 ACTIONS = (
     ("configure", "create topics and schemas and record the settings of the run; if repeated, only compare them"),
-    ("pause", "request no more groups; work in progress finishes, and every role stays up"),
+    ("pause", "stop requesting groups; work in progress finishes, and every role stays up"),
     ("resume", "continue a paused run"),
-    ("close", "close the run for good: its roles end, and none starts for it again"),
+    ("close", "close the run for good: its roles end and refuse to start again"),
 )
 """Actions without arguments of their own, and their help."""
 
@@ -42,20 +42,22 @@ Examples:
 def _fork_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog run fork`."""
     verb.description = (
-        "Create the run of --run or --settings from a checkpoint of another run: weights, optimizer, learning rate and "
-        "position in the dataset."
+        "Create the run of --run or --settings from a checkpoint of another run: weights, optimizer,\n"
+        "learning rate and position in the dataset."
     )
     verb.epilog = FORK_EPILOG
     verb.add_argument(
         "--from", dest="parent", required=True, metavar="RUN", help="id of a run in the same folder, or its directory"
     )
-    verb.add_argument("--step", type=int, metavar="N", help="use the checkpoint after N steps (default newest)")
+    verb.add_argument(
+        "--step", type=int, metavar="N", help="use the checkpoint after N steps (default: the newest checkpoint)"
+    )
     verb.add_argument(
         "--from-settings", type=Path, metavar="FILE", help="the parent's settings (default settings.toml there)"
     )
     verb.add_argument("--archive", action="store_true", help="read the parent's archive instead of its topics")
-    verb.add_argument("--to-prefix", metavar="PREFIX", help="[kafka] prefix of the new run")
-    verb.add_argument("--draws", type=int, metavar="N", help="[feeder] draws of the new run, not counting its parent's")
+    verb.add_argument("--to-prefix", metavar="PREFIX", help="prefix of the topics of the new run ([kafka] prefix)")
+    verb.add_argument("--draws", type=int, metavar="N", help="rollout batches to train after the fork ([feeder] draws)")
 
 
 DELETE_EPILOG = """\
@@ -77,7 +79,7 @@ def _delete_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = DELETE_EPILOG
     verb.add_argument("target", metavar="RUN", help="run id; settings come from its directory, else from --settings")
     verb.add_argument("--delete", action="store_true", help="delete the run after asking for its id (default: show)")
-    verb.add_argument("--yes", action="store_true", help="do not ask")
+    verb.add_argument("--yes", action="store_true", help="delete without asking for the id")
     add_bucket(verb)
     add_json(verb)
 

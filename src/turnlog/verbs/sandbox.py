@@ -1,4 +1,4 @@
-"""`turnlog role sandbox`, and `turnlog sandbox`: tools to look at sandboxes and try them."""
+"""`turnlog sandbox`: inspect and try sandboxes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from turnlog.verbs.verb import Verb, acts, add_json
 
 SANDBOX_EPILOG = """\
 Examples:
-  turnlog sandbox check                 what isolates on this machine, and how to get what is missing
-  turnlog sandbox pool --watch          what the slots of every live worker do
+  turnlog sandbox check                 which isolation works on this machine, and how to install the rest
+  turnlog sandbox pool --watch          the state of the slots of every live worker
   turnlog sandbox exec -- ls -la /      run one command as a tool call would be run
 """
 CHECK_EPILOG = """\
@@ -42,14 +42,14 @@ def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the actions of the verb."""
     verb.epilog = SANDBOX_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
-    pool = _action(actions, "pool", "slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
+    pool = _action(actions, "pool", "show slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
     add_json(pool)
     pool.add_argument("--watch", action="store_true", help="refresh every second, until Ctrl-C")
     pool.add_argument(
         "--url", dest="urls", metavar="URL", action="append", default=[],
-        help="health address of a worker (default: those in the run's endpoints.json); may be given several times",
+        help="health address of a worker (default: those in the run's endpoints.json); may be repeated",
     )  # fmt: skip
-    check = _action(actions, "check", "which backends and which layers of isolation work on this machine", CHECK_EPILOG)
+    check = _action(actions, "check", "show which backends and layers of isolation work on this machine", CHECK_EPILOG)
     add_json(check)
     _exec(_action(actions, "exec", "run one command in a fresh sandbox and stream its output", EXEC_EPILOG))
 
@@ -59,20 +59,24 @@ def _exec(execute: argparse.ArgumentParser) -> None:
     execute.add_argument(
         "--image", metavar="I", default=None, help="a folder in [sandbox] image_folder, or a docker image"
     )
-    execute.add_argument("--network", choices=("none", "allowlist"), default="none", help="default none")
+    execute.add_argument(
+        "--network", choices=("none", "allowlist"), default="none", help="network access (default none)"
+    )
     execute.add_argument(
         "--allow", dest="allow", metavar="RULE", action="append", default=[],
-        help="requests that the allowlist permits, as in [egress] allow; may be given several times",
+        help="requests that the allowlist permits, as in [egress] allow; may be repeated",
     )  # fmt: skip
     for name, kind, what in (
-        ("wall-s", float, "seconds"),
-        ("cpu-s", float, "seconds of CPU"),
-        ("memory-bytes", int, "of all its processes"),
+        ("wall-s", float, "seconds of wall time"),
+        ("cpu-s", float, "seconds of CPU time"),
+        ("memory-bytes", int, "bytes of memory of all its processes"),
         ("pids", int, "processes and threads"),
-        ("disk-bytes", int, "of the workspace"),
-        ("output-bytes", int, "of output"),
+        ("disk-bytes", int, "bytes in the workspace"),
+        ("output-bytes", int, "bytes of output"),
     ):
-        execute.add_argument(f"--{name}", type=kind, metavar="N", default=None, help=f"at most so many {what}")
+        execute.add_argument(
+            f"--{name}", type=kind, metavar="N", default=None, help=f"limit in {what} (default [sandbox])"
+        )
     source = execute.add_mutually_exclusive_group()
     source.add_argument("--python", action="store_true", help="COMMAND is Python source")
     source.add_argument("--shell", action="store_true", help="COMMAND is shell source")
@@ -83,9 +87,7 @@ def _exec(execute: argparse.ArgumentParser) -> None:
 def _action(
     actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, epilog: str
 ) -> argparse.ArgumentParser:
-    return actions.add_parser(
-        name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog,
-    )  # fmt: skip
+    return actions.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", epilog=epilog)
 
 
 def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
@@ -102,6 +104,6 @@ def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("sandbox", "try sandboxes on this machine, and show the slots of workers", _sandbox, sandbox_arguments,
+    Verb("sandbox", "try sandboxes on this machine; show the sandbox slots of workers", _sandbox, sandbox_arguments,
          looks=acts("pool")),
 )  # fmt: skip

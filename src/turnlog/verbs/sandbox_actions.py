@@ -1,8 +1,9 @@
 """The actions `turnlog sandbox check`, `exec` and `pool`.
 
 check   which backends work on this machine, and which layers of isolation hold around a call
-exec    one command in a sandbox of its own, as a tool call would run it, output as it is written pool    what the slots
-of every live worker do, read from their health servers (/state)"""
+exec    one command in a sandbox of its own, as a tool call would run it; its output is streamed
+pool    the state of the slots of every live worker, read from their health servers (/state)
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ Examples:
   turnlog log session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
   turnlog log session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
 
-A session is named by its id or any beginning of it that only one session has. Nothing is written, neither to the log
-nor to the object store, and nothing goes out to the network: its recorded answers are given again.
-Exit status of rerun: 0 every call came out as recorded, 1 one did not, 2 cannot.
+A session is named by its id, or by a beginning of it that is unique. A rerun writes nothing to the log or to the object
+store, and sends nothing to the network: each request gets its recorded response.
+Exit status of rerun: 0 every call gave the recorded result, 1 one did not, 2 a call cannot be run again.
 """
 COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
 """Colour of a call's line by verdict."""
@@ -42,7 +42,11 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
     _add_session_arguments(again)
     again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
     again.add_argument(
-        "--ignore", action="append", default=[], metavar="REGEX", help="parts of outputs that may differ; repeatable"
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="parts of outputs that may differ; may be repeated",
     )
     again.add_argument(
         "--keep-going",
@@ -62,7 +66,7 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
         "--tokens", action="store_true", help="show the tree, with the tokens of each turn by disposition"
     )
     export = actions.add_parser("export", help="write the session to one file: a self-contained page, or JSON")
-    export.add_argument("id", metavar="ID", help="the session's id, or its beginning")
+    export.add_argument("id", metavar="ID", help="id of the session, or its beginning")
     into = export.add_mutually_exclusive_group(required=True)
     into.add_argument("--html", metavar="FILE", help="write an HTML page, with the tokens")
     into.add_argument(
@@ -72,7 +76,7 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_session_arguments(action: argparse.ArgumentParser) -> None:
-    action.add_argument("id", metavar="ID", help="the session")
+    action.add_argument("id", metavar="ID", help="id of the session, or its beginning")
     add_json(action)
     add_source(action)
 

@@ -42,10 +42,12 @@ def _doctor(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def health_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog health`."""
-    verb.add_argument("role", choices=sorted((*TRAINING_ROLES, *OPTIONAL_ROLES)))
+    verb.add_argument(
+        "role", choices=sorted((*TRAINING_ROLES, *OPTIONAL_ROLES)), metavar="NAME", help="a role, as in `turnlog role`"
+    )
     question = verb.add_mutually_exclusive_group()
-    question.add_argument("--ready", action="store_true", help="ask whether it does its work (default)")
-    question.add_argument("--live", action="store_true", help="ask whether its loops make progress")
+    question.add_argument("--ready", action="store_true", help="query whether it does its work (default)")
+    question.add_argument("--live", action="store_true", help="query whether its loops make progress")
     verb.add_argument("--url", default="", help="its health endpoint (default: TURNLOG_HEALTH_HOST and _PORT)")
     verb.add_argument("--timeout", type=float, default=2.0, metavar="S", help="seconds to wait for it (default 2)")
 
@@ -59,7 +61,13 @@ def _health(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("status", "show roles, lag, engines and weight versions", _status, status_arguments, looks=always),
-    Verb("doctor", "check brokers, topics, registry and store; say what to change", _doctor, doctor_arguments),
-    Verb("health", "ask a role in this container whether it is ready (for probes)", _health, health_arguments),
+    Verb(
+        "status",
+        "show roles, their unread records, engines and weight versions",
+        _status,
+        status_arguments,
+        looks=always,
+    ),
+    Verb("doctor", "check brokers, topics, registry and store; recommend changes", _doctor, doctor_arguments),
+    Verb("health", "query whether a role in this container is ready (for probes)", _health, health_arguments),
 )
