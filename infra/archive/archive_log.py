@@ -123,10 +123,10 @@ class ArchiveLog:
     def spans(self, place: Partition) -> list[OffsetRange]:
         """Return the archived spans of a partition, in order. Raises TopicMissing."""
         if place.topic not in self.index.topics:
-            raise TopicMissing(f"{self.index.root} holds no topic {place.topic}: it was not archived")
+            raise TopicMissing(f"{self.index.root} does not hold topic {place.topic}, which was not archived")
         if place.number not in range(self.index.topics[place.topic]):
             count = self.index.topics[place.topic]
-            raise TopicMissing(f"{place.topic} has no partition {place.number}: it was archived with {count}")
+            raise TopicMissing(f"{place.topic} has no partition {place.number}: the archive has {count} of them")
         return self.index.spans.get(place, [])
 
     async def create_topics(self, specs: Sequence[TopicSpec]) -> None:

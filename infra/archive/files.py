@@ -42,7 +42,7 @@ class UnionSchema:
         """Add a schema and return its arm. Raises Unmergeable."""
         whole = _expand_schema(dict(schema), "", {}, ())
         if not isinstance(whole, dict) or whole.get("type") != "record":
-            raise Unmergeable(f"schema id {schema_id} is no record")
+            raise Unmergeable(f"schema id {schema_id} is not a record")
         known = dict(self._defined)
         arm = _replace_defined(whole, known)
         if arm is None or isinstance(arm, str):
@@ -285,14 +285,14 @@ def read_range(content: bytes, place: Partition) -> Iterator[list[Record]]:
             count, at = _long(content, at)
             size, at = _long(content, at)
             if size < 0:  # otherwise the next block would be one that was already read
-                raise CorruptArchive(f"{place.topic}[{place.number}]: a block of {size} bytes")
+                raise CorruptArchive(f"{place.topic}[{place.number}]: a block cannot have {size} bytes")
             packed = content[at : at + size]
             if content[at + size : at + size + 16] != sync:
                 raise CorruptArchive(f"{place.topic}[{place.number}]: a block has no end mark")
             yield _records(zlib.decompress(packed, -15) if deflated else packed, count, place)
             at += size + 16
     except (IndexError, ValueError, KeyError, OverflowError, MemoryError, struct.error, zlib.error) as error:
-        raise CorruptArchive(f"{place.topic}[{place.number}]: no archive file ({error})") from error
+        raise CorruptArchive(f"{place.topic}[{place.number}]: the object is not an archive file ({error})") from error
 
 
 def zigzag(value: int) -> bytes:
@@ -382,7 +382,7 @@ def _read_headers(block: bytes, at: int) -> tuple[tuple[tuple[str, bytes], ...],
 
 def _file_header(content: bytes) -> tuple[dict[str, bytes], int]:
     if content[:4] != OCF_MAGIC:
-        raise CorruptArchive("no Avro object container file")
+        raise CorruptArchive("the object is not an Avro object container file")
     metadata: dict[str, bytes] = {}
     count, at = _long(content, 4)
     for _ in range(count):

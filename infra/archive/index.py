@@ -180,8 +180,8 @@ class ArchiveIndex:
         known = [name for name in self.topics if name in FIRST_TOPICS or name in topics]  # the others a newer one wrote
         if any(self.topics[name] != topics.get(name) for name in known):
             raise ArchiveDamaged(
-                f"{self.root} holds topics {self.topics}, the log has {dict(topics)}: give this log an [archive] name "
-                "of its own"
+                f"{self.root} holds topics {self.topics}, but the log has {dict(topics)}: give this log an "
+                "[archive] name of its own"
             )
         added = topics.keys() - self.topics.keys()
         for topic in sorted(added - FIRST_TOPICS):

@@ -177,7 +177,7 @@ class ShardFile:
             self._put(piece, of_tensor)
             count += len(piece)
         if count != spec.nbytes:
-            raise ValueError(f"{spec.name} came in {count} bytes, the header says {spec.nbytes}")
+            raise ValueError(f"{spec.name} has {count} bytes, but the header gives it {spec.nbytes}")
         self.checksums[spec.name] = checksum(of_tensor.hexdigest(), spec.shape)
 
     @property
@@ -219,7 +219,7 @@ def write_weights(
             for spec in shard:
                 found, content = next(tensors)
                 if found != spec.name:
-                    raise ValueError(f"{found} came where {spec.name} was planned")
+                    raise ValueError(f"{found} was given in place of {spec.name}")
                 file.add(spec, (content,))
         sha256[name] = file.sha256
         checksums |= file.checksums

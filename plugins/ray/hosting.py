@@ -62,7 +62,7 @@ async def watch_engine(settings: Settings) -> int:
         bundle = bundle_of(settings.engine)
         group = stack.enter_context(bundles(bundle, 1, STRATEGY))
         await _roomy(group, bundle, health)
-        health.unmet("actor", "its actor starts on a node of Ray")
+        health.unmet("actor", "the actor of the engine is starting on a node of Ray")
         actor = start_actor(ray.remote(EngineHost), group, 0, bundle)
         stack.push_async_callback(_stop_actor, actor)
         where, url = await _start_engine(actor, settings, name)
