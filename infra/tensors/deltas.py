@@ -79,7 +79,7 @@ def write_delta(base: Path, new: Path, out: Path, unchanged: Unchanged) -> None:
     NotSafetensors."""
     before, after = places(base), places(new)
     if [place.spec for place in before] != [place.spec for place in after]:
-        raise BrokenDelta(f"the tensors of {new} differ in name, type or shape from those of {base}")
+        raise BrokenDelta(f"{new} has other tensors than {base}")
     frames: dict[str, list[int]] = {}
     with base.open("rb") as old, new.open("rb") as current, out.open("wb") as file:
         for left, right in zip(before, after, strict=True):
@@ -104,7 +104,7 @@ def apply_delta(base: Path, delta: Path, out: Path) -> list[tuple[TensorSpec, st
             specs = [place.spec for place in header]
             before = {place.spec.name: place for place in places(base)}
             if {place.spec for place in before.values()} != set(specs):
-                raise BrokenDelta(f"{delta.name} was not made from the tensors of {base}")
+                raise BrokenDelta(f"{delta.name} was made from other tensors than those of {base}")
             file.seek(0)
             with ShardFile(out, specs) as made:
                 for spec in specs:
@@ -136,7 +136,7 @@ def _index(file: BinaryIO) -> tuple[tuple[TensorPosition, ...], dict[str, list[i
     index = msgspec.json.decode(text, type=_Index)
     held = sum(size for frames in index.frames.values() for size in frames)
     if held != end - 16 - length:
-        raise ValueError(f"its index gives its frames {held} bytes, but they take {end - 16 - length}")
+        raise ValueError(f"its index says that its frames take {held} bytes, but they take {end - 16 - length}")
     if deeper_than(index.header):
         raise ValueError(f"its header is nested deeper than {MAX_DEPTH} levels")
     return tensor_places(index.header.encode()), index.frames

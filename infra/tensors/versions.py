@@ -101,7 +101,7 @@ def check_fits(event: WeightVersionPublished, expected: Shapes) -> None:
     _check_names(event, found.keys(), expected.keys())
     for name, shape in found.items():
         if shape != expected[name]:
-            raise ShapeMismatch(f"version {event.version}: {name} has shape {shape}, but {expected[name]} in the model")
+            raise ShapeMismatch(f"version {event.version}: {name} is {shape}, but the model has {expected[name]}")
 
 
 def _check_names(event: WeightVersionPublished, found: Iterable[str], wanted: Iterable[str]) -> None:

@@ -24,19 +24,14 @@ IMBALANCES_SHOWN = 20
 def books_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log books`."""
     verb.add_argument(
-        "--by",
-        choices=("session", "group", "batch", "run"),
-        default="run",
+        "--by", choices=("session", "group", "batch", "run"), default="run",
         help="what one account covers (default run)",
-    )
+    )  # fmt: skip
     verb.add_argument("--id", default="", metavar="ID", help="show only the session, group or batch with this id")
     verb.add_argument(
-        "--limit",
-        type=int,
-        default=20,
-        metavar="N",
+        "--limit", type=int, default=20, metavar="N",
         help="show the N accounts with the most sampled tokens (default 20)",
-    )
+    )  # fmt: skip
     add_json(verb)
     add_source(verb)
 

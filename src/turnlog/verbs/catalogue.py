@@ -22,23 +22,17 @@ if TYPE_CHECKING:
 def topics_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog topics`."""
     verb.add_argument(
-        "action",
-        choices=("apply", "check", "acls"),
+        "action", choices=("apply", "check", "acls"),
         help="create the topics, check their configuration, or print the rights that each role needs",
-    )
+    )  # fmt: skip
     verb.add_argument(
-        "--principal",
-        action="append",
-        default=[],
-        metavar="ROLE=User:NAME",
+        "--principal", action="append", default=[], metavar="ROLE=User:NAME",
         help="acls: Kafka principal of a role (default User:ROLE); may be repeated",
-    )
+    )  # fmt: skip
     verb.add_argument(
-        "--format",
-        choices=("kafka-acls", "json"),
-        default="kafka-acls",
+        "--format", choices=("kafka-acls", "json"), default="kafka-acls",
         help="acls: kafka-acls commands (default) or a JSON list",
-    )
+    )  # fmt: skip
 
 
 def _topics(settings: Settings, arguments: argparse.Namespace) -> int:

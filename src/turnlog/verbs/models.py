@@ -38,11 +38,9 @@ def eval_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log eval`."""
     verb.epilog = EVAL_EPILOG
     verb.add_argument(
-        "--k",
-        type=_ks,
-        metavar="K,...",
+        "--k", type=_ks, metavar="K,...",
         help="values of k in pass@k (default: 1, 2, 4, ... up to the samples per task)",
-    )
+    )  # fmt: skip
     add_json(verb)
     add_source(verb)
 
@@ -122,10 +120,7 @@ def export_arguments(verb: argparse.ArgumentParser) -> None:
     which.add_argument("--version", type=int, metavar="N", help="a published weight version (default: the newest)")
     which.add_argument("--best", action="store_true", help="the best version according to `turnlog log eval`")
     which.add_argument(
-        "--checkpoint",
-        default="",
-        metavar="NAME",
-        help="one of the run's checkpoints in [trainer] checkpoints instead",
+        "--checkpoint", default="", metavar="NAME", help="one of the run's checkpoints in [trainer] checkpoints instead"
     )
     add_json(verb, "print what was written as JSON")
     add_source(verb)

@@ -85,12 +85,9 @@ def track_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog role track`."""
     verb.epilog = TRACK_EPILOG
     verb.add_argument(
-        "--to",
-        action="append",
-        required=True,
-        metavar="KIND=DIR",
+        "--to", action="append", required=True, metavar="KIND=DIR",
         help="tensorboard or wandb, and a folder; may be repeated",
-    )
+    )  # fmt: skip
     verb.add_argument("--until-end", action="store_true", help="stop at the current end of the log (default: follow)")
     add_source(verb)
 

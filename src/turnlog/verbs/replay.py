@@ -206,20 +206,16 @@ def changes_of(arguments: argparse.Namespace) -> Changes:
 def fold_arguments(verb: argparse.ArgumentParser) -> None:
     """Add the arguments of `turnlog log fold`."""
     verb.add_argument(
-        "--policy",
-        default="",
-        metavar="A",
+        "--policy", default="", metavar="A",
         help="trajectory rule: prefix, slime, last-turn or your own (default: [fold] policy of the run)",
-    )
+    )  # fmt: skip
     verb.add_argument(
         "--against", default="", metavar="B", help="second trajectory rule, with which the first is compared"
     )
     verb.add_argument(
-        "--fork-threshold",
-        type=int,
-        metavar="N",
+        "--fork-threshold", type=int, metavar="N",
         help="value of [fold] fork_threshold_tokens for the rule slime (default: the run's)",
-    )
+    )  # fmt: skip
     verb.add_argument(
         "--session", default="", metavar="ID", help="only this session; the beginning of its id is enough"
     )

@@ -42,18 +42,13 @@ def session_arguments(verb: argparse.ArgumentParser) -> None:
     _add_session_arguments(again)
     again.add_argument("--call", dest="call_seq", type=int, metavar="N", help="only the call with this call_seq")
     again.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="REGEX",
+        "--ignore", action="append", default=[], metavar="REGEX",
         help="parts of outputs that may differ; may be repeated",
-    )
+    )  # fmt: skip
     again.add_argument(
-        "--keep-going",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        "--keep-going", action=argparse.BooleanOptionalAction, default=True,
         help="continue after a call that differs (default: yes)",
-    )
+    )  # fmt: skip
     again.add_argument(
         "--strict", action="store_true", help="a different environment (environment_sha256) counts as a difference, too"
     )
