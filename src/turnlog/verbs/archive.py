@@ -24,8 +24,7 @@ Examples:
 """
 
 
-def archive_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log archive`."""
+def _archive_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = ARCHIVE_EPILOG
     verb.add_argument(
         "action", choices=("flush", "status", "prune"),
@@ -123,7 +122,7 @@ VERBS = (
         "archive",
         "archive the present log, show what is archived, or prune topics",
         _archive,
-        archive_arguments,
+        _archive_arguments,
         under="log",
     ),
 )

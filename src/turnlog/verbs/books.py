@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 IMBALANCES_SHOWN = 20
 
 
-def books_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log books`."""
+def _books_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--by", choices=("session", "group", "batch", "run"), default="run",
         help="what one account covers (default run)",
@@ -142,8 +141,7 @@ def accounts_table(answer: dict[str, Any]) -> Table:
     return shown
 
 
-def report_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log report`."""
+def _report_arguments(verb: argparse.ArgumentParser) -> None:
     add_json(verb, "print the content of report.json")
 
 
@@ -154,8 +152,8 @@ def _report(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("books", "show the token accounting: sampled = trained + masked, by reason", _books, books_arguments,
+    Verb("books", "show the token accounting: sampled = trained + masked, by reason", _books, _books_arguments,
          reads=always, under="log"),
-    Verb("report", "write runs/ID/report.json and print the summary", _report, report_arguments,
+    Verb("report", "write runs/ID/report.json and print the summary", _report, _report_arguments,
          reads=always, under="log"),
 )  # fmt: skip

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from turnlog.infra.topics_admin import Acl
 
 
-def topics_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog topics`."""
+def _topics_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "action", choices=("apply", "check", "acls"),
         help="create the topics, check their configuration, or print the rights that each role needs",
@@ -94,8 +93,7 @@ async def apply_or_check(action: str, settings: Settings) -> int:
     return ExitStatus.DIFFERS if wrong else ExitStatus.DONE
 
 
-def schemas_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog schemas`."""
+def _schemas_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "action", choices=("check", "release", "asyncapi"),
         help="check, cut the next release, or print topics, records, readers and writers as AsyncAPI 3.0",
@@ -126,6 +124,6 @@ def _schemas(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("topics", "create or check the topics of a run; print the ACLs of its roles", _topics, topics_arguments),
-    Verb("schemas", "check the schemas against every release; print them as AsyncAPI", _schemas, schemas_arguments),
+    Verb("topics", "create or check the topics of a run; print the ACLs of its roles", _topics, _topics_arguments),
+    Verb("schemas", "check the schemas against every release; print them as AsyncAPI", _schemas, _schemas_arguments),
 )

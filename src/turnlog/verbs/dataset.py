@@ -47,8 +47,7 @@ BOUNDS = (
 )
 
 
-def dataset_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions `build` and `verify` of `turnlog dataset`."""
+def _dataset_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = DATASET_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="hash files and rows again and compare them with the manifest")
@@ -199,6 +198,6 @@ def _describe_manifest(manifest: DatasetManifest) -> str:
 
 
 VERBS = (
-    Verb("dataset", "build a Parquet or Arrow dataset of a run, or verify one", _dataset, dataset_arguments,
+    Verb("dataset", "build a Parquet or Arrow dataset of a run, or verify one", _dataset, _dataset_arguments,
          reads=acts("build")),
 )  # fmt: skip

@@ -44,8 +44,7 @@ class NotServing(Exception):
     """Remedy: read the engine's log; `turnlog status`, `turnlog engines list`."""
 
 
-def engines_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions of `turnlog engines`."""
+def _engines_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = ENGINES_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     listed = actions.add_parser("list", help="list the engines of the run, as recorded on its log")
@@ -162,6 +161,6 @@ def _tell(found: Fleet, *, as_json: bool) -> None:
 
 
 VERBS = (
-    Verb("engines", "list the engines; add or remove some during a run", _engines, engines_arguments,
+    Verb("engines", "list the engines; add or remove some during a run", _engines, _engines_arguments,
          looks=acts("list")),
 )  # fmt: skip

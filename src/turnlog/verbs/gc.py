@@ -34,8 +34,7 @@ Examples:
 """
 
 
-def gc_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog gc`."""
+def _gc_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = GC_EPILOG
     verb.add_argument("--delete", action="store_true", help="delete them (default: only show them)")
     verb.add_argument(
@@ -160,4 +159,4 @@ def _tell(
         console.print("nothing was changed; --delete moves garbage to the trash and deletes what is due there")
 
 
-VERBS = (Verb("gc", "show unreferenced objects in the store, or delete them", _gc, gc_arguments),)
+VERBS = (Verb("gc", "show unreferenced objects in the store, or delete them", _gc, _gc_arguments),)

@@ -21,8 +21,7 @@ Examples:
 """
 
 
-def index_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log index`."""
+def _index_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = INDEX_EPILOG
     verb.add_argument("action", choices=("build",), help="index once")
     add_source(verb)
@@ -62,8 +61,7 @@ Examples:
 """
 
 
-def query_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log query`."""
+def _query_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = QUERY_EPILOG
     verb.add_argument("sql", metavar="SQL", help="one SELECT statement; - reads it from standard input")
     shape = verb.add_mutually_exclusive_group()
@@ -108,8 +106,7 @@ Examples:
 """
 
 
-def tail_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log tail`."""
+def _tail_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = TAIL_EPILOG
     verb.add_argument("--session", default="", metavar="ID", help="only events of sessions whose id begins with ID")
     verb.add_argument("--group", default="", metavar="ID", help="only events of groups whose id begins with ID")
@@ -139,8 +136,7 @@ Examples:
 """
 
 
-def why_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log why`."""
+def _why_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = WHY_EPILOG
     verb.add_argument("about", metavar="ID", help="a session, a group, or SESSION:TURN:TOKEN")
     add_json(verb)
@@ -162,11 +158,11 @@ def _of_a_token(arguments: argparse.Namespace) -> bool:
 
 
 VERBS = (
-    Verb("query", "query the index in SQL; the answer states how old it is", _query, query_arguments,
+    Verb("query", "query the index in SQL; the answer states how old it is", _query, _query_arguments,
          looks=always, under="log"),
-    Verb("why", "show the records that decided about a session, group or token", _why, why_arguments,
+    Verb("why", "show the records that decided about a session, group or token", _why, _why_arguments,
          reads=_of_a_token, looks=always, under="log"),
-    Verb("tail", "print events as they arrive, one per line", _tail, tail_arguments,
+    Verb("tail", "print events as they arrive, one per line", _tail, _tail_arguments,
          reads=_until_end, looks=always, under="log"),
-    Verb("index", "index what is on the log now, for SQL queries", _index, index_arguments, reads=always, under="log"),
+    Verb("index", "index what is on the log now, for SQL queries", _index, _index_arguments, reads=always, under="log"),
 )  # fmt: skip

@@ -34,8 +34,7 @@ Examples:
 """
 
 
-def eval_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog log eval`."""
+def _eval_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = EVAL_EPILOG
     verb.add_argument(
         "--k", type=_ks, metavar="K,...",
@@ -112,8 +111,7 @@ Examples:
 """
 
 
-def export_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog export`."""
+def _export_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = EXPORT_EPILOG
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     which = verb.add_mutually_exclusive_group()
@@ -183,8 +181,7 @@ Rejection sampling, from a run to a better first policy:
 """
 
 
-def sft_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog sft`."""
+def _sft_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = SFT_EPILOG
     for name, what in (
         ("dataset", "folder of a dataset, view sft or rl"),
@@ -233,8 +230,8 @@ def _sft(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("eval", "show mean reward and pass@k per weight version, and the best", _eval, eval_arguments,
+    Verb("eval", "show mean reward and pass@k per weight version, and the best", _eval, _eval_arguments,
          reads=always, under="log"),
-    Verb("export", "write weights of a run as a Hugging Face folder", _export, export_arguments, reads=always),
-    Verb("sft", "fine-tune a model folder on a dataset of a run (supervised)", _sft, sft_arguments),
+    Verb("export", "write weights of a run as a Hugging Face folder", _export, _export_arguments, reads=always),
+    Verb("sft", "fine-tune a model folder on a dataset of a run (supervised)", _sft, _sft_arguments),
 )  # fmt: skip

@@ -29,8 +29,7 @@ Examples:
 """
 
 
-def trace_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog role trace`."""
+def _trace_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = TRACE_EPILOG
     verb.add_argument("--to", default="", metavar="URL", help="collector URL without /v1/traces (default [trace] url)")
     verb.add_argument("--until-end", action="store_true", help="stop at the current end of the log (default: follow)")
@@ -81,8 +80,7 @@ Examples:
 """
 
 
-def track_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog role track`."""
+def _track_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = TRACK_EPILOG
     verb.add_argument(
         "--to", action="append", required=True, metavar="KIND=DIR",
@@ -132,7 +130,7 @@ def _alerts(settings: Settings, _: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("trace", "send the spans of a run to an OpenTelemetry collector", _trace, trace_arguments, under="role"),
-    Verb("track", "write curves of a run for TensorBoard or Weights & Biases", _track, track_arguments, under="role"),
+    Verb("trace", "send the spans of a run to an OpenTelemetry collector", _trace, _trace_arguments, under="role"),
+    Verb("track", "write curves of a run for TensorBoard or Weights & Biases", _track, _track_arguments, under="role"),
     Verb("alerts", "send the alerts of a run by mail, chat or webhook ([alerts] urls)", _alerts, under="role"),
 )

@@ -32,8 +32,7 @@ Exit status: 0 identical (or written), 1 different, 2 error.
 """
 
 
-def replay_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog replay`."""
+def _replay_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = REPLAY_EPILOG
     verb.add_argument(
         "--verify", action="store_true", help="compare the folded samples and batches with those that were trained"
@@ -253,8 +252,7 @@ Exit status: 0 success, 2 error.
 """
 
 
-def reward_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the action `rerun` of `turnlog log reward`."""
+def _reward_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = REWARD_EPILOG
     rerun = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
         "rerun", help="compute rewards again", epilog=REWARD_EPILOG,
@@ -327,10 +325,10 @@ async def _rerun(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("replay", "fold the recorded events again: verify, or apply other settings", _replay, replay_arguments,
+    Verb("replay", "fold the recorded events again: verify, or apply other settings", _replay, _replay_arguments,
          reads=always),
     Verb("fold", "compare two rules that cut recorded sessions into rows; write nothing", _fold, fold_arguments,
          reads=always, under="log"),
-    Verb("reward", "compute the rewards of recorded sessions again, and write a dataset", _reward, reward_arguments,
+    Verb("reward", "compute the rewards of recorded sessions again, and write a dataset", _reward, _reward_arguments,
          reads=always, under="log"),
 )  # fmt: skip

@@ -40,7 +40,6 @@ Examples:
 
 
 def _fork_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog run fork`."""
     verb.description = (
         "Create the run of --run or --settings from a checkpoint of another run: weights, optimizer,\n"
         "learning rate and position in the dataset."
@@ -74,7 +73,6 @@ Examples:
 
 
 def _delete_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog run delete`."""
     verb.description = "Show what deleting a run would remove, or delete it for good."
     verb.epilog = DELETE_EPILOG
     verb.add_argument("target", metavar="RUN", help="run id; settings come from its directory, else from --settings")

@@ -38,8 +38,7 @@ Exit status: the command's; 124 after a time-out, 137 after another limit, 130 a
 """
 
 
-def sandbox_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions of the verb."""
+def _sandbox_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = SANDBOX_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     pool = _action(actions, "pool", "show slots, hits, waits and leaks of every live sandbox worker", POOL_EPILOG)
@@ -104,6 +103,6 @@ def _sandbox(settings: Settings, arguments: argparse.Namespace) -> int:
 
 
 VERBS = (
-    Verb("sandbox", "try sandboxes on this machine; show the sandbox slots of workers", _sandbox, sandbox_arguments,
+    Verb("sandbox", "try sandboxes on this machine; show the sandbox slots of workers", _sandbox, _sandbox_arguments,
          looks=acts("pool")),
 )  # fmt: skip

@@ -34,8 +34,7 @@ COLUMNS = {
 """Minimum width in characters by heading; together they fit a terminal of 80."""
 
 
-def session_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the actions of the verb."""
+def _session_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = SESSION_EPILOG
     actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
     again = actions.add_parser("rerun", help="execute the recorded calls again and compare")
@@ -191,6 +190,6 @@ def _reads(arguments: argparse.Namespace) -> bool:
 
 VERBS = (
     Verb("session", "show the calls, turns and tokens of a session, or run its calls again", _session,
-         session_arguments, reads=_reads, looks=acts("show", "export"),
+         _session_arguments, reads=_reads, looks=acts("show", "export"),
          under="log"),
 )  # fmt: skip

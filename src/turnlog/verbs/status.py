@@ -10,8 +10,7 @@ from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, add_json, always
 
 
-def status_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog status`."""
+def _status_arguments(verb: argparse.ArgumentParser) -> None:
     add_json(verb)
     verb.add_argument(
         "--watch", type=float, nargs="?", const=2.0, default=0.0, metavar="S",
@@ -29,8 +28,7 @@ def _status(settings: Settings, arguments: argparse.Namespace) -> int:
     return show(settings, as_json=arguments.json, health=addresses, every_s=arguments.watch)
 
 
-def doctor_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog doctor`."""
+def _doctor_arguments(verb: argparse.ArgumentParser) -> None:
     add_json(verb)
 
 
@@ -40,8 +38,7 @@ def _doctor(settings: Settings, arguments: argparse.Namespace) -> int:
     return command(settings, as_json=arguments.json)
 
 
-def health_arguments(verb: argparse.ArgumentParser) -> None:
-    """Add the arguments of `turnlog health`."""
+def _health_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "role", choices=sorted((*TRAINING_ROLES, *OPTIONAL_ROLES)), metavar="NAME", help="a role, as in `turnlog role`"
     )
@@ -65,9 +62,9 @@ VERBS = (
         "status",
         "show roles, their unread records, engines and weight versions",
         _status,
-        status_arguments,
+        _status_arguments,
         looks=always,
     ),
-    Verb("doctor", "check brokers, topics, registry and store; recommend changes", _doctor, doctor_arguments),
-    Verb("health", "query whether a role in this container is ready (for probes)", _health, health_arguments),
+    Verb("doctor", "check brokers, topics, registry and store; recommend changes", _doctor, _doctor_arguments),
+    Verb("health", "query whether a role in this container is ready (for probes)", _health, _health_arguments),
 )
