@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from datetime import UTC, datetime
 
 from turnlog.infra.roles.ending import run_verb
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb
+from turnlog.verbs.verb import Verb, milliseconds
 
 
 class BadMoment(Exception):
@@ -93,7 +92,10 @@ async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
 
     if before is None:
         raise BadMoment("prune needs --before TIME: only older records are deleted")
-    limit = _milliseconds(before)
+    try:
+        limit = milliseconds(before)
+    except argparse.ArgumentTypeError as error:
+        raise BadMoment(f"--before: {error}; write 2026-01-31T08:00 or milliseconds") from error
     async with open_role("archive", settings) as role:
         index = ArchiveIndex(role.blobs, archive_name(settings))
         await index.load()
@@ -105,16 +107,6 @@ async def prune(settings: Settings, before: str | None, *, delete: bool) -> int:
             await role.log.delete_before(found)
     say("deleted; `turnlog replay --from archive` still reads them" if delete else "nothing was deleted; --yes deletes")
     return 0
-
-
-def _milliseconds(text: str) -> int:
-    if text.isdigit():
-        return int(text)
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise BadMoment(f"--before {text}: {error}; write 2026-01-31T08:00 or milliseconds") from error
-    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 VERBS = (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnlog.infra.roles.ending import run_verb
 from turnlog.settings import Settings
-from turnlog.verbs.verb import Verb, acts, add_json, add_source
+from turnlog.verbs.verb import Verb, acts, add_json, add_source, milliseconds
 
 if TYPE_CHECKING:
     from turnlog.consumers.datasets.manifest import DatasetManifest
@@ -89,7 +88,7 @@ def _add_filters(group: argparse._ArgumentGroup) -> None:
         ("--until", "until_ms", "recorded before this time"),
     ):
         group.add_argument(
-            flag, dest=field, type=_milliseconds, metavar="TIME", default=None,
+            flag, dest=field, type=milliseconds, metavar="TIME", default=None,
             help=f"{what}; ISO 8601 (UTC unless it names a zone) or milliseconds: {flag} 2026-01-31T08:00",
         )  # fmt: skip
 
@@ -112,16 +111,6 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--min-margin", type=float, default=0.0, metavar="X", help="preference: least difference of rewards (default 0)"
     )
-
-
-def _milliseconds(text: str) -> int:
-    if text.isdigit():
-        return int(text)
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an ISO 8601 time: {error}") from error
-    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def _dataset(settings: Settings, arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 from turnlog.infra.run_folder import Endpoints
@@ -68,6 +69,17 @@ def add_source(verb: argparse.ArgumentParser) -> None:
 def add_json(verb: argparse._ActionsContainer, help: str = "print JSON instead of text") -> None:
     """Add --json."""
     verb.add_argument("--json", action="store_true", help=help)
+
+
+def milliseconds(text: str) -> int:
+    """Parse an ISO 8601 time, UTC unless it names a zone, or milliseconds since 1970. Raises ArgumentTypeError."""
+    if text.isdigit():
+        return int(text)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an ISO 8601 time: {error}") from error
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 def endpoint_lines(found: Endpoints) -> list[str]:
