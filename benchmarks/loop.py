@@ -41,8 +41,8 @@ from turnlog.plugins.recipes.warm_start import END
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.topics import ENGINES, SESSIONS
 from turnlog.settings import Settings, load
-from turnlog.trainer.gang.calls import Ranks
-from turnlog.trainer.gang.launchers import ranks
+from turnlog.trainer.calls import Ranks
+from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.weights import description

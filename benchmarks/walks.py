@@ -85,7 +85,7 @@ WALKS = {
             "Kafka client": KAFKA,
             "object store client": STORE,
             "engine client": "infra/engine.py: the engine is in memory",
-            "rank group": "trainer/gang: there is one rank, in the trainer's process",
+            "rank group": "trainer/calls.py: there is one rank, in the trainer's process",
         },
     ),
     "call": Walk(

@@ -29,6 +29,9 @@ from __future__ import annotations
 if __name__ == "trainer":
     raise ImportError("import turnlog.trainer, not trainer: a twin import copies every class")
 
+LOCAL_RANK = "LOCAL_RANK"
+"""Environment variable with a rank's number on its machine, which selects its device; torchrun sets it too."""
+
 
 class TrainerError(Exception):
     """Base of the errors above."""

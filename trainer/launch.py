@@ -1,4 +1,5 @@
-"""Launching of ranks from a plan: one process alone, local processes started from here, or the processes of a torchrun.
+"""Launching of ranks from a plan: one process alone, local processes started from here, the processes of a torchrun, or
+a Ray cluster.
 
 Rank 0 is the role itself, so it owns log, store, health and signals, and one supervisor watches one process. Ranks that
 it starts end when it does, because their connection to it closes. Under torchrun (`torchrun --no-python ... turnlog
@@ -28,21 +29,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from turnlog.infra.offers import find_plugins
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.log_lines import instance_of
-from turnlog.trainer import RankLost, mcore
-from turnlog.trainer.checkpoints.store import StorePlace
-from turnlog.trainer.gang import LOCAL_RANK
-from turnlog.trainer.gang.calls import Ranks, RankZero, follow
+from turnlog.names import EntryPointGroup
+from turnlog.trainer import LOCAL_RANK, LayoutUnfit, RankLost, mcore
+from turnlog.trainer.algorithms.logprobs import check_teacher
+from turnlog.trainer.calls import Ranks, RankZero, follow
+from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.learner import Learner
-from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan
+from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan, check_layout
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import read_weights
 
@@ -352,3 +355,27 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+@contextmanager
+def ranks(plan: LearningPlan, beat: Beat = lambda _: None) -> Iterator[Ranks]:
+    """Yield all ranks, on the weights of the plan's model folder.
+
+    Raises UnsupportedModel, LayoutUnfit, WeightsMismatch, TeacherUnfit, RankLost.
+    """
+    check_layout(read_shape(plan.model), plan.options)
+    if plan.teacher is not None:
+        check_teacher(plan.teacher, plan.model, plan.options)
+    with (on_ray if plan.launcher == "ray" else local_ranks)(plan, beat) as everyone:
+        yield everyone
+
+
+def on_ray(plan: LearningPlan, beat: Beat) -> AbstractContextManager[Ranks]:
+    """Return the ranks of a Ray cluster. Raises LayoutUnfit if Ray is not installed."""
+    points = find_plugins(EntryPointGroup.LAUNCHERS, "launcher", LayoutUnfit)
+    try:
+        actors = points["ray"].load()
+    except ModuleNotFoundError as error:
+        raise LayoutUnfit(f'trainer.launcher = "ray" needs {error.name}: pip install turnlog[ray]') from error
+    ranks_of_cluster: AbstractContextManager[Ranks] = actors(plan, beat)
+    return ranks_of_cluster

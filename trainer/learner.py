@@ -31,14 +31,13 @@ from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
 from turnlog.trainer.algorithms.logprobs import frozen_network, logprobs_by, own_logits, warm
 from turnlog.trainer.algorithms.objective import Columns, Floats, ForwardPassResults, Objective
-from turnlog.trainer.algorithms.passes import entropy as token_entropy
-from turnlog.trainer.algorithms.passes import over_ranks
 from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
+from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.checkpoints.state import Save, State, fetch_metadata, load_model, load_state
-from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.models.experts import unrouted_rows, without_experts
-from turnlog.trainer.network import TrainedNetwork
+from turnlog.trainer.network import TrainedNetwork, over_ranks
+from turnlog.trainer.network import entropy as token_entropy
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Of, Tensors, export_files, export_weights

@@ -63,15 +63,13 @@ from turnlog.settings import Settings
 from turnlog.trainer import CheckpointDamaged, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, ForwardPass, Kept
 from turnlog.trainer.algorithms.objective import Floats, Objective
-from turnlog.trainer.checkpoints.best import NeededByEvaluations
+from turnlog.trainer.calls import P, R, Ranks
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
-from turnlog.trainer.checkpoints.places import FolderPlace
+from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, checkpoints_directory, store_place
 from turnlog.trainer.checkpoints.publications import Publications
-from turnlog.trainer.checkpoints.saves import Saves
+from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.checkpoints.store import CACHE, checkpoints_directory, store_place
-from turnlog.trainer.gang.calls import P, R, Ranks
-from turnlog.trainer.gang.launchers import ranks
+from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import unrouted_rows
 from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
@@ -81,15 +79,11 @@ from turnlog.trainer.reading.batches import (
     Fetch,
     Manifests,
     ReadAhead,
-    check_lengths,
-    check_vocabulary,
-    fetch_rows,
+    SharedDevice,
+    Tokenizers,
 )
-from turnlog.trainer.reading.pictures import with_pictures
-from turnlog.trainer.reading.recorded import read_truncation_flags, with_experts
-from turnlog.trainer.reading.shared_device import SharedDevice
-from turnlog.trainer.reading.tokenizers import Tokenizers
-from turnlog.trainer.shape import ModelShape, read_shape
+from turnlog.trainer.reading.recorded import read_truncation_flags, trained_rows
+from turnlog.trainer.shape import read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import LastExport, Of, version_event
 
@@ -209,23 +203,6 @@ class LearnerThread:
 
     async def _run(self, work: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
-    """Return the batch's rows, with images if the model has a vision tower, else with recorded experts if routers
-    replay them.
-
-    `model` is the model's folder. Raises the errors of fetch_rows, check_vocabulary, check_lengths, with_pictures and
-    with_experts.
-    """
-    rows = await fetch_rows(manifest, role.blobs)
-    check_vocabulary(manifest, rows, shape.vocabulary)
-    check_lengths(manifest, rows, shape.positions)
-    if shape.vision:
-        return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
-    if not shape.experts or role.settings.trainer.router_replay == "off":
-        return rows
-    return await with_experts(manifest, rows, shape, role.log, role.events, role.blobs)
 
 
 class Trainer:

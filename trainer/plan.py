@@ -17,11 +17,10 @@ from turnlog.learning_settings import check_wants
 from turnlog.settings import Settings, SettingsError, TrainerSettings
 from turnlog.trainer import LayoutUnfit
 from turnlog.trainer.algorithms import catalogue
-from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
-from turnlog.trainer.checkpoints.places import contents_sha256
-from turnlog.trainer.checkpoints.store import StorePlace
+from turnlog.trainer.algorithms.tokens import CriticRules
+from turnlog.trainer.checkpoints.places import StorePlace, contents_sha256
 from turnlog.trainer.shape import ModelShape
 
 log = logging.getLogger(__name__)

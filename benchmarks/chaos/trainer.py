@@ -92,7 +92,7 @@ def places(kind: str) -> list[tuple[Any, str]]:
     """What is called while the trainer does that: (owner, name)."""
     from turnlog.infra.event_log import EventLog
     from turnlog.trainer.checkpoints import publications
-    from turnlog.trainer.checkpoints.store import StorePlace
+    from turnlog.trainer.checkpoints.places import StorePlace
     from turnlog.trainer.learner import Learner
 
     return {

@@ -34,9 +34,8 @@ from turnlog.infra.tensors.versions import BadWeights, Chain, assemble_version, 
 from turnlog.schemas import topics
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
-from turnlog.trainer.checkpoints.places import PART, CheckpointStorage
+from turnlog.trainer.checkpoints.places import PART, CheckpointStorage, StorePlace
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.lora import add_low_rank

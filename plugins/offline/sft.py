@@ -45,7 +45,7 @@ from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation, parameter_type
-from turnlog.trainer.reading.pictures import laid_out
+from turnlog.trainer.reading.recorded import laid_out
 from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.warm_start import LOWEST_RATE, RAMP_STEPS, demonstration_rows
 from turnlog.trainer.weights import read_weights

@@ -17,7 +17,7 @@ import ray
 
 from turnlog.infra.roles import log_lines
 from turnlog.plugins.ray.cluster import ActorPlacement, place
-from turnlog.trainer.gang import LOCAL_RANK
+from turnlog.trainer import LOCAL_RANK
 
 if TYPE_CHECKING:
     from turnlog.trainer.learner import Learner

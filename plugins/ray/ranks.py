@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from turnlog.plugins.ray.cluster import ActorLost, NoCluster, bundles, join_cluster, no_room, results, start_actor
 from turnlog.plugins.ray.rank_actor import Rank
 from turnlog.trainer import LayoutUnfit, RankLost
-from turnlog.trainer.gang.calls import P, R, Ranks
+from turnlog.trainer.calls import P, R, Ranks
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearningPlan
 

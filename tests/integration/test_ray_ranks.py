@@ -18,7 +18,7 @@ from tests.fakes.batches import append_batches
 from tests.ray_nodes import actors, two_nodes
 from tests.unit.trainer.test_draws import Run
 from turnlog.trainer import LayoutUnfit, RankLost
-from turnlog.trainer.gang.launchers import ranks
+from turnlog.trainer.launch import ranks
 from turnlog.trainer.plan import learning_plan
 
 RANKS, DRAWS = 2, 4

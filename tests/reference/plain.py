@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.parametrize import register_parametrization
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer.algorithms.gae import CriticRules
+from turnlog.trainer.algorithms.tokens import CriticRules
 from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.lora import first_factor
 from turnlog.trainer.models.vision import PicturedRows

@@ -18,16 +18,18 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import EPSILON, Whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN
-from turnlog.trainer.algorithms.gae import CriticRules, Lesson, compute_gae
 from turnlog.trainer.algorithms.tokens import (
     LOG_RATIO,
     Algorithm,
     Auxiliary,
     Clip,
+    CriticRules,
+    Lesson,
     Measure,
     TokenLoss,
     Tokens,
     bounded_ratio,
+    compute_gae,
 )
 
 Pass = Literal["proximal", "reference", "teacher", "values"]

@@ -34,9 +34,20 @@ from turnlog.infra.roles.role import open_role
 from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings, SettingsError
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded, mcore
-from turnlog.trainer.checkpoints.places import MARKERS, PART, CheckpointStorage, FolderPlace, Marker, Stored, write_sums
+from turnlog.trainer.checkpoints.places import (
+    CACHE,
+    MARKERS,
+    PART,
+    CheckpointStorage,
+    FolderPlace,
+    Marker,
+    Stored,
+    StorePlace,
+    checkpoints_directory,
+    store_place,
+    write_sums,
+)
 from turnlog.trainer.checkpoints.state import read_common
-from turnlog.trainer.checkpoints.store import CACHE, StorePlace, checkpoints_directory, store_place
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors.files import Written
 from turnlog.schemas.events import WeightFile, WeightVersionPublished
 from turnlog.trainer import ExportFailed
+from turnlog.trainer.calls import RanksCall
 from turnlog.trainer.checkpoints.state import unwritten
-from turnlog.trainer.gang.calls import RanksCall
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.weights import LastExport, Of, WeightDelta, upload
 

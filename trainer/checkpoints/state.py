@@ -38,7 +38,7 @@ from turnlog.infra.blobs import BlobError
 from turnlog.infra.run_folder import full_disk
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import CheckpointDamaged, CheckpointFailed, CheckpointUnusable, mcore
-from turnlog.trainer.checkpoints.store import SHARDS, StorePlace
+from turnlog.trainer.checkpoints.places import SHARDS, StorePlace
 
 log = logging.getLogger(__name__)
 RESHARDABLE = {

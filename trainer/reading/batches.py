@@ -3,6 +3,14 @@
 Only one batch is read ahead, so that at most two are in memory. Reading does not move the cursor, which belongs to the
 last batch that was stepped on; after a kill, what was read ahead is read again. Errors of a batch are raised when it is
 taken, after the step before it, as if it had been read then.
+
+The check of the tokenizer compares the sessions' first records with the trainer's model: ids of another tokenizer can
+all lie within the vocabulary, and then nothing else distinguishes them from the model's own.
+
+With engines on the trainer's devices ([engine] colocate) a step also waits until none of them holds memory there.
+Their state is in engine-status. A loader releases its engine once it has read about a batch that the published weights
+do not include, and reports the newest version at that time: the trainer may use the device until it publishes the next
+version. An engine that is gone is ignored; one that is silent, or drains, still holds its memory.
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from prometheus_client import Counter
@@ -19,16 +28,25 @@ from prometheus_client import Counter
 from turnlog.infra.batch_files import CorruptBatch, read_rows
 from turnlog.infra.blobs import BlobCorrupt, BlobMissing, Blobs, StoreUnavailable
 from turnlog.infra.event_log import EventLog
+from turnlog.infra.history import caught_up, events, partitions
 from turnlog.infra.log import Partition, Reader
+from turnlog.infra.roles.role import Role
 from turnlog.processors.core.batches.rows import ROWS_VERSIONS, BatchRows, rows_sha256
-from turnlog.schemas.events import BatchSkipped, SampleBatchFormed
-from turnlog.schemas.topics import BATCHES
+from turnlog.processors.core.views.fleet import Fleet
+from turnlog.schemas.events import BatchSkipped, SampleBatchFormed, SessionStarted
+from turnlog.schemas.topics import BATCHES, ENGINES, SESSIONS
 from turnlog.trainer import BatchGap, TokensUnfit
 from turnlog.trainer.checkpoints.cursor import Cursor
+from turnlog.trainer.checkpoints.places import file_sha256
 
 PARTITION = Partition(BATCHES.name, 0)
+ENGINE_STATUS = Partition(ENGINES.name, 0)
 RETRY_S = (0.1, 0.5, 2.0, 5.0)
 POLL_S = 0.2
+BEHIND = 200
+"""Number of records before the end of each partition that are checked first for their tokenizer: those of sessions that
+a rollout batch may still hold.
+"""
 WAITED = Counter("turnlog_trainer_wait_seconds", "Seconds spent waiting for a batch")
 
 Manifest = SampleBatchFormed | BatchSkipped
@@ -226,3 +244,67 @@ def check_vocabulary(manifest: SampleBatchFormed, rows: BatchRows, vocabulary: i
             f"{at - int(rows.starts[row])}, but the model has {vocabulary} tokens: its sessions were sampled by "
             "another model than the trainer's [model] path"
         )
+
+
+class Tokenizers:
+    """The tokenizer check of a role's run."""
+
+    def __init__(self, role: Role, model: Path) -> None:
+        self._role, self._file = role, model / "tokenizer.json"
+        self._own = file_sha256(self._file) if self._file.exists() else ""
+        self._since: dict[Partition, int] = {}
+
+    async def check(self, manifest: SampleBatchFormed) -> None:
+        """Check, once per rollout batch, the sessions that began since the previous one. Raises TokensUnfit,
+        LogError.
+        """
+        if manifest.part:
+            return
+        ends = await self._role.log.end_offsets(partitions(self._role, SESSIONS))
+        since = self._since or {place: end - BEHIND for place, end in ends.items()}
+        async for _, event in events(self._role, SESSIONS, since=since, names=(SessionStarted.__name__,)):
+            assert isinstance(event, SessionStarted)
+            if event.tokenizer_sha256 not in ("", self._own):
+                raise TokensUnfit(
+                    f"batch {manifest.batch_index} is refused: session {event.session_id} comes from a gateway "
+                    f"({event.writer_url}) whose tokenizer.json has sha256 {event.tokenizer_sha256}, {self._file} has "
+                    f"{self._own or 'none'}: set [model] path of gateway and trainer to the same folder"
+                )
+        self._since = ends
+
+
+class SharedDevice:
+    """The engines that hold memory, folded from engine-status."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+        self._reader: Reader
+        self._fleet = Fleet()
+
+    async def follow(self, reader: Reader) -> None:
+        """Start to follow engine-status from the start of the log."""
+        self._reader = reader
+        reader.assign(await self._role.log.start_offsets([ENGINE_STATUS]))
+
+    async def free(self, published: int | None, beat: Callable[[], None]) -> bool:
+        """Wait until every engine was released with version `published`, the newest one; `beat` is called meanwhile.
+
+        Return False if the role is to stop first.
+        """
+        wanted = -1 if published is None else published
+        ends = await self._role.log.end_offsets([ENGINE_STATUS])
+        while not caught_up(self._reader, ends) or (holding := self._fleet.engines_holding_memory(wanted)):
+            beat()
+            if self._role.stopping.is_set():
+                return False
+            if caught_up(self._reader, ends):
+                self._role.health.unmet(
+                    "device", f"{', '.join(holding)} still on the trainer's devices ([engine] colocate)"
+                )
+            await self._take()
+        self._role.health.mark_ready("device")
+        return True
+
+    async def _take(self) -> None:
+        async for _, event in self._role.run_events(await self._reader.poll(timeout_s=POLL_S)):
+            self._fleet.apply(event)

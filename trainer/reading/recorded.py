@@ -1,30 +1,41 @@
-"""Data of samples that is not in a batch's file: the experts that the engine recorded, and how trajectories ended.
+"""The rows that a batch trains, with the data of its samples that is not in its file: the experts that the engine
+recorded, images, and how trajectories ended.
 
-Batch files do not contain experts, which would be most of their bytes. A sample refers to them by content hash, so that
-its record is as immutable as a column. A sample without any (an engine died, a gateway did not request them) leaves its
-row unrouted.
+Batch files contain neither experts, which would be most of their bytes, nor images. A sample refers to them by content
+hash, so that its record is as immutable as a column. A sample without experts (an engine died, a gateway did not
+request them) leaves its row unrouted. Images are preprocessed by the model's own image processor, as an engine does it.
+transformers' processor resizes with torchvision if it is installed, else with Pillow, whose values differ by 1/255:
+trainer and engines need the same library.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter
 
-from turnlog.infra.blobs import Blobs, expert_rows
+from turnlog.infra.blobs import Blobs, ImageUnreadable, expert_rows, opened_image
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import read_range
 from turnlog.infra.log import Log, Partition
+from turnlog.infra.roles.role import Role
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas.events import Outcome, SampleBatchFormed, SegmentSample
+from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.topics import SAMPLES
-from turnlog.trainer import ExpertsUnfit
+from turnlog.trainer import ExpertsUnfit, ImagesUnfit
 from turnlog.trainer.models.experts import attach_experts
-from turnlog.trainer.shape import ModelShape
+from turnlog.trainer.models.vision import RowImage, attach_pictures
+from turnlog.trainer.reading.batches import check_lengths, check_vocabulary, fetch_rows
+from turnlog.trainer.shape import ModelShape, VisionShape
 
 UNROUTED = Counter(
     "turnlog_trainer_unrouted_rows", "Rows for a mixture-of-experts model that came without recorded experts"
@@ -32,6 +43,23 @@ UNROUTED = Counter(
 NAMED = 5
 """Number of samples that a warning names for each cause."""
 _said = logging.getLogger(__name__)
+
+
+async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShape, model: Path) -> BatchRows:
+    """Return the batch's rows, with images if the model has a vision tower, else with recorded experts if routers
+    replay them.
+
+    `model` is the model's folder. Raises the errors of fetch_rows, check_vocabulary, check_lengths, with_pictures and
+    with_experts.
+    """
+    rows = await fetch_rows(manifest, role.blobs)
+    check_vocabulary(manifest, rows, shape.vocabulary)
+    check_lengths(manifest, rows, shape.positions)
+    if shape.vision:
+        return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
+    if not shape.experts or role.settings.trainer.router_replay == "off":
+        return rows
+    return await with_experts(manifest, rows, shape, role.log, role.events, role.blobs)
 
 
 async def with_experts(
@@ -110,3 +138,81 @@ async def samples_of(manifest: SampleBatchFormed, log: Log, events: EventLog) ->
                 f"sample {row.sample_id} does not stand at {place_said}, where batch {manifest.batch_index} says"
             )
     return [found[row.sample_id] for row in manifest.samples]
+
+
+async def with_pictures(
+    manifest: SampleBatchFormed,
+    rows: BatchRows,
+    vision: VisionShape,
+    model: Path,
+    log: Log,
+    events: EventLog,
+    blobs: Blobs,
+) -> BatchRows:
+    """Return the rows of a batch with their images. `model` is the folder with the processor's settings.
+
+    Raises BlobError, LogError, ExpertsUnfit if a sample is not where the manifest says, and ImagesUnfit for an image
+    that cannot be read or that takes another number of tokens than its sample says.
+    """
+    named = await samples_of(manifest, log, events)
+    refs = {one.image.sha256: one.image for sample in named for one in sample.images}
+    contents = dict(zip(refs, await asyncio.gather(*map(blobs.get, refs.values())), strict=True))
+    if not contents:
+        return rows
+    return await asyncio.to_thread(laid_out, rows, [sample.images for sample in named], contents, vision, model)
+
+
+def laid_out(
+    rows: BatchRows,
+    images: Sequence[Sequence[ImageRef]],
+    contents: Mapping[str, bytes],
+    vision: VisionShape,
+    model: Path,
+) -> BatchRows:
+    """Return the rows with the images of each; `contents` maps sha256 to the file. Raises ImagesUnfit."""
+    arrays: dict[str, Any] = {}
+    pictures: list[list[RowImage]] = []
+    for row, named in enumerate(images):
+        start, length = int(rows.starts[row]), int(rows.lengths[row])
+        tokens = rows.token_ids[start : start + length]
+        pictures.append([])
+        for image in named:
+            if image.position >= length:
+                continue  # the rollout batch may have cut the sample's tail
+            about = f"sample {rows.sample_ids[row]}: the image {image.image.sha256} at token {image.position}"
+            if image.image.sha256 not in arrays:
+                arrays[image.image.sha256] = _process_image(contents[image.image.sha256], model, about)
+            pictures[-1].append(_make_picture(image, arrays[image.image.sha256], vision, about))
+            if np.any(tokens[image.position : image.position + image.tokens] != vision.token):
+                raise ImagesUnfit(f"{about}: its tokens are not all {vision.token}, the model's for images")
+    return attach_pictures(rows, pictures)
+
+
+def _make_picture(image: ImageRef, arrays: Any, vision: VisionShape, about: str) -> RowImage:
+    frames, height, width = (int(side) for side in arrays["image_grid_thw"][0])
+    picture = RowImage(
+        image.image.sha256, image.position, height // vision.merge, width // vision.merge, arrays["pixel_values"]
+    )
+    if frames != 1 or picture.tokens != image.tokens:
+        raise ImagesUnfit(
+            f"{about} takes {image.tokens} tokens in the sample, but {picture.tokens} with the model's image "
+            "processor: the preprocessor_config.json in the gateway's [model] path differs from the trainer's"
+        )
+    return picture
+
+
+def _process_image(content: bytes, model: Path, about: str) -> Any:
+    """Run the model's image processor. Raises ImagesUnfit."""
+    try:
+        with opened_image(content, whole=True) as image:
+            return _processor(model)(images=[image], return_tensors="np")
+    except (ImageUnreadable, ValueError) as error:  # raised for an image that is too narrow
+        raise ImagesUnfit(f"{about}: {error}") from error
+
+
+@functools.lru_cache(maxsize=1)
+def _processor(model: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    loader: Any = AutoImageProcessor
+    return loader.from_pretrained(model)

@@ -19,7 +19,7 @@ from turnlog.infra.blobs import BlobMissing, BucketMissing, StoreBusy, StoreUnav
 from turnlog.infra.roles import is_unreachable
 from turnlog.infra.s3 import PART_BYTES, RETRIES, S3Blobs
 from turnlog.settings import StoreSettings
-from turnlog.trainer.checkpoints.store import StorePlace
+from turnlog.trainer.checkpoints.places import StorePlace
 
 LARGE = PART_BYTES + 1
 LOGIN = b"<html><body>Welcome, please log in<br></body></html>"

@@ -10,7 +10,7 @@ from tests.fakes.batches import synthetic_rows, with_random_experts
 from tests.unit.trainer.test_learner import ONE, random_weights
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.trainer.algorithms.objective import ForwardPassResults
-from turnlog.trainer.gang.calls import RankZero, laid_out
+from turnlog.trainer.calls import RankZero, laid_out
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows

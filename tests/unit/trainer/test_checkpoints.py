@@ -20,9 +20,8 @@ from turnlog.infra.s3 import S3Blobs
 from turnlog.settings import SettingsError, StoreSettings
 from turnlog.trainer import CheckpointDamaged, CheckpointUnusable, Superseded
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_values, hand_on
-from turnlog.trainer.checkpoints.places import MARKERS, SUMS, CheckpointStorage, FolderPlace, Marker
+from turnlog.trainer.checkpoints.places import CACHE, MARKERS, SUMS, CheckpointStorage, FolderPlace, Marker, StorePlace
 from turnlog.trainer.checkpoints.state import regroup_optimizers
-from turnlog.trainer.checkpoints.store import CACHE, StorePlace
 
 
 @dataclass

@@ -35,8 +35,7 @@ from turnlog.settings import Settings, StoreSettings, from_tables
 from turnlog.trainer import CheckpointUnusable, Diverged
 from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, find, folder_name
-from turnlog.trainer.checkpoints.places import SUMS, FolderPlace
-from turnlog.trainer.checkpoints.store import StorePlace
+from turnlog.trainer.checkpoints.places import SUMS, FolderPlace, StorePlace
 from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer, draw_passes
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan

@@ -26,8 +26,7 @@ from turnlog.plugins.offline.export import (
 from turnlog.settings import ModelSettings, RunSettings, StoreSettings
 from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.places import FolderPlace
-from turnlog.trainer.checkpoints.store import StorePlace
+from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation

@@ -27,8 +27,8 @@ from turnlog.trainer import (
     WeightsMismatch,
     mcore,
 )
+from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.checkpoints.state import Save, read_common
-from turnlog.trainer.checkpoints.store import StorePlace
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation

@@ -17,9 +17,8 @@ from tests.reference.plain import PlainLearner, of_row
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
-from turnlog.trainer.algorithms.gae import CriticRules
 from turnlog.trainer.algorithms.objective import ForwardPassResults, Objective
-from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary
+from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, CriticRules
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows
