@@ -66,7 +66,7 @@ from turnlog.trainer.algorithms.objective import Floats, Objective
 from turnlog.trainer.calls import P, R, Ranks
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, checkpoints_directory, store_place
-from turnlog.trainer.checkpoints.publications import Publications
+from turnlog.trainer.checkpoints.publications import LastExport, Publications, version_event
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
 from turnlog.trainer.launch import ranks
@@ -85,7 +85,7 @@ from turnlog.trainer.reading.batches import (
 from turnlog.trainer.reading.recorded import read_truncation_flags, trained_rows
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.tiny_policy import initial_weights
-from turnlog.trainer.weights import LastExport, Of, version_event
+from turnlog.trainer.weights import Of
 
 VERSIONS = Partition(WEIGHTS.name, 0)
 
@@ -175,7 +175,7 @@ class LearnerThread:
     """The ranks, called from a dedicated thread, so that a step never blocks clients, health checks and signals."""
 
     def __init__(self, plan: LearningPlan, beat: launch.Beat) -> None:
-        """`beat` is called as in launchers.ranks."""
+        """`beat` is called as in launch.ranks."""
         self._plan, self._beat = plan, beat
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
         self._open = ExitStack()
@@ -416,7 +416,6 @@ class Trainer:
         return self._cursor.draws >= self._draws
 
     async def _call(self, method: ForwardPass, rows: BatchRows) -> Floats:
-        """Run a forward pass on all ranks."""
         _beat(self._role)
         return await self._learner.call(method, rows)
 

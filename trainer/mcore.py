@@ -380,7 +380,6 @@ __all__ = [
     "BACKEND",
     "COMMON_STATE_FNAME",
     "DEVICE",
-    "LOCAL_RANK",
     "ON_CPU",
     "TRAINED",
     "CheckpointingException",

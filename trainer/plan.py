@@ -16,10 +16,9 @@ import torch
 from turnlog.learning_settings import check_wants
 from turnlog.settings import Settings, SettingsError, TrainerSettings
 from turnlog.trainer import LayoutUnfit
-from turnlog.trainer.algorithms import catalogue
 from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradient
 from turnlog.trainer.algorithms.objective import imitation as imitation
-from turnlog.trainer.algorithms.tokens import CriticRules
+from turnlog.trainer.algorithms.tokens import CriticRules, choose_algorithm, chosen_auxiliary
 from turnlog.trainer.checkpoints.places import StorePlace, contents_sha256
 from turnlog.trainer.shape import ModelShape
 
@@ -346,8 +345,8 @@ def check_unchanged(before: Mapping[str, str], plan: LearningPlan, where: str) -
 
 
 def _objective(trainer: TrainerSettings) -> PolicyGradient:
-    algorithm, numbers = catalogue.choose_algorithm(trainer.algorithm)
-    auxiliary, auxiliary_numbers = catalogue.chosen_auxiliary(trainer.auxiliary)
+    algorithm, numbers = choose_algorithm(trainer.algorithm)
+    auxiliary, auxiliary_numbers = chosen_auxiliary(trainer.auxiliary)
     return PolicyGradient(
         trainer.clip_low,
         trainer.clip_high,

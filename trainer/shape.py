@@ -434,13 +434,13 @@ def _rope_scaling(rope: Config) -> RopeScaling | None:
     )
 
 
-def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int, dtype: str = "float32") -> dict[str, Any]:
+def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
     """Return the config.json of `shape`, as transformers 5 and SGLang read it."""
     own = family(shape.kind)
     values = {
         "architectures": [own.architecture],
         "model_type": shape.kind,
-        "dtype": dtype,
+        "dtype": "float32",
         "num_hidden_layers": shape.layers,
         **({"layer_types": ["full_attention"] * shape.layers} if shape.kind in ("qwen2", "qwen3") else {}),
         "hidden_size": shape.hidden,

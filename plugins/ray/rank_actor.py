@@ -55,7 +55,7 @@ class Rank:
         return int(self._store.port)
 
     def join(self, plan: LearningPlan, rank: int, address: str, port: int) -> None:
-        """Become rank `rank`, on the weights of the plan. Raises the errors of launchers.ranks."""
+        """Become rank `rank`, on the weights of the plan. Raises the errors of launch.ranks."""
         from turnlog.trainer.launch import layout_of, learner_of, meeting_place, process_group
 
         log_lines.begin(os.environ, sys.stderr)

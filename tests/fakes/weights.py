@@ -13,7 +13,8 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.tensors import adapters
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.weights import LastExport, upload, version_event, write_tensors
+from turnlog.trainer.checkpoints.publications import LastExport, upload, version_event
+from turnlog.trainer.weights import write_tensors
 
 
 class Publications:

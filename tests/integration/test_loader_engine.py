@@ -40,11 +40,12 @@ from turnlog.schemas.events.weights import WeightFile
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, LoaderSettings, Settings
 from turnlog.trainer.checkpoints.cursor import Cursor
+from turnlog.trainer.checkpoints.publications import upload, version_event
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.shape import read_shape
-from turnlog.trainer.weights import Of, read_weights, upload, version_event
+from turnlog.trainer.weights import Of, read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
 PROMPT = [5, 6, 7, 8, 9]

@@ -45,10 +45,9 @@ from tests.reference.plain import (
     with_credits,
 )
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.draws import METHODS
 from turnlog.trainer.algorithms.objective import ForwardPassResults
-from turnlog.trainer.algorithms.tokens import CriticRules
+from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import EPSILON, Whitening
-from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.tokens import (
+    BUILT_IN,
     LOG_RATIO,
     Algorithm,
     Auxiliary,

@@ -4,8 +4,8 @@
     latest-i0.json        the marker of generation 0: {"incarnation", "folder"}; the highest generation is effective,
                           with the newest checkpoint of its own, else with the one that its marker names
 
-They lie in `checkpoints/` of the run's directory (`checkpoints.places`: written as `.part`, then renamed) or in the
-object store (`checkpoints.store`).
+They lie in `checkpoints/` of the run's directory, written as `.part`, then renamed, or in the object store
+(`checkpoints.places`).
 
 The cursor is part of the checkpoint's common state, so cursor, optimizer and weights move together. A generation of the
 trainer claims its number by creating its marker, which only one process can do. All names that it writes carry that
@@ -177,7 +177,6 @@ class Checkpoints:
         return name
 
     def checkpoint_address(self, name: str) -> str:
-        """Return the whole address of a checkpoint."""
         return self._place.checkpoint_address(name)
 
     def _effective_name(self, found: list[str]) -> str | None:

@@ -35,7 +35,6 @@ class RowImage:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the image."""
         return self.rows * self.columns
 
 

@@ -20,10 +20,9 @@ from turnlog.learning_settings import WANTS
 from turnlog.names import EntryPointGroup
 from turnlog.setting_types import find_offered
 from turnlog.settings import SettingsError, TrainerSettings, declarations, from_tables
-from turnlog.trainer.algorithms.catalogue import BUILT_IN, choose_algorithm
 from turnlog.trainer.algorithms.objective import ForwardPassResults as Passes
 from turnlog.trainer.algorithms.objective import PolicyGradient, estimate
-from turnlog.trainer.algorithms.tokens import Tokens
+from turnlog.trainer.algorithms.tokens import BUILT_IN, Tokens, choose_algorithm
 from turnlog.trainer.plan import learning_plan
 
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5

@@ -16,9 +16,8 @@ from tests.reference.layouts import OBJECTIVES, RATE, Theirs, ours
 from tests.reference.plain import PlainCritic, credits, with_credits
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.settings import SettingsError, from_tables
-from turnlog.trainer.algorithms.catalogue import BUILT_IN
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
-from turnlog.trainer.algorithms.tokens import CriticRules, compute_gae, value_loss
+from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules, compute_gae, value_loss
 from turnlog.trainer.checkpoints.state import Save
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner

@@ -27,12 +27,13 @@ from turnlog.settings import ModelSettings, RunSettings, StoreSettings
 from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace
+from turnlog.trainer.checkpoints.publications import upload, version_event
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
-from turnlog.trainer.weights import Of, upload, version_event
+from turnlog.trainer.weights import Of
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TOKENS = torch.tensor([[1, 5, 9, 200, 7, 2]])

@@ -16,9 +16,8 @@ from tests.reference.layouts import OBJECTIVES, Theirs, learner_of, ours
 from tests.reference.plain import PlainLearner, of_row
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
-from turnlog.trainer.algorithms.catalogue import BUILT_IN, chosen_auxiliary
 from turnlog.trainer.algorithms.objective import ForwardPassResults, Objective
-from turnlog.trainer.algorithms.tokens import Algorithm, Auxiliary, CriticRules
+from turnlog.trainer.algorithms.tokens import BUILT_IN, Algorithm, Auxiliary, CriticRules, chosen_auxiliary
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows

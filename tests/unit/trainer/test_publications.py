@@ -15,8 +15,8 @@ from turnlog.infra.blobs import MemoryBlobs, StoreUnavailable
 from turnlog.schemas.events import WeightVersionPublished
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer.checkpoints.cursor import Cursor
-from turnlog.trainer.checkpoints.publications import PublicationBuilder, Publications
-from turnlog.trainer.weights import LastExport, version_event, write_tensors
+from turnlog.trainer.checkpoints.publications import LastExport, PublicationBuilder, Publications, version_event
+from turnlog.trainer.weights import write_tensors
 
 
 class SlowStore(MemoryBlobs):
