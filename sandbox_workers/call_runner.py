@@ -1,5 +1,7 @@
 """Run calls to their answers: lease, announce, run, store, publish; and run again those whose sandbox went away.
 
+The files of a session are placed into the sandbox of its next call, and stored after the call.
+
 NoSandboxInTime   raised within: the call was cancelled, or its deadline passed, while it waited for a sandbox"""
 
 from __future__ import annotations
@@ -10,18 +12,28 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.blobs import BlobError
+from turnlog.infra.blobs import BlobError, StoreUnavailable
 from turnlog.infra.environments.tools import AGENT
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import TlsFileUnusable
-from turnlog.sandbox_workers import answers
-from turnlog.sandbox_workers.answers import CallOutcome, unrun
-from turnlog.sandbox_workers.calls import Pending, ToolCallPartitionTask, apply_event
+from turnlog.sandbox_workers.calls import (
+    AttemptsExhausted,
+    CallOutcome,
+    Pending,
+    ToolCallPartitionTask,
+    apply_event,
+    make_completed_event,
+    make_started_event,
+    mark_sandbox_ended,
+    unkept,
+    unrun,
+    without_interpreter,
+)
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Lease
@@ -40,8 +52,7 @@ from turnlog.sandbox_workers.protocol import (
     attribute_death,
 )
 from turnlog.sandbox_workers.tools import Refusal
-from turnlog.sandbox_workers.workspaces import Workspaces
-from turnlog.sandbox_workers.workspaces.session_files import SessionFiles
+from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
@@ -50,8 +61,14 @@ from turnlog.schemas.types import BlobRef
 if TYPE_CHECKING:
     from turnlog.sandbox_workers.egress import Egress, GatewayRelay
 
+
 log = logging.getLogger(__name__)
 
+PATIENCE_S = 60.0
+"""Seconds that the store may be unavailable before the worker ends. Meanwhile the session's files exist nowhere but
+here."""
+FIRST_PAUSE_S = 0.1
+T = TypeVar("T")
 DISK = "disk"
 """Readiness condition of /readyz that does not hold while the disk under workspaces is full."""
 LONG_S = 1e9
@@ -120,7 +137,7 @@ class CallRunner:
                 )
                 execution = self._unrunnable(unit, pending, placement)
         if execution.reason == "attempts":
-            await self._park(pending.record, answers.AttemptsExhausted(execution.output.decode(errors="replace")))
+            await self._park(pending.record, AttemptsExhausted(execution.output.decode(errors="replace")))
         outcome = CallOutcome(execution=execution, workspace=await self._files.before(pending.request))
         await (await self._submit_answer(unit, pending, placement, outcome, self._age(pending)))
 
@@ -207,7 +224,7 @@ class CallRunner:
         its effects."""
         pending.begun = True
         attempt = self._attempts(unit, pending) + 1
-        event = answers.make_started_event(
+        event = make_started_event(
             pending.request, attempt=attempt, worker=self._name, environment_sha256=environment_sha256
         )
         await (await self._submit_event(unit, event))
@@ -221,7 +238,7 @@ class CallRunner:
         pending.stateful = placement.interpreter and lease.sandbox.interpreter
         execution, requests = await self._run(lease, pending, placement)
         if lost and pending.died:  # the interpreter existed until this call
-            execution, lost = answers.without_interpreter(execution), False
+            execution, lost = without_interpreter(execution), False
         execution, workspace = await self._store_files(lease, pending, placement, execution, lost=lost)
         outcome = CallOutcome(execution=execution, workspace=workspace, requests=requests)
         if len(execution.output) <= INLINE_LIMIT_BYTES:
@@ -238,9 +255,9 @@ class CallRunner:
         try:
             workspace = await self._files.keep(lease, request, disk_bytes=placement.limits.disk_bytes, lost=lost)
         except FileRefused as error:
-            return answers.unkept(execution, error), await self._files.without(request, lost=lost)
+            return unkept(execution, error), await self._files.without(request, lost=lost)
         except SandboxDied as error:
-            execution = answers.mark_sandbox_ended(execution, self._verdict(pending, error))
+            execution = mark_sandbox_ended(execution, self._verdict(pending, error))
             return execution, await self._files.without(request, lost=lost)
         if request.sandbox.durable_workspace:
             lease.keep(workspace)
@@ -327,9 +344,7 @@ class CallRunner:
     ) -> asyncio.Task[None]:
         """Submit the answer. Await the returned asyncio task for its acknowledgement."""
         attempt = self._attempts(unit, pending)
-        event = answers.make_completed_event(
-            pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name
-        )
+        event = make_completed_event(pending.request, outcome, attempt=attempt, queue_s=queue_s, worker=self._name)
         tool, backend = "", ""  # empty for a refusal: arbitrary names would make unlimited series
         if isinstance(placement, Placement):
             tool, backend = pending.request.tool, placement.pool.provider.name
@@ -363,3 +378,76 @@ def _about(pending: Pending) -> dict[str, str]:
     """Return the fields of a log line about the call. They are set per line, not per asyncio task, since sandboxes that
     a call makes outlive it."""
     return {"session_id": pending.request.session_id, "group_id": pending.request.group_id}
+
+
+class SessionFiles:
+    """Puts a session's files into the sandbox of its next call, and stores them after the call."""
+
+    def __init__(self, workspaces: Workspaces) -> None:
+        self._workspaces = workspaces
+
+    async def before(self, request: ToolCallRequested) -> BlobRef | None:
+        """Return the session's workspace if this call does not run: the one that the request names; for a durable
+        session that has not begun, the empty one. None if it is unknown, or if the session is not durable. Raises
+        StoreUnavailable."""
+        if request.workspace is not None or not request.sandbox.durable_workspace or request.call_seq > 0:
+            return request.workspace
+        return await self._patiently(self._workspaces.empty)
+
+    async def without(self, request: ToolCallRequested, *, lost: bool) -> BlobRef | None:
+        """Return the session's workspace if this call's files are not stored: the one from before it.
+
+        The interpreter ended with the call, whose answer reports it, so the workspace is marked as having none and a
+        later call starts a new one. With `lost` the interpreter was gone before the call, and the mark that there was
+        one stays. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
+        before = await self.before(request)
+        if before is None or lost:
+            return before
+        return await self._patiently(lambda: self._workspaces.without_interpreter(before))
+
+    async def place(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, interpreter: bool) -> bool:
+        """Put exactly the files that the request names into the leased sandbox. Return True if a persistent interpreter
+        belonged to them that is gone. `interpreter`: whether the call needs it. Raises WorkspaceLost, WorkspaceCorrupt,
+        InterpreterLost, QuotaExceeded, SandboxDied, StoreUnavailable."""
+        wanted = request.workspace
+        if wanted is None:
+            if request.sandbox.durable_workspace and request.call_seq > 0:
+                raise WorkspaceLost(f"call {request.call_seq} of session {request.session_id} names no workspace")
+            if lease.held:  # an earlier attempt at this call has left files there
+                await lease.sandbox.restore((), {})
+            return False
+        if not lease.held or lease.workspace != wanted:
+            await self._patiently(lambda: self._workspaces.restore(lease.sandbox, wanted, disk_bytes=disk_bytes))
+            lease.workspace = wanted
+        if lease.sandbox.interpreter or not (await self._patiently(lambda: self._workspaces.open(wanted))).interpreter:
+            return False
+        if interpreter:
+            raise InterpreterLost(
+                f"the interpreter of session {request.session_id} went with its sandbox; its files are here"
+            )
+        return True
+
+    async def keep(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, lost: bool) -> BlobRef | None:
+        """Store the files that the call left. `lost`: an interpreter was gone before the call, and its mark in the
+        workspace stays. Raises QuotaExceeded, FileRefused, SandboxDied, StoreUnavailable."""
+        if not request.sandbox.durable_workspace:
+            return request.workspace
+        alive = lease.sandbox.interpreter or lost
+        return await self._patiently(
+            lambda: self._workspaces.snapshot(lease.sandbox, request.workspace, most=disk_bytes, interpreter=alive)
+        )
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `act` while the store is unavailable, for PATIENCE_S at most. Raises StoreUnavailable after
+        that."""
+        loop = asyncio.get_running_loop()
+        gives_up, pause = loop.time() + PATIENCE_S, FIRST_PAUSE_S
+        while True:
+            try:
+                return await act()
+            except StoreUnavailable as error:
+                if loop.time() + pause > gives_up:
+                    raise
+                log.warning("waiting for the store to save or load a workspace: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 5.0)

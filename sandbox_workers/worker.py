@@ -25,15 +25,18 @@ from turnlog.infra.roles.ending import drain_s
 from turnlog.infra.roles.role import Role
 from turnlog.names import ConsumerGroup
 from turnlog.processors.core.fold.unit import ForeignRun
-from turnlog.sandbox_workers import answers
 from turnlog.sandbox_workers.call_runner import CallRunner
 from turnlog.sandbox_workers.calls import (
+    CallOutcome,
     PartitionRecovery,
     Pending,
     SessionQueue,
     ToolCallPartitionTask,
     ToolResultReader,
+    UnexpectedRecord,
     apply_event,
+    make_completed_event,
+    unrun,
 )
 from turnlog.sandbox_workers.placements import Placement
 from turnlog.sandbox_workers.pooling import SandboxPools
@@ -235,7 +238,7 @@ class SandboxWorker:
             if (pending := unit.pending.get(event.call_id)) is not None:
                 await pending.cancel()
         else:
-            stray = answers.UnexpectedRecord(f"{type(event).__name__} does not belong in {record.topic}")
+            stray = UnexpectedRecord(f"{type(event).__name__} does not belong in {record.topic}")
             await self._role.park(record, stray)
         unit.finish(record.offset)
 
@@ -268,11 +271,9 @@ class SandboxWorker:
             return  # the partition is being revoked with this record unfinished
         stored = await self._results.at(unit.number, position)
         if not isinstance(stored, ToolCallCompleted):
-            gone = answers.unrun(
-                ToolStatus.infra_error, "answer_gone", f"the answer at {position} is not on the log any more"
-            )
-            outcome = answers.CallOutcome(execution=gone, workspace=None)
-            stored = answers.make_completed_event(request, outcome, attempt=0, queue_s=0.0, worker=self._role.instance)
+            gone = unrun(ToolStatus.infra_error, "answer_gone", f"the answer at {position} is not on the log any more")
+            outcome = CallOutcome(execution=gone, workspace=None)
+            stored = make_completed_event(request, outcome, attempt=0, queue_s=0.0, worker=self._role.instance)
         again = dataclasses.replace(stored, cached=True)
         unit.note_answer(again, (await self._role.events.append(again))[1])
         unit.finish(record.offset)

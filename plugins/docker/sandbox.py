@@ -37,8 +37,7 @@ from typing import Any, TypeVar
 
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.connection import InitSandbox
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix, ownerless, record_removal
-from turnlog.sandbox_workers.backends.roots import loader_command, sent_program
+from turnlog.sandbox_workers.backends.roots import loader_command, owned_prefix, ownerless, record_removal, sent_program
 from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.inside.observables import listener
 from turnlog.sandbox_workers.protocol import (

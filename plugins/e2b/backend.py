@@ -25,7 +25,7 @@ from turnlog.plugins.e2b.service import (
 )
 from turnlog.plugins.e2b.stream import E2bStream, fingerprint
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.roots import owned_prefix
 from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxDied, SandboxUnavailable, Shape
 

@@ -36,8 +36,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import HostUser, InitSandbox, own_account, start_sandbox
-from turnlog.sandbox_workers.backends.leftovers import discard, no_workspace, workspace_folder
-from turnlog.sandbox_workers.backends.roots import ensure_cached_folder
+from turnlog.sandbox_workers.backends.roots import discard, ensure_cached_folder, no_workspace, workspace_folder
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix, ownerless, record_removal, sweep_folders
+from turnlog.sandbox_workers.backends.roots import owned_prefix, ownerless, record_removal, sweep_folders
 from turnlog.sandbox_workers.inside.processes import SOCKET_BYTES
 from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable
 from turnlog.schemas.events import SandboxLimits
@@ -518,7 +518,6 @@ class Figures:
         return int(text) / 1e9 if text else 0.0
 
     def close(self) -> None:
-        """Close the files."""
         while self._files:
             os.close(self._files.popitem()[1])
 

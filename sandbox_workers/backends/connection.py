@@ -486,5 +486,4 @@ class Zygote:
         return self._forks % COMPARED_EVERY == 0
 
     def close(self) -> None:
-        """Close the socket for orders."""
         self._orders.close()

@@ -486,7 +486,6 @@ class InitFiles:
         """Raise SandboxDied if a disk that the sandbox shares with others is full."""
 
     async def _close_with_evidence(self, error: Exception) -> Evidence:
-        """Close the sandbox and return the evidence about its end."""
         if isinstance(error, SandboxDied) and error.evidence.changed:
             self._evidence = dataclasses.replace(self._evidence, changed=error.evidence.changed)
         await self.close()

@@ -18,8 +18,7 @@ from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import roots
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import HostUser, InitSandbox, init_command, own_account, start_sandbox
-from turnlog.sandbox_workers.backends.leftovers import discard, no_workspace, workspace_folder
-from turnlog.sandbox_workers.backends.roots import init_program, interpreter
+from turnlog.sandbox_workers.backends.roots import discard, init_program, interpreter, no_workspace, workspace_folder
 from turnlog.sandbox_workers.inside.child import FORGETFUL
 from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 

@@ -20,7 +20,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.terminal import aside
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import LOCAL, Interception
-from turnlog.sandbox_workers import answers
+from turnlog.sandbox_workers.calls import unkept
 from turnlog.sandbox_workers.console.recorded import (
     BadPattern,
     RecordedCall,
@@ -271,7 +271,7 @@ class Rerunner:
                 lease.sandbox, call.request.workspace, most=placement.limits.disk_bytes
             )
         except FileRefused as error:
-            return answers.unkept(execution, error), None
+            return unkept(execution, error), None
         lease.keep(ref)
         return execution, await self._tree(ref)
 
@@ -291,64 +291,45 @@ def uses_interpreter(call: RecordedCall) -> bool:
     return tool is not None and Kind.session in tool.kinds
 
 
-class ScratchBlobs:
+class ScratchBlobs(MemoryBlobs):
     """Reads from the real store and writes to memory, so that a rerun leaves nothing behind."""
 
     def __init__(self, below: Blobs) -> None:
+        super().__init__()
         self._below = below
-        self._own = MemoryBlobs()
-        self.folder = ""
-
-    async def put(self, content: bytes, *, media_type: str = "application/octet-stream") -> BlobRef:
-        return await self._own.put(content, media_type=media_type)
 
     async def get(self, ref: BlobRef) -> bytes:
         try:
-            return await self._own.get(ref)
+            return await super().get(ref)
         except BlobMissing:
             return await self._below.get(ref)
 
-    async def put_file(self, path: Path, *, sha256: str = "", media_type: str = "application/octet-stream") -> BlobRef:
-        return await self._own.put_file(path, sha256=sha256, media_type=media_type)
-
     async def get_file(self, ref: BlobRef, path: Path) -> None:
         try:
-            await self._own.get_file(ref, path)
+            await super().get_file(ref, path)
         except BlobMissing:
             await self._below.get_file(ref, path)
 
-    async def put_named(self, name: str, content: bytes, *, media_type: str = "application/octet-stream") -> None:
-        await self._own.put_named(name, content, media_type=media_type)
-
     async def get_named(self, name: str) -> bytes:
         try:
-            return await self._own.get_named(name)
+            return await super().get_named(name)
         except BlobMissing:
             return await self._below.get_named(name)
 
-    async def put_named_file(self, name: str, path: Path) -> BlobRef:
-        return await self._own.put_named_file(name, path)
-
     async def get_named_file(self, name: str, ref: BlobRef, path: Path) -> None:
         try:
-            await self._own.get_named_file(name, ref, path)
+            await super().get_named_file(name, ref, path)
         except BlobMissing:
             await self._below.get_named_file(name, ref, path)
 
     async def names(self, prefix: str) -> list[str]:
-        return sorted({*await self._own.names(prefix), *await self._below.names(prefix)})
+        return sorted({*await super().names(prefix), *await self._below.names(prefix)})
 
     async def list_objects(self, prefix: str) -> Listing:
         return await self._below.list_objects(prefix)
 
     async def copy(self, name: str, to: str) -> None:
-        await self._own.put_named(to, await self.get_named(name))
-
-    async def remove(self, name: str) -> None:
-        await self._own.remove(name)
-
-    async def close(self) -> None:
-        """There is nothing to release: the store below belongs to the caller."""
+        await self.put_named(to, await self.get_named(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

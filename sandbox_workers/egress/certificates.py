@@ -59,7 +59,6 @@ class CertificateAuthority:
 
     @property
     def pem(self) -> bytes:
-        """The authority's certificate."""
         return _pem(self._certificate)
 
     def context(self, host: str) -> ssl.SSLContext:

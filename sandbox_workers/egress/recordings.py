@@ -203,7 +203,6 @@ class Requests:
         self._asked: Counter[str] = Counter()
 
     def begin(self) -> Entry:
-        """Note that a request comes in."""
         entry = Entry(over=len(self._entries) >= self._most or self._tunnels > self._most)
         if len(self._entries) <= self._most:
             self._entries.append(entry)

@@ -164,7 +164,6 @@ class Upstream:
             raise RequestRefused(Reason.unreachable if believed else Reason.certificate) from error
 
     async def close(self) -> None:
-        """Drop every connection."""
         await self._session.close()
 
 

@@ -15,13 +15,12 @@ from typing import Self
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.roles.tls import trusting
 from turnlog.sandbox_settings import EgressSettings
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.roots import owned_prefix
 from turnlog.sandbox_workers.egress.apart import EgressTokens
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, write_certificate
 from turnlog.sandbox_workers.egress.client import forget_waiting
-from turnlog.sandbox_workers.egress.gateway import GatewayRelay
 from turnlog.sandbox_workers.egress.policy import EgressUnavailable, NetworkRule, NetworkRuleSet, rules
-from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
+from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, GatewayRelay, Proxy, Tls
 from turnlog.sandbox_workers.egress.recordings import RecordedRequests, Recordings, Requests
 from turnlog.sandbox_workers.egress.sources import (
     Addresses,

@@ -13,8 +13,19 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from turnlog.sandbox_workers.pooling.slots import OPEN, Granted, Slot, SlotState, SlotWaiter, guesses, moves
-from turnlog.sandbox_workers.pooling.upkeep import Clock, LoopClock, PoolMetrics, Upkeep
+from turnlog.sandbox_workers.pooling.upkeep import (
+    OPEN,
+    Clock,
+    Granted,
+    LoopClock,
+    PoolMetrics,
+    Slot,
+    SlotState,
+    SlotWaiter,
+    Upkeep,
+    guesses,
+    moves,
+)
 from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
 from turnlog.schemas.types import BlobRef
 

@@ -1,7 +1,9 @@
-"""Background maintenance of slots (start, reset, replace, check, close) and the metrics of a pool.
+"""Slots of a pool: which one serves whom next, their background maintenance, and the metrics of a pool.
 
-Each action is an asyncio task of the pool, not of a caller. Metrics go to Prometheus, labelled by backend, and to the
-table of `turnlog sandbox pool`. Failed starts of a shape are followed by pauses that double up to a limit."""
+A slot is a place for one sandbox, with a host user of its own under root, and a state. `moves` and `guesses` choose
+slots, without clock and I/O. Maintenance is start, reset, replace, check and close; each action is an asyncio task of
+the pool, not of a caller. Metrics go to Prometheus, labelled by backend, and to the table of `turnlog sandbox pool`.
+Failed starts of a shape are followed by pauses that double up to a limit."""
 
 from __future__ import annotations
 
@@ -10,14 +12,175 @@ import functools
 import logging
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from turnlog.sandbox_workers.pooling.slots import Slot, SlotState
 from turnlog.sandbox_workers.protocol import ImageMissing, Provider, Sandbox, SandboxUnavailable, Shape
+from turnlog.schemas.types import BlobRef
+
+log = logging.getLogger(__name__)
+
+
+class SlotState(StrEnum):
+    """State of a slot."""
+
+    empty = "empty"
+    """No sandbox."""
+    starting = "starting"
+    """The old sandbox is being closed and one of `shape` started."""
+    ready = "ready"
+    """A sandbox in its initial state waits for a call."""
+    leased = "leased"
+    """A call uses the sandbox."""
+    held = "held"
+    """Idle, with the files of `session`."""
+    resetting = "resetting"
+    """The last call is over; its leftovers are being removed."""
+    checking = "checking"
+    """Idle, and being checked for whether it still answers."""
+    failed = "failed"
+    """Empty, because the last start failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A slot of a pool. Whoever sets `state` to starting, leased, resetting or checking owns the slot until the next
+    change."""
+
+    number: int
+    state: SlotState = SlotState.empty
+    shape: Shape | None = None
+    """Shape of the sandbox that is in the slot or being started."""
+    sandbox: Sandbox | None = None
+    session: str | None = None
+    """Session whose files are in the sandbox, by the worker's name for it."""
+    workspace: BlobRef | None = None
+    """Workspace that the files of `session` correspond to, as last stored."""
+    uses: int = 0
+    """Number of leases of this sandbox."""
+    last_use: int = 0
+    """Counter that grows with every use of any slot; larger means more recent."""
+    owner: SlotWaiter | None = None
+    """Caller of `session` that arrived while the slot was `checking`."""
+    task: asyncio.Task[None] | None = None
+    """Asyncio task that starts, resets or checks the sandbox."""
+    error: Exception | None = None
+    """Cause of the state `failed`."""
+
+    @property
+    def usable(self) -> Sandbox:
+        """The sandbox of a slot that has one."""
+        assert self.sandbox is not None, self
+        return self.sandbox
+
+
+Granted = tuple[Slot, bool]
+"""The slot, and whether the session's files are in it."""
+
+
+OPEN = frozenset({SlotState.empty, SlotState.failed})
+
+
+COMING = frozenset({SlotState.starting, SlotState.resetting, SlotState.checking})
+
+
+@dataclass(slots=True, eq=False)
+class SlotWaiter:
+    """A caller waiting for a sandbox: its requirements, and a future for the slot."""
+
+    shape: Shape
+    session: str | None
+    fresh: bool
+    granted: asyncio.Future[Granted]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Action for a caller: lease it the slot as it is, or, with `start`, make the slot into its shape first."""
+
+    turn: SlotWaiter
+    slot: Slot
+    start: bool
+
+
+def moves(queue: Iterable[SlotWaiter], slots: Iterable[Slot], may_start: Callable[[Shape], bool]) -> list[Move]:
+    """Return the actions that are possible now, first come, first served. Each caller reserves one slot, possibly one
+    that is still coming up, so that no two sandboxes are started for one need. `may_start` returns False while a shape
+    backs off."""
+    free = [slot for slot in slots if slot.state is not SlotState.leased]
+    free = [slot for slot in free if slot.state is not SlotState.checking or slot.session is None]
+    found = []
+    for turn in queue:
+        if not free:
+            break
+        ranked = [(rank, slot) for slot in free if (rank := _rank(turn, slot, startable=may_start(turn.shape)))]
+        if not ranked:
+            continue
+        _, slot = min(ranked, key=lambda each: each[0])
+        free.remove(slot)
+        if slot.state not in COMING:
+            found.append(Move(turn, slot, start=not _fits(turn, slot)))
+    return found
+
+
+def _rank(turn: SlotWaiter, slot: Slot, *, startable: bool) -> tuple[int, int] | None:
+    """Rank how well the slot serves the caller, smaller is better; None if it cannot now. Held slots come last, the
+    longest idle first; those with an interpreter last of all, because only their sandbox holds its state."""
+    coming = slot.state in COMING
+    if _fits(turn, slot):
+        return (1, 0) if coming else (0, -slot.last_use)
+    if not startable:
+        return None
+    if slot.state is SlotState.held:
+        return 6 if slot.usable.interpreter else 5, slot.last_use
+    if coming:
+        return 4, 0
+    return 2 if slot.state in OPEN else 3, slot.last_use
+
+
+def _fits(turn: SlotWaiter, slot: Slot) -> bool:
+    """Return whether the slot is, or is becoming, an empty sandbox of the shape; for `fresh` callers, one that never
+    ran anything."""
+    if slot.shape != turn.shape:
+        return False
+    if slot.state is SlotState.starting:
+        return True
+    if slot.state is SlotState.ready or (slot.state is SlotState.checking and slot.session is None):
+        return not (turn.fresh and slot.uses)
+    return slot.state is SlotState.resetting and not turn.fresh
+
+
+IDLE = frozenset({SlotState.ready, SlotState.starting, SlotState.resetting})
+
+
+def guesses(
+    slots: Sequence[Slot], demand: Mapping[Shape, int], *, most: int, may_start: Callable[[Shape], bool]
+) -> list[tuple[Slot, Shape]]:
+    """Choose slots to start anew, and their shapes. The shape with the largest deficit gets an empty slot (while fewer
+    than `most` sandboxes are idle), else a ready slot whose shape has a surplus. Held slots are never chosen."""
+    have = Tally(slot.shape for slot in slots if slot.state in IDLE)
+    empty = [slot for slot in slots if slot.state in OPEN]
+    ready = sorted((slot for slot in slots if slot.state is SlotState.ready), key=lambda slot: slot.last_use)
+    found: list[tuple[Slot, Shape]] = []
+    while lacking := [shape for shape, count in demand.items() if count > have[shape] and may_start(shape)]:
+        shape = max(lacking, key=lambda each: demand[each] - have[each])
+        spare = [slot for slot in ready if slot.shape is None or have[slot.shape] > demand.get(slot.shape, 0)]
+        if empty and sum(have.values()) < most:
+            slot = empty.pop(0)
+        elif spare:
+            slot = spare[0]
+            ready.remove(slot)
+            have[slot.shape] -= 1
+        else:
+            break
+        have[shape] += 1
+        found.append((slot, shape))
+    return found
+
 
 HITS = Counter("turnlog_sandbox_pool_hits", "Leases that found their sandbox ready", ["backend"])
 MISSES = Counter("turnlog_sandbox_pool_misses", "Leases that waited for a slot or a start", ["backend"])
@@ -100,8 +263,6 @@ def _at(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-log = logging.getLogger(__name__)
-
 HEALTHY_S = 5.0
 """Seconds that a sandbox gets to answer a health check."""
 Work = Callable[[], Coroutine[Any, Any, None]]
@@ -161,7 +322,6 @@ class Upkeep:
         return self._begin(slot, SlotState.checking, lambda: self._check_slot(slot, state))
 
     async def close(self) -> None:
-        """End every task and every sandbox."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -303,7 +463,6 @@ class Backoff:
         return pause is None or pause.timer.done()
 
     async def close(self) -> None:
-        """Cancel the timers."""
         timers = [pause.timer for pause in self._pauses.values()]
         self._pauses.clear()
         for timer in timers:

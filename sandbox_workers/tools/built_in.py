@@ -1,4 +1,4 @@
-"""The built-in tools.
+"""The built-in tools, and the table of every tool by name: the built-in ones, and those that packages offer.
 
 Single commands (python, python_session, shell), a step of an environment that lives in the persistent interpreter
 (env_step), text files of the workspace (read_file, write_file, edit_file), and a program that is the whole agent."""
@@ -12,12 +12,22 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from turnlog.infra.environments.tools import GATEWAY_INSIDE, KEY_INSIDE
+from turnlog.infra.environments.tools import (
+    AGENT,
+    BUILT_IN,
+    GATEWAY_INSIDE,
+    KEY_INSIDE,
+    BrokenTool,
+    describe_tool,
+    find_tools,
+    load_tool,
+)
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, QuotaExceeded
-from turnlog.sandbox_workers.tools.tool import Call, ToolFailed
+from turnlog.sandbox_workers.tools.tool import Call, Tool, ToolFailed, always
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 DRIVER: Final = Path(__file__).with_name("environment_driver.py").read_text()
@@ -225,7 +235,6 @@ def _check_text(decoder: codecs.IncrementalDecoder, part: bytes) -> None:
 
 
 async def _describe_binary(call: Call, path: str) -> str:
-    """Describe a file that is not text."""
     digest, size, begins = hashlib.sha256(), 0, b""
     async for part in _parts(call, path):
         digest.update(part)
@@ -341,3 +350,36 @@ def _after(part: bytes, ends: int) -> int:
             ends -= found
             low = middle
     return high
+
+
+RUN = {
+    "python": (python, {Kind.python}, always),
+    "shell": (shell, {Kind.shell}, within_limits),
+    "python_session": (python_session, {Kind.session}, kept_interpreter),
+    "read_file": (read_file, (), always),
+    "write_file": (write_file, (), always),
+    "edit_file": (edit_file, (), always),
+    "env_step": (env_step, {Kind.session}, needs),
+    AGENT.name: (agent, {Kind.program}, at_the_gateway),
+}
+OURS = {**BUILT_IN, AGENT.name: AGENT}
+
+
+@cache
+def tools() -> Mapping[str, Tool]:
+    """Return every tool by name, the built-in ones first; looked up once. Raises ToolOfferError."""
+    found = {name: _built_in(name) for name in OURS}
+    for name, point in find_tools().items():
+        tool = load_tool(point)
+        if not isinstance(tool, Tool):
+            raise BrokenTool(f"{describe_tool(point)}: must be a turnlog.sandbox_workers.tools.Tool, got {tool!r:.200}")
+        found[name] = tool
+    return found
+
+
+def _built_in(name: str) -> Tool:
+    known, (run, kinds, legal) = OURS[name], RUN[name]
+    return Tool(
+        name=name, version=known.version, about=known.about, schema=known.arguments,
+        run=run, kinds=frozenset(kinds), legal=legal, once=known is AGENT,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 from turnlog.infra.environments.tools import AGENT
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, OnOutput, QuotaExceeded, Sandbox, SandboxError
-from turnlog.sandbox_workers.tools.catalogue import OURS, tools
+from turnlog.sandbox_workers.tools.built_in import OURS, tools
 from turnlog.sandbox_workers.tools.tool import (
     ArgumentsRefused,
     Call,

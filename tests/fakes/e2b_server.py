@@ -36,8 +36,7 @@ from starlette.routing import Mount, Route
 from turnlog.infra.roles.health import QuietServer
 from turnlog.infra.sandbox_root import cache_directory
 from turnlog.sandbox_workers.backends.bubblewrap import find
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
-from turnlog.sandbox_workers.backends.roots import interpreter
+from turnlog.sandbox_workers.backends.roots import interpreter, owned_prefix
 
 ENVD_VERSION = "0.6.7"
 TEMPLATES = frozenset({"base"})

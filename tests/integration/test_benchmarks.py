@@ -18,7 +18,7 @@ import pytest
 from tests.fakes.browsed_run import CHROMIUM
 from tests.shared_servers import SharedServers
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBERED = {path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py")}

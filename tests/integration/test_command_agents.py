@@ -28,7 +28,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers import worker
-from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 from turnlog.sandbox_workers.workspaces.folder import Folder
 from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas import topics

@@ -25,7 +25,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles.role import open_role
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import fold_rules
-from turnlog.sandbox_workers import answers
+from turnlog.sandbox_workers import calls
 from turnlog.schemas.events import Event, RewardAssigned, SandboxSpec, SessionStarted, ToolCallRequested, ToolStatus
 from turnlog.schemas.ids import call_id, digest, turn_event_id
 from turnlog.schemas.topics import TOPIC_OF
@@ -153,9 +153,9 @@ def turn_with_a_call(run_id: str) -> Iterator[Event]:
         workspace=None, deadline_s=9.0,
     )  # fmt: skip
     yield request
-    done = answers.make_completed_event(
+    done = calls.make_completed_event(
         request,
-        answers.CallOutcome(execution=answers.unrun(ToolStatus.refused, "tool"), workspace=None),
+        calls.CallOutcome(execution=calls.unrun(ToolStatus.refused, "tool"), workspace=None),
         attempt=0,
         queue_s=0.0,
         worker="w",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_command_agents import SANDBOX
-from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 
 ROOT = Path(__file__).parents[2]
 LOCK, KEPT, UV = ROOT / "locks/frameworks.lock", ROOT / ".cache/frameworks", ROOT / ".cache/bootstrap/bin/uv"

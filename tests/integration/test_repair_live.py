@@ -24,7 +24,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.plugins.recipes.repair import Repair, modules, repository
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers import worker
-from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 from turnlog.schemas.events import Outcome, RewardAssigned, ToolCallRequested
 
 SANDBOX = SandboxSettings(slots=2, prewarm=0, first_uid=293_000)

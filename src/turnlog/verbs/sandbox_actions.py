@@ -30,8 +30,8 @@ from turnlog.infra.roles.probe import states
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
 from turnlog.names import ExitStatus
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling.providers import backend, find_backends
-from turnlog.sandbox_workers.pooling.slots import SlotState
+from turnlog.sandbox_workers.pooling.upkeep import SlotState
+from turnlog.sandbox_workers.pooling.worker_pools import backend, find_backends
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,

@@ -18,7 +18,7 @@ def demo_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _demo(settings: Settings, arguments: argparse.Namespace) -> int:
-    from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+    from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
     from turnlog.trainer.tiny_policy import prepare_model
     from turnlog.verbs.demo import demo
 

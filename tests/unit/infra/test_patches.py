@@ -22,7 +22,7 @@ from turnlog.infra.environments.verifiers.judges import NoVerdict
 from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
 from turnlog.infra.environments.workspaces import store_files
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.pooling.providers import find_isolation_failure
+from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 from turnlog.schemas.events import Outcome, SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
 from turnlog.schemas.types import BlobRef
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends import cgroups, leftovers
+from turnlog.sandbox_workers.backends import cgroups, roots
 from turnlog.sandbox_workers.backends.cgroups import (
     BASELINE_BYTES,
     BASELINE_PIDS,
@@ -68,7 +68,7 @@ def group(made: Cgroups) -> Iterator[ControlGroup]:
     group = made.group()
     yield group
     group.close()
-    assert not [place for parent in made.tree.places() for place in parent.glob(f"{leftovers.owned_prefix()}*")]
+    assert not [place for parent in made.tree.places() for place in parent.glob(f"{roots.owned_prefix()}*")]
 
 
 @pytest.fixture
@@ -331,13 +331,13 @@ def test_no_processes_in_a_group_that_hands_down_so_the_worker_moves_to_a_leaf()
 
 def test_one_write_kills_a_real_version_2_group_with_everything_in_it() -> None:
     unified = find_real_version_2()
-    group = ControlGroup(CgroupFolders(2, {KILL: unified}), f"{leftovers.owned_prefix()}kill", 0)
+    group = ControlGroup(CgroupFolders(2, {KILL: unified}), f"{roots.owned_prefix()}kill", 0)
     with started("import os, time; [os.fork() for _ in range(3)]; print(input()); time.sleep(30)") as process:
         group.adopt(process.pid)
         group.close()
         assert process.wait(5) == -9
     sweep()
-    assert not list(unified.glob(f"{leftovers.owned_prefix()}kill"))
+    assert not list(unified.glob(f"{roots.owned_prefix()}kill"))
 
 
 def find_real_version_2() -> Path:
@@ -355,7 +355,7 @@ def test_what_a_killed_worker_leaves_is_gone_after_a_sweep(made: Cgroups, tmp_pa
         import subprocess, sys, tempfile
         from turnlog.sandbox_settings import SandboxSettings
         from turnlog.sandbox_workers.backends.cgroups import Cgroups
-        from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+        from turnlog.sandbox_workers.backends.roots import owned_prefix
         group = Cgroups.open(SandboxSettings()).group()
         folder = tempfile.mkdtemp(prefix=owned_prefix())
         open(folder + "/file", "w").close()
@@ -394,18 +394,18 @@ def test_what_a_killed_worker_leaves_is_gone_after_a_sweep(made: Cgroups, tmp_pa
 
 
 def test_a_sweep_leaves_alone_what_is_not_a_dead_workers(tmp_path: Path) -> None:
-    other = leftovers.owned_prefix().replace(f"-{os.getpid()}-", "-4194304-")
-    namespace, pid, start = leftovers.owned_prefix().removeprefix(leftovers.PREFIX).rstrip("-").split("-")
+    other = roots.owned_prefix().replace(f"-{os.getpid()}-", "-4194304-")
+    namespace, pid, start = roots.owned_prefix().removeprefix(roots.PREFIX).rstrip("-").split("-")
     kept = [
-        f"{leftovers.owned_prefix()}mine", f"{leftovers.PREFIX}{int(namespace) + 1}-{pid}-1-other-container",
+        f"{roots.owned_prefix()}mine", f"{roots.PREFIX}{int(namespace) + 1}-{pid}-1-other-container",
         "turnlog-sandbox-notes", "turnlog-egress-1-1-1-x", f"{other}link",
     ]  # fmt: skip
     for name in kept[:-1]:
         (tmp_path / name).mkdir()
     (tmp_path / kept[-1]).symlink_to(tempfile.gettempdir())
-    gone = [f"{other}dead", f"{leftovers.PREFIX}{namespace}-{pid}-{int(start) - 1}-pid-came-round-again"]
+    gone = [f"{other}dead", f"{roots.PREFIX}{namespace}-{pid}-{int(start) - 1}-pid-came-round-again"]
     for name in gone:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
-    assert leftovers.sweep_folders(tmp_path) == 2
+    assert roots.sweep_folders(tmp_path) == 2
     assert sorted(os.listdir(tmp_path)) == sorted(kept)

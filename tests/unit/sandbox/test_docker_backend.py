@@ -32,7 +32,7 @@ from turnlog.plugins.docker.sandbox import (
 )
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
-from turnlog.sandbox_workers.backends.leftovers import owned_prefix
+from turnlog.sandbox_workers.backends.roots import owned_prefix
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
@@ -354,7 +354,7 @@ async def test_a_sweep_takes_what_dead_workers_of_this_machine_left_and_nothing_
     ended = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "from turnlog.sandbox_workers.backends.leftovers import owned_prefix; print(owned_prefix())",
+        "from turnlog.sandbox_workers.backends.roots import owned_prefix; print(owned_prefix())",
         stdout=asyncio.subprocess.PIPE,
     )
     dead = (await ended.communicate())[0].decode().strip()

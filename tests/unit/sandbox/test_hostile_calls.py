@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
-from turnlog.sandbox_workers.backends.leftovers import remove_tree
+from turnlog.sandbox_workers.backends.roots import remove_tree
 from turnlog.sandbox_workers.backends.subprocess_backend import Subprocess
 from turnlog.sandbox_workers.protocol import Evidence, attribute_death
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus

@@ -16,7 +16,7 @@ from turnlog.names import EntryPointGroup
 from turnlog.sandbox_settings import LOCAL, SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.pooling import SandboxPools
-from turnlog.sandbox_workers.pooling.providers import find_isolation_failure, load_backend
+from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure, load_backend
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,

@@ -21,7 +21,7 @@ from turnlog.plugins.wasm.guest import DENIED
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
 from turnlog.sandbox_workers.backends.connection import InitSandbox
-from turnlog.sandbox_workers.backends.leftovers import sweep_folders
+from turnlog.sandbox_workers.backends.roots import sweep_folders
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
