@@ -63,6 +63,17 @@ from turnlog.settings import Settings
 from turnlog.trainer import CheckpointDamaged, Diverged, launch
 from turnlog.trainer.algorithms.draws import Call, DrawPasses, ForwardPass, Kept
 from turnlog.trainer.algorithms.objective import Floats, Objective
+from turnlog.trainer.batches import (
+    PARTITION,
+    POLL_S,
+    Fetch,
+    Manifests,
+    ReadAhead,
+    SharedDevice,
+    Tokenizers,
+    read_truncation_flags,
+    trained_rows,
+)
 from turnlog.trainer.calls import P, R, Ranks
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, bring, check_not_stored, cursor_of, cursor_values
 from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, checkpoints_directory, store_place
@@ -73,16 +84,6 @@ from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import unrouted_rows
 from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
-from turnlog.trainer.reading.batches import (
-    PARTITION,
-    POLL_S,
-    Fetch,
-    Manifests,
-    ReadAhead,
-    SharedDevice,
-    Tokenizers,
-)
-from turnlog.trainer.reading.recorded import read_truncation_flags, trained_rows
 from turnlog.trainer.shape import read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import Of

@@ -17,11 +17,11 @@ from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted
+from turnlog.trainer.batches import trained_rows
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows, unrouted_rows
 from turnlog.trainer.plan import learning_plan
-from turnlog.trainer.reading.recorded import trained_rows
 from turnlog.trainer.shape import TINY_MIXTURE, read_shape
 from turnlog.trainer.warm_start import warm_start
 from turnlog.trainer.weights import read_weights

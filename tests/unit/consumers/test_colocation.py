@@ -40,7 +40,7 @@ from turnlog.schemas.events import EngineDraining, EngineGone, EngineRegistered,
 from turnlog.schemas.releases import example
 from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, ModelSettings, RunSettings, Settings, SettingsError, override_settings
-from turnlog.trainer.reading.batches import SharedDevice
+from turnlog.trainer.batches import SharedDevice
 
 URL = "http://engine"
 

@@ -1,1 +1,0 @@
-"""Data loading: from manifests to checked rows. Each batch is read while the previous one trains."""
