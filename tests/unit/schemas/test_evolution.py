@@ -12,7 +12,7 @@ import fastavro
 import pytest
 
 from tests.each import each
-from turnlog.schemas import LaterKind, UndecodableRecord, WrittenTooSoon, layout
+from turnlog.schemas import LaterKind, UndecodableRecord, WrittenTooSoon, codec
 from turnlog.schemas.avsc import stored_schema
 from turnlog.schemas.codec import HEADER, Codec, plain
 from turnlog.schemas.events import ALL, Boundary, EngineGone, FinishReason, TokenSnapshot, TurnCompleted, VersionSpan
@@ -265,6 +265,6 @@ def test_a_logical_type_of_the_writer_changes_no_value(field: str, logical: str)
 @pytest.mark.parametrize("release", releases(), ids=lambda release: release.name)
 def test_the_schemas_of_every_release_stay_far_below_the_limits(release: Any) -> None:
     for name in release.records:
-        size = layout._size(layout.parsed_schema(release.schema(name)), name, {})
-        assert size.levels * 4 < layout.MAX_LEVELS
-        assert size.values * 4 < layout.MAX_VALUES
+        size = codec._size(codec.parsed_schema(release.schema(name)), name, {})
+        assert size.levels * 4 < codec.MAX_LEVELS
+        assert size.values * 4 < codec.MAX_VALUES
