@@ -3,13 +3,15 @@
 Prints one JSON line for each package folder and one for all of them. `--list docstrings` prints the place and the first
 line of each docstring that begins with a pronoun, a genitive or another fragment word; `--list participles` the
 functions whose name is a bare participle; `--list classes` class names that occur more than once; `--list inits` the
-packages whose `__init__.py` holds more than 40 lines of code.
+packages whose `__init__.py` holds more than 40 lines of code; `--list exceptions` the exception classes that no code
+tells apart: it raises them, and neither catches nor compares them or a subclass of theirs by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import functools
 import io
 import json
@@ -46,6 +48,10 @@ IRREGULAR_WORDS = """
 """
 IRREGULAR = frozenset(IRREGULAR_WORDS.split())
 NOT_PARTICIPLES = frozenset({"embed", "feed", "need", "proceed", "red", "seed", "speed", "succeed"})
+
+
+EXCEPTION = re.compile(r"\w+(Error|Exception)")
+"""Names of bases from libraries; turnlog's own exceptions are found by their bases."""
 
 
 @functools.cache
@@ -111,6 +117,68 @@ def settings(tree: ast.Module) -> int:
     return sum(isinstance(line, ast.AnnAssign) for node in classes if node.name != "Settings" for line in node.body)
 
 
+@functools.cache
+def exceptions() -> dict[str, ast.ClassDef]:
+    """The exception classes of all folders by name."""
+    classes = [node for tree in trees(*FOLDERS) for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found: dict[str, ast.ClassDef] = {}
+    size = -1
+    while size < len(found):
+        size = len(found)
+        found |= {node.name: node for node in classes if any(is_exception(base, found) for base in base_names(node))}
+    return found
+
+
+def trees(*folders: str) -> list[ast.Module]:
+    """The syntax trees of all modules in the folders."""
+    return [tree for folder in folders for _, _, tree in modules(folder)]
+
+
+def base_names(node: ast.ClassDef) -> list[str]:
+    """The names of the bases of a class, without their modules and parameters."""
+    return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+
+
+def is_exception(name: str, found: dict[str, ast.ClassDef]) -> bool:
+    """Whether a base is an exception: turnlog's, Python's or a library's."""
+    builtin = getattr(builtins, name, None)
+    return (
+        name in found
+        or bool(EXCEPTION.fullmatch(name))
+        or (isinstance(builtin, type) and issubclass(builtin, BaseException))
+    )
+
+
+@functools.cache
+def undistinguished() -> frozenset[str]:
+    """The exceptions without subclasses that products and benchmarks name only to raise, build or annotate them."""
+    bases = {base for node in exceptions().values() for base in base_names(node)}
+    told = {name for tree in trees(*FOLDERS, "benchmarks") for name in compared(tree)}
+    return frozenset(exceptions().keys() - bases - told)
+
+
+def compared(tree: ast.Module) -> Iterator[str]:
+    """The names that a module uses as values or writes as strings: in `except`, `isinstance`, a table, an argument."""
+    ignored = set[ast.AST]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=func):
+                ignored.add(func)
+            case ast.Raise(exc=ast.Name() | ast.Attribute() as raised):
+                ignored.add(raised)
+            case ast.ClassDef(bases=bases):
+                ignored.update(bases)
+            case ast.FunctionDef(returns=ast.expr() as kind) | ast.AsyncFunctionDef(returns=ast.expr() as kind):
+                ignored.update(ast.walk(kind))
+            case ast.arg(annotation=ast.expr() as kind) | ast.AnnAssign(annotation=kind):
+                ignored.update(ast.walk(kind))
+    for node in ast.walk(tree):
+        if node not in ignored and isinstance(node, ast.Name | ast.Attribute):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Totals over folders, and the places of what is listed."""
     total, places, classes = Counter[str](), defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
@@ -142,7 +210,9 @@ def counts(folders: list[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
                         total["participles"] += 1
                         places["participles"].append(f"{where}:{node.lineno}: {node.name}")
     repeated = {name: found for name, found in classes.items() if len(found) > 1}
-    total["repeated_class_names"] = len(repeated)
+    total.update(repeated_class_names=len(repeated), exceptions=len(exceptions().keys() & classes.keys()))
+    places["exceptions"] = [f"{classes[name][0]}: {name}" for name in sorted(undistinguished() & classes.keys())]
+    total["undistinguished_exceptions"] = len(places["exceptions"])
     places["classes"] = [f"{name}: {', '.join(found)}" for name, found in sorted(repeated.items())]
     return dict(total), places
 
@@ -151,7 +221,9 @@ def main() -> int:
     """Print the counts, or the places."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--list", choices=("docstrings", "participles", "classes", "inits"), help="print places, not counts"
+        "--list",
+        choices=("docstrings", "participles", "classes", "inits", "exceptions"),
+        help="print places, not counts",
     )
     parser.add_argument("folders", nargs="*", metavar="FOLDER", help=f"default: {' '.join(FOLDERS)}")
     arguments = parser.parse_args()

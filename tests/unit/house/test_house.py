@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import grimp
 import networkx
@@ -100,10 +101,44 @@ def test_no_function_is_a_bare_participle_and_no_class_name_occurs_twice() -> No
     assert not found + hard_to_read()["classes"]
 
 
+def test_an_exception_class_is_told_apart_or_its_name_leaves_the_process() -> None:
+    """Any other error is raised as the base of its tree: what distinguishes it is its message."""
+    classes, left = readability()["exceptions"](), []
+    for name in sorted(readability()["undistinguished"]()):
+        carries = any(not isinstance(statement, ast.Expr) for statement in classes[name].body)
+        mixes = len(classes[name].bases) > 1
+        if not (carries or mixes or NAMES_ON_THE_LOG & set(ancestors(name)) or name in documented()):
+            left.append(name)
+    assert left == [line for line in UNDISTINGUISHED.read_text().splitlines() if not line.startswith("#")]
+
+
+NAMES_ON_THE_LOG = {"BadWeights", "FoldDefect", "FoldError", "Parked", "RefusedRecord", "SchemaError"}
+"""Bases of errors whose class names are the causes of records: dead letters, refused weights, failures of units."""
+UNDISTINGUISHED = ROOT / "tests/unit/house/undistinguished_errors.txt"
+
+
+def ancestors(name: str) -> list[str]:
+    """The bases of an exception class, theirs, and so on."""
+    script = readability()
+    bases = script["base_names"](script["exceptions"]()[name])
+    return bases + [each for base in bases if base in script["exceptions"]() for each in ancestors(base)]
+
+
+@functools.cache
+def documented() -> set[str]:
+    """Words of the documentation and of the frozen names."""
+    pages = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests/golden/names.toml"]
+    return {word for page in pages for word in re.findall(r"\w+", page.read_text())}
+
+
+@functools.cache
+def readability() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "benchmarks/readability.py"))
+
+
 @functools.cache
 def hard_to_read() -> dict[str, list[str]]:
-    script = runpy.run_path(str(ROOT / "benchmarks/readability.py"))
-    places: dict[str, list[str]] = script["counts"](list(script["FOLDERS"]))[1]
+    places: dict[str, list[str]] = readability()["counts"](list(readability()["FOLDERS"]))[1]
     return places
 
 
