@@ -19,7 +19,8 @@ endif
 # computes fills the gaps that they leave.
 comma := ,
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
-WORKERS ?= 2
+# Three keep two cores busy, since most of what integration tests do is wait, and fit into 16 GB.
+WORKERS ?= 3
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
@@ -34,7 +35,7 @@ ifdef GPU
 test:  # the trainer on this machine's device, from the source tree, by whatever python3 has torch
 	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -p no:cacheprovider -s tests/gpu
 else
-test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=3; GPU=1: a device)
+test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2; GPU=1: a device)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
 endif
 

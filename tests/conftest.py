@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
@@ -48,13 +49,26 @@ ROOT = LIMITS.parents[1]
 MACHINE = tuple(Path(folder) for folder in ("/tmp", "/var/tmp", "/dev/shm") if Path(folder).is_dir())
 """Everybody's folders."""
 EARLY = {"integration", "contract"}
+FIRST = [
+    "test_closed_loop.py",
+    "test_embedded_engine.py",  # and with it all files of ONE_WORKERS' engine
+    "test_trainer_loop.py",
+    "test_chaos_answers.py",
+    "test_embedded_up.py",
+    "test_benchmarks.py",
+    "test_acls.py",  # and with it all files of ONE_WORKERS' secured broker
+]
+"""Files that take the longest, in the order in which workers begin them: none of them may be left for the end."""
 COSTLY = [
+    "test_colocation.py",
+    "test_critic.py",
     "test_dashboard.py",
     "test_draws.py",
     "test_house.py",
     "test_kafka_faults.py",
     "test_launch.py",
     "test_learner.py",
+    "test_objectives.py",
     "test_parsers.py",
     "test_patches.py",
     "test_read_ahead.py",
@@ -63,10 +77,14 @@ COSTLY = [
     "test_weight_files.py",
 ]
 """Files of unit tests that take the longest."""
+SHOWN = 15
+"""Files that the summary of a run names."""
 USERS = ("alice",)
 """Of the secured broker, beside one of each role's name."""
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of a run share the cores
 _unlisted: list[str] = []
+_seconds: Counter[str] = Counter()
+"""Of each file, its tests' fixtures included."""
 _of_workers: dict[str, list[str]] = {}
 """What the workers of pytest-xdist found at their ends, where the tests run in several."""
 _modes = {folder: folder.stat().st_mode for folder in MACHINE}
@@ -133,8 +151,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run costly unit files right after what waits for servers, so that no worker has a long file left at the end."""
-    items.sort(key=lambda item: 0 if item.path.parent.name in EARLY else 1 if item.path.name in COSTLY else 2)
+    """Run the costliest files first, then what waits for servers, then costly unit files, so that no worker has a long
+    file left at the end."""
+    items.sort(key=lambda item: _turn(item.path))
+
+
+def _turn(file: Path) -> int:
+    if file.parent.name in EARLY:
+        return FIRST.index(file.name) if file.name in FIRST else len(FIRST)
+    return len(FIRST) + (1 if file.name in COSTLY else 2)
 
 
 @functools.cache
@@ -177,11 +202,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note a skip whose reason docs/limits.md does not list."""
+    """Count the file's seconds, and note a skip whose reason docs/limits.md does not list."""
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
     if report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         if f"`{reason}`" not in LIMITS.read_text():
             _unlisted.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the costliest files of a run in several workers."""
+    if terminalreporter.config.getoption("numprocesses", None):
+        terminalreporter.section(f"costliest {SHOWN} of {len(_seconds)} files, {_seconds.total():.0f} s together")
+        for file, seconds in _seconds.most_common(SHOWN):
+            terminalreporter.line(f"{seconds:6.0f} s  {file}")
 
 
 def _stop_servers(config: pytest.Config) -> None:
