@@ -153,9 +153,11 @@ async def keeps_what_an_indexer_reads(role: Role, index: ArchiveIndex, found: di
     assert await prunable(beside, index, before_ms=1 << 60) == found
 
 
+@pytest.mark.long
 async def test_what_is_archived_old_and_not_needed_can_be_pruned_and_still_be_replayed(
     live_settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The suite prunes and replays in memory (test_prune.py)."""
     async with open_role("test", live_settings) as role:
         await configure(role)
         await write(role, seed=3, groups=30)

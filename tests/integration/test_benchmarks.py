@@ -88,7 +88,7 @@ def test_a_session_of_the_gateway_holds_bytes_in_proportion_to_its_tokens() -> N
     ["ending", "leader,group,begin,offsets,markers,stop,wipe,rolling"],
 )
 def test_a_broker_of_three_is_struck_and_everything_is_folded_once(rows: str) -> None:
-    """That a broker that is killed or wiped loses nothing is in test_three_brokers.py, for the suite."""
+    """The suite kills one broker, which comes back with what it acknowledged (test_embedded_broker.py)."""
     command = [sys.executable, str(BENCHMARKS / "chaos/brokers.py"), "--kills", "1", "--only", rows]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]

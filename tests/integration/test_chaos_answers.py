@@ -42,7 +42,9 @@ def test_what_was_judged_trains_whoever_was_killed_meanwhile(live_settings: Sett
     assert line["ok"], line
 
 
+@pytest.mark.long
 def test_an_engine_that_is_away_for_longer_than_a_deadline_costs_no_session_anything(live_settings: Settings) -> None:
+    """The suite has every part away for any time, in virtual time (test_outages.py)."""
     line = told(live_settings, "outage.py", "--kills", "2")
     assert (line["kills"], line["lost"], line["twice"], line["skipped"], line["identical"]) == (2, 0, 0, 0, True)
     assert line["detail"]["waited_longer_than_their_deadline"], "sessions were open meanwhile"
@@ -50,7 +52,9 @@ def test_an_engine_that_is_away_for_longer_than_a_deadline_costs_no_session_anyt
     assert line["ok"], line
 
 
+@pytest.mark.long
 def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect_twice(live_settings: Settings) -> None:
+    """The suite kills a runner at each of its points in memory (test_runner_sessions.py)."""
     line = told(live_settings, "runner.py", "--kills", "2")
     assert line["kills"] == 2
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
@@ -59,17 +63,16 @@ def test_sessions_go_on_where_a_killed_runner_left_them_and_no_call_takes_effect
     assert line["ok"], line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("checkpoints", "places"),
-    [
-        ("s3", ("put",)),
-        pytest.param("folder", ("step", "export", "upload", "save", "commit"), marks=pytest.mark.long),
-        pytest.param("s3", ("put", "step", "manifest", "fetch"), marks=pytest.mark.long),
-    ],
+    [("folder", ("step", "export", "upload", "save", "commit")), ("s3", ("put", "step", "manifest", "fetch"))],
 )
 def test_a_trainer_killed_in_each_thing_that_it_does_trains_the_same(
     live_settings: Settings, checkpoints: str, places: tuple[str, ...]
 ) -> None:
+    """The suite kills a trainer between two updates in memory (test_draws.py), and stops one on a real log
+    (test_trainer_loop.py)."""
     line = told(live_settings, "trainer.py", "--kills", str(len(places)), "--checkpoints", checkpoints)
     assert line["detail"]["struck"] == dict.fromkeys(places, 1)
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
@@ -97,17 +100,13 @@ def test_engines_that_join_and_leave_under_streams_lose_no_turn(
     assert line["ok"], line
 
 
-@pytest.mark.parametrize(
-    ("engine", "kills"),
-    [
-        ("scripted", 1),
-        pytest.param("scripted", 4, marks=pytest.mark.long),
-        pytest.param("real", 4, marks=[pytest.mark.long, pytest.mark.engine]),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("engine", "kills"), [("scripted", 4), pytest.param("real", 4, marks=pytest.mark.engine)])
 def test_whatever_kills_loaders_an_engine_answers_by_weights_that_an_event_names(
     live_settings: Settings, engine: str, kills: int
 ) -> None:
+    """The suite kills a loader in memory (test_loader.py), and has its contract with engines
+    (test_loader_contract.py)."""
     line = told(live_settings, "loader.py", "--kills", str(kills), "--engine", engine)
     fetches, swaps = ("rebuild", "download", "hash", "seal"), ("load", "acknowledge", "continue", "pause")
     assert line["detail"]["struck"] == dict.fromkeys((*fetches[:kills], *swaps[:kills]), 1)

@@ -75,6 +75,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     await registry.close()
     with pytest.raises(AlreadyUp, match="turnlog down"):
         up(settings, (), say=_silent)
+    await _is_left_alone_by_a_demo(settings, first)
 
     down(settings, say=_silent)
     assert find_marked_pids(read_state(directory)["scope"]) == []
@@ -136,8 +137,7 @@ async def _isolated(_: SandboxSettings) -> str:
     return ""
 
 
-async def test_a_demo_on_a_run_that_is_up_leaves_that_run_alone(settings: Settings) -> None:
-    found = up(settings, (), say=_silent)
+async def _is_left_alone_by_a_demo(settings: Settings, found: run_folder.Endpoints) -> None:
     with pytest.raises(AlreadyUp):
         await asyncio.to_thread(demo, settings, lambda same: same, _isolated, steps=1, engines=None)
     assert is_live(Path(settings.run.directory))

@@ -82,6 +82,7 @@ async def shown(settings: Settings, session: str, folder: Path) -> None:
     assert "TurnCompleted" in record.text
 
 
+@pytest.mark.long  # the suite does so in memory (test_index.py, test_index_answers.py, test_track.py, test_trace.py)
 async def test_an_index_is_built_asked_and_explained_and_the_archive_gives_the_same(
     live_settings: Settings, tmp_path: Path
 ) -> None:

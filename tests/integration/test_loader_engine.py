@@ -171,10 +171,12 @@ async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
     await loader
 
 
+@pytest.mark.long
 async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
     role: Role, engine_url: str, tmp_path: Path
 ) -> None:
-    """It is another process, for the one before serves other tests, too."""
+    """It is another process, for the one before serves other tests, too. The suite has the note and the engine in
+    memory (test_served_note.py)."""
     run, model = role.settings.run, Path(role.settings.model.path)
     loader = asyncio.create_task(main(role))
     (registered,) = await said(role, 1)
@@ -203,7 +205,9 @@ async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
         await loader
 
 
+@pytest.mark.long
 def test_each_transport_is_measured_beside_the_engines_own_reading(engine_url: str, tmp_path: Path) -> None:
+    """The suite loads by each transport (test_engine_control_contract.py)."""
     script = Path(__file__).parents[2] / "benchmarks/w2_transports.py"
     environment = os.environ | {"BENCH_SIZE": "smallest", "BENCH_ENGINE": engine_url}
     with (tmp_path / "line").open(

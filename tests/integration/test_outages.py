@@ -351,7 +351,11 @@ def test_without_an_outage_some_solve_their_task_and_some_are_too_slow(undisturb
     assert {index: (one.outcome, one.reward) for index, one in undisturbed.items()} == UNDISTURBED
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings.default.max_examples // 8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(OUTAGES, min_size=1, max_size=5))
 @example([Outage("engine", 5, 200)])
 @example([Outage("sandbox", 12, 200)])

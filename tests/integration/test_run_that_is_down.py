@@ -65,7 +65,9 @@ def test_reading_starts_no_role_and_leaves_the_run_as_it_was(folder: Path) -> No
     assert (listed.returncode, listed.stdout) == (0, "run 'r' has no dead letters\n"), listed.stderr
 
 
+@pytest.mark.long
 def test_a_reader_that_is_killed_leaves_no_server(folder: Path) -> None:
+    """The suite kills the owner of an attached run, which a reader is (test_embedded_up.py)."""
     directory = folder / "runs" / "r"
     for number in (signal.SIGINT, signal.SIGKILL):
         argv = [sys.executable, "-m", "turnlog.cli", "log", "tail", "--all", "--until-end", "--run", "r"]

@@ -159,7 +159,9 @@ async def read(log: KafkaLog, *places: Partition) -> list[Record]:
     return found
 
 
+@pytest.mark.long
 async def test_three_brokers_hold_three_copies_of_everything(run: Settings, log: KafkaLog) -> None:
+    """The suite checks how many copies topics have on one broker (test_topics_admin.py)."""
     assert len(run.kafka.bootstrap.split(",")) == 3
     states = {child["name"]: child["state"] for child in status_processes(run)}
     assert states == dict.fromkeys(NAMES, "ready") | {"store": "ready", "registry": "ready", "topics": "done"}
@@ -192,7 +194,7 @@ async def takes_appends(log: KafkaLog) -> bool:
     return False
 
 
-@pytest.mark.long  # the suite has a role that waits for replicas, and a broker that is wiped
+@pytest.mark.long  # the suite has a broker that is away amid a call (test_kafka_faults.py)
 async def test_what_the_log_cannot_take_is_held_or_ends_uncommitted(run: Settings, log: KafkaLog) -> None:
     impatient = KafkaLog(run.kafka.bootstrap, login=Login(run.kafka), answer_s=10.0, close_s=3.0)
     await log.create_topics([TopicSpec("strict", 1, 3, {"min.insync.replicas": "3"})])
@@ -221,7 +223,9 @@ async def test_what_the_log_cannot_take_is_held_or_ends_uncommitted(run: Setting
         assert [record.value for record in await read(log, STRICT)] == [b"held"]
 
 
+@pytest.mark.long
 async def test_a_role_waits_for_replicas_and_says_so(run: Settings, log: KafkaLog) -> None:
+    """The suite has a role that waits for a log that is away (test_starting.py)."""
     [port] = free_ports(1)
     folder = Path(run.run.directory)
     role = Launch(
@@ -249,9 +253,11 @@ async def cut_off(log: KafkaLog) -> None:
         await asyncio.Event().wait()
 
 
-async def test_who_holds_a_producer_that_sends_no_more_ends(log: KafkaLog) -> None:
+async def test_who_holds_a_producer_that_sends_no_more_ends(kafka: str) -> None:
+    log = KafkaLog(kafka)
     with pytest.raises(ProducerDied, match="has stopped sending"):
         await cut_off(log)
+    await log.close()
 
 
 def test_a_log_keeps_its_number_of_brokers(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ OF_TWO = (
     "tp2-sp-images-moved",
     "pp2-images-tied",
 )
+OF_TWO_SHORT = ("tp2-sp-ep2-replay", "pp2-tied-moved:ppo", "cp2-packed", "dp-moved")
+"""Of OF_TWO, one of each parallelism."""
 OF_FOUR = (
     "tp2-pp2",
     "tp2-sp-ep2",
@@ -67,8 +69,9 @@ reshardable 24 + 12 / D and up to 8 that gloo takes, and to load, on one rank, 1
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
+        pytest.param(2, OF_TWO_SHORT, id="two ranks, each parallelism"),
         pytest.param(2, OF_TWO, id="two ranks", marks=pytest.mark.long),
-        pytest.param(4, OF_FOUR, id="four ranks"),
+        pytest.param(4, OF_FOUR, id="four ranks", marks=pytest.mark.long),
         pytest.param(8, ("tp2-pp2",), id="eight ranks", marks=pytest.mark.long),
     ],
 )

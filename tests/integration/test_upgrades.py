@@ -52,8 +52,11 @@ def upgraded(*arguments: str, swaps: int) -> dict[str, Any]:
 
 
 @pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.usefixtures("previous")
 def test_the_folds_of_a_run_go_through_an_upgrade_and_back_without_loss() -> None:
+    """The suite folds histories of every release (test_earlier_releases.py), and kills folds between two commits
+    (test_exactly_once.py)."""
     upgraded("--processors", swaps=4)
 
 

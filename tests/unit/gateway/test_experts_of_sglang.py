@@ -21,6 +21,7 @@ from turnlog.schemas.types import int32s
 from turnlog.settings import EngineSettings, Settings
 
 RULES = FoldRules(run_id="r", settings_sha256="s" * 64, min_valid=1)
+pytestmark = pytest.mark.long  # the suite has rows of experts as an engine answers them (test_gateway_experts.py)
 QUESTION = {"role": "user", "content": "3 + 5 = ?"}
 
 
@@ -102,7 +103,6 @@ async def checked(rig: Any, session: Any, folder: Path) -> int:
 
 
 @pytest.mark.engine
-@pytest.mark.long  # the suite has rows of experts as an engine answers them (test_gateway_experts.py)
 async def test_the_rows_of_a_session_are_those_that_the_models_router_chooses(real: Any, model_folder: Path) -> None:
     session = await real.open(group_size=1)
     messages: list[Any] = [QUESTION]

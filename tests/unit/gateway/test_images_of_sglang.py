@@ -21,7 +21,7 @@ from turnlog.schemas.events import Boundary, TokenSnapshot
 from turnlog.schemas.types import float32s, int32s
 from turnlog.settings import EngineSettings
 
-pytestmark = pytest.mark.long  # the suite starts the engine whose experts are recorded (test_experts_of_sglang.py)
+pytestmark = pytest.mark.long  # the suite has images as an engine takes them (test_gateway_images.py)
 
 
 @pytest.fixture(scope="module")
