@@ -162,6 +162,19 @@ def test_the_page_of_frameworks_has_the_clients_that_are_driven() -> None:
     assert told == [(name, version) for name, (_, version, _) in PACKAGES.items()]
 
 
+def test_the_page_of_tests_names_every_file_with_long_tests_and_no_other() -> None:
+    page = (ROOT / "docs/testing.md").read_text()
+    named = {name for row in re.findall(r"^\| .*? \| (`test_.*?) \| ", page, re.MULTILINE) for name in name_files(row)}
+    marked = {file.name for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.long" in file.read_text()}
+    assert named == marked - {Path(__file__).name}
+    files = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
+    assert set(name_files(page)) <= files, "a test of the suite that stands for a long one is gone"
+
+
+def name_files(text: str) -> list[str]:
+    return re.findall(r"`(test_\w+\.py)`", text)
+
+
 def test_every_field_of_every_record_says_what_it_is() -> None:
     silent = [line for line in catalogue_page().splitlines() if re.search(r"^\| `.*\| *\|$", line)]
     assert silent == [], "a string literal behind the field, or SHARED in docs/tools/catalogue_page.py"
