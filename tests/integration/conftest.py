@@ -87,6 +87,8 @@ class Stage:
     blobs: MemoryBlobs = dataclasses.field(default_factory=MemoryBlobs)
     runner: asyncio.Task[None] | None = None
     """The runner that was started last."""
+    others: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
+    """What works beside runners: the stand-in, or real sandbox workers."""
 
     async def request(
         self,
@@ -134,13 +136,18 @@ class Stage:
         return found
 
     async def finished(self, sessions: int, seconds: float = 60) -> list[SessionFinished]:
-        """Wait for so many SessionFinished; raises what the last runner died of, if it did."""
+        """Wait for so many SessionFinished. Raises what check_alive raises."""
         async with asyncio.timeout(seconds):
             while len(found := await self.said(SessionFinished)) < sessions:
-                if self.runner is not None and self.runner.done() and not self.runner.cancelled():
-                    self.runner.result()
+                self.check_alive()
                 await self.broker.changed(1)
         return found
+
+    def check_alive(self) -> None:
+        """Raise what the last runner or anything beside it died of, if it did: nobody waits for the dead."""
+        for task in (self.runner, *self.others):
+            if task is not None and task.done() and not task.cancelled():
+                task.result()
 
     @asynccontextmanager
     async def gateway(self, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[None]:
@@ -229,6 +236,7 @@ class Stage:
 async def stage(calc_model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
     async with staged(calc_model, tmp_path) as stage:
         worker = asyncio.create_task(stage.work())
+        stage.others.append(worker)
         yield stage
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)

@@ -161,6 +161,7 @@ async def working(stage: Stage, **changed: Any) -> AsyncIterator[None]:
     async with EventLog.open(log, stage.registry, writer="worker", blobs=BLOBS) as events:
         role = Role("sandbox", "sandbox-1", settings, log, events, BLOBS, Health("sandbox"))
         task = asyncio.create_task(worker.main(role))
+        stage.others.append(task)
         try:
             yield
         finally:
@@ -171,6 +172,7 @@ async def working(stage: Stage, **changed: Any) -> AsyncIterator[None]:
 async def until(stage: Stage, kind: type, count: int = 1) -> None:
     async with asyncio.timeout(60):
         while len(await stage.said(kind)) < count:
+            stage.check_alive()
             await stage.broker.changed(1)
 
 

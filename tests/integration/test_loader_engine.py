@@ -117,10 +117,10 @@ async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_w
     role.settings = dataclasses.replace(role.settings, loader=LoaderSettings(transport=transport))
     model, run = Path(role.settings.model.path), role.settings.run.id
     loader = asyncio.create_task(main(role))
-    (registered,) = await said(role, 1)
+    (registered,) = await said(role, 1, loader)
     first = 1000 + registered.version
     await publish(role, first, factor=1.0)
-    await said(role, 2)
+    await said(role, 2, loader)
     before = await greedy(engine_url)
     weights = {name: tensor.float() for name, tensor in read_weights(model).items()}
     name = next(name for name in weights if name.endswith("down_proj.weight"))
@@ -136,7 +136,7 @@ async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_w
     events[3] = dataclasses.replace(events[3], files=events[0].files)
     for count, event in enumerate(events, start=3):
         await role.events.append(event)
-        refused = (await said(role, count))[-1]
+        refused = (await said(role, count, loader))[-1]
         assert isinstance(refused, EngineWeightsRefused)
         assert (refused.version, refused.refused_version) == (first, event.version)
         assert refused.cause == ("ShapeMismatch" if count == 4 else "TensorsMismatch")
@@ -151,17 +151,17 @@ async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
     model = Path(role.settings.model.path)
     trainer = Publications(role.blobs, model, tmp_path / "exports", chain=4, run_id=role.settings.run.id)
     loader = asyncio.create_task(main(role))
-    (registered,) = await said(role, 1)
+    (registered,) = await said(role, 1, loader)
     first = 1000 + registered.version
     weights = {name: tensor.float() for name, tensor in read_weights(model).items()}
     await role.events.append(await trainer.version(weights, first))
-    await said(role, 2)
+    await said(role, 2, loader)
     before = await greedy(engine_url)
     changed = {name: tensor * (1.5 if tensor.dim() > 1 else 1.0) for name, tensor in weights.items()}
     delta = await trainer.version(changed, first + 1)
     assert (delta.kind, delta.base_version) == ("delta", first)
     await role.events.append(delta)
-    assert isinstance((await said(role, 3))[2], EngineWeightsLoaded)
+    assert isinstance((await said(role, 3, loader))[2], EngineWeightsLoaded)
     (folder,) = (Path(role.settings.run.directory) / "weights").glob(f"{first + 1}-*")
     assert all(torch.equal(tensor, changed[name]) for name, tensor in read_weights(folder).items())
     logprobs, label = await greedy(engine_url)
@@ -179,10 +179,10 @@ async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
     memory (test_served_note.py)."""
     run, model = role.settings.run, Path(role.settings.model.path)
     loader = asyncio.create_task(main(role))
-    (registered,) = await said(role, 1)
+    (registered,) = await said(role, 1, loader)
     first = 1000 + registered.version
     await publish(role, first, factor=1.5)
-    await said(role, 2)
+    await said(role, 2, loader)
     before = await greedy(engine_url)
     role.stopping.set()
     await loader
@@ -192,11 +192,11 @@ async def test_an_engine_that_starts_again_has_what_it_served_and_says_so(
         assert await greedy(again.url) == (pytest.approx(before[0], abs=1e-4), str(first))
         role.settings = dataclasses.replace(role.settings, engine=EngineSettings(urls=(again.url,)))
         loader = asyncio.create_task(main(role))
-        back = (await said(role, 3))[2]
+        back = (await said(role, 3, loader))[2]
         assert isinstance(back, EngineRegistered)
         assert (back.version, back.state, back.url) == (first, "serving", again.url)
         await publish(role, first + 1, factor=1.0)
-        loaded = (await said(role, 4))[3]
+        loaded = (await said(role, 4, loader))[3]
         assert isinstance(loaded, EngineWeightsLoaded)
         logprobs, label = await greedy(again.url)
         assert label == str(first + 1)
@@ -219,12 +219,14 @@ def test_each_transport_is_measured_beside_the_engines_own_reading(engine_url: s
     assert line["value"] > 0
 
 
-async def said(role: Role, count: int) -> list[Event]:
-    """The first `count` events of engine-status."""
+async def said(role: Role, count: int, loader: asyncio.Task[None] | None = None) -> list[Event]:
+    """The first `count` events of engine-status. Raises what the loader died of, if it did."""
     events: list[Event] = []
     async with asyncio.timeout(60), role.log.reader() as reader:
         reader.assign({Partition(ENGINES.name, 0): 0})
         while len(events) < count:
+            if loader is not None and loader.done():
+                loader.result()
             events += [await role.events.decode(record) for record in await reader.poll()]
     return events
 
@@ -251,12 +253,12 @@ async def gap(role: Role, weights: Path, output: list[int], logprobs: list[float
 
 async def test_loads_under_load_refuses_a_truncated_file_and_keeps_serving(role: Role, engine_url: str) -> None:
     loader = asyncio.create_task(main(role))
-    (registered,) = await said(role, 1)
+    (registered,) = await said(role, 1, loader)
     assert isinstance(registered, EngineRegistered)
     first = 1000 + registered.version
     busy = [asyncio.create_task(generate(engine_url, 1.0)) for _ in range(8)]
     await publish(role, first, factor=1.5)
-    loaded = (await said(role, 2))[1]
+    loaded = (await said(role, 2, loader))[1]
     assert isinstance(loaded, EngineWeightsLoaded)
     assert (loaded.version, loaded.state) == (first, "serving")
     assert all(len(output) == 12 for output, _, _ in await asyncio.gather(*busy))
@@ -268,13 +270,13 @@ async def test_loads_under_load_refuses_a_truncated_file_and_keeps_serving(role:
         assert await gap(role, folder, output, logprobs, temperature) < 1e-4
 
     await publish(role, first + 1, factor=2.0, truncated=True)
-    refused = (await said(role, 3))[2]
+    refused = (await said(role, 3, loader))[2]
     assert isinstance(refused, EngineWeightsRefused)
     assert (refused.cause, refused.version, refused.refused_version) == ("TruncatedSafetensors", first, first + 1)
     assert (await generate(engine_url, 1.0))[2] == str(first)
 
     await publish(role, first + 2, factor=1.0)
-    again = (await said(role, 4))[3]
+    again = (await said(role, 4, loader))[3]
     assert isinstance(again, EngineWeightsLoaded)
     assert again.version == first + 2
     role.stopping.set()
@@ -312,17 +314,17 @@ async def test_each_adapter_is_served_under_its_own_name_with_the_log_probs_of_t
     role, model = adapting, Path(adapting.settings.model.path)
     engine = SGLang(role.settings.engine.urls[0])
     loader = asyncio.create_task(main(role))
-    (registered,) = await said(role, 1)
+    (registered,) = await said(role, 1, loader)
     base = 1000 + registered.version
     with process_group():
         learner = Learner(read_shape(model), read_weights(model), LearnerOptions(lora_rank=4, lora_alpha=8.0))
         await export(role, learner, tmp_path, base, "base")
-        loaded = [(await said(role, 2))[1]]
+        loaded = [(await said(role, 2, loader))[1]]
         greedily = [(await adapted(engine, None, 0.0)).logprobs]
         for seed in (1, 2):
             learner.step(synthetic_rows(seed), imitation, 1e-2)
             await export(role, learner, tmp_path, base + seed, "adapter", adapts=base)
-            loaded.append((await said(role, 2 + seed))[1 + seed])
+            loaded.append((await said(role, 2 + seed, loader))[1 + seed])
             name = Adapter(str(base + seed), str(base))
             greedily.append((await adapted(engine, name, 0.0)).logprobs)
             answer = await adapted(engine, name, 1.0)
@@ -363,7 +365,7 @@ def family(engine: EngineServer) -> list[psutil.Process]:
 @pytest.mark.long
 async def test_a_silent_engine_takes_no_turns_and_then_is_said_to_be_gone(role: Role, struck: EngineServer) -> None:
     loader = asyncio.create_task(main(role))
-    await said(role, 1)
+    await said(role, 1, loader)
     for process in family(struck):
         process.suspend()
     with pytest.raises(EngineSwapFailed):

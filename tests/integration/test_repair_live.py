@@ -61,6 +61,7 @@ async def working(stage: Stage) -> Any:
     async with EventLog.open(MemoryLog(stage.broker), stage.registry, writer="worker", blobs=stage.blobs) as events:
         role = Role("sandbox", "s-1", settings, MemoryLog(stage.broker), events, stage.blobs, Health("sandbox"))
         task = asyncio.create_task(worker.main(role))
+        stage.others.append(task)
         try:
             yield
         finally:

@@ -482,6 +482,7 @@ async def test_the_role_folds_until_it_is_stopped_under_the_hash_that_the_run_re
     running = asyncio.create_task(main(role))
     async with asyncio.timeout(20):
         while sorted(await cluster.scored()) != ["a", "d"]:
+            assert not running.done(), running.exception()
             await cluster.broker.changed(0.1)
     assert not role.health.waiting
     role.stopping.set()
@@ -504,6 +505,7 @@ async def test_the_role_folds_nothing_before_the_run_is_configured(cluster: Clus
         configured = dataclasses.replace(configuration(SETTINGS), fold_version="1")
         await cluster.raw("runs", b"run", cluster.codec.encode(configured), configured)
         while await cluster.scored() != ["a"]:
+            assert not running.done(), running.exception()
             await cluster.broker.changed(0.1)
     (score,) = [event for event in await cluster.read("segment-samples") if isinstance(event, GroupScored)]
     assert score.fold_version == "1"

@@ -396,6 +396,7 @@ async def test_what_a_killed_trainer_had_sampled_is_as_fresh_once_the_same_weigh
         await here.write(dataclasses.replace(weights(3, 0), incarnation=1))
         async with asyncio.timeout(60):
             while len(await here.manifests()) < 2:
+                assert not running.done(), running.exception()
                 await here.log.broker.changed(0.02)
         role.stopping.set()
         await running
@@ -425,6 +426,7 @@ async def idle(here: World) -> None:
         running = asyncio.create_task(main(role))
         async with asyncio.timeout(60):
             while await waiting(here):
+                assert not running.done(), running.exception()
                 await here.log.broker.changed(0.02)
         role.stopping.set()
         await running
