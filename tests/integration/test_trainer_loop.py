@@ -15,13 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.fakes.batches import append_batches, synthetic_manifest, synthetic_model, synthetic_rows
-from turnlog.infra.batch_files import MEDIA_TYPE, write_rows
+from tests.fakes.batches import append_batches, synthetic_model
 from turnlog.infra.embedded.ports import free_ports
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.schemas.events import (
-    BatchSkipped,
     EngineDraining,
     EngineRegistered,
     Event,
@@ -94,89 +92,6 @@ async def test_trains_every_batch_once_and_publishes_each_draw_also_over_a_stop(
     where = "s3://" if checkpoints == "s3" else f"{settings.run.directory}/checkpoints/"
     assert restored.checkpoint.startswith(where)
     assert restored.checkpoint.endswith("/step-00000003-i0")
-
-
-async def test_adapters_go_out_alone_on_the_weights_that_the_first_incarnation_published(
-    settings: Settings, role: Role
-) -> None:
-    adapters = dataclasses.replace(settings.trainer, lora_rank=4, publish="adapter", learning_rate_schedule="constant")
-    await append_batches(role.events, role.blobs, settings.run.id, 2)
-    for draws in (1, 2):
-        feeder = dataclasses.replace(settings.feeder, draws=draws)
-        trainer = await start(dataclasses.replace(settings, feeder=feeder, trainer=adapters))
-        assert await trainer.wait() == 0
-    versions = await versions_of(role)
-    assert [(version.kind, version.base_version, version.step, version.incarnation) for version in versions] == [
-        ("full", None, 0, 0),
-        ("adapter", 0, 1, 0),
-        ("adapter", 0, 1, 1),
-        ("adapter", 0, 2, 1),
-    ]
-    first, again, last = (version.files for version in versions[1:])
-    assert first == again != last
-    assert {file.name for file in last} == {"adapter_config.json", "adapter_model.safetensors"}
-
-
-async def test_a_corrupt_batch_ends_the_process_and_is_not_skipped(settings: Settings, role: Role) -> None:
-    await append_batches(role.events, role.blobs, settings.run.id, 1)
-    rows = synthetic_rows(1)
-    wrong = await role.blobs.put(b"not a batch", media_type=MEDIA_TYPE)
-    await role.events.append(synthetic_manifest(rows, wrong, settings.run.id, 1))
-    trainer = await start(settings, stderr=subprocess.PIPE)
-    _, errors = await trainer.communicate()
-    assert trainer.returncode == 1
-    assert b"CorruptBatch" in errors
-    assert [step.batch_index for step in await steps_of(role)] == [0]
-
-
-async def test_a_skipped_draw_moves_the_cursor_and_counts_for_no_publication(settings: Settings, role: Role) -> None:
-    rows = [synthetic_rows(index) for index in range(4)]
-    files = [await role.blobs.put(write_rows(one), media_type=MEDIA_TYPE) for one in rows]
-    await role.events.append(synthetic_manifest(rows[0], files[0], settings.run.id, 0))
-    skipped = BatchSkipped(
-        event_id="skipped",
-        run_id=settings.run.id,
-        batch_index=1,
-        draw_index=1,
-        reason="nothing left to train",
-        groups=(),
-        masked={},
-        dropped=(),
-        positions=(),
-        settings_sha256="",
-    )
-    await role.events.append(skipped)
-    for index in (2, 3):
-        await role.events.append(synthetic_manifest(rows[index], files[index], settings.run.id, index))
-    short = dataclasses.replace(
-        settings,
-        feeder=dataclasses.replace(settings.feeder, draws=3),
-        trainer=dataclasses.replace(settings.trainer, publish_every=2),
-    )
-    trainer = await start(short)
-    assert await trainer.wait() == 0
-    assert [(step.batch_index, step.step) for step in await steps_of(role)] == [(0, 1), (2, 2), (3, 3)]
-    assert [(version.version, version.batch_index) for version in await versions_of(role)] == [(0, -1), (1, 2), (2, 3)]
-
-
-async def test_weights_go_out_after_every_second_draw_and_at_the_end(settings: Settings, role: Role) -> None:
-    rare = dataclasses.replace(
-        settings,
-        feeder=dataclasses.replace(settings.feeder, draws=3),
-        trainer=dataclasses.replace(settings.trainer, publish_every=2, delta_chain=1),
-    )
-    await append_batches(role.events, role.blobs, settings.run.id, 6, parts=2)
-    trainer = await start(rare)
-    assert await trainer.wait() == 0
-    versions = await versions_of(role)
-    assert [(version.version, version.batch_index) for version in versions] == [(0, -1), (1, 3), (2, 5)]
-    assert [(version.kind, version.base_version) for version in versions] == [
-        ("full", None),
-        ("delta", 0),
-        ("full", None),
-    ]
-    assert all(0 <= version.unchanged["published"] <= version.unchanged["bfloat16"] <= 1 for version in versions[1:])
-    assert [(step.draw_index, step.batch_index) for step in await steps_of(role)] == [(n // 2, n) for n in range(6)]
 
 
 @pytest.mark.long  # the suite has the turns in memory (test_colocation.py)
