@@ -34,7 +34,10 @@ def told(settings: Settings, script: str, *arguments: str) -> dict[str, Any]:
     return line
 
 
+@pytest.mark.long
 def test_what_was_judged_trains_whoever_was_killed_meanwhile(live_settings: Settings) -> None:
+    """The suite kills runners in memory (test_runner_sessions.py), and names the turn that was judged over a gateway's
+    death (test_gateway_retries.py)."""
     line = told(live_settings, "answers.py", "--kills", "3")
     assert line["kills"] == 3
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)

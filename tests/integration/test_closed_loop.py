@@ -251,6 +251,7 @@ def test_ids_hashes_and_joins_hold_for_a_reader_without_turnlog(loop: Loop) -> N
     assert all(checked)
 
 
+@pytest.mark.long  # as other benchmarks that take longer than 10 s
 def test_the_benchmark_of_the_loop_holds_such_a_run_against_the_bare_one(loop: Loop) -> None:
     """The last to use the engine: the bare loop puts its own weights there."""
     line = benchmark("loop", loop.kept)

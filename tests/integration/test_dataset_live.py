@@ -98,6 +98,7 @@ def prepared(live_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 @pytest.mark.kafka
+@pytest.mark.long  # the suite does so in memory (test_dataset_views.py, test_dataset_files.py, test_rejudge.py)
 def test_the_command_makes_every_view_of_a_run_in_both_formats(
     prepared: dict[str, SegmentSample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,6 +257,7 @@ async def test_a_durable_session_survives_kill_9_of_its_worker(role: Role) -> No
     assert third.output == b"1\n2\n"
 
 
+@pytest.mark.long  # the suite has two workers in memory (test_worker_takeover.py)
 async def test_two_workers_share_sessions_and_repeat_no_answered_call(role: Role) -> None:
     """One comes while sessions run, and goes again."""
     results = Results(role)
