@@ -63,6 +63,7 @@ COSTLY = [
     "test_colocation.py",
     "test_critic.py",
     "test_dashboard.py",
+    "test_deploy.py",
     "test_draws.py",
     "test_house.py",
     "test_kafka_faults.py",

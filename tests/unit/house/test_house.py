@@ -150,9 +150,8 @@ def is_public(node: ast.stmt) -> bool:
 @functools.cache
 def promised() -> set[str]:
     """Methods that protocols of ours have documented."""
-    classes = [
-        node for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
-    ]
+    sources = [source for path in MODULES if "Protocol" in (source := path.read_text())]
+    classes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     return {
         child.name
         for node in classes
@@ -169,7 +168,8 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
 def test_nothing_is_swallowed() -> None:
     faults = []
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source if re.search("except.*(Base)?Exception", source) else "")):
             if isinstance(node, ast.ExceptHandler) and node.type is not None and len(node.body) == 1:
                 broad = ast.unparse(node.type) in {"Exception", "BaseException"}
                 silent = isinstance(node.body[0], ast.Pass | ast.Continue)

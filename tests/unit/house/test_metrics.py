@@ -25,7 +25,8 @@ ANSWER = {"dashboard", "registry", "egress", "engine"}
 def named(call: str, keyword: str = "") -> Iterator[str]:
     """The first argument of each call, or a keyword's, where it is written out."""
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source if f"{call}(" in source else "")):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == call:
                 found = [each.value for each in node.keywords if each.arg == keyword] if keyword else node.args[:1]
                 yield from (str(each.value) for each in found if isinstance(each, ast.Constant))
