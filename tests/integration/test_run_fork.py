@@ -84,10 +84,12 @@ async def forked(parent: Settings, **other: Any) -> Settings:
     return load(directory / SETTINGS, {})
 
 
+@pytest.mark.long
 async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
     stored: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their checkpoints lie in the store, but for the one that the fork begins with: its trainer puts it there."""
+    """Their checkpoints lie in the store, but for the one that the fork begins with: its trainer puts it there. The
+    suite makes a fork, below, and goes on from a checkpoint bit for bit (test_draws.py, test_fork_position.py)."""
     async with open_role("test", stored) as role:
         await configure(role)
         groups = [group for batch in range(6) for group in dict.fromkeys(synthetic_rows(batch).group_ids)]
@@ -127,7 +129,9 @@ async def test_a_fork_at_a_step_trains_on_bit_for_bit_as_its_parent_did(
         await forked(stored, step=6)
 
 
-async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(parent: Settings) -> None:
+async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing_and_what_can_is_made(
+    parent: Settings,
+) -> None:
     async with open_role("test", parent) as role:
         await configure(role)
         await append_batches(role.events, role.blobs, parent.run.id, 1)
@@ -147,3 +151,8 @@ async def test_what_cannot_be_forked_is_refused_by_name_and_leaves_nothing(paren
     with pytest.raises(ForkRefused, match=r"has already begun .*without a parent"):
         await forked(parent, step=1)
     assert not (Path(parent.run.directory).parent / "second").exists()
+    new = await forked(parent, step=1, to_prefix=f"{parent.kafka.prefix}third-")
+    async with open_role("test", new) as role:
+        recorded = (await life(role)).parent
+        assert recorded is not None
+        assert (recorded.run_id, recorded.step, recorded.draws) == (parent.run.id, 1, 1)

@@ -189,6 +189,7 @@ def of_another_log(directory: Path) -> None:
 
 
 @pytest.mark.kafka
+@pytest.mark.long  # the suite has a worker's successor, above
 async def test_a_worker_that_its_group_gave_up_before_its_first_commit_reads_again_what_was_queued(
     live_settings: Settings, tmp_path: Path
 ) -> None:
