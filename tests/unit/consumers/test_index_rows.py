@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.schemas.test_codec import EVENTS
 from turnlog.consumers.index import schema
-from turnlog.consumers.index.rows import ROWS, row_of
+from turnlog.consumers.index.rows import ROWS, mask_of, row_of
 from turnlog.consumers.index.schema import Table, TableColumn
 from turnlog.infra.log import Record
 from turnlog.schemas.events import TurnCompleted
@@ -43,3 +43,8 @@ def test_a_row_is_as_wide_as_its_table(kind: type, data: st.DataObject) -> None:
     rows = ROWS[kind]
     assert rows.table in schema.RECORDED
     assert len(rows.make(7, RECORD, data.draw(EVENTS[kind.__name__]))) == 3 + len(rows.table.columns)
+
+
+def test_a_mask_is_named_whatever_its_spans_add_up_to() -> None:
+    assert mask_of([(2, 3, True), (5, 4, True), (9, 1, False)]) == mask_of([(2, 7, True)]) == "07f52d20e6c75f0d"
+    assert mask_of([(2**63 - 1, 2**63 - 1, True)])
