@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -170,7 +171,8 @@ def test_confluents_serializer_and_our_codec_read_each_other(registry_url: str) 
     context = SerializationContext("runs", MessageField.VALUE)
     schema = Schema(json.dumps(stored_schema("RunConfigured")), "AVRO")
     event = RunConfigured(event_id="e", run_id="r", settings=b"{}", settings_sha256="00", fold_version="1")
-    datum = {name: getattr(event, name) for name in RunConfigured.__annotations__}
+    names = [field.name for field in dataclasses.fields(RunConfigured)]
+    datum = {name: getattr(event, name) for name in names}
     with SchemaRegistryClient({"url": registry_url}) as client:
         serialize = AvroSerializer(client, schema, conf={"subject.name.strategy": record_subject_name_strategy})
         theirs = serialize(datum, context)

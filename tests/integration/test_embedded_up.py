@@ -43,6 +43,7 @@ from turnlog.settings import (
 )
 from turnlog.verbs.demo import demo
 from turnlog.verbs.run_loop import configure_command
+from turnlog.verbs.verb import endpoint_lines
 
 pytestmark = pytest.mark.kafka
 SCHEMA = {"type": "record", "name": "Kept", "fields": []}
@@ -65,7 +66,7 @@ async def test_a_run_goes_up_and_down_and_up_again_with_what_it_held(settings: S
     said: list[str] = []
     first = up(settings, (), say=said.append)
     assert any("kafka ready" in line for line in said)
-    assert any(first.kafka in line for line in said)
+    assert any(first.kafka in line for line in endpoint_lines(first))
     directory = Path(settings.run.directory)
     assert run_folder.read_endpoints(directory) == first
     states = {child["name"]: child["state"] for child in status_processes(settings)}

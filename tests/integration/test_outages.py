@@ -263,7 +263,7 @@ class Play:
                 tasks.create_task(engines.follow())
                 tasks.create_task(runners.follow())
                 tasks.create_task(reaper.run(stopping))
-                tasks.create_task(runner.run(stopping, instance="assembler-0", max_records=500, poll_s=1.0))
+                tasks.create_task(runner.run(stopping, instance="assembler-0"))
 
     async def work(self) -> None:
         """A sandbox worker: what it works on when it goes is done again by the next."""

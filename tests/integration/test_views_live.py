@@ -154,7 +154,7 @@ async def test_restarts_with_a_table_to_recover_lose_no_session(live_settings: S
             assert worker.returncode == 0
 
 
-PATIENT = "from turnlog.processors.runtime import views; views.SESSION_TIMEOUT_S = 85.0; "
+PATIENT = "from turnlog.plugins import faust_views; faust_views.SESSION_TIMEOUT_S = 85.0; "
 """A group that holds a killed member's partitions for longer (56 s and more: a heartbeat comes every third of it) than
 the test waits."""
 

@@ -9,7 +9,6 @@ NotServing   a requested engine does not serve in time, or failed to start
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -93,6 +92,8 @@ async def _run(settings: Settings, arguments: argparse.Namespace) -> int:
 async def wait_until_settled(role: Role, asked: Sequence[FleetEngine], *, told: Callable[[str], None]) -> None:
     """Wait until each engine serves or has left, as requested. `told` is called with a line for each change. Raises
     NotServing."""
+    import asyncio  # takes longer than all of `turnlog health`, which imports this module
+
     from turnlog.infra.roles import fleet
     from turnlog.processors.core.views.fleet import GONE, SERVING
 
