@@ -20,7 +20,7 @@ endif
 comma := ,
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 # Three keep two cores busy, since most of what integration tests do is wait, and fit into 16 GB.
-WORKERS ?= 3
+WORKERS ?= 4
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
