@@ -22,10 +22,10 @@ from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUMBERED = {path.stem.partition("_")[0].upper() for path in BENCHMARKS.glob("[a-z]*[0-9]_*.py")}
-NAMES = sorted(NUMBERED - {"E1", "W2"} | {"SCALE"})
+NAMES = sorted(NUMBERED - {"E1", "W2"} | {"SCALE", "COST"})
 """E1, MODES, LOOP and W2 need an engine: test_engine_scale.py, test_closed_loop.py and test_loader_engine.py run them,
 on one that is there."""
-HEAVY = {"G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "W1"}
+HEAVY = {"COST", "G7", "G9", "G15", "G16", "I2", "L1", "L2", "L3", "L4", "P1", "SCALE", "T2", "W1"}
 """Benchmarks that take longer than 10 s at their smallest size."""
 LINE = {"id", "value", "unit", "goal", "ok", "floor", "share", "goal_share", "load", "detail"}
 
@@ -67,7 +67,7 @@ def checked(line: dict[str, Any], name: str) -> None:
     "name", [pytest.param(name, marks=pytest.mark.long) if name in HEAVY else name for name in NAMES]
 )
 def test_a_benchmark_runs_at_its_smallest_size_and_prints_its_line(name: str, environment: dict[str, str]) -> None:
-    if name in {"G15", "P1"} and asyncio.run(find_isolation_failure(SandboxSettings())):
+    if name in {"COST", "G15", "P1"} and asyncio.run(find_isolation_failure(SandboxSettings())):
         pytest.skip("user namespaces are off")
     if name == "I3" and CHROMIUM is None:
         pytest.skip("no browser is installed")
@@ -114,7 +114,7 @@ def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:
     command = [sys.executable, str(BENCHMARKS / "run.py"), "--only", "G99"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "no benchmark G99; there are E1, G1, G2, " in done.stderr
+    assert "no benchmark G99; there are COST, E1, G1, G2, " in done.stderr
 
 
 def test_rows_of_the_readme_come_from_the_lines() -> None:
