@@ -35,6 +35,14 @@ def test_an_image_stays_visible_in_every_later_turn_of_its_lineage(story) -> Non
     assert seen(record.fold(RULES)) == {"q##ArBs###CtD": [("c", 1), ("d", 7)]}
 
 
+def test_an_image_that_begins_where_the_earlier_turn_ends_continues_its_lineage(story) -> None:
+    record = story()
+    record.turn("a", 0, "q##", "A", images=(ImageRef(CAT, 1, 2),))
+    record.turn("a", 1, "q##A###", "B", base=0, images=(ImageRef(DOG, 4, 3),))
+    record.end("a", reward=1.0)
+    assert seen(record.fold(RULES)) == {"q##A###B": [("c", 1), ("d", 4)]}
+
+
 def test_a_branch_sees_what_stands_before_it_and_not_what_stands_after(story) -> None:
     record = story()
     record.turn("a", 0, "q##", "A", images=(ImageRef(CAT, 1, 2),))

@@ -99,6 +99,15 @@ def test_settings_are_asked_for_once_and_count_below_what_anybody_else_said() ->
     assert fleet.compare_settings(other) == [("engine-2", "http://one", SERVING)], "it is the user's own from now on"
 
 
+def test_settings_are_asked_for_again_only_if_the_address_of_an_engine_differs() -> None:
+    fleet = Fleet()
+    asked(fleet, ("own", SERVING), by=SETTINGS, url="http://one")
+    asked(fleet, ("hosted", SERVING), by=SETTINGS)
+    assert fleet.compare_settings([("own", "http://one"), ("hosted", "")]) == []
+    assert fleet.compare_settings([("own", "http://two"), ("hosted", "")]) == [("own", "http://two", SERVING)]
+    assert fleet.compare_settings([("own", ""), ("hosted", "")]) == [("own", "", SERVING)]
+
+
 def test_an_engine_is_found_by_name_or_address_and_one_that_stays_before_one_that_left() -> None:
     fleet = Fleet()
     asked(fleet, ("old", SERVING), ("old", GONE), url="http://a:1")

@@ -15,6 +15,7 @@ from turnlog.schemas.events import (
     GroupEmitted,
     GroupRequested,
     Purpose,
+    RunPlanned,
     StepCompleted,
     WeightVersionPublished,
 )
@@ -73,6 +74,15 @@ def test_a_run_with_evaluation_is_over_once_its_last_round_is_scored() -> None:
     assert not run.is_over(2, 2)
     run.apply(scored("b"))
     assert run.is_over(2, 2)
+
+
+def test_a_phase_holds_until_a_later_plan_names_another() -> None:
+    run = RunView()
+    phases = []
+    for phase in ("", "paused", "", "closed"):
+        run.apply(dataclasses.replace(example(RunPlanned), phase=phase))
+        phases.append(run.phase)
+    assert phases == ["", "paused", "paused", "closed"]
 
 
 def test_a_round_is_due_until_it_is_requested_and_a_missed_one_is_skipped() -> None:
