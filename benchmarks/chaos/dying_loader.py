@@ -26,7 +26,7 @@ def places(kind: str) -> tuple[Any, str]:
 
     return {
         "download": (S3Blobs, "get_file"),
-        "hash": (versions.Verification, "landed"),
+        "hash": (versions.Verification, "hash_file"),
         "rebuild": (versions, "rebuilt"),
         "seal": (versions, "seal"),
         "pause": (SGLangControl, "pause"),

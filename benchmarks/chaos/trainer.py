@@ -101,9 +101,9 @@ def places(kind: str) -> list[tuple[Any, str]]:
         "upload": [(publications, "upload")],
         "save": _of_save(),
         "commit": [(EventLog, "transact")],
-        "put": [(StorePlace, "put"), (StorePlace, "finished")],
+        "put": [(StorePlace, "put"), (StorePlace, "store_files")],
         "manifest": [(StorePlace, "seal")],
-        "fetch": [(StorePlace, "fetched")],
+        "fetch": [(StorePlace, "fetch_files")],
     }[kind]
 
 
