@@ -34,7 +34,7 @@ class Access:
     reads: tuple[Topic, ...] = ()
     """Further topics that it reads, from any offset."""
     measures: tuple[Topic, ...] = ()
-    """Topics whose end offsets it requests."""
+    """Topics whose end offsets, or whose commits of another group, it requests."""
     writes: tuple[Topic, ...] = ()
     deletes: tuple[Topic, ...] = ()
     """Topics from which it deletes records, or which it deletes, for good."""
@@ -98,6 +98,8 @@ ACCESS: Mapping[str, Access] = {
         reads=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.ENGINES),
         writes=(*(BY_NAME[name] for name in OUTPUTS), topics.GROUP_SCORES, topics.SESSIONS, PARKED),
         owner=TransactionalId.ASSEMBLER,
+        # Without Describe, the broker leaves these commits out, and a run whose runner is away seems to have none.
+        measures=(topics.TASKS, topics.TOOL_RESULTS),
         asks=(ConsumerGroup.RUNNER,),
     ),
     "batcher": Access(

@@ -442,7 +442,7 @@ async def test_each_role_and_verb_does_its_work_with_its_printed_acls_and_needs_
         await second_life(secured, settings)
         write_settings(Path(settings.run.directory), of("reader", secured, settings))
         own = {"directory": settings.run.directory, "prefix": settings.kafka.prefix}
-        words = {"log folder": tmp_path, "session": session} | own
+        words = {"folder": tmp_path, "session": session} | own
         with collecting() as collector:
             for who, line in AT_ONCE:
                 await done(who, line, secured, settings, words | {"collector": collector.url})
