@@ -29,6 +29,7 @@ from turnlog.settings import (
     Settings,
     SettingsError,
     StoreSettings,
+    from_tables,
     load,
     tables_of,
 )
@@ -156,8 +157,9 @@ def run_settings(path: Path | None, env: Mapping[str, str], *, run_id: str = "",
             )
         named["id"] = was
         path = path or kept
-    settings = load(path, env)
-    for warning in former_warnings(tables_of(path), env, source=str(path)):
+    tables, source = tables_of(path), str(path or "defaults")
+    settings = from_tables(tables, env, source=source)
+    for warning in former_warnings(tables, env, source=source):
         log.warning("%s", warning)
     run = dataclasses.replace(
         settings.run, id=named.get("id", settings.run.id), directory=named.get("directory", settings.run.directory)

@@ -6,7 +6,7 @@ To remove a setting, delete its field, enter it here, and add it to `leaving` in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,17 +69,8 @@ def keys_of(section: str) -> list[str]:
 
 
 def variable_of(key: str) -> str:
-    """Return the environment variable of `section.key`."""
+    """Return the environment variable of `section.key`, whether it is a setting or was one."""
     return f"TURNLOG_{key.replace('.', '_')}".upper()
-
-
-def still_given(section: str, table: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (former key, the key that covers it, value) for the former seconds that a file or the environment gives;
-    the text of the environment is yielded as it is."""
-    for key in keys_of(section):
-        fate, variable = FORMER[f"{section}.{key}"], variable_of(f"{section}.{key}")
-        if isinstance(fate, Longest) and (variable in env or key in table):
-            yield key, fate.into, env.get(variable, table.get(key))
 
 
 def former_warnings(tables: Mapping[str, Any], env: Mapping[str, str], *, source: str) -> list[str]:

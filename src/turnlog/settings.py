@@ -24,7 +24,7 @@ from turnlog.fold_settings import OPERATIONAL
 from turnlog.fold_settings import AssemblerSettings as AssemblerSettings
 from turnlog.fold_settings import BatcherSettings as BatcherSettings
 from turnlog.fold_settings import FoldSettings as FoldSettings
-from turnlog.former_settings import FORMER, keys_of, still_given, variable_of
+from turnlog.former_settings import FORMER, Longest, keys_of, variable_of
 from turnlog.kafka_settings import KafkaSettings as KafkaSettings
 from turnlog.kafka_settings import check_kafka
 from turnlog.learning_settings import LearningSettings, check_learning
@@ -826,16 +826,19 @@ def _section(name: str, was: Any, table: Any, env: Mapping[str, str], source: st
             )
         values[key] = value_of(f"{name}.{key}", hints[key], value, source, shown=shown[key])
     for key, hint in hints.items():
-        variable = f"TURNLOG_{name}_{key}".upper()
+        variable = variable_of(f"{name}.{key}")
         if not shown[key] and f"{variable}_FILE" in env:
             values[key] = _secret(variable, env, hint)
         elif variable in env and not (key == "port" and is_service_link(env[variable])):
             value = from_text(hint, env[variable])
             values[key] = value_of(f"{name}.{key}", hint, value, variable, shown=shown[key])
-    for key, into, given in still_given(name, table, env):
-        value = from_text(hints[into], given) if isinstance(given, str) else given
-        both = value_of(f"{name}.{key}", hints[into], value, source), values.get(into, getattr(was, into))
-        values[into] = 0.0 if 0 in both else max(both)
+    for key in former:
+        fate, variable = FORMER[f"{name}.{key}"], variable_of(f"{name}.{key}")
+        if isinstance(fate, Longest) and (variable in env or key in table):
+            hint = hints[fate.into]
+            value, place = (from_text(hint, env[variable]), variable) if variable in env else (table[key], source)
+            both = value_of(f"{name}.{key}", hint, value, place), values.get(fate.into, getattr(was, fate.into))
+            values[fate.into] = 0.0 if 0 in both else max(both)
     return dataclasses.replace(was, **values)
 
 
@@ -850,7 +853,7 @@ def variables() -> dict[str, str]:
     found: dict[str, str] = {}
     for section, kind in get_type_hints(Settings).items():
         for one in dataclasses.fields(kind):
-            name = f"TURNLOG_{section}_{one.name}".upper()
+            name = variable_of(f"{section}.{one.name}")
             found |= dict.fromkeys([name] if one.repr else [name, f"{name}_FILE"], f"{section}.{one.name}")
     return found
 

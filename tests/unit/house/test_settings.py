@@ -82,6 +82,10 @@ def test_the_longest_of_merged_times_applies() -> None:
     assert given(store_s=90.0, broker_s=0.0) == 0.0, "0 is for ever"
     with pytest.raises(SettingsError, match=r"liveness\.store_s must be a number from 0"):
         given(store_s=-1.0)
+    with pytest.raises(SettingsError, match=r"merged\.toml: liveness\.store_s must be a number .*, got '90'"):
+        from_tables({"liveness": {"store_s": "90"}}, {}, source="merged.toml")
+    with pytest.raises(SettingsError, match=r"TURNLOG_LIVENESS_STORE_S: liveness\.store_s must be a number"):
+        given({"TURNLOG_LIVENESS_STORE_S": "-1"})
 
 
 def test_a_list_whose_parts_hold_commas_is_json_in_the_environment() -> None:
