@@ -4,6 +4,7 @@ perf."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ THREADS = (
     (COLLECTOR, re.compile("GC Thread|G1 |VM |Reference Handl|Finalizer")),
 )
 """Kind of work -> names of a broker's threads that do it, of which the kernel keeps 15 characters."""
+PR_SET_CHILD_SUBREAPER = 36
 NOT_INSTALLED = "perf is not installed"
 NO_COUNTERS = "perf cannot count instructions here: most virtual machines have no performance counters"
 
@@ -80,6 +82,22 @@ def tree_seconds(roots: Mapping[str, int], known: Mapping[int, Usage]) -> dict[s
         whole = sum(known[pid].seconds + known[pid].reaped_s for pid in below[root] if pid in known)
         found[name] = own, whole - own
     return found
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parent ends (prctl(2), PR_SET_CHILD_SUBREAPER). Otherwise it is the
+    machine's first process, and what they used is lost among its other children. Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Wait for the children that have ended, up to the first one that is `known`: others wait for that."""
+    with contextlib.suppress(ChildProcessError):  # there are no children
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in known:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def thread_seconds(pid: int) -> dict[tuple[int, str], float]:

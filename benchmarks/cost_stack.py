@@ -80,6 +80,11 @@ class Stack:
         self.feeder: Child | None = None
 
     @property
+    def engine_pid(self) -> int:
+        """The scripted engine's process."""
+        return self._engine.pid
+
+    @property
     def requested(self) -> int:
         """Sessions that are requested and not trained yet."""
         return PER_DRAW * (self.settings.batcher.max_lag + 1)

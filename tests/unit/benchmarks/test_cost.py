@@ -54,6 +54,32 @@ def test_this_process_and_its_children_are_found_with_their_time() -> None:
     assert cost_meter.forks() > 1
 
 
+ORPHANED = """
+import os, subprocess, sys, time
+import cost_meter
+cost_meter.adopt_orphans()
+spin = "import time\\nwhile time.process_time() < 0.1: pass"
+known = subprocess.Popen(["sleep", "60"])
+parent = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{spin}" & echo $!'], capture_output=True, text=True)
+orphan = int(parent.stdout)
+os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+cost_meter.reap_orphans({known.pid})
+found = cost_meter.processes()
+assert orphan not in found and known.pid in found
+own, started = cost_meter.tree_seconds({"this": os.getpid()}, found)["this"]
+assert started >= 0.08, started
+known.kill()
+known.wait()
+cost_meter.reap_orphans({known.pid})
+"""
+
+
+def test_processes_whose_parent_has_ended_are_counted_too() -> None:
+    paths = {"PYTHONPATH": str(Path(cost_meter.__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", ORPHANED], env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_threads_of_a_broker_are_told_apart_by_their_names() -> None:
     after = {
         (1, "data-plane-kafk"): 3.0,
