@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import orjson
 import pytest
+from atif import Trajectory
 
 from tests.addresses import variables
 from tests.fakes.otlp_collector import collecting
@@ -75,6 +76,11 @@ async def shown(settings: Settings, session: str, folder: Path) -> None:
     assert exported["session"]["session_id"] == session
     told(settings, "log", "session", "export", session[:16], "--html", str(folder / "session.html"))
     assert session in (folder / "session.html").read_text()
+    every = ("log", "session", "export", "--all", "--purpose", "train")
+    assert " sessions, " in told(settings, *every, "--atif", str(folder / "atif"))
+    assert Trajectory.model_validate_json((folder / "atif" / f"{session}.json").read_bytes()).session_id == session
+    told(settings, *every, "--trace", str(folder / "traces"))
+    assert (folder / "traces" / f"{session}.jsonl").read_text().startswith('{"type":"session"')
     async with serving(settings, lambda: open_role("dashboard", settings)) as (url, _), httpx.AsyncClient() as client:
         tokens = (await client.get(f"{url}/sessions/{session}/tokens")).json()
         record = await client.get(f"{url}/records/{exported['turns'][0]['at'].translate(PLACE)}")

@@ -1,16 +1,20 @@
-"""`turnlog log session`: show one session, run its calls again, or write it to a file."""
+"""`turnlog log session`: show one session, run its calls again, or write sessions to files."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from turnlog.infra.roles import ending
 from turnlog.names import ExitStatus
 from turnlog.settings import Settings
 from turnlog.verbs.verb import Verb, acts, add_json, add_source
+
+if TYPE_CHECKING:
+    from turnlog.consumers.index.reader import Index
 
 SESSION_EPILOG = """\
 Examples:
@@ -19,11 +23,30 @@ Examples:
   turnlog log session rerun 4f1c --call 3     only the call with call_seq 3, on the workspace it had
   turnlog log session rerun 4f1c --ignore '0x[0-9a-f]+' --ignore '\\d+\\.\\d+s'
   turnlog log session export 4f1c --html session.html     a page in one file, with its tokens (docs/dashboard.md)
+  turnlog log session export 4f1c --atif session.json     an ATIF 1.8 trajectory
+  turnlog log session export --all --recipe calc --trace traces    the sessions of a recipe, for the Hub's trace viewer
 
 A session is named by its id, or by a beginning of it that is unique. A rerun writes nothing to the log or to the object
 store, and sends nothing to the network: each request gets its recorded response.
 Exit status of rerun: 0 every call gave the recorded result, 1 one did not, 2 a call cannot be run again.
 """
+EXPORTS = {
+    "html": "write an HTML page, with the tokens",
+    "json": "write the JSON that docs/dashboard.md describes",
+    "atif": "write an ATIF 1.8 trajectory, with the tokens",
+    "trace": "write JSON lines for the trace viewer of the Hugging Face Hub (STS-Format)",
+}
+"""Formats of `export` by option, with their help."""
+FILTERS = (
+    ("--recipe", "recipe", str, "only sessions of this recipe"),
+    ("--task", "task_id", str, "only sessions of this task id"),
+    ("--group", "group_id", str, "only sessions of this group"),
+    ("--purpose", "purpose", str, "only train, eval or other sessions"),
+    ("--outcome", "outcome", str, "only sessions with this outcome"),
+    ("--min-reward", "min_reward", float, "only sessions with at least this reward"),
+    ("--max-reward", "max_reward", float, "only sessions with at most this reward"),
+)
+"""(flag, field of SessionFilter, type, help)."""
 COLOURS = {"same": "green", "differs": "red", "cannot": "red", "not_run": "yellow"}
 """Colour of a call's line by verdict."""
 SHOWN = 60
@@ -59,13 +82,18 @@ def _session_arguments(verb: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--tokens", action="store_true", help="show the tree, with the tokens of each turn by disposition"
     )
-    export = actions.add_parser("export", help="write the session to one file: a self-contained page, or JSON")
-    export.add_argument("id", metavar="ID", help="id of the session, or its beginning")
+    export = actions.add_parser("export", help="write sessions to files: pages, JSON, ATIF or traces for the Hub")
+    which = export.add_mutually_exclusive_group(required=True)
+    which.add_argument("id", metavar="ID", nargs="?", help="id of the session, or its beginning")
+    which.add_argument(
+        "--all", dest="every", action="store_true",
+        help="write every session that passes the filters, as SESSION.json and the like; FILE is then a folder",
+    )  # fmt: skip
     into = export.add_mutually_exclusive_group(required=True)
-    into.add_argument("--html", metavar="FILE", help="write an HTML page, with the tokens")
-    into.add_argument(
-        "--json", dest="json_file", metavar="FILE", help="write the JSON that docs/dashboard.md describes"
-    )
+    for kind, help in EXPORTS.items():
+        into.add_argument(f"--{kind}", dest=f"{kind}_file", metavar="FILE", help=help)
+    for flag, field, parse, help in FILTERS:
+        export.add_argument(flag, dest=field, type=parse, metavar=flag[2:].upper(), help=f"with --all: {help}")
     add_source(export)
 
 
@@ -157,31 +185,58 @@ def print_report(session_id: str, bodies: Sequence[Mapping[str, Any]]) -> None:
 
 
 async def _export(settings: Settings, arguments: argparse.Namespace) -> int:
-    """Write the file and return the exit status. Raises IndexFailure, LogError, OSError."""
+    """Write the files and return the exit status. Raises IndexFailure, LogError, OSError."""
     import asyncio
 
-    from turnlog.consumers.index import BadQuestion
-    from turnlog.consumers.index.reader import Index, path_of, resolve_id
+    from turnlog.consumers.index.reader import Index, path_of
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import say
     from turnlog.plugins.dashboard.drawing import clock
-    from turnlog.plugins.dashboard.export import as_html, json_file
-    from turnlog.plugins.dashboard.records import Vocabulary, session_tokens
+    from turnlog.plugins.exporters.session_files import ENDINGS, session_files, write_files
 
-    with Index.open(path_of(settings)) as index, index.snapshot() as as_of:
-        kind, name = resolve_id(index, arguments.id)
-        view = index.session(name) if kind == "session" else None
-        if view is None:
-            raise BadQuestion(f"{name} is a group: `turnlog log why {name}` names its sessions")
+    kind, out = next((kind, Path(file)) for kind in EXPORTS if (file := getattr(arguments, f"{kind}_file")))
+    count = 0
+    with Index.open(path_of(settings)) as index:
+        names = list(session_ids(index, arguments))
         async with open_role("session", settings, archive=arguments.source == "archive") as role:
-            tokens = await session_tokens(role, index, view, Vocabulary(settings.model.path))
-    if arguments.html is not None:
-        content, path = as_html(view, tokens).encode(), arguments.html
-    else:
-        content, path = json_file(view, tokens).encode(), arguments.json_file
-    await asyncio.to_thread(Path(path).write_bytes, content)
-    say(f"session {name}, as of {clock(as_of.written_ms)}: {path} ({len(content):,} bytes)", *tokens.notes)
+            for name in names:
+                file = out / f"{quote(name, safe='')}.{ENDINGS[kind]}" if arguments.every else out
+                with index.snapshot() as as_of:
+                    view = index.session(name)
+                    assert view is not None, "the index deletes no session"
+                    files, notes = await session_files(role, index, view, kind, file.name)
+                await asyncio.to_thread(write_files, file.parent, files)
+                count += len(files)
+                said = f"{file} ({sum(map(len, files.values())):,} bytes)"
+                say(f"session {name}, as of {clock(as_of.written_ms)}: {said}", *notes)
+    if arguments.every:
+        say(f"{len(names):,} sessions, {count:,} files in {out}")
     return ExitStatus.DONE
+
+
+def session_ids(index: Index, arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the ids of the sessions to export, oldest first. Raises BadQuestion."""
+    from turnlog.consumers.index import BadQuestion
+    from turnlog.consumers.index.reader import MOST_ROWS, resolve_id
+    from turnlog.consumers.index.search import SessionFilter
+
+    given = {flag: getattr(arguments, field) for flag, field, _, _ in FILTERS if getattr(arguments, field) is not None}
+    if not arguments.every:
+        if given:
+            raise BadQuestion(f"{', '.join(given)}: filters need --all")
+        kind, name = resolve_id(index, arguments.id)
+        if kind != "session":
+            raise BadQuestion(
+                f"{name} is a group: `turnlog log why {name}` names its sessions, --all --group exports them"
+            )
+        yield name
+        return
+    wanted = SessionFilter(**{field: getattr(arguments, field) for _, field, _, _ in FILTERS})
+    after, more = None, True
+    while more:
+        page = index.sessions(wanted, descending=False, after=after, limit=MOST_ROWS)
+        yield from (row.session_id for row in page.rows)
+        after, more = page.after, page.after is not None
 
 
 def _reads(arguments: argparse.Namespace) -> bool:
