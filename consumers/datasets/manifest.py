@@ -30,6 +30,8 @@ class Provenance:
     fold_versions: set[str] = field(default_factory=set)
     removed: Counter[str] = field(default_factory=Counter)
     """Filter -> number of candidates that it removed. Each candidate counts under the first filter that it failed."""
+    command: str = ""
+    """Command line that makes the dataset, for its card; not in the manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

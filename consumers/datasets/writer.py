@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from turnlog.consumers.datasets import BadQuery, DatasetExists, NotADataset, Unwritable
+from turnlog.consumers.datasets.card import CARD, card
 from turnlog.consumers.datasets.columns import VIEWS, RlRows, row_digests, rows_sha256
 from turnlog.consumers.datasets.manifest import NAME, DataFile, DatasetCounts, DatasetManifest, Provenance
 from turnlog.infra.run_folder import sync
@@ -296,11 +297,12 @@ class DatasetWriter:
                 provenance=provenance,
             )
             self._digests.close()
-            with (self._staged.folder / NAME).open("w") as file:
-                json.dump(manifest.to_json(), file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
+            content = f"{json.dumps(manifest.to_json(), indent=1)}\n".encode()
+            for name, written in ((NAME, content), (CARD, card(manifest, content).encode())):
+                with (self._staged.folder / name).open("wb") as file:
+                    file.write(written)
+                    file.flush()
+                    os.fsync(file.fileno())
         except OSError as error:
             raise self._unwritable(error) from error
         self._staged.publish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,12 @@ BOUNDS = (
     ("--max-step", "max_step", int, "N", "trained by batch N or an earlier one: --max-step 19"),
 )
 
+OPTIONS = {flag: field for flag, field, *_ in (*FILTERS, *BOUNDS)} | {
+    "--since": "since_ms", "--until": "until_ms", "--dedupe": "dedupe", "--best": "best",
+    "--best-of-group": "best_of_group", "--pairs": "pairs", "--min-margin": "min_margin",
+}  # fmt: skip
+"""Option -> field of Query."""
+
 
 def _dataset_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = DATASET_EPILOG
@@ -54,7 +61,8 @@ def _dataset_arguments(verb: argparse.ArgumentParser) -> None:
     add_json(verify, "print its manifest")
     build = actions.add_parser(
         "build", help="write rows of a run as files", epilog=DATASET_EPILOG,
-        description="Write rows of a run to the folder OUT: data/*.parquet or data/*.arrow, and manifest.json.",
+        description="Write rows of a run to the folder OUT: data/*.parquet or data/*.arrow, manifest.json, and a card "
+        "for the Hugging Face Hub, README.md.",
     )  # fmt: skip
     build.add_argument("out", type=Path, metavar="OUT", help="folder to create; it appears once it is complete")
     add_json(build, "print its manifest and what the filters removed")
@@ -151,10 +159,27 @@ def query_of(arguments: argparse.Namespace) -> Query:
     return Query(**given)
 
 
+def command_of(run: str, query: Query, arguments: argparse.Namespace) -> str:
+    """Return the command line that makes the same dataset, with every option that differs from its default."""
+    words = ["turnlog", "--run", run, "dataset", "build", "OUT", "--view", arguments.view, "--format", arguments.format]
+    words += ["--from", arguments.source] if arguments.source != "topics" else []
+    given = query.non_default_values()
+    purposes = given.pop("purposes") or ["any"]
+    words += [word for purpose in purposes for word in ("--purpose", purpose) if purposes != ["train"]]
+    for flag, field in OPTIONS.items():
+        value = given.get(field)
+        if value is True:
+            words.append(flag)
+        elif value is not None:
+            words += [word for each in (value if isinstance(value, list) else [value]) for word in (flag, str(each))]
+    return shlex.join(words)
+
+
 async def _build(settings: Settings, arguments: argparse.Namespace) -> DatasetManifest:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from turnlog.consumers.datasets.build import build
+    from turnlog.consumers.datasets.manifest import Provenance
     from turnlog.infra.roles.role import open_role
     from turnlog.infra.roles.terminal import Terminal
 
@@ -174,6 +199,7 @@ async def _build(settings: Settings, arguments: argparse.Namespace) -> DatasetMa
                 format=arguments.format,
                 overwrite=arguments.overwrite,
                 source=arguments.source,
+                provenance=Provenance(command=command_of(settings.run.id, query, arguments)),
                 progress=lambda passed, total: bar.update(task, completed=passed, total=total),
             )
 

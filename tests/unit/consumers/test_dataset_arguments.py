@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.each import each
 from turnlog import cli
 from turnlog.consumers.datasets.query import Query
-from turnlog.verbs.dataset import query_of
+from turnlog.verbs.dataset import command_of, query_of
 
 PAGE = Path(__file__).parents[3] / "docs/datasets.md"
 EVERY = {
@@ -44,6 +45,21 @@ def test_an_option_is_the_query_that_it_says(flag: str) -> None:
     value, wanted = EVERY[flag]
     words = ["dataset", "build", "out", flag, *([] if value is None else [value])]
     assert query_of(cli.parser().parse_args(words)) == Query(**wanted)  # type: ignore[arg-type]
+
+
+@each("flag", [*EVERY, "--from", "--format"])
+def test_the_command_of_the_card_is_the_query_again(flag: str) -> None:
+    value = {"--from": "archive", "--format": "arrow"}.get(flag) or EVERY[flag][0]
+    given = cli.parser().parse_args(
+        ["dataset", "build", "out", "--view", "sft", flag, *([] if value is None else [value])]
+    )
+    again = cli.parser().parse_args(shlex.split(command_of("calc", query_of(given), given))[1:])
+    assert query_of(again) == query_of(given)
+    assert (again.view, again.format, again.source) == ("sft", given.format, given.source)
+    assert again.run_id == "calc"
+    several = cli.parser().parse_args(["dataset", "build", "out", "--task", "a b", "--task", "c", "--purpose", "any"])
+    line = command_of("calc", query_of(several), several)
+    assert line.endswith("--purpose any --task 'a b' --task c")
 
 
 def test_without_options_everything_trained_on_passes() -> None:

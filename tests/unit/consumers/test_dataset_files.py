@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
+import yaml
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.consumers.datasets import (
@@ -33,7 +34,8 @@ from turnlog.consumers.datasets import (
 )
 from turnlog.consumers.datasets import build as building
 from turnlog.consumers.datasets.build import verify
-from turnlog.consumers.datasets.columns import PREFERENCE, RL, RlRows, row_digests
+from turnlog.consumers.datasets.card import features, size_category
+from turnlog.consumers.datasets.columns import PREFERENCE, RL, VIEWS, RlRows, row_digests
 from turnlog.consumers.datasets.manifest import DatasetManifest, Provenance, read_manifest
 from turnlog.consumers.datasets.query import Filters, Joined, Query, version_key
 from turnlog.consumers.datasets.writer import DatasetWriter
@@ -160,12 +162,50 @@ def test_every_reader_finds_the_same_values(
     assert {name: row[name] for name in pair()} == pair()
 
 
-def test_hugging_face_loads_the_folder_by_its_name(tmp_path: Path, offline: None) -> None:
+@pytest.mark.parametrize("format", FORMATS)
+def test_hugging_face_loads_the_folder_with_the_columns_of_its_card(tmp_path: Path, offline: None, format: str) -> None:
     import datasets
 
-    write(tmp_path / "rl", "parquet", 3)
-    found = datasets.load_dataset(str(tmp_path / "rl"), split="train", cache_dir=str(tmp_path / "cache"))
-    assert found["sample_id"][:] == ["000000", "000001", "000002"]
+    write(tmp_path / "rl", format, 3, shard_bytes=1, batch_tokens=8)
+    found = datasets.load_dataset(str(tmp_path / "rl"), cache_dir=str(tmp_path / "cache"))
+    assert {split: rows["sample_id"][:] for split, rows in found.items()} == {"train": ["000000", "000001", "000002"]}
+    assert found["train"].features == datasets.Features.from_arrow_schema(RL)
+    head = yaml.safe_load((tmp_path / "rl/README.md").read_text().split("---\n")[1])
+    for view, schema in VIEWS.items():
+        assert features(schema) == datasets.Features.from_arrow_schema(schema)._to_yaml_list(), view
+    assert head["dataset_info"] == {"features": features(RL), "splits": [{"name": "train", "num_examples": 3}]}
+    assert "license" not in head
+    (tmp_path / "rl/README.md").write_text(
+        (tmp_path / "rl/README.md").read_text().replace("examples: 3", "examples: 4")
+    )
+    with pytest.raises(datasets.exceptions.NonMatchingSplitsSizesError):
+        datasets.load_dataset(str(tmp_path / "rl"), cache_dir=str(tmp_path / "other"))
+
+
+def test_the_card_says_how_the_dataset_was_made_and_users_may_edit_it(tmp_path: Path) -> None:
+    for out in ("one", "two"):
+        came = Provenance(
+            runs={"calc"}, fold_versions={"4"}, settings_sha256={"5e"}, removed=Counter(recipe=1234),
+            command="turnlog x",
+        )  # fmt: skip
+        with DatasetWriter(tmp_path / out, "preference", "arrow") as writer:
+            writer.add_rows([pair()])
+            writer.close(came)
+    text = (tmp_path / "one/README.md").read_text()
+    assert text == (tmp_path / "two/README.md").read_text()
+    assert "command" not in (tmp_path / "one/manifest.json").read_text()
+    sha256 = hashlib.sha256((tmp_path / "one/manifest.json").read_bytes()).hexdigest()
+    for line in ("| runs | calc |", "| fold versions | 4 |", "| settings sha256 | 5e |", "| rows | 1 |",
+                 "| tokens | 10 |", f"| sha256 of manifest.json | {sha256} |", "```\nturnlog x\n```",
+                 "* `recipe` removed 1,234 candidates"):  # fmt: skip
+        assert f"\n{line}\n" in text
+    head = yaml.safe_load(text.split("---\n")[1])
+    assert (head["pretty_name"], head["tags"]) == ("preference of calc", ["turnlog", "agent", "dpo", "trl"])
+    assert head["configs"][0]["data_files"] == [{"split": "train", "path": "data/train-*.arrow"}]
+    (tmp_path / "one/README.md").write_text(text.replace("---\n", "---\nlicense: mit\n", 1))
+    assert verify(tmp_path / "one").counts.rows == 1
+    wanted = {0: "n<1K", 999: "n<1K", 1000: "1K<n<10K", 10**6: "1M<n<10M", 10**12 - 1: "100B<n<1T", 10**12: "n>1T"}
+    assert {rows: size_category(rows) for rows in wanted} == wanted
 
 
 @pytest.mark.parametrize("format", FORMATS)
