@@ -125,6 +125,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker:  # sandboxes of its runs have host users of their own
         os.environ["TURNLOG_SANDBOX_FIRST_UID"] = str(300_000 + 1_000 * int(worker["workerid"].removeprefix("gw")))
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    os.environ["HF_DATASETS_CACHE"] = str(temporary / "datasets")  # else below the home of whoever tests
 
 
 @pytest.hookimpl(optionalhook=True)
