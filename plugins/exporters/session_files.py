@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -30,9 +31,15 @@ async def session_files(
         session = await read_session(role, index, view)
         write = atif_files if kind == "atif" else trace_files
         return await asyncio.to_thread(write, session, file), ()
-    tokens = await session_tokens(role, index, view, Vocabulary(role.settings.model.path))
+    tokens = await session_tokens(role, index, view, _vocabulary(role.settings.model.path))
     write_one = as_html if kind == "html" else json_file
     return {file: write_one(view, tokens).encode()}, tokens.notes
+
+
+@functools.lru_cache(maxsize=1)
+def _vocabulary(folder: str) -> Vocabulary:
+    """Return the vocabulary of a model, loaded once for all sessions of a run."""
+    return Vocabulary(folder)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

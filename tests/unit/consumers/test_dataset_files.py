@@ -165,6 +165,7 @@ def test_every_reader_finds_the_same_values(
 @pytest.mark.parametrize("format", FORMATS)
 def test_hugging_face_loads_the_folder_with_the_columns_of_its_card(tmp_path: Path, offline: None, format: str) -> None:
     import datasets
+    from huggingface_hub import DatasetCard
 
     write(tmp_path / "rl", format, 3, shard_bytes=1, batch_tokens=8)
     found = datasets.load_dataset(str(tmp_path / "rl"), cache_dir=str(tmp_path / "cache"))
@@ -175,6 +176,8 @@ def test_hugging_face_loads_the_folder_with_the_columns_of_its_card(tmp_path: Pa
         assert features(schema) == datasets.Features.from_arrow_schema(schema)._to_yaml_list(), view
     assert head["dataset_info"] == {"features": features(RL), "splits": [{"name": "train", "num_examples": 3}]}
     assert "license" not in head
+    data = DatasetCard.load(tmp_path / "rl/README.md").data
+    assert (data.size_categories, data.task_categories) == (["n<1K"], ["reinforcement-learning"])
     (tmp_path / "rl/README.md").write_text(
         (tmp_path / "rl/README.md").read_text().replace("examples: 3", "examples: 4")
     )

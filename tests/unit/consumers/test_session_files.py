@@ -148,6 +148,10 @@ async def test_calls_stand_with_what_came_of_them_and_sub_agents_with_the_step_b
     sources = [step.source for step in found.steps]
     assert sources == ["system", "user", *["agent"] * 4, "user", "agent", "agent"]
     look, test = found.steps[2], found.steps[3]
+    assert {look.extra["kind"], found.steps[7].extra["kind"]} == {"root", "branch"}
+    assert (look.extra["finish_reason"], found.steps[7].extra["boundary_reason"]) == ("tool_calls", "history_rewritten")
+    assert {"environment", "sampling", "tokenizer_sha256"} <= set(found.agent.extra)
+    assert (found.extra["as_of"]["run"], found.extra["session"]["recipe"]) == ("run", "repair")
     assert [call.arguments for call in look.tool_calls] == [{"command": "ls -R calendar_of_weeks tests"}]
     assert look.reasoning_content
     [result] = test.observation.results
@@ -251,6 +255,7 @@ async def test_a_trace_has_each_message_once_and_a_file_per_agent(told: ToldRun)
     assert {message["model"] for message in messages if "timestamp" in message} == {view.row.model}
     last = [told_by(files[f"s.agent-{number}.json"])[1][-1]["content"] for number in (1, 2)]
     assert last == [TITLE["content"], "Well done."]
+    assert {told_by(files[f"s.agent-{number}.json"])[0]["parent"] for number in (1, 2)} == {view.row.session_id}
 
 
 async def test_every_session_of_a_run_is_a_trace(told: ToldRun) -> None:
