@@ -121,6 +121,9 @@ def test_the_command_makes_every_view_of_a_run_in_both_formats(
     assert {(row["group_id"], row["messages"][-1]["content"]) for row in best} == {
         ("one", "one 0 1"), ("two", "two 1 1"), ("three", "three 0 1")
     }  # fmt: skip
+    card = (tmp_path / "sft-arrow/README.md").read_text()
+    options = "--view sft --format arrow --min-reward 0.5 --best-of-group"
+    assert f" dataset build OUT {options}\n" in card
     pairs = made("preference", "parquet")
     assert {(row["chosen"][0]["content"], row["rejected"][0]["content"], row["margin"]) for row in pairs} == {
         ("one 0 0", "one 1 0", 1.0), ("two 1 0", "two 0 0", 0.25)
