@@ -170,9 +170,16 @@ class _FoldedSession:
         return assemble(session, self.records, self.rules, self.dialogues)
 
 
-async def tokens(role: Role, index: Index, view: SessionView) -> list[TurnTokens]:
-    """Return every turn of a session that has a snapshot, in log order. Raises RecordGone, NothingToReplay, and what
-    `events_at` raises."""
+async def session_events(role: Role, view: SessionView) -> dict[int, Event]:
+    """Return the turns, snapshots and samples of a session by place. Raises what `events_at` raises."""
+    return await events_at(role, (row["place"] for row in (*view.turns, *view.snapshots, *view.samples)))
+
+
+async def tokens(
+    role: Role, index: Index, view: SessionView, found: Mapping[int, Event] | None = None
+) -> list[TurnTokens]:
+    """Return every turn of a session that has a snapshot, in log order. `found` are its `session_events`, if they were
+    read already. Raises RecordGone, NothingToReplay, and what `events_at` raises."""
     run = await recorded_run(role)
     told = _FoldedSession(view, run.rules(), run.draw_rules())
     group = view.row.group_id
@@ -180,7 +187,7 @@ async def tokens(role: Role, index: Index, view: SessionView) -> list[TurnTokens
         place, offset = standing(row["place"])
         record = Record(place.topic, place.number, offset, group.encode(), row["value"], (), row["time_ms"])
         told.take(row["place"], await role.events.decode(record))
-    found = await events_at(role, (row["place"] for row in (*view.turns, *view.snapshots, *view.samples)))
+    found = await session_events(role, view) if found is None else found
     for at in sorted(found):
         told.take(at, found[at])
     return list(_tokens(told, _end(index, told)))

@@ -200,7 +200,8 @@ async def session_tokens(role: Role, index: Index, view: SessionView, vocabulary
     turns = await fate.tokens(role, index, view)
     notes = [] if turns else ["no turn of this session has tokens on the log"]
     figures = await _figures(role, view, notes)
-    lacks = vocabulary.lacks(await _tokenizer_of(role, index, view))
+    started = await started_of(role, index, view)
+    lacks = vocabulary.lacks("" if started is None else started.tokenizer_sha256)
     ids = set().union(*(set(each.tolist()) for turn in turns for each in (turn.ids, turn.delta)))
     if lacks:
         notes.append(lacks)
@@ -208,15 +209,15 @@ async def session_tokens(role: Role, index: Index, view: SessionView, vocabulary
     return SessionTokens(turns, figures, texts, [] if lacks else vocabulary.special(ids), notes, view.as_of.body())
 
 
-async def _tokenizer_of(role: Role, index: Index, view: SessionView) -> str:
-    """Return the sha256 of the session's tokenizer, as SessionStarted records it, or ""."""
+async def started_of(role: Role, index: Index, view: SessionView) -> SessionStarted | None:
+    """Return the session's SessionStarted, which the index holds as it stands on the log."""
     started = next((each["place"] for each in view.events if each["kind"] == SessionStarted.__name__), None)
     row = None if started is None else index.row("SELECT value FROM session_events_records WHERE place = ?", started)
     if row is None or started is None:
-        return ""
+        return None
     place, offset = standing(started)
     event = await role.events.decode(Record(place.topic, place.number, offset, b"", row["value"], (), 0))
-    return event.tokenizer_sha256 if isinstance(event, SessionStarted) else ""
+    return event if isinstance(event, SessionStarted) else None
 
 
 async def _figures(role: Role, view: SessionView, notes: list[str]) -> dict[str, dict[str, NDArray[np.float32]]]:

@@ -1,4 +1,5 @@
-"""Exporters of a run to existing programs: TensorBoard, Weights & Biases, OpenTelemetry; e-mail and chat by apprise.
+"""Exporters of a run to existing programs: TensorBoard, Weights & Biases, OpenTelemetry; e-mail and chat by apprise;
+sessions as ATIF trajectories and traces of the Hugging Face Hub.
 
 OutletError
 ├── BadOutlet       a --to, or an address of [alerts] urls, that names none of them

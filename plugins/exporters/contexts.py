@@ -23,6 +23,7 @@ from turnlog.consumers.index.reader import Index, SessionView
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.dashboard.conversation import OFF_MAIN, ROLES, TurnView, conversation
+from turnlog.plugins.dashboard.records import started_of
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.images import picture
@@ -169,17 +170,14 @@ class ExportedSession:
 
 async def read_session(role: Role, index: Index, view: SessionView) -> ExportedSession:
     """Read the records of a session. Raises RecordGone, NothingToReplay, BlobMissing, LogError, ArchiveError."""
-    began = [row["place"] for row in view.events if row["kind"] == SessionStarted.__name__][:1]
-    places = [row["place"] for row in (*view.turns, *view.snapshots)]
-    events = await fate.events_at(role, [*began, *places])
-    started = next((event for event in events.values() if isinstance(event, SessionStarted)), None)
+    events = await fate.session_events(role, view)
     turns = {key_of(event.turn): event for event in events.values() if isinstance(event, TurnCompleted)}
     snapshots = [events[row["place"]] for row in view.snapshots]
-    tokens = {turn.turn: turn for turn in await fate.tokens(role, index, view)}
+    tokens = {turn.turn: turn for turn in await fate.tokens(role, index, view, events)}
     images: dict[str, bytes] = {}
     for event in turns.values():
         await _fetch_images(event, role.blobs, images)
-    return ExportedSession(view, started, turns, tokens, _prompts(snapshots), images)
+    return ExportedSession(view, await started_of(role, index, view), turns, tokens, _prompts(snapshots), images)
 
 
 async def _fetch_images(event: TurnCompleted, blobs: Blobs, images: dict[str, bytes]) -> None:

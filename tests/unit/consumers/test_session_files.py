@@ -7,7 +7,8 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from atif import Trajectory
 
+from tests.fakes.memory_log import MemoryLog
 from tests.fakes.pictures import encoded, painted
 from tests.fakes.stories import SYSTEM, Story, answer
 from tests.fakes.told_run import ToldRun
@@ -24,7 +26,8 @@ from turnlog.consumers.index import BadQuestion
 from turnlog.consumers.index.fate import events_at, tokens
 from turnlog.consumers.index.indexer import build
 from turnlog.consumers.index.reader import Index
-from turnlog.plugins.exporters.session_files import session_files, write_files
+from turnlog.infra.log import Reader
+from turnlog.plugins.exporters.session_files import ENDINGS, session_files, write_files
 from turnlog.schemas.events import Event, FinishReason, TokenSnapshot
 from turnlog.verbs.session import session_ids
 
@@ -262,6 +265,30 @@ async def test_every_session_of_a_run_is_a_trace(told: ToldRun) -> None:
     for view, files in await files_of(told, "trace", "true"):
         spoken = [message for lines in files.values() for message in told_by(lines)[1] if "timestamp" in message]
         assert len(spoken) == len(view.turns)
+
+
+class CountedLog(MemoryLog):
+    """Counts its readers."""
+
+    readers = 0
+
+    @asynccontextmanager
+    async def reader(self, **options: Any) -> AsyncIterator[Reader]:
+        self.readers += 1
+        async with super().reader(**options) as reader:
+            yield reader
+
+
+async def test_a_session_is_read_from_the_log_once_in_every_format(told: ToldRun) -> None:
+    found = {}
+    with Index.open(told.index) as index:
+        view = index.session(index.rows("SELECT session_id FROM sessions WHERE turns = 7")[0]["session_id"])
+        assert view is not None
+        for kind in ENDINGS:
+            log = CountedLog(told.run.broker)
+            await session_files(told.run.role("session", log), index, view, kind, "s.json")
+            found[kind] = log.readers
+    assert set(found.values()) == {found["json"]}
 
 
 def export(*words: str) -> argparse.Namespace:
