@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from prometheus_client import Gauge
@@ -134,7 +134,7 @@ class AssemblerRunner:
             while not stopping.is_set():
                 self._health.beat()
                 await self.turn(reader)
-            await _all(unit.commit() for unit in self.units.values())
+            await _all([unit.commit() for unit in self.units.values()])
 
     def join_group(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
         """Join the consumer group as a member."""
@@ -151,7 +151,8 @@ class AssemblerRunner:
         """
         records = await reader.poll(max_records=max_records, timeout_s=poll_s)
         found = by_unit(records)
-        await _all(self._step(unit, found.get(number, [])) for number, unit in list(self.units.items()))
+        busy = [unit for number, unit in self.units.items() if number in found or unit.commit_is_due]
+        await _all([self._step(unit, found.get(unit.number, [])) for unit in busy])
         for number in self._unsought:
             for topic, offset in self.units[number].start.items():
                 reader.seek(Partition(topic, number), offset)
@@ -164,8 +165,8 @@ class AssemblerRunner:
         try:
             if records:
                 await unit.step(records)
-            else:
-                await unit.commit_if_due()
+            elif unit.commit_is_due:
+                await unit.commit()
         except UnitFailed as failure:
             await self._stop_or_skip(unit, failure)
 
@@ -205,7 +206,7 @@ class AssemblerRunner:
         log.info("unit %d opened: folds from %s", number, unit.start)
 
     async def _on_assigned(self, numbers: frozenset[int]) -> None:
-        await _all(self._open(number, {}) for number in sorted(numbers))
+        await _all([self._open(number, {}) for number in sorted(numbers)])
         self._health.mark_started()
 
     async def _on_revoked(self, numbers: frozenset[int]) -> None:
@@ -213,11 +214,14 @@ class AssemblerRunner:
         self._unsought -= numbers
         for number in numbers:
             self._say_stopped(number, None)
-        await _all(unit.close() for unit in units)
+        await _all([unit.close() for unit in units])
 
 
-async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
+async def _all(work: Sequence[Coroutine[None, None, None]]) -> None:
     """Run all, wait for all, then raise the first error: none is left running."""
+    if len(work) == 1:  # as after most polls; tasks would cost as much as folding a turn
+        await work[0]
+        return
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

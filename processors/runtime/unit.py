@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from time import perf_counter
 
 from prometheus_client import Counter, Gauge, Summary
 
@@ -82,11 +83,10 @@ async def decode_records(
             found.append(later)
         except UndecodableRecord as refusal:
             found.append(refusal)
-    away = [at for at, event in enumerate(found) if _refers(event, run_id, messages)]
-    for at, event in zip(
-        away, await asyncio.gather(*(_inline_payloads(found[at], blobs, pauses_s) for at in away)), strict=True
-    ):
-        found[at] = event
+    if away := [at for at, event in enumerate(found) if _refers(event, run_id, messages)]:
+        inline = await asyncio.gather(*(_inline_payloads(found[at], blobs, pauses_s) for at in away))
+        for at, event in zip(away, inline, strict=True):
+            found[at] = event
     return found
 
 
@@ -283,6 +283,8 @@ class FoldPartitionTask:
         self._recipes: dict[str, str] = {}
         """Recipes of sessions whose trees are not committed yet, since a tree does not name its recipe."""
         self._pending: list[Event] = []
+        self._scored = False
+        """Whether a score is pending."""
         self._committed_at = clock()
         self._opened_at = clock()
         self._transactor: Transactor
@@ -333,30 +335,39 @@ class FoldPartitionTask:
         wanted = [self._fold.wants(record) for record in records]
         fresh = [record for record, wants in zip(records, wanted, strict=True) if wants]
         plan = self._plan
-        with READ_S.time():
-            found = await decode_records(
-                fresh, self._events, self._blobs, plan.pauses_s, run_id=plan.run_id, messages=plan.messages
-            )
+        started_s = perf_counter()
+        found = await decode_records(
+            fresh, self._events, self._blobs, plan.pauses_s, run_id=plan.run_id, messages=plan.messages
+        )
+        read_s = perf_counter()
         events = iter(found)
         now = self._clock()
-        with FOLD_S.time():
-            for record, wants in zip(records, wanted, strict=True):
-                if wants:
-                    self._take(record, next(events), now)
-                self._fold.pass_over(record)
+        for record, wants in zip(records, wanted, strict=True):
+            if wants:
+                self._take(record, next(events), now)
+            self._fold.pass_over(record)
+        READ_S.observe(read_s - started_s)
+        FOLD_S.observe(perf_counter() - read_s)
         self._span.add_records(records)
         RECORDS.inc(len(records))
         if refolding and not self.refolding:
             REFOLD_SECONDS.set(now - self._opened_at)
-        await self.commit_if_due()
-
-    async def commit_if_due(self) -> None:
-        """Commit scores at once, with everything else that waits; commit trees alone and mere progress once per
-        interval.
-        """
-        scored = any(isinstance(event, GroupScored) for event in self._pending)
-        if scored or self._clock() - self._committed_at >= self._plan.commit_interval_s:
+        if self.commit_is_due:
             await self.commit()
+
+    @property
+    def commit_is_due(self) -> bool:
+        """Whether to commit now: scores at once, with everything else that waits; trees alone and mere progress once
+        per interval.
+        """
+        if not self._has_news:
+            return False
+        return self._scored or self._clock() - self._committed_at >= self._plan.commit_interval_s
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether there is anything to commit."""
+        return not self.refolding and bool(self._pending or self._fold.low_water.high != self.position)
 
     async def commit(self) -> None:
         """Write outputs and input offsets in one transaction. Does nothing while refolding, or without progress.
@@ -365,7 +376,7 @@ class FoldPartitionTask:
         The marks do not wait for the acknowledgements: until then, the end that the topic had before is a lower bound
         of an output's offset.
         """
-        if self.refolding or (not self._pending and self._fold.low_water.high == self.position):
+        if not self._has_news:
             return
         with COMMIT_S.time():
             await self._commit()
@@ -385,7 +396,7 @@ class FoldPartitionTask:
             self._note(event, offset)
             _count(event, self._recipes)
             self._output_ends[TOPIC_OF[type(event).__name__].name] = offset + 1
-        self._pending = []
+        self._pending, self._scored = [], False
 
     def _take(self, record: Record, event: Decoded, now: float) -> None:
         """Fold or dead-letter one record whose group was open before the batch. Raises UnitFailed if the partition task
@@ -409,6 +420,7 @@ class FoldPartitionTask:
                     self._recipes[output.session_id] = started.recipe
             if isinstance(output, GroupScored):
                 self.watch.forget(output.group_id)
+                self._scored = True
 
     def _take_record(self, record: Record, event: Decoded) -> Taken:
         if (record.topic, record.offset) in self.skips:

@@ -234,6 +234,7 @@ class LowWater:
         """Topic -> next offset to fold."""
         self.high: dict[str, int] = dict(marks.high)
         """`position` at the last commit."""
+        self._refolding = True
         self.open: dict[str, OpenGroup] = {}
         self.late = 0
         """Number of records that arrived after their group was forgotten."""
@@ -247,8 +248,10 @@ class LowWater:
 
     @property
     def refolding(self) -> bool:
-        """Whether some topic has not yet passed what was folded before the restart."""
-        return any(self.position[topic] < high for topic, high in self.high.items())
+        """Whether some topic has not yet passed what was folded before the restart. Once it is false, it stays so."""
+        if self._refolding:
+            self._refolding = any(self.position[topic] < high for topic, high in self.high.items())
+        return self._refolding
 
     def is_repeated(self, topic: str, offset: int) -> bool:
         """Whether a committed transaction already folded the record; if it was rejected, it was dead-lettered then."""
