@@ -117,7 +117,11 @@ def long(number: int) -> bytes:
 
 SMALL = tuple(long(number) for number in range(1024))
 DOUBLE = struct.Struct("<d")
-READING = {"varint": varint, "size": size, "double": DOUBLE.unpack_from, "BOOLEANS": (False, True)}
+ZIGZAG = tuple((coded >> 1) ^ -(coded & 1) for coded in range(128))
+"""Zigzag-coded number of one byte -> the number."""
+READING = {
+    "varint": varint, "size": size, "double": DOUBLE.unpack_from, "BOOLEANS": (False, True), "ZIGZAG": ZIGZAG,
+}  # fmt: skip
 WRITING = {"long": long, "SMALL": SMALL, "double": DOUBLE.pack, "BOOLEANS": {False: b"\0", True: b"\1"}}
 
 
@@ -190,12 +194,12 @@ SCALARS: dict[Any, tuple[str, ...]] = {
     bytes: (*SIZE, "q = p + n; {} = b[p:q]; p = q"),
     int: (
         "n = b[p]",
-        "if n & 128:",
+        "if n < 128: {0} = ZIGZAG[n]; p += 1",
+        "else:",
         "    m = b[p + 1]",
         "    if m & 128: n, p = varint(b, p)",
         "    else: n = n & 127 | m << 7; p += 2",
-        "else: p += 1",
-        "{} = (n >> 1) ^ -(n & 1)",
+        "    {0} = (n >> 1) ^ -(n & 1)",
     ),
     float: ("{} = double(b, p)[0]; p += 8",),
     bool: ("{} = BOOLEANS[b[p]]; p += 1",),
