@@ -34,8 +34,8 @@ class Topic:
 
     def key_of(self, event: Any) -> bytes:
         """Return the Kafka key of `event` in this topic: the key field in UTF-8, or unchanged if it is bytes."""
-        value = getattr(event, self.key)
-        return value if isinstance(value, bytes) else str(value).encode()
+        value: str | bytes = getattr(event, self.key)
+        return value if isinstance(value, bytes) else value.encode()
 
 
 SESSIONS = Topic(

@@ -56,13 +56,16 @@ def lineages(turns: Sequence[Turn]) -> Lineages:
     sub-agent.
     """
     rank = {key_of(turn.id): order for order, turn in enumerate(turns)}
-    found = (None if turn.kinship.base is None else rank.get(key_of(turn.kinship.base)) for turn in turns)
-    bases = tuple(None if base is None or base >= order else base for order, base in enumerate(found))
+    bases: list[int | None] = []
+    for order, turn in enumerate(turns):
+        base = turn.kinship.base
+        at = None if base is None else rank.get(key_of(base), order)
+        bases.append(None if at is None or at >= order else at)
     lively = {base for base in bases if base is not None} | {o for o, t in enumerate(turns) if t.kinship.has_tools}
     keys = _keys(turns, bases, lively)
     ids: dict[Hashable, int] = {}
     of = tuple(ids.setdefault(key, len(ids)) for key in keys)
-    return Lineages(of, tuple(_kind(key, lively) for key in ids), bases)
+    return Lineages(of, tuple(_kind(key, lively) for key in ids), tuple(bases))
 
 
 def _keys(turns: Sequence[Turn], bases: Sequence[int | None], lively: set[int]) -> list[Hashable]:

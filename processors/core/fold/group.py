@@ -21,6 +21,8 @@ from turnlog.schemas.topics import SESSIONS, SNAPSHOTS, TURNS
 
 Need = tuple[str, TurnKey]
 """(topic, turn) of a record that a settled session waits for."""
+DATA: dict[str, type] = {TURNS.name: TurnCompleted, SNAPSHOTS.name: TokenSnapshot}
+"""Topic -> its kind of record, for the topics that supply data."""
 
 
 class GroupFold:
@@ -57,7 +59,8 @@ class GroupFold:
         if self.complete or offset <= self._last.get(topic, -1):
             return []
         self._last[topic] = offset
-        self.first.setdefault(topic, offset)
+        if topic not in self.first:
+            self.first[topic] = offset
         try:
             self._fold(topic, offset, event)
         except FoldError as refusal:
@@ -80,22 +83,21 @@ class GroupFold:
     def _fold(self, topic: str, offset: int, event: Event) -> None:
         if topic == SESSIONS.name:
             self._fold_spine(offset, event)
-        elif topic == TURNS.name and isinstance(event, TurnCompleted):
-            try:
-                self._add_turn(event)
-            finally:
-                if self._waiting:
-                    self._got(topic, event)
-        elif topic == SNAPSHOTS.name and isinstance(event, TokenSnapshot):
-            try:
-                self._of(event.session_id).add_snapshot(offset, event)
-            finally:
-                if self._waiting:
-                    self._got(topic, event)
-        else:
-            raise MisplacedRecord(
-                f"{topic} offset {offset}", f"holds a {type(event).__name__}", "write it to its topic"
-            )
+            return
+        kind = type(event)
+        if kind is not DATA.get(topic):
+            raise MisplacedRecord(f"{topic} offset {offset}", f"holds a {kind.__name__}", "write it to its topic")
+        records = self._of(event.session_id)
+        try:
+            if kind is TokenSnapshot:
+                records.add_snapshot(offset, event)
+            elif self._listens:
+                self._add_heard_turn(records, event)
+            else:
+                records.add_turn(event)
+        finally:
+            if self._waiting:
+                self._got(topic, event)
 
     def _fold_spine(self, offset: int, event: Event) -> None:
         known = len(self._spine.settled)
@@ -117,14 +119,8 @@ class GroupFold:
             records = self._records[session_id] = SessionRecords()
         return records
 
-    def _add_turn(self, event: TurnCompleted) -> None:
-        """Fold the conversation data of a turn, and its messages if the trajectory rule needs them. If either is
-        rejected, the whole turn is.
-        """
-        records = self._of(event.session_id)
-        if not self._listens:
-            records.add_turn(event)
-            return
+    def _add_heard_turn(self, records: SessionRecords, event: TurnCompleted) -> None:
+        """Fold the conversation data of a turn and its messages. If either is rejected, the whole turn is."""
         turn = key_of(event.turn)
         known = turn in records.kinships
         records.add_turn(event)

@@ -51,6 +51,8 @@ class SessionTree:
     records: SessionRecords
     turns: tuple[Turn, ...]
     """Turns in order of (epoch, index)."""
+    orders: dict[TurnKey, int]
+    """Turn -> its place in `turns`."""
     lineages: Lineages
     segments: Segments
     masked: dict[int, MaskReason]
@@ -68,16 +70,15 @@ class SessionTree:
         `end`.
         """
         assert self.session.finish is not None
-        named = {key_of(turn.id): self.masked.get(order) for order, turn in enumerate(self.turns)}
         undelivered = {key_of(turn) for turn in self.session.finish.undelivered}
         for turn, snapshot in self.records.snapshots.items():
             if snapshot.offset > end:
                 continue
             reason: MaskReason | None
-            if self.refused or not isinstance(snapshot, TurnTokenDelta):
+            if self.refused or isinstance(snapshot, RefusedTokens):
                 reason = MaskReason.refused
-            elif turn in named:
-                reason = named[turn]
+            elif turn in self.orders:
+                reason = self.masked.get(self.orders[turn])
             else:
                 reason = MaskReason.undelivered if turn in undelivered else MaskReason.not_named
             yield output_tokens(snapshot), reason
@@ -99,6 +100,7 @@ def assemble(
     keys = [key_of(turn) for turn in named]
     refused = session.refused or records.has_rejected(keys)
     turns = () if refused else tuple(map(partial(_turn, records, dialogues), named, keys))
+    orders = {} if refused else {key: order for order, key in enumerate(keys)}
     tree = lineages(turns)
     assert session.finish is not None
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
@@ -108,7 +110,7 @@ def assemble(
         [sum([len(turns[order].tokens.output) for order in run if order not in masked]) for run in segments.runs]
     )
     end, anchor = records.end(keys), _anchor(tree, segments)
-    return SessionTree(session, records, turns, tree, segments, masked, refused, end, trained, anchor)
+    return SessionTree(session, records, turns, orders, tree, segments, masked, refused, end, trained, anchor)
 
 
 def _anchor(tree: Lineages, segments: Segments) -> int | None:
@@ -167,10 +169,15 @@ def _masked_turns(
 def _node(tree: SessionTree, order: int) -> TreeNode:
     turn, base = tree.turns[order], tree.lineages.bases[order]
     tokens = turn.tokens
-    versions = [span.version for span in tokens.versions if span.length] or NO_VERSION
+    spans = tokens.versions
+    if len(spans) == 1 and spans[0].length:  # as for most turns
+        oldest = newest = spans[0].version
+    else:
+        versions = [span.version for span in spans if span.length] or NO_VERSION
+        oldest, newest = min(versions), max(versions)
     return make_node(
         turn.id, None if base is None else tree.turns[base].id, tree.lineages.of[order],
-        tokens.prompt_len, len(tokens.output), min(versions), max(versions), turn.kinship.finish_reason,
+        tokens.prompt_len, tokens.length - tokens.prompt_len, oldest, newest, turn.kinship.finish_reason,
     )  # fmt: skip
 
 

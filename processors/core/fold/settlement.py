@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.experts import LAYOUTS_DIFFER, WITHOUT_ROWS, own_rows
@@ -85,9 +88,9 @@ def _sample(
         segment_index=index,
         segment_count=len(tree.segments.runs),
         is_anchor=is_anchor,
-        token_ids=b"".join([piece.data for piece in last.prefix(last.length)]),  # views of packed bytes: one copy
+        token_ids=_join_arrays(last.prefix(last.length)),
         spans=spans,
-        logprobs=b"".join([tree.turns[order].tokens.logprobs.data for order in run]),
+        logprobs=_join_arrays([tree.turns[order].tokens.logprobs for order in run]),
         temperature=last.temperature,
         logprob_kind=last.logprob_kind,
         advantage=credit.advantage,
@@ -100,6 +103,11 @@ def _sample(
         experts_gap=gap,
         images=last.images,
     )
+
+
+def _join_arrays(arrays: Sequence[NDArray[Any]]) -> bytes:
+    """Join views of packed bytes. They are copied once; a memoryview of each would cost more than the copy."""
+    return b"".join(arrays)  # type: ignore[arg-type] # NumPy declares its arrays as buffers from Python 3.12 on
 
 
 def _spans(turn: Turn, trained: bool, advantage: float | None, rules: FoldRules) -> Iterator[SampleSpan]:
@@ -353,10 +361,10 @@ def acted_on(tree: SessionTree) -> tuple[int, ...]:
 
 def trajectory(tree: SessionTree, transforms: Sequence[ChosenTransform]) -> Trajectory:
     """Return a valid session as its estimator sees it. A turn without a step reward has 0. Raises BrokenMethod."""
-    session, main = tree.session, tree.lineages.main
+    session, main, of = tree.session, tree.lineages.main, tree.lineages.of
     steps = session.steps
     turns = tuple(
-        TurnReward(_transform_reward(steps.get(tree.turns[order].id), transforms), tree.lineages.of[order] == main)
+        TurnReward(_transform_reward(steps.get(tree.turns[order].id), transforms) if steps else 0.0, of[order] == main)
         for order in acted_on(tree)
     )
     verdict = session.reward

@@ -226,7 +226,7 @@ class ControlStreamFold:
             return
         unknown = sorted({turn.epoch for turn in event.turns} - set(session.epochs))
         session.finish = replace(event, turns=()) if unknown else event
-        if self._version.steps_need_named_turns:
+        if self._version.steps_need_named_turns and session.steps:
             session.steps = {turn: session.steps[turn] for turn in session.finish.turns if turn in session.steps}
             session.refused = session.refused or None in session.steps.values()
         if unknown:

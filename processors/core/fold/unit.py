@@ -396,17 +396,21 @@ class InputRecord(Protocol):
         """Id of the group, in UTF-8."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Taken:
     """The result of folding one record."""
 
-    outputs: list[Event] = field(default_factory=list)
+    outputs: Sequence[Event] = ()
     """Outputs in order; each is one that the partition task has not emitted yet."""
     refusal: RefusedRecord | FoldError | UndecodableRecord | None = None
     seen: bool = False
     """True if the group fold processed the record (accepted or rejected); False if it was misplaced or late."""
     late: bool = False
     """True if its group was completed and forgotten."""
+
+
+SEEN = Taken(seen=True)
+"""The result of most records, which is created once: they are folded and make nothing due."""
 
 
 def payloads_read(event: object, run_id: str, *, messages: bool) -> tuple[Payload, ...]:
@@ -436,17 +440,15 @@ class UnitFold:
 
     def wants(self, record: InputRecord) -> bool:
         """Whether the record's group is not scored yet; otherwise the record need not be decoded."""
-        return not self.low_water.is_done(_group(record))
+        return not self.low_water.is_done(record.key.decode(errors="replace"))
 
     def take(self, record: InputRecord, event: Event) -> Taken:
-        """Fold a record. Raises one of DEFECTS if the partition task must stop before it."""
-        group = _group(record)
-        if self.low_water.is_done(group):
-            return Taken()
+        """Fold a record that this fold `wants`. Raises one of DEFECTS if the partition task must stop before it."""
         try:
             check_place(record, event, self._run_id)
         except RefusedRecord as misplaced:
             return Taken(refusal=misplaced)
+        group: str = event.group_id  # which is the record's key
         fold = self.low_water.open_group(group, event.floor)
         if fold is None:
             return Taken(late=True)
@@ -457,7 +459,7 @@ class UnitFold:
             outputs, refusal = error.outputs, error
         if outputs:
             outputs = list(with_figures([output for output in outputs if self._is_new(group, output)]))
-        return Taken(outputs, refusal, seen=True)
+        return Taken(outputs, refusal, seen=True) if outputs or refusal is not None else SEEN
 
     def pass_over(self, record: InputRecord) -> None:
         """Advance beyond a record that was folded, or that belongs to no fold."""
@@ -471,16 +473,12 @@ class UnitFold:
         return True
 
 
-def _group(record: InputRecord) -> str:
-    return record.key.decode(errors="replace")
-
-
 def check_place(record: InputRecord, event: Event, run_id: str) -> None:
     """Check that a record of any topic is in its place. Raises ForeignRun, KeyMismatch or WrongTopic if it is not."""
     name = type(event).__name__
     topic = TOPIC_OF[name]
     key = topic.key_of(event)
-    if event.run_id == run_id and topic.name == record.topic and key == record.key:
+    if key == record.key and topic.name == record.topic and event.run_id == run_id:
         return  # nearly every record: build no message
     where = f"{record.topic}[{record.partition}]@{record.offset}"
     ForeignRun.check(event, run_id, where)

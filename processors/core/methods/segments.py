@@ -155,7 +155,7 @@ def one_row(one: TurnTokenDelta, other: TurnTokenDelta) -> bool:
     Both must have one temperature and one kind of log-prob, since a row has one of each, and the same images, because
     all images have the same placeholder tokens.
     """
-    return (one.temperature, one.logprob_kind) == (other.temperature, other.logprob_kind) and agree(one, other)
+    return one.temperature == other.temperature and one.logprob_kind == other.logprob_kind and agree(one, other)
 
 
 def _token_tree(kept: Sequence[TurnTokenDelta]) -> TokenTree:
