@@ -368,7 +368,7 @@ class _UnitRefold:
                     since = 0
                     self._remember()
 
-    def _take(self, outputs: list[Event]) -> int:
+    def _take(self, outputs: Sequence[Event]) -> int:
         """Write a group to the spool, and return the tokens of its samples. Samples and score come out of the fold
         together."""
         group = [event for event in outputs if isinstance(event, SegmentSample | GroupScored)]

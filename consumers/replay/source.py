@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from types import TracebackType
 
 from turnlog.consumers.replay.unit import UnitState
@@ -132,21 +133,26 @@ class Merge:
         limit = min(ready[-1][0] for ready in waiting.values())
         found: list[tuple[int, Record]] = []
         for place, ready in waiting.items():
+            before = len(found)
             while ready and ready[0][0] <= limit:
                 found.append(ready.popleft())
+            if len(found) > before:
                 self.passed[place] = found[-1][1].offset + 1
-        found.sort(key=lambda timed: timed[0])  # stable: a partition's own order stays
+        found.sort(key=itemgetter(0))  # stable: a partition's own order stays
         return [record for _, record in found]
 
     async def _fill(self, place: Partition) -> None:
         reader, end, ready = self._readers[place], self._ends[place], self._ready[place]
         while not ready and not caught_up(reader, {place: end}):
+            time_ms = self._times[place]
             for record in await reader.poll(max_records=self._poll_records):
-                self._times[place] = max(self._times[place], record.timestamp_ms)
-                if self._until_ms is not None and self._times[place] > self._until_ms:
+                if record.timestamp_ms > time_ms:
+                    time_ms = record.timestamp_ms
+                if self._until_ms is not None and time_ms > self._until_ms:
                     self._ends[place] = end = min(end, record.offset)
                 if record.offset < end:
-                    ready.append((self._times[place], record))
+                    ready.append((time_ms, record))
+            self._times[place] = time_ms
         if not ready:
             self.passed[place] = max(self.passed[place], self._ends[place])
 
@@ -262,6 +268,7 @@ class Inputs:
         self._placed = placed
         self._role = role
         self._rules = rules
+        self._messages = rules.cutting.needs_messages
         self._unit = unit
         self.skips = skips
 
@@ -269,7 +276,7 @@ class Inputs:
         """Return the event with the payloads that the fold reads inline. Return None for a skipped record, and for one
         that the assembler dead-letters because it cannot be decoded or belongs to another run. Raises BlobError,
         RegistryUnavailable."""
-        if (record.topic, record.offset) in self.skips:
+        if self.skips and (record.topic, record.offset) in self.skips:
             return None
         events = self._role.events
         try:
@@ -283,13 +290,13 @@ class Inputs:
             return None
         if self._placed is not None:
             event = self._placed(event)
-        payloads = payloads_read(event, self._rules.run_id, messages=self._rules.cutting.needs_messages)
+        payloads = payloads_read(event, self._rules.run_id, messages=self._messages)
         return await inlined(event, self._role.blobs) if BlobRef in map(type, payloads) else event
 
-    async def fold(self, fold: UnitFold, record: Record) -> list[Event]:
+    async def fold(self, fold: UnitFold, record: Record) -> Sequence[Event]:
         """Fold one record and return its outputs. Raises SkipsFound if the fold hits a defect at a record that an
         operator asked to skip, BrokenFold at any other defect."""
-        outputs: list[Event] = []
+        outputs: Sequence[Event] = ()
         if fold.wants(record):
             event = await self.event(record)
             if event is not None:
