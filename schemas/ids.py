@@ -7,21 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring
+from typing import Any
 
 from turnlog.schemas.canonical import canonical_text
 
-ARRAY = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-"""Created once, since `json.dumps` creates an encoder at every call with separators."""
+TEXTS: dict[type, Callable[[Any], str]] = {str: encode_basestring, int: str, type(None): lambda _: "null"}
+"""Type -> its text in JSON, as `json.dumps` without `ensure_ascii` writes it; ids are made by the dozen per session."""
 
 
 def digest(*about: str | int | None) -> str:
     """Return 32 hex digits that identify the tuple `about`. Raises TypeError for values that JSON would not
     distinguish."""
-    for part in about:
-        if part is not None and not isinstance(part, str | int):
-            raise TypeError(f"an id is made of strings and integers, got {type(part).__name__}")
-    return hashlib.sha256(ARRAY.encode(about).encode()).hexdigest()[:32]
+    try:
+        text = ",".join([TEXTS[type(part)](part) for part in about])
+    except KeyError:  # a bool, or an enum
+        for part in about:
+            if part is not None and not isinstance(part, str | int):
+                raise TypeError(f"an id is made of strings and integers, got {type(part).__name__}") from None
+        text = json.dumps(about, ensure_ascii=False, separators=(",", ":"))[1:-1]
+    return hashlib.sha256(f"[{text}]".encode()).hexdigest()[:32]
 
 
 def environment_digest(about: Mapping[str, object]) -> str:

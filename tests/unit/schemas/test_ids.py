@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.schemas import ids
+from turnlog.schemas.events import Purpose
 
 GOLDEN = [
     "0dc9bca419bc9585e0f1eedd00c91979",
@@ -25,6 +27,16 @@ PARTS = st.lists(st.one_of(st.none(), st.integers(), st.text(max_size=8)), max_s
 
 def test_an_id_is_the_first_half_of_sha256_over_canonical_json() -> None:
     assert ids.digest("gröup", 1, None) == hashlib.sha256('["gröup",1,null]'.encode()).hexdigest()[:32]
+
+
+@given(st.lists(st.one_of(st.none(), st.booleans(), st.integers(), st.text())).map(tuple))
+def test_the_json_is_that_of_the_standard_library(parts: tuple[Any, ...]) -> None:
+    text = json.dumps(parts, ensure_ascii=False, separators=(",", ":"))
+    assert ids.digest(*parts) == hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def test_an_enum_is_its_value() -> None:
+    assert ids.digest(Purpose.train, 1) == ids.digest("train", 1)
 
 
 def test_ids_are_what_they_were() -> None:
