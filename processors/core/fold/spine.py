@@ -30,6 +30,9 @@ from turnlog.schemas.events import (
 )
 from turnlog.schemas.types import TurnId
 
+OF_A_SESSION = frozenset(
+    {SessionStarted, SessionAdopted, SessionFinished, RewardAssigned, RewardFailed, StepRewardAssigned}
+)
 REAPED = frozenset({"deadline", "orphan"})
 """Reasons of a GroupClosed that names every session whose turns are all on the log."""
 MAX_REWARD = 1e100
@@ -131,6 +134,8 @@ class ControlStreamFold:
         """The first start: it names task, group size and purpose."""
         self.settled: list[str] = []
         """Sessions that settled before the group did, in that order."""
+        self.rollouts: dict[str, str] = {}
+        """Rollout id -> the session that settled it: the first settled `final` attempt."""
         self.members: tuple[str, ...] | None = None
         """Members of the settled group, one session per rollout; None before it settles."""
         self.named_by_reaper: frozenset[str] | None = None
@@ -149,37 +154,20 @@ class ControlStreamFold:
             return
         if self.members is not None:
             return
-        match event:
-            case SkipRequested():
-                return
-            case (
-                SessionStarted()
-                | SessionAdopted()
-                | SessionFinished()
-                | RewardAssigned()
-                | RewardFailed()
-                | StepRewardAssigned()
-            ):
-                session = self.sessions.setdefault(event.session_id, SessionFoldState(event.session_id))
-            case _:
-                raise MisplacedRecord(
-                    f"agent.sessions offset {offset}", f"holds a {type(event).__name__}", "write it to its own topic"
-                )
+        kind = type(event)
+        if kind is SkipRequested:
+            return
+        if kind not in OF_A_SESSION:
+            raise MisplacedRecord(
+                f"agent.sessions offset {offset}", f"holds a {kind.__name__}", "write it to its own topic"
+            )
+        session = self.sessions.get(event.session_id)
+        if session is None:
+            session = self.sessions[event.session_id] = SessionFoldState(event.session_id)
         try:
             self._apply(session, event)
         finally:
             self._settle(session)
-
-    def rollouts(self) -> dict[str, str]:
-        """Return rollout id -> the session that settled it: the first settled `final` attempt."""
-        settled: dict[str, str] = {}
-        for session_id in self.settled:
-            session = self.sessions[session_id]
-            assert session.started is not None
-            assert session.finish is not None
-            if session.finish.final:
-                settled.setdefault(session.started.rollout_id, session_id)
-        return settled
 
     def key(self) -> object:
         """Return a canonical, comparable value."""
@@ -191,19 +179,19 @@ class ControlStreamFold:
     def _apply(self, session: SessionFoldState, event: Any) -> None:
         if session.settled:
             return
-        match event:
-            case SessionStarted():
-                self._start(session, event)
-            case SessionAdopted():
-                _adopt(session, event)
-            case SessionFinished():
-                self._finish(session, event)
-            case RewardAssigned() if session.verdict is None:
-                session.verdict = _verdict(session, event)
-            case RewardFailed() if session.verdict is None:
-                session.verdict = VerifierResult(None)
-            case StepRewardAssigned() if event.turn not in session.steps:
-                self._step(session, event)
+        kind = type(event)
+        if kind is SessionStarted:
+            self._start(session, event)
+        elif kind is SessionAdopted:
+            _adopt(session, event)
+        elif kind is SessionFinished:
+            self._finish(session, event)
+        elif kind is RewardAssigned and session.verdict is None:
+            session.verdict = _verdict(session, event)
+        elif kind is RewardFailed and session.verdict is None:
+            session.verdict = VerifierResult(None)
+        elif kind is StepRewardAssigned and event.turn not in session.steps:
+            self._step(session, event)
 
     def _start(self, session: SessionFoldState, event: SessionStarted) -> None:
         if event.event_id in session.epochs:
@@ -256,12 +244,14 @@ class ControlStreamFold:
     def _settle(self, session: SessionFoldState) -> None:
         if session.settled or session.started is None or not session.due():
             return
+        assert session.finish is not None
+        assert self.task is not None
         session.settled = True
         self.settled.append(session.session_id)
-        rollouts = self.rollouts()
-        assert self.task is not None
-        if len(rollouts) >= self.task.group_size:
-            self.members = tuple(rollouts.values())
+        if session.finish.final:
+            self.rollouts.setdefault(session.started.rollout_id, session.session_id)
+        if len(self.rollouts) >= self.task.group_size:
+            self.members = tuple(self.rollouts.values())
 
     def _close(self, event: GroupClosed) -> None:
         """Settle the group unless it is settled. A close by the reaper also names the sessions whose turns are all on
@@ -278,7 +268,7 @@ class ControlStreamFold:
         latest.
         """
         members: dict[str, str] = {}
-        final = self.rollouts()
+        final = self.rollouts
         for session_id in self.settled:
             if session_id in named:
                 started = self.sessions[session_id].started

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from turnlog.processors.core.fold.group import offline
-from turnlog.processors.core.fold.spine import ControlStreamFold
+from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldState
 from turnlog.processors.core.fold_versions import LATEST
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
@@ -311,3 +314,25 @@ def test_a_start_that_contradicts_hides_no_whole_session_from_the_reaper(story, 
     assert records[-1][2].members == ("a",)
     for again in (records, sorted(records, key=lambda record: record[0])):
         assert drawn(folded(again, RULES)) == "a0* main 0: sq<A>\na 1 = 1 trained"
+
+
+def test_a_session_has_one_state_and_is_counted_once_whatever_its_records(story):
+    s = story(size=4)
+    for name in "abcd":
+        one_turn(s, name)
+        s.end(name, reward=1.0)
+    built = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal built
+        built += event == "call" and frame.f_code is SessionFoldState.__init__.__code__
+
+    spine = ControlStreamFold(LATEST)
+    sys.setprofile(count)
+    try:
+        for offset, event in enumerate(s.topics["agent.sessions"]):
+            spine.fold(offset, event)
+    finally:
+        sys.setprofile(None)
+    assert len(s.topics["agent.sessions"]) == 12
+    assert (built, len(spine.rollouts), len(spine.settled)) == (4, 4, 4)
