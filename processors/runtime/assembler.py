@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 MAX_RECORDS = 500
 """Maximum records folded in one transaction. Its round trips to the broker are spread over them, and the scores of a
 group wait for its end."""
-POLL_S = 0.02
-"""Longest wait of one poll for records. It bounds how much later than due a partition task commits."""
+POLL_S = 0.1
+"""Longest wait of one poll for records. It bounds how much later than due a partition task commits trees and mere
+progress; a score is committed with the poll that brings its last record."""
 STOPPED = Gauge("turnlog_assembler_stopped_units", "Partition tasks that stopped at a record")
 
 

@@ -58,7 +58,7 @@ LAG = Summary("turnlog_recipe_lag_versions", "Lag of the oldest token of rows th
 READ_S, DRAW_S, SEAL_S, COMMIT_S = (STAGE_S.labels("batcher", stage) for stage in ("read", "draw", "seal", "commit"))
 
 
-ROLE = OwnerRole(owner=TransactionalId.BATCHER, group=ConsumerGroup.BATCHER, writes=(topics.BATCHES,), poll_s=0.05)
+ROLE = OwnerRole(owner=TransactionalId.BATCHER, group=ConsumerGroup.BATCHER, writes=(topics.BATCHES,))
 FOLLOWED = (topics.BATCHES, topics.STEPS, topics.WEIGHTS)
 
 
