@@ -54,8 +54,10 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     "PYTHONPATH": INIT_HOME,
+    "LD_BIND_NOW": "1",
 }
-"""The complete environment. The init removes PYTHONPATH before a call runs; the hash seed makes re-runs alike."""
+"""The complete environment. The init removes PYTHONPATH and LD_BIND_NOW before a call runs; the hash seed makes re-runs
+alike. With LD_BIND_NOW, the loader binds functions in the zygote and not again in each of its forks."""
 IMAGE_PATH = f"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{PYTHON_HOME}/bin"
 """PATH in an image: its own programs come first. LD_LIBRARY_PATH is not set there, so its own libraries are used."""
 

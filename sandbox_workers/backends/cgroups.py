@@ -373,7 +373,11 @@ class ControlGroup:
             inside = processes(place)
             for number in family:
                 if number not in inside:
-                    put(place / "cgroup.procs", str(number))
+                    try:
+                        put(place / "cgroup.procs", str(number))
+                    except ProcessLookupError:  # a call that a zygote rehearses may have ended
+                        if number == pid:
+                            raise
 
     def begin(self, limits: SandboxLimits) -> None:
         """Set the limits of a call, writing only what changes, and note the counters."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnlog.sandbox_workers.inside import init
-from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame
+from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame, write_all
 from turnlog.sandbox_workers.inside.observables import empty
 from turnlog.sandbox_workers.inside.processes import InitEnvironment
 from turnlog.sandbox_workers.inside.zygote import deny
@@ -49,8 +49,8 @@ class Pipes(Control):
     def outgoing(self) -> int:
         return self._write
 
-    def recv_into(self, view: memoryview) -> int:
-        return os.readv(self._read, [view])
+    def recv(self, most: int) -> bytes:
+        return os.read(self._read, most)
 
     def sendall(self, data: bytes) -> None:
         """Send one frame, `data`; see Control. In an answer to a call, a limit that the kernel enforced meanwhile is
@@ -59,9 +59,7 @@ class Pipes(Control):
         if not body_size and "status" in (head := json.loads(data[HEADER.size : HEADER.size + head_size])):
             before, self._met = self._met, count_limit_events(self._events)
             data = frame(apply_limits(head, before, self._met))
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._write, view) :]
+        write_all(self._write, data)
 
 
 def main(denied: str, *folders: str) -> None:

@@ -14,6 +14,8 @@ when it ends."""
 
 from __future__ import annotations
 
+import _random
+import _signal  # type: ignore[import-not-found]
 import ast
 import atexit
 import builtins
@@ -25,6 +27,7 @@ import gc
 import linecache
 import math
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -79,10 +82,15 @@ LIMIT_ERRORS = {
     errno.EFBIG: b"disk_bytes",
 }
 
+MAIN = types.ModuleType("__main__")
+MAIN.__dict__["__builtins__"] = builtins
+
 FORGETFUL = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.perturb=165:glibc.malloc.tcache_count=0"}
 """Environment in which the init must be started; it removes these variables before a call runs."""
 M_PERTURB = -6
 _mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+_forgetting = False
+_fork = ctypes.PyDLL(None).fork
 
 
 def become(
@@ -100,8 +108,8 @@ def become(
         limit(place, head["limits"], standing, reserves=head["agent"])
         expendable()
         if head["kind"] == "python":
-            defaults(signal.SIG_IGN)
-            os.environ.update(head["env"])
+            if head["env"]:
+                os.environ.update(head["env"])
             code = run_python(source)
         else:
             defaults(signal.SIG_DFL)
@@ -112,10 +120,22 @@ def become(
         os._exit(code)
 
 
+def fork_call() -> int:
+    """Fork as os.fork does, without CPython's repairs and the hooks of os.register_at_fork: they cost as many page
+    faults as a short call. Only this thread may exist, so no lock is held by another; `repair` does the rest."""
+    return int(_fork())
+
+
+def repair() -> None:
+    """Do what the hooks of the modules that an init has imported would have done in a child of `fork_call`."""
+    _random.Random.seed(random._inst)
+    threading._main_thread._native_id = os.getpid()  # type: ignore[attr-defined]
+
+
 def wear(streams: list[int]) -> None:
     """Make `streams` our standard streams and the note."""
     for number, target in zip(streams, (0, 1, 2, NOTE_FD)):  # noqa: B905 - images may have Python 3.9
-        os.dup2(number, target, inheritable=target != NOTE_FD)
+        os.dup2(number, target, target != NOTE_FD)
 
 
 def expendable() -> None:
@@ -126,12 +146,12 @@ def expendable() -> None:
 
 def killed_first(process: int | str) -> None:
     """Make the kernel kill the process before the init when memory is short (proc(5))."""
-    with contextlib.suppress(OSError):
+    try:
         score = os.open(f"/proc/{process}/oom_score_adj", os.O_WRONLY)
-        try:
-            os.write(score, b"1000")
-        finally:
-            os.close(score)
+        os.write(score, b"1000")
+        os.close(score)
+    except OSError:
+        pass
 
 
 def defaults(action: signal.Handlers) -> None:
@@ -212,7 +232,9 @@ def pairs(
     place: InitEnvironment, limits: dict[str, Any], standing: int, *, cpu: bool, reserves: bool = False
 ) -> dict[int, tuple[int, int]]:
     """Return all rlimits as (soft, hard), none above what we may set. `reserves`: address space is not limited."""
-    wanted = {name: (bound, bound) for name, bound in bounds(place, limits, standing).items()}
+    wanted = {}
+    for name, bound in bounds(place, limits, standing).items():
+        wanted[name] = bound, bound
     if reserves:
         del wanted[resource.RLIMIT_AS]
     wanted[resource.RLIMIT_CORE] = (0, 0)
@@ -223,10 +245,10 @@ def pairs(
     if cpu:
         seconds = math.ceil(limits["cpu_s"])
         wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)
-    for name, pair in wanted.items():
+    for name, (soft, hard) in wanted.items():
         most = resource.getrlimit(name)[1]
-        soft, hard = (bound if most == resource.RLIM_INFINITY else min(bound, most) for bound in pair)
-        wanted[name] = (soft, hard)
+        if most != resource.RLIM_INFINITY:
+            wanted[name] = min(soft, most), min(hard, most)
     return wanted
 
 
@@ -242,6 +264,7 @@ def put(pid: int, name: int, pair: tuple[int, int]) -> None:
 
 def run_python(source: bytes) -> int:
     """Run `source` as __main__ would. Return the exit code."""
+    repair()
     awake()
     code, _ = run_source(source, FILE_NAME, fresh_main(), interactive=False)
     return code or finish()
@@ -250,8 +273,7 @@ def run_python(source: bytes) -> int:
 def awake() -> None:
     """Undo the settings that the init makes for itself alone."""
     stop_forgetting()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what was printed survives a time-out
+    _signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
 
 
@@ -306,20 +328,18 @@ def spawn_with_limits(
 
 
 def fresh_main() -> types.ModuleType:
-    """Create a `__main__` without our names."""
-    main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = main
+    """Return a `__main__` without our names; once in a process."""
+    sys.modules["__main__"] = MAIN
     sys.argv = ["-c"]
     sys.path.insert(0, "")
-    return main
+    return MAIN
 
 
 def run_source(source: bytes, name: str, main: types.ModuleType, *, interactive: bool) -> tuple[int, bool]:
     """Run the source. Return the exit code, and whether the source asked to exit. `interactive` prints the value of the
     last expression."""
     try:
-        linecache.cache[name] = (len(source), None, source.decode(errors="replace").splitlines(keepends=True), name)
+        linecache.cache[name] = (len(source), None, source.decode("utf-8", "replace").splitlines(True), name)
         if interactive:
             for part in _parts(source, name):
                 exec(part, main.__dict__)
@@ -354,7 +374,8 @@ def _system_exit_code(code: object) -> int:
 def finish() -> int:
     """Do what CPython does at exit: threads, atexit, flush. Return 120 if something fails there, otherwise 0."""
     code = 0
-    for step in (threading._shutdown, atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
+    threads = len(threading._active) > 1 or threading._threading_atexits  # type: ignore[attr-defined]
+    for step in (*((threading._shutdown,) if threads else ()), atexit._run_exitfuncs, flush):  # type: ignore[attr-defined]
         try:
             step()
         except BaseException as error:
@@ -366,7 +387,10 @@ def finish() -> int:
 def flush() -> None:
     """Flush all output into the pipes. Raises what the last failing stream raised."""
     failed: BaseException | None = None
-    for stream in {id(stream): stream for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)}.values():
+    streams = [sys.stdout, sys.stderr]
+    streams += [] if sys.__stdout__ is sys.stdout else [sys.__stdout__]
+    streams += [] if sys.__stderr__ is sys.stderr else [sys.__stderr__]
+    for stream in streams:
         try:
             if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
@@ -413,11 +437,12 @@ def _thread_limit() -> bytes:
 
 def begin_forgetting() -> None:
     """Remove the FORGETFUL variables from the environment."""
+    global _forgetting
     for name in FORGETFUL:
-        os.environ.pop(name, None)
+        _forgetting |= os.environ.pop(name, None) is not None
 
 
 def stop_forgetting() -> None:
     """Stop overwriting freed memory in a child: what it frees from now on is its own."""
-    if _mallopt is not None:
+    if _forgetting and _mallopt is not None:
         _mallopt(M_PERTURB, 0)

@@ -25,18 +25,23 @@ Any request may get {"changed": "limits" | "folders"}: a call has changed what i
 
 File requests may get {"refused": "path" | "missing" | "quota", "text"}. Lists (paths, entries) are JSON; bytes of
 names that are not UTF-8 are lone surrogates (PEP 383).
-The first frame is the init's: {"ready": true, "pid"}, with the proxy's listening socket as SCM_RIGHTS if there is one.
+The first frame is the init's: {"ready": true}, with the proxy's listening socket as SCM_RIGHTS if there is one.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from typing import Any, Protocol
 
 HEADER = struct.Struct(">II")
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 PART_BYTES = 65536
+RECEIVED_BYTES = 1 << 20
+"""Maximum number of bytes received at once."""
 
 
 class ControlClosed(Exception):
@@ -54,8 +59,8 @@ class Control(Protocol):
         """Return a descriptor that is writable when `sendall` of a part would not block."""
         ...
 
-    def recv_into(self, view: memoryview) -> int:
-        """Receive bytes, as `socket.recv_into` does."""
+    def recv(self, most: int) -> bytes:
+        """Receive at least one byte, if more can come."""
         ...
 
     def sendall(self, data: bytes) -> None:
@@ -64,28 +69,35 @@ class Control(Protocol):
 
 
 class Socket(Control):
-    """A unix socket."""
+    """A unix socket. Its descriptor is used directly: a socket object costs every init 30 page faults."""
 
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)
+        self._descriptor = descriptor
+        os.set_inheritable(descriptor, False)
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self._descriptor
 
     def outgoing(self) -> int:
-        return self._socket.fileno()
+        return self._descriptor
 
-    def recv_into(self, view: memoryview) -> int:
-        return self._socket.recv_into(view)
+    def recv(self, most: int) -> bytes:
+        return os.read(self._descriptor, most)
 
     def sendall(self, data: bytes) -> None:
-        self._socket.sendall(data)
+        write_all(self._descriptor, data)
 
     def pass_on(self, data: bytes, descriptor: int) -> None:
         """Send a short frame with a descriptor."""
-        sent = socket.send_fds(self._socket, [data], [descriptor])
-        self._socket.sendall(data[sent:])
+        with socket.socket(fileno=os.dup(self._descriptor)) as control:
+            sent = socket.send_fds(control, [data], [descriptor])
+        self.sendall(data[sent:])
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def receive(control: Control) -> tuple[dict[str, Any], bytes]:
@@ -98,33 +110,45 @@ def receive_head(control: Control) -> tuple[dict[str, Any], int]:
     """Return the head of the next frame and the length of its body, which is still to be received. Raises
     ControlClosed."""
     head_size, body_size = HEADER.unpack(exactly(control, HEADER.size))
-    return json.loads(exactly(control, head_size)), body_size
+    return _scan(exactly(control, head_size).decode(), 0)[0], body_size
 
 
 def exactly(control: Control, size: int) -> bytes:
     """Receive exactly `size` bytes. Raises ControlClosed."""
-    data = bytearray(size)
-    view, filled = memoryview(data), 0
-    while filled < size:
-        try:
-            count = control.recv_into(view[filled:])
-        except OSError as error:
-            raise ControlClosed from error
-        if not count:
-            raise ControlClosed
-        filled += count
-    return bytes(data)
+    data = _receive(control, size) if size else b""
+    if len(data) == size:
+        return data
+    parts, missing = [data], size - len(data)
+    while missing:
+        parts.append(_receive(control, missing))
+        missing -= len(parts[-1])
+    return b"".join(parts)
+
+
+def _receive(control: Control, most: int) -> bytes:
+    try:
+        part = control.recv(min(most, RECEIVED_BYTES))
+    except OSError as error:
+        raise ControlClosed from error
+    if not part:
+        raise ControlClosed
+    return part
 
 
 def send(control: Control, head: dict[str, Any], body: bytes = b"") -> None:
     """Send a frame. Raises ControlClosed."""
+    send_frame(control, frame(head, body))
+
+
+def send_frame(control: Control, encoded: bytes) -> None:
+    """Send an encoded frame. Raises ControlClosed."""
     try:
-        control.sendall(frame(head, body))
+        control.sendall(encoded)
     except OSError as error:
         raise ControlClosed from error
 
 
 def frame(head: dict[str, Any], body: bytes = b"") -> bytes:
     """Encode one frame."""
-    text = json.dumps(head, separators=(",", ":")).encode()
+    text = _encode(head).encode()
     return HEADER.pack(len(text), len(body)) + text + body

@@ -13,7 +13,6 @@ import contextlib
 import os
 import signal
 import struct
-from collections.abc import Callable
 from typing import Any
 
 from turnlog.sandbox_workers.inside import workspace
@@ -30,7 +29,7 @@ import select
 import sys
 
 from turnlog.sandbox_workers.inside.call import Become, CommandProcess, Reaped, end_all
-from turnlog.sandbox_workers.inside.frames import Socket, frame
+from turnlog.sandbox_workers.inside.frames import Socket, frame, send_frame
 from turnlog.sandbox_workers.inside.observables import Integrity, read_observables, reset_folder_times, wipe
 from turnlog.sandbox_workers.inside.processes import InitEnvironment
 
@@ -39,7 +38,14 @@ PR_SET_CHILD_SUBREAPER = 36
 IDLE_MS = 250
 """Milliseconds between looks at an interpreter that has to stay stopped."""
 
+READY = frame({"ready": True})
+
 Answer = tuple[dict[str, Any], bytes]
+OPERATIONS = {
+    "exec": "_exec", "read": "_read", "read_files": "_read_files", "write": "_write", "index": "_index",
+    "restore": "_restore", "reset": "_reset", "observed": "_answer_observables", "health": "_health",
+}  # fmt: skip
+"""Methods of Service by the operation that they serve."""
 
 
 def main(control: str, *arguments: str) -> None:
@@ -72,12 +78,11 @@ def serve(control: Control, place: InitEnvironment, network: str, *, forked: boo
 
 
 def _ready(control: Control, place: InitEnvironment, network: str) -> None:
-    head = {"ready": True, "pid": os.getpid()}
     if network == "none":
-        send(control, head)
+        send_frame(control, READY)
     elif network == "allowlist" and isinstance(control, Socket):
         with listener(namespace=place.namespace) as proxy:
-            control.pass_on(frame(head), proxy.fileno())
+            control.pass_on(READY, proxy.fileno())
     else:
         raise SystemExit(f"network {network!r} cannot be served here")
 
@@ -90,6 +95,8 @@ def protect(place: InitEnvironment) -> None:
     if not place.namespace and prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise SystemExit("prctl(PR_SET_CHILD_SUBREAPER) failed")
     begin_forgetting()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what a call printed survives a time-out
+    os.environ.pop("LD_BIND_NOW", None)
     if (own := os.environ.pop("PYTHONPATH", "")) in sys.path:
         sys.path.remove(own)
 
@@ -107,26 +114,16 @@ class Service:
     def __init__(
         self, control: Control, place: InitEnvironment, become: Become = become, *, lazily: bool = False
     ) -> None:
-        """Create the service. `lazily`: record the initial state only when the worker asks for it; a reset is not
-        expected then."""
+        """Create the service. `lazily`: the folders are new, and their initial state is recorded only when the worker
+        asks for it; a reset is not expected then."""
         self.control = control
         self.place = place
         self.become = become
         self.interpreter: Interpreter | None = None
-        reset_folder_times(place)
+        if not lazily:
+            reset_folder_times(place)
         self.as_new = None if lazily else read_observables(place)
         self.integrity = Integrity(place, control)
-        self.operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
-            "exec": self._exec,
-            "read": self._read,
-            "read_files": self._read_files,
-            "write": self._write,
-            "index": self._index,
-            "restore": self._restore,
-            "reset": self._reset,
-            "observed": self._answer_observables,
-            "health": self._health,
-        }
 
     def serve(self) -> None:
         """Answer requests until the worker is gone, or has been notified that a call changed something that it may not;
@@ -147,7 +144,7 @@ class Service:
         if head["op"] in ("cancel", "beat"):  # it arrived just after the call had ended
             return
         try:
-            about, content = self.operations[head["op"]](head, body)
+            about, content = getattr(self, OPERATIONS[head["op"]])(head, body)
         except PathRefused as refused:
             about, content = {"refused": refused.kind, "text": str(refused)}, b""
         if head["op"] == "exec":
@@ -177,10 +174,10 @@ class Service:
                 self.interpreter = call.interpreter
 
     def _folder(self, path: str) -> Walk:
-        names = parts(path)
         walk = Walk(self.place.folders[0])
         try:
-            walk.down(names, path)
+            if path:
+                walk.down(parts(path), path)
         except OSError as error:
             walk.__exit__()
             raise refusal(error, path) from error

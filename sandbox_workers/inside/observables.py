@@ -283,13 +283,14 @@ class Integrity:
     def __init__(self, place: InitEnvironment, control: Control) -> None:
         self.place = place
         self.control = control
-        self.limits = [resource.getrlimit(number) for number in LIMITS]
-        self.folders = [os.stat(folder) for folder in place.folders]
+        self.limits = list(map(resource.getrlimit, LIMITS))
+        self.folders = list(map(os.stat, place.folders))
 
     def check(self) -> None:
         """Check the limits. Needs no descriptor and hardly any memory. Raises Tampered."""
-        if [resource.getrlimit(number) for number in LIMITS] != self.limits:
-            self._tell("limits")
+        for number in LIMITS:
+            if resource.getrlimit(number) != self.limits[number]:
+                self._tell("limits")
 
     def settle(self) -> None:
         """Check the folders after a call, when nothing of it runs, and restore their rights: the owner of a folder may

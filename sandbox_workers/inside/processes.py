@@ -205,7 +205,8 @@ class Unclaimed:
 
     def __init__(self) -> None:
         self.cpu_s = 0.0
-        self._before: dict[int, ProcessInfo] = {}
+        self.before: dict[int, ProcessInfo] = {}
+        """Processes of the last look, by pid."""
         self._children_s = 0.0
 
     def look(self, found: list[ProcessInfo], children_s: float) -> None:
@@ -213,22 +214,22 @@ class Unclaimed:
         children that we have waited for."""
         now = {task.pid: task for task in found}
         owed: dict[int, float] = {}
-        for task in self._before.values():
+        for task in self.before.values():
             if task.pid not in now:
                 heir = self._heir(task, now)
                 owed[heir] = owed.get(heir, 0.0) + task.cpu_s + task.reaped_s
         for heir, used in owed.items():
             claimed = children_s - self._children_s
             if heir in now:
-                before = self._before.get(heir)
+                before = self.before.get(heir)
                 claimed = now[heir].reaped_s - (before.reaped_s if before else 0.0)
             self.cpu_s += max(0.0, used - claimed - ROUNDING_S)
-        self._before, self._children_s = now, children_s
+        self.before, self._children_s = now, children_s
 
     def _heir(self, task: ProcessInfo, now: dict[int, ProcessInfo]) -> int:
         """Return the nearest remaining ancestor: its time, and that of all processes between, went there if anybody
         waited."""
-        heir, steps = task.parent, len(self._before)
-        while heir not in now and heir in self._before and steps:
-            heir, steps = self._before[heir].parent, steps - 1
+        heir, steps = task.parent, len(self.before)
+        while heir not in now and heir in self.before and steps:
+            heir, steps = self.before[heir].parent, steps - 1
         return heir

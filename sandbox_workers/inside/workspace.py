@@ -201,7 +201,6 @@ class Contents:
     def __init__(self, control: Control, size: int) -> None:
         self.control = control
         self.left = size
-        self.room = bytearray(PART_BYTES)
 
     def copy(self, descriptor: int, size: int) -> None:
         """Copy the bytes of the next file. Raises ControlClosed."""
@@ -215,13 +214,12 @@ class Contents:
         while self.left:
             self._part(self.left)
 
-    def _part(self, most: int) -> memoryview:
-        room = memoryview(self.room)[: min(most, PART_BYTES)]
-        count = self.control.recv_into(room)
-        if not count:
+    def _part(self, most: int) -> bytes:
+        part = self.control.recv(min(most, PART_BYTES))
+        if not part:
             raise ControlClosed
-        self.left -= count
-        return room[:count]
+        self.left -= len(part)
+        return part
 
 
 def restore(place: InitEnvironment, entries: list[Entry], contents: Contents) -> None:

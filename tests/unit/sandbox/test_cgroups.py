@@ -132,6 +132,28 @@ def test_a_whole_tree_is_adopted_and_what_it_starts_later_follows(group: Control
         process.communicate(b"\n")
 
 
+def test_a_tree_is_adopted_whose_children_end_meanwhile(group: ControlGroup) -> None:
+    busy = """
+        import os, signal, time
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        os.fork() or (time.sleep(0.003), os._exit(0))
+        print("forking", flush=True)
+        while True:
+            os.fork() or (time.sleep(0.003), os._exit(0))
+            time.sleep(0.0005)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(busy)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            group.adopt(process.pid)
+            for place in group.places:
+                assert str(process.pid) in (place / "cgroup.procs").read_text().split()
+        finally:
+            process.kill()
+
+
 def test_cpu_time_is_counted_of_children_that_nobody_waits_for(group: ControlGroup) -> None:
     burn = """
         import os, signal, time
