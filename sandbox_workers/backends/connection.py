@@ -432,12 +432,8 @@ async def meter_call(
     async def watch() -> None:
         await met(await wait_until_exceeded(limits, bounds))
 
-    meter = asyncio.create_task(watch())
-    try:
+    async with init_wire.running_after(METER_S, watch):
         yield
-    finally:
-        meter.cancel()
-        await asyncio.wait([meter])
 
 
 async def wait_until_exceeded(limits: SandboxLimits, bounds: KernelLimits) -> str:
@@ -447,14 +443,13 @@ async def wait_until_exceeded(limits: SandboxLimits, bounds: KernelLimits) -> st
     began = clock()
     due = began + limits.cpu_s / cores
     while True:
-        await asyncio.sleep(METER_S)
         if (limit := bounds.overdrawn()) is not None:
             return limit
-        if (now := clock()) < due:
-            continue
-        if (left := cpu_left(limits, bounds, now - began)) <= 0:
-            return "cpu_s"
-        due = now + left / cores
+        if (now := clock()) >= due:
+            if (left := cpu_left(limits, bounds, now - began)) <= 0:
+                return "cpu_s"
+            due = now + left / cores
+        await asyncio.sleep(METER_S)
 
 
 def cpu_left(limits: SandboxLimits, bounds: KernelLimits, took_s: float) -> float:

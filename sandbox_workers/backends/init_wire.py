@@ -13,7 +13,7 @@ import json
 import math
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from turnlog.infra.environments.workspaces import FileEntry, FileKind
@@ -73,9 +73,7 @@ class ControlChannel:
         self._control.setblocking(False)
         passed: list[int] = []
         try:
-            head_size, body_size = HEADER.unpack(await self._exactly(HEADER.size, passed))
-            _check_sizes(head_size, body_size, 0)
-            head = _head(await self._exactly(head_size, passed))
+            head = _head(await self._greeting(passed))
             listener = _listener(passed)
         except BaseException as error:
             for descriptor in passed:
@@ -126,20 +124,24 @@ class ControlChannel:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    async def _exactly(self, size: int, passed: list[int]) -> bytes:
-        """Receive `size` bytes and any descriptors before the asyncio streams exist, since streams drop descriptors."""
-        data = b""
+    async def _greeting(self, passed: list[int]) -> bytes:
+        """Receive the head of the first frame and any descriptors before the asyncio streams exist, since streams drop
+        descriptors. Nothing follows it before something is requested."""
+        data, size = b"", HEADER.size
         while len(data) < size:
-            try:
-                part, descriptors, _, _ = socket.recv_fds(self._control, size - len(data), 1, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                await _readable(self._control)
-                continue
+            await _readable(self._control)
+            part, descriptors, _, _ = socket.recv_fds(self._control, HEAD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             passed += descriptors
             if not part:
                 raise SandboxDied("the sandbox ended before it was ready")
             data += part
-        return data
+            if len(data) >= HEADER.size:
+                head_size, body_size = HEADER.unpack_from(data)
+                _check_sizes(head_size, body_size, 0)
+                size = HEADER.size + head_size
+        if len(data) > size:
+            raise SandboxDied("the init began with more than it may")
+        return data[HEADER.size :]
 
 
 def refusal(head: dict[str, Any]) -> None:
@@ -321,6 +323,21 @@ def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) 
     return head, source, command.stdin
 
 
+@contextlib.asynccontextmanager
+async def running_after(delay_s: float, work: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run `work` as an asyncio task from `delay_s` after the block's begin to its end. Most calls end before, and an
+    asyncio task that is only created and cancelled costs a tenth of their time in the worker."""
+    started: list[asyncio.Task[None]] = []
+    timer = asyncio.get_running_loop().call_later(delay_s, lambda: started.append(asyncio.create_task(work())))
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for task in started:
+            task.cancel()
+            await asyncio.wait([task])
+
+
 class Heartbeat:
     """Heartbeats of a worker to the init that runs one call."""
 
@@ -342,20 +359,18 @@ class Heartbeat:
     @contextlib.asynccontextmanager
     async def beating(self, channel: ControlChannel) -> AsyncIterator[None]:
         """Send heartbeats while the block runs."""
-        beating = asyncio.create_task(self._beat(channel))
-        try:
-            yield
-        finally:
-            self._note()
-            beating.cancel()
-            await asyncio.wait([beating])
+        async with running_after(BEAT_S, lambda: self._beat(channel)):
+            try:
+                yield
+            finally:
+                self._note()
 
     async def _beat(self, channel: ControlChannel) -> None:
         with contextlib.suppress(SandboxDied):  # the call raises it
             while True:
-                await asyncio.sleep(BEAT_S)
                 self._note()
                 await channel.send({"op": "beat"})
+                await asyncio.sleep(BEAT_S)
 
     def _note(self) -> None:
         now = self._clock()

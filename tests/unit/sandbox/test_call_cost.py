@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import pytest
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
 from turnlog.sandbox_workers.backends.connection import InitSandbox
+from turnlog.sandbox_workers.backends.init_wire import running_after
 from turnlog.sandbox_workers.protocol import Command, Kind, Shape
 from turnlog.schemas.events import SandboxLimits
 
@@ -115,6 +117,25 @@ print(random.random(), threading.main_thread().native_id == os.getpid() == threa
     said = [(await lease(sandbox, source)).split() for _ in range(2)]
     assert said[0][0] != said[1][0], "no two calls draw the same numbers"
     assert [right for _, right in said] == ["True", "True"]
+
+
+async def test_work_that_is_not_due_yet_takes_no_asyncio_task() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    tasks = asyncio.all_tasks()
+    async with running_after(3600.0, work):
+        assert asyncio.all_tasks() == tasks
+    async with running_after(0.0, work):
+        await begun.wait()
+        assert not ended.is_set()
+    assert ended.is_set()
 
 
 async def test_the_loader_settings_of_an_init_are_in_no_environment(sandbox: InitSandbox) -> None:
