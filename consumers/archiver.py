@@ -117,21 +117,23 @@ async def main(role: Role) -> None:
 
     Raises Fenced, ArchiveError, BlobError, LogError, RegistryUnavailable, which end the process; it is then restarted.
     """
-    async with _open_archiver(role) as archiver:
+    async with _open_archiver(role, patient=True) as archiver:
         await repeat(role, archiver.turn)
 
 
 async def flush(role: Role, *, limits: RangeLimits | None = None) -> int:
     """Archive everything that is on the log now, regardless of age. Return the number of files written. The archive
     role must not run at the same time, because the two would fence each other. Raises what `main` raises."""
-    async with _open_archiver(role, limits) as archiver:
+    async with _open_archiver(role, limits=limits) as archiver:
         return await archiver.flush()
 
 
 @contextlib.asynccontextmanager
-async def _open_archiver(role: Role, limits: RangeLimits | None = None) -> AsyncIterator[Archiver]:
+async def _open_archiver(
+    role: Role, *, limits: RangeLimits | None = None, patient: bool = False
+) -> AsyncIterator[Archiver]:
     owner = TransactionalId.ARCHIVE.format(archive=archive_name(role.settings))
-    async with role.log.transactor(owner) as transactor, role.log.reader() as reader:
+    async with role.log.transactor(owner) as transactor, role.log.reader(patient=patient) as reader:
         archiver = Archiver(role, transactor, reader, limits=limits)
         await archiver.open()
         yield archiver

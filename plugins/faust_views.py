@@ -40,6 +40,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.aiokafka_changes import MendedConsumer, MendedProducer
 from turnlog.infra.kafka.connection import Connection, convert_errors
+from turnlog.infra.kafka.readers import PATIENT_BYTES, PATIENT_WAIT_MS
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
@@ -206,6 +207,8 @@ SESSION_TIMEOUT_S = 6.0
 (`group.min.session.timeout.ms`). A successor of the same instance is a static member and gets them at once.
 """
 LOOK_EVERY_S = 5.0
+COMMIT_S = 1.0
+"""Seconds between two commits, each of which first sends what the tables wrote to their changelogs meanwhile."""
 MOVING = "partitions move, or tables are read from their changelogs"
 FIXED_VERSION = "0.15.3"
 FOLD_S = STAGE_S.labels("views", "fold")
@@ -311,7 +314,8 @@ def make_app(settings: Settings, codec: Codec, folder: Path, connection: Connect
         topic_disable_leader=True,
         consumer_auto_offset_reset="earliest",
         table_standby_replicas=0,
-        broker_commit_interval=0.5,
+        broker_commit_interval=COMMIT_S,
+        producer_linger=2 * COMMIT_S,  # a commit flushes earlier, and no table is read from its changelog meanwhile
         broker_session_timeout=SESSION_TIMEOUT_S,
         broker_heartbeat_interval=SESSION_TIMEOUT_S / 3,
         consumer_group_instance_id=instance,
@@ -521,12 +525,27 @@ def _mend_recovery() -> None:
     Recovery.on_recovery_completed = on_recovery_completed  # type: ignore[method-assign]
 
 
+class PatientConsumer(MendedConsumer):
+    """Consumer that fetches as `Log.reader(patient=True)` does, for which Faust has no settings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"fetch_min_bytes": PATIENT_BYTES, "fetch_max_wait_ms": PATIENT_WAIT_MS})
+
+
+class PatientProducer(MendedProducer):
+    """Producer whose flush ends the linger, as that of Kafka's own producer does. aiokafka's flush waits for it."""
+
+    async def flush(self) -> None:
+        """Send all batches now, and wait until they are acknowledged."""
+        await self._message_accumulator.flush_for_commit()
+
+
 def _mend_clients() -> None:
-    """Let Faust create our clients of Kafka, which log in again and survive silent brokers.
+    """Let Faust create our clients of Kafka, which log in again, survive silent brokers, and send few requests.
 
     Only Faust's name for aiokafka is replaced, aiokafka itself is not.
     """
-    ours = {"AIOKafkaConsumer": MendedConsumer, "AIOKafkaProducer": MendedProducer}
+    ours = {"AIOKafkaConsumer": PatientConsumer, "AIOKafkaProducer": PatientProducer}
     driver.aiokafka = SimpleNamespace(**{**vars(driver.aiokafka), **ours})  # type: ignore[attr-defined]
 
 
