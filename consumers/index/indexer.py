@@ -111,8 +111,8 @@ class IndexWriter:
         try:
             self.sql.execute("BEGIN IMMEDIATE")
             self._insert(rows)
-            self._fold([(record, event) for record, event in events if record.topic == SESSIONS.name], rows)
-            self._refresh(rows)
+            folded = self._fold([(record, event) for record, event in events if record.topic == SESSIONS.name], rows)
+            self._refresh(rows, folded)
             self.sql.executemany(
                 "INSERT OR REPLACE INTO positions VALUES (?, ?, ?)",
                 [(*place, position) for place, position in positions.items()],
@@ -178,8 +178,9 @@ class IndexWriter:
         chosen = counting_steps(_Step(*row) for row in found)[batch]
         self.sql.execute("UPDATE steps_records SET counts = (place = ?) WHERE batch_index = ?", (chosen.place, batch))
 
-    def _fold(self, events: Sequence[tuple[Record, Event]], rows: IndexRows) -> None:
-        """Fold records of agent.sessions whose rows are inserted already, and write the state of their groups."""
+    def _fold(self, events: Sequence[tuple[Record, Event]], rows: IndexRows) -> set[str]:
+        """Fold records of agent.sessions whose rows are inserted already. Write the state of their groups, and return
+        the groups."""
         touched: dict[str, _Group] = {}
         for record, event in events:
             group = touched.get(event.group_id)
@@ -191,9 +192,9 @@ class IndexWriter:
         sessions = ((group, name) for group in touched.values() for name in folded & group.spine.sessions.keys())
         self.sql.executemany(PUT_SESSION, [_session_row(*each) for each in sessions])
         self.sql.executemany(PUT_GROUP, [_group_row(group) for group in touched.values()])
-        rows.groups.update(touched)
         while len(self._groups) > HELD_GROUPS:
             del self._groups[next(iter(self._groups))]
+        return set(touched)
 
     def _fold_one(self, group: _Group, record: Record, event: Event, rows: IndexRows) -> None:
         try:
@@ -220,11 +221,11 @@ class IndexWriter:
         self._groups[group_id] = group
         return group
 
-    def _refresh(self, rows: IndexRows) -> None:
+    def _refresh(self, rows: IndexRows, folded: set[str]) -> None:
         """Compute the sums again for every session and group that a record refers to."""
-        sql = self.sql
+        sql, groups = self.sql, sorted({*rows.sessions.values(), *rows.groups, *folded})
         sql.executemany(MENTION_SESSION, [(session, group) for session, group in rows.sessions.items()])
-        sql.executemany(MENTION_GROUP, [(group,) for group in {*rows.sessions.values(), *rows.groups}])
+        sql.executemany(MENTION_GROUP, [(group,) for group in groups])
         sessions = set(rows.sessions)
         for group in rows.groups:
             sessions |= {
@@ -233,7 +234,7 @@ class IndexWriter:
         touched = [(name,) for name in sorted(sessions)]
         for statement in REFRESH_SESSION:
             sql.executemany(statement, touched)
-        sql.executemany(REFRESH_GROUP, [(group,) for group in sorted({*rows.sessions.values(), *rows.groups})])
+        sql.executemany(REFRESH_GROUP, [(group,) for group in groups])
 
 
 @dataclass(frozen=True, slots=True)

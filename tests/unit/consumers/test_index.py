@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.memory_log import MemoryLog
+from tests.fakes.sessions import GroupName, Shape, whole_group
 from tests.unit.consumers.conftest import CODEC, TrainedRun
 from turnlog.consumers.index import (
     BadQuestion,
@@ -405,6 +407,17 @@ def many(path: Path, count: int) -> None:
             "CASE i % 1000 WHEN 7 THEN 'hello seldom' ELSE 'hello' END FROM n WHERE i < 2000 OR i % 1000 != 7"
         )
         file.execute("INSERT INTO positions VALUES ('agent.turns', 0, ?)", (count,))
+
+
+async def test_a_record_of_one_session_computes_no_sums_of_the_others_in_its_group(tmp_path: Path) -> None:
+    run, size, asked = TrainedRun(), 8, list[str]()
+    group = GroupName("run", "g", 0, size)
+    await run.append(whole_group(group, np.random.default_rng(0), turns=1, shape=Shape()))
+    async with indexing(run.role("index"), tmp_path / "index.sqlite", FOLD_VERSION, poll_records=1) as indexer:
+        indexer.writer.sql.set_trace_callback(asked.append)
+        records = await indexer.catch_up()
+    updates = sum(each.startswith("UPDATE sessions") for each in asked)
+    assert updates <= 2 * records, "two statements, of the session that a record names"
 
 
 async def test_one_process_writes_an_index_and_any_number_reads_it(tmp_path: Path) -> None:
