@@ -234,13 +234,20 @@ def serve_views(settings: Settings) -> int:
         return 0
     connection = Connection(settings.kafka.bootstrap, login=Login(settings.kafka))
     with _folder(settings) as folder:
-        return _work(settings, make_app(settings, codec, folder, connection), connection)
+        return _work(make_app(settings, codec, folder, connection), connection)
 
 
-def _work(settings: Settings, app: faust.App, connection: Connection) -> int:
+def make_worker(app: faust.App) -> faust.Worker:
+    """Return the worker of an application, at the log level of the environment."""
     level = log_lines.level(os.environ, "WARNING")
     lines = {"version": 1, "disable_existing_loggers": False, "root": {"level": level}}
     worker = faust.Worker(app, loglevel=level, logging_config=lines, redirect_stdouts=False, quiet=True)
+    worker.spinner = None  # it turns with every message of any level, so Faust would set the root logger to DEBUG
+    return worker
+
+
+def _work(app: faust.App, connection: Connection) -> int:
+    worker = make_worker(app)
     try:
         worker.execute_from_commandline()
     except SystemExit as done:

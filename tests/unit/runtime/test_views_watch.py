@@ -1,7 +1,9 @@
-"""Faust's check for slow streams is off: it ends a worker whose positions are not known yet."""
+"""What of Faust's worker is off: its check for slow streams, and its spinner."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,3 +30,11 @@ async def test_a_partition_whose_position_is_not_known_yet_ends_no_worker(tmp_pa
         client._fetcher = None
         await client.stop()
         thread.thread_loop.close()
+
+
+async def test_a_worker_makes_no_log_records_of_a_level_that_it_does_not_write(tmp_path: Path) -> None:
+    worker = views.make_worker(views.make_app(Settings(), Codec({}), tmp_path))
+    root = logging.Logger("of this test", logging.WARNING)
+    root.addHandler(logging.StreamHandler(sys.stderr))
+    worker.on_setup_root_logger(root, logging.WARNING)
+    assert not root.isEnabledFor(logging.INFO)
