@@ -563,7 +563,8 @@ class ViewsSettings:
     """[views] The live views, a Faust application."""
 
     enabled: bool = True
-    """Whether `turnlog up` runs them."""
+    """Whether `turnlog up` runs them. Without them `turnlog status` reads the progress from the log and counts no
+    sessions."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Port = 0

@@ -120,6 +120,8 @@ def views(settings: Settings, asked: Mapping[str, Mapping[str, Any]] | None = No
     none."""
     try:
         own = [address.rstrip("/") for address, said in (asked or {}).items() if said["role"] == "views"]
+        if not (own or settings.views.enabled):
+            return {"unavailable": "they are off: set [views] enabled = true to count sessions"}
         url = own[0] if own else run_folder.read_endpoints(Path(settings.run.directory)).views
         return fetch_json(f"{url}/views", timeout_s=TIMEOUT_S)[1]
     except (run_folder.NoEndpoints, urllib.error.URLError, OSError, ValueError) as error:

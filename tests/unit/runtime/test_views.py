@@ -9,6 +9,8 @@ import numpy as np
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog.plugins.faust_views import picture, view
 from turnlog.schemas.events import StepCompleted, WeightVersionPublished
+from turnlog.settings import Settings, ViewsSettings
+from turnlog.verbs import status_page
 
 STEP = StepCompleted(
     event_id="", run_id="run", batch_index=4, draw_index=4, incarnation=2, step=7, loss=0.5, grad_norm=0.0,
@@ -50,3 +52,8 @@ def test_the_picture_shows_the_newest_by_number() -> None:
 def test_the_picture_of_a_run_that_has_not_stepped_says_so() -> None:
     empty = {"sessions": {}, "steps": 0, "last_step": None, "weight_versions": 0, "newest_version": None}
     assert picture({}, {}, {}) == empty
+
+
+def test_the_status_of_a_run_without_views_says_how_to_turn_them_on() -> None:
+    off = Settings(views=ViewsSettings(enabled=False))
+    assert "[views] enabled = true" in status_page.views(off)["unavailable"]
