@@ -560,7 +560,7 @@ class ArchiveSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewsSettings:
-    """[views] The live views, a Faust application."""
+    """[views] The live views, a Faust application, which reads new records twice a second."""
 
     enabled: bool = True
     """Whether `turnlog up` runs them. Without them `turnlog status` reads the progress from the log and counts no
