@@ -7,8 +7,7 @@ EngineError
 ├── EngineRefused   the engine answered 4xx, or its answer cannot be used; trying again changes nothing
 └── EngineAborted   a request was aborted again and again by weight updates
 
-aiohttp is used and not httpx, because a call costs a quarter of the CPU time and its pool does not slow down with its
-size. Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). The tests' fake
+Sources: sglang 0.5.21 `entrypoints/http_server.py`, `managers/io_struct.py` (GenerateReqInput). The tests' fake
 passes the same tests/contract/test_engine_contract.py.
 """
 
@@ -27,13 +26,10 @@ import httpx
 import orjson
 
 from turnlog.infra.roles import Unreachable, passes
-from turnlog.infra.roles.http_clients import direct
+from turnlog.infra.roles.http_clients import direct, for_turns
 from turnlog.infra.roles.tls import trusting
 from turnlog.processors.core.turns import Ids
 
-KEEP_ALIVE_S = 3.0
-"""Seconds after which the client drops an idle connection. Below uvicorn's 5 s, so that the engine never drops it while
-a request is being sent."""
 CONNECT_S = 5.0
 JSON = {"content-type": "application/json"}
 
@@ -204,8 +200,7 @@ class SGLang:
     def _http(self) -> aiohttp.ClientSession:
         """Return the client session, which is created in the event loop that uses it."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._trusted or True)
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+            self._session = for_turns(self._trusted)
         return self._session
 
     async def _check_status(self, answer: aiohttp.ClientResponse, request: Generate) -> None:

@@ -23,15 +23,15 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-import httpcore
+import aiohttp
 import orjson
 
 from turnlog.infra.environments.recipes import Message, Recipe, agent_of, first_workspace, sandbox_of, sandbox_tools
 from turnlog.infra.environments.tools import versions
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.credentials import CredentialKeys
+from turnlog.infra.roles.http_clients import for_turns
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.sandbox_root import RootError, root_sha256
 from turnlog.producers.gateway.requests import SigningKeys
@@ -120,51 +120,32 @@ class HttpResponse:
 
 
 class Connections:
-    """Pool of as many connections as there were requests at once, each to one origin."""
+    """Pool of as many connections as there were requests at once."""
 
     def __init__(self, *, connect_s: float, answer_s: float, trusted: ssl.SSLContext | None = None) -> None:
         """`answer_s` is the longest silence in seconds while an answer is awaited; `trusted` verifies https origins."""
         self._trusted = trusted
-        self._timeout = {"connect": connect_s, "read": answer_s, "write": connect_s, "pool": connect_s}
-        self._free: dict[str, list[httpcore.AsyncHTTPConnection]] = {}
-        """Idle connections by scheme and authority."""
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s, sock_read=answer_s)
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Close idle connections."""
-        for connections in self._free.values():
-            for connection in connections:
-                await connection.aclose()
-        self._free.clear()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
     async def request(self, method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpResponse:
-        """Send a request, and read the whole answer. Raises NoAnswer."""
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        origin = httpcore.Origin(parts.scheme.encode(), (parts.hostname or "").encode(), port)
-        free = self._free.setdefault(f"{parts.scheme}://{parts.netloc}", [])
-        connection = await _usable(free) or httpcore.AsyncHTTPConnection(origin=origin, ssl_context=self._trusted)
+        """Send a request, and read the whole answer. A request that is cancelled closes its connection, so that the
+        gateway sees us disconnect. Raises NoAnswer."""
+        if self._session is None:
+            self._session = for_turns(self._trusted)
         try:
-            response = await connection.request(
-                method, url, headers=list(headers.items()), content=content, extensions={"timeout": self._timeout}
-            )
-            return HttpResponse(url, response.status, response.content)
-        except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
+            async with self._session.request(
+                method, url, headers=headers, data=content, timeout=self._timeout, allow_redirects=False
+            ) as answer:
+                return HttpResponse(url, answer.status, await answer.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise NoAnswer(f"{url}: {type(error).__name__} {error}".rstrip()) from error
-        finally:
-            if connection.is_idle():
-                free.append(connection)
-            else:  # it broke, or the request was cancelled: the gateway must see us disconnect
-                await connection.aclose()
-
-
-async def _usable(free: list[httpcore.AsyncHTTPConnection]) -> httpcore.AsyncHTTPConnection | None:
-    """Return the most recently used connection that the server has not closed, or None."""
-    while free:
-        connection = free.pop()
-        if connection.is_available() and not connection.has_expired():
-            return connection
-        await connection.aclose()
-    return None
 
 
 WANTING = frozenset({"engines_unavailable", "log_unavailable"})
