@@ -8,6 +8,7 @@ request body is limited while it arrives, so that a larger one is never in memor
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import ssl
@@ -24,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from turnlog.infra.roles.http_protocols import Http
 from turnlog.infra.roles.measures import RESTARTS, restarts
 from turnlog.infra.roles.probe import EVERY, bindable
 
@@ -154,46 +155,12 @@ def application(health: Health) -> Starlette:
     return Starlette(routes=[Route(path, answer) for path, answer in routes.items()])
 
 
-class HeadInTime(H11Protocol):
-    """Closes a connection whose next request head is not complete within `head_s` seconds, whether it was begun or not:
-    uvicorn would wait forever for a client that sends it byte by byte."""
-
-    head_s: float
-    _late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
-        super().connection_made(transport)
-        self._look()
-
-    def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        super().data_received(data)
-        self._look()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
-        super().connection_lost(exc)
-        self._forget()
-
-    def _look(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()
-        elif self._late is None and not self.transport.is_closing():
-            self._late = self.loop.call_later(self.head_s, self.transport.abort)
-
-    def _forget(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-
-
 def uvicorn_config(
     app: ASGIApp, *, tls: ssl.SSLContext | None = None, head_s: float = 60.0, **more: Any
 ) -> uvicorn.Config:
     """Return the configuration common to all of our HTTP servers. It logs to the process's handlers, from WARNING on.
     With `tls` it serves HTTPS only; `head_s` limits the time for the head of a request."""
-    http = type("HeadInTime", (HeadInTime,), {"head_s": head_s})
+    http: Any = functools.partial(Http, head_s=head_s)
     config = uvicorn.Config(
         app, http=http, log_config=None, log_level="warning", access_log=False, lifespan="off", **more
     )
