@@ -250,7 +250,8 @@ class ToolLoop:
         else:
             self._conversation = AgentConversation(list(state.messages), state.finish_reason, state.last_turn)
         task, messages = self._attempt.task, self._conversation.messages
-        self._played = await asyncio.to_thread(call_recipe, recipe, played, recipe, task, messages)
+        if call_recipe(recipe, getattr, recipe, "simulation", None) is not None:  # which may take long to create
+            self._played = await asyncio.to_thread(call_recipe, recipe, played, recipe, task, messages)
         before = [call for said in messages[:-1] for call in said.get("tool_calls") or ()]
         if self._played is None:
             self._attempt.calls.resume(sum(isinstance(self._map_call(call), SandboxCall) for call in before))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import itertools
 import json
 import logging
 import math
 import operator
 import os
+import queue
 import re
 import threading
 import time
@@ -63,6 +65,9 @@ EVIDENCE_BYTES = 64 << 10
 """Maximum bytes of evidence; longer evidence is replaced by the end of its JSON text."""
 ANSWER_BYTES = 1 << 20
 """Maximum bytes of a service's answer; a longer one gives no reward."""
+Work = Callable[[], Callable[[], None]]
+_idle: list[queue.SimpleQueue[Work]] = []
+"""Inboxes of threads that wait for a verifier's function."""
 
 
 class Cause(StrEnum):
@@ -168,18 +173,18 @@ def validate_reward(found: Any) -> Verdict:
 
 
 async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Run a recipe's function in a thread of its own, so that it may block, and one that hangs occupies no shared
-    thread. Raises NoVerdict for a time-out and for whatever it raises, including SystemExit."""
+    """Run a recipe's function in a thread that nobody else uses meanwhile, so that it may block or hang. Raises
+    NoVerdict for a time-out and for whatever it raises, including SystemExit."""
     done: concurrent.futures.Future[T | BaseException] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # so that the waiter can give up while the thread still sets the result
 
-    def run_contained() -> None:
+    def run_contained() -> Callable[[], None]:
         try:
-            done.set_result(function(*arguments, **named))
+            return functools.partial(done.set_result, function(*arguments, **named))
         except BaseException as error:  # SystemExit would end the thread silently; futures cannot raise StopIteration
-            done.set_result(error)
+            return functools.partial(done.set_result, error)
 
-    threading.Thread(target=run_contained, name="verifier", daemon=True).start()
+    _run_in_thread(run_contained)
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             found = await asyncio.wrap_future(done)
@@ -190,6 +195,24 @@ async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args
     if isinstance(found, BaseException):
         raise NoVerdict(Cause.crashed, f"{type(found).__name__}: {found}") from found
     return found
+
+
+def _run_in_thread(work: Work) -> None:
+    """Run `work`, and what it returns, in a thread that has nothing to do; start one if there is none.
+    concurrent.futures has no such pool: its threads keep a process from ending while a function hangs."""
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(inbox,), name="verifier", daemon=True).start()
+    inbox.put(work)
+
+
+def _serve(inbox: queue.SimpleQueue[Work]) -> None:
+    while True:
+        report = inbox.get()()
+        _idle.append(inbox)  # before anybody hears of it, so that the next function finds this thread
+        report()
 
 
 async def patiently(ask: Callable[[int], Awaitable[T]], *, timeout_s: float | None, attempts: int) -> T:

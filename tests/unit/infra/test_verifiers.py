@@ -297,6 +297,14 @@ async def test_a_function_that_hangs_is_left_alone_and_takes_nobodys_place(means
     released.set()
 
 
+async def test_functions_that_are_called_one_after_another_share_a_thread(means: Means) -> None:
+    names = FunctionVerifier("thread", "1", lambda _: Verdict(1.0, evidence={"thread": threading.get_ident()}))
+    before = threading.active_count()
+    threads = [(await judge(names, EPISODE, means)).evidence["thread"] for _ in range(10)]
+    assert threading.get_ident() not in threads
+    assert threading.active_count() - before <= 1
+
+
 async def test_a_flood_of_evidence_is_cut_and_what_is_no_verifier_is_no_verdict(means: Means) -> None:
     flood = FunctionVerifier("flood", "1", lambda _: Verdict(1.0, evidence={"log": "x" * 10**6}))
     evidence = (await judge(flood, EPISODE, means)).evidence
