@@ -291,9 +291,9 @@ class GatewayClient:
         Raises GatewayClientError, and UnknownTool or ToolOfferError if the environment names a tool that nothing offers
         here."""
         environment = await self._environments.of(recipe)
-        agent, limits = agent_of(recipe), dataclasses.asdict(request.limits)
-        if agent is None:
-            del limits["max_turns"]  # the loop counts its own
+        agent, limits = agent_of(recipe), {"max_context_tokens": request.limits.max_context_tokens}
+        if agent is not None:  # the loop counts its own turns
+            limits["max_turns"] = request.limits.max_turns
         body = {
             "run_id": request.run_id,
             "group_id": request.group_id,
@@ -305,9 +305,9 @@ class GatewayClient:
             "purpose": request.purpose.value,
             "recipe": request.recipe,
             "floor": request.floor,
-            "agent": dataclasses.asdict(Agent(agent.name, agent.version) if agent else AGENT),
-            "environment": dataclasses.asdict(environment),
-            "sampling": dataclasses.asdict(request.sampling),
+            "agent": Agent(agent.name, agent.version) if agent else AGENT,
+            "environment": environment,
+            "sampling": request.sampling,
             "limits": limits,
             "min_weight_version": request.min_weight_version,
             "pin_weight_version": request.pin_weight_version,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 import uvloop
 from httpcore._backends.anyio import AnyIOStream  # httpx and httpcore both use it; it has no public name
@@ -19,10 +19,10 @@ With Python's default thresholds, a full garbage collection (0.1 s each) runs te
 the CPU time (T4)."""
 COLLECTIONS = (10_000, 10, 10)
 LARGE = 16 * 1024
-"""Request size in bytes from which it is parsed in a thread. Tokenizing a prompt of this size takes milliseconds,
-starting a thread 0.1 ms."""
+"""Bytes of text from which it is tokenized in a thread, which takes milliseconds; handing it over takes 0.1 ms."""
+LARGE_BODY = 4 * LARGE
+"""Bytes of a request from which it is parsed, and compared with what is known, in a thread."""
 _ask = AnyIOStream.get_extra_info
-T = TypeVar("T")
 
 
 def run(name: str, main: Coroutine[Any, Any, None]) -> None:
@@ -35,14 +35,6 @@ def run(name: str, main: Coroutine[Any, Any, None]) -> None:
         return
     AnyIOStream.get_extra_info = _of_a_reset_one_too  # type: ignore[method-assign, assignment]
     uvloop.run(main)
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Return `work()`, run in a thread if the request has LARGE bytes or more, so that the event loop keeps serving
-    other requests.
-
-    In the thread, `work` may read what the loop writes, but may only modify what it returns."""
-    return work() if size < LARGE else await asyncio.to_thread(work)
 
 
 def _of_a_reset_one_too(stream: AnyIOStream, info: str) -> Any:

@@ -31,6 +31,7 @@ from turnlog.infra.engine import Engine, SGLang
 from turnlog.infra.log import LogError, TopicMissing
 from turnlog.infra.offers import load_methods
 from turnlog.infra.roles.ending import drain_s
+from turnlog.infra.roles.event_loop import LARGE_BODY
 from turnlog.infra.roles.health import (
     BodyTooLarge,
     QuietServer,
@@ -57,7 +58,7 @@ from turnlog.producers.gateway.dialects.dialect import (
 )
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat
 from turnlog.producers.gateway.dialects.openai_responses import OpenAIResponses
-from turnlog.producers.gateway.engines import EnginePool, Sampler, follow, routing_of, side_engines
+from turnlog.producers.gateway.engines import EnginePool, Sampler, follow, side_engines
 from turnlog.producers.gateway.errors import (
     ERRORS,
     AgentsToken,
@@ -69,6 +70,7 @@ from turnlog.producers.gateway.errors import (
     TooSlow,
     Unauthorized,
 )
+from turnlog.producers.gateway.expert_rows import routing_of
 from turnlog.producers.gateway.images import ImageTokens, image_tokens
 from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
@@ -349,7 +351,7 @@ class Gateway:
         JUDGES.inc(not claims.agent)
         while True:
             session = await self.sessions.find(claims)
-            asked = dataclasses.replace(await self._read(dialect, body, session), traceparent=parent)
+            asked = await self._read(dialect, body, session)
             turn: Running | RecordedTurn | None = session.find_repeat(asked.sha256, key)
             if turn is None:
                 agent = session.started.agent.name
@@ -359,7 +361,7 @@ class Gateway:
                     continue
                 turn = session.find_repeat(asked.sha256, key)  # its duplicate may have begun meanwhile
                 if turn is None:
-                    running = self.turns.start(session, asked, claims, plan)
+                    running = self.turns.start(session, asked, claims, plan, parent)
                     if key is not None:
                         session.by_key[key] = asked.sha256, running
                     return session, asked, running
@@ -378,7 +380,7 @@ class Gateway:
                 )
             return dialect.request(body, session.conversation)
 
-        asked = await session.work(len(body), read)
+        asked = await session.work(len(body), read, large=LARGE_BODY)
         return await self._with_images(asked, session) if asked.pictures else asked
 
     async def open(self, request: Request) -> Response:
@@ -406,7 +408,7 @@ class Gateway:
                 "session_id": opened.session_id,
                 "epoch": opened.epoch,
                 "token": sign(claims, self.keys.first),
-                "agent_token": sign(dataclasses.replace(claims, agent=True), self.keys.first),
+                "agent_token": sign(claims._replace(agent=True), self.keys.first),
                 "base_url": f"{opened.url}/v1",
                 "finished": opened.finished,
             },
@@ -629,7 +631,9 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
     longest = math.ceil(drain_s("gateway", gateway.role.settings))
     shown = gateway.role.settings.gateway
     tls = tls_context(shown.certificate_file, shown.key_file, "gateway")
-    served = uvicorn_config(front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=gateway.request_s)
+    served = uvicorn_config(  # it reads no client's address, so no proxy's headers
+        front(gateway), timeout_graceful_shutdown=longest, tls=tls, head_s=gateway.request_s, proxy_headers=False
+    )
     server = QuietServer(served)
     try:
         async with server.running(listener):

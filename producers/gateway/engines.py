@@ -3,10 +3,7 @@
 A session stays on the engine that rendezvous hashing assigns to it, so that its prefix stays in that engine's cache. An
 overloaded engine is skipped in favour of the least loaded one, and a failed one rests behind a circuit breaker, which
 is half open after a while. An engine's `abort` is not a stop: prompt + partial output are submitted again for the
-remaining tokens, and the version spans show both weights. A natural stop that races an abort is a stop. Routed experts
-(R3) are requested turn by turn, and the rows from a turn's engine requests are concatenated.
-
-NoRouting   [gateway] routed_experts is on, and the model is no mixture of experts
+remaining tokens, and the version spans show both weights. A natural stop that races an abort is a stop.
 """
 
 from __future__ import annotations
@@ -16,13 +13,11 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import Counter, Histogram
 
 from turnlog.infra.engine import (
@@ -41,11 +36,11 @@ from turnlog.infra.engine import (
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import assign_from_start, caught_up
 from turnlog.infra.log import Log, Partition
-from turnlog.processors.core.experts import own_rows, routing_of_model
 from turnlog.processors.core.turns import Ids
 from turnlog.processors.core.views.fleet import DRAINING, RELEASED, SERVING, Fleet
 from turnlog.processors.core.views.progress import WeightChain
 from turnlog.producers.gateway.errors import EngineFailed, NoEngine, VersionGone
+from turnlog.producers.gateway.expert_rows import TurnRows
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     EngineWeightsLoaded,
@@ -60,79 +55,6 @@ from turnlog.schemas.topics import ENGINES, WEIGHTS
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 ENGINE_S = Histogram("turnlog_gateway_engine_seconds", "Duration of an engine call", ("engine",), buckets=SECONDS)
 RESUBMITTED = Counter("turnlog_gateway_resubmitted", "Engine calls continued elsewhere or after an abort", ("cause",))
-
-
-class NoRouting(Exception):
-    """Remedy: set [gateway] routed_experts to auto or off, or change [model] path."""
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Shape of a model's routing, and whether a turn without its rows is rejected."""
-
-    layers: int
-    top_k: int
-    required: bool
-
-    def turn(self, base_len: int) -> TurnRows:
-        """Return the row collector of a turn that takes `base_len` tokens from its storage parent."""
-        return TurnRows(self, own_rows(base_len, base_len)[0])
-
-
-@dataclass(slots=True)
-class TurnRows:
-    """Rows of routed experts of one turn, from position `start` on, over all its engine requests."""
-
-    routing: Routing
-    start: int
-    chunks: list[NDArray[np.int32]] = field(default_factory=list)
-
-    @property
-    def next(self) -> int:
-        """First position that is still missing; the next engine request asks from here on."""
-        return self.start + sum(len(chunk) for chunk in self.chunks)
-
-    def take(self, content: bytes, length: int) -> None:
-        """Add the rows that an engine request returned. `length` is that of prompt + output so far. Raises
-        EngineRefused unless these are the rows of positions `next` to length - 2."""
-        width, count = self.routing.layers * self.routing.top_k, length - 1 - self.next
-        if len(content) != 4 * width * count:
-            raise EngineRefused(
-                f"the engine gave {len(content)} bytes of routed experts for {count} positions of {self.routing.layers}"
-                f" layers x {self.routing.top_k}: is [model] path the model that it serves?"
-            )
-        ids = np.frombuffer(content, dtype="<i4").astype(np.int32, copy=False)
-        self.chunks.append(ids.reshape(count, self.routing.layers, self.routing.top_k))
-
-    def rows(self, length: int) -> NDArray[np.int32] | None:
-        """Return the turn's own rows [rows, layers, top_k] if the turn has `length` tokens, or None if some are
-        missing."""
-        if self.next != length - 1:
-            return None
-        return np.concatenate([np.empty((0, self.routing.layers, self.routing.top_k), np.int32), *self.chunks])
-
-    def demand(self, length: int) -> None:
-        """Raise EngineRefused if rows are required and missing."""
-        if self.routing.required and self.next != length - 1:
-            raise EngineRefused(
-                "it returns no routed experts: start it with --enable-return-routed-experts, or set [gateway] "
-                "routed_experts = auto"
-            )
-
-
-def routing_of(config: Mapping[str, Any], wanted: str, update: str) -> Routing | None:
-    """Return the routing that [gateway] routed_experts selects for a model with this config.json, or None. `update`:
-    see [engine]. Raises NoRouting."""
-    experts, top_k, layers = routing_of_model(config)
-    if min(experts, layers, top_k) < 1:
-        if wanted == "on":
-            raise NoRouting(
-                f"[gateway] routed_experts is on, but config.json names {experts} experts, {top_k} per token, in "
-                f"{layers} layers: set it to auto or off, or [model] path to a mixture of experts"
-            )
-        return None
-    mixed = update in ("retract", "in_place")  # a request that meets new weights would have experts of both
-    return None if wanted == "off" or mixed else Routing(layers, top_k, required=wanted == "on")
 
 
 log = logging.getLogger(__name__)
@@ -403,6 +325,25 @@ async def follow(engines: EnginePool, log_: Log, events: EventLog, *, current: a
                     engines.apply(event)
 
 
+class Departure(asyncio.Event):
+    """Event that all clients of a turn have left. It calls a function, so that no task has to wait for it."""
+
+    _left: Callable[[], object] | None = None
+
+    def then(self, left: Callable[[], object] | None) -> None:
+        """Call `left` once, as soon as the event is set; None calls nothing from now on."""
+        self._left = left
+        if self.is_set():
+            self.set()
+
+    def set(self) -> None:
+        """See asyncio.Event."""
+        super().set()
+        left, self._left = self._left, None
+        if left is not None:
+            left()
+
+
 RESUBMISSIONS = 32
 """Maximum number of engine requests for one turn; aborts and engine deaths cause more than one."""
 
@@ -487,7 +428,7 @@ class Sampler:
         max_new_tokens: int,
         wanted: WeightRequirement,
         stream: bool,
-        gone: asyncio.Event,
+        gone: Departure,
         progress: Callable[[list[int]], None],
         experts: TurnRows | None = None,
         images: tuple[EngineImage, ...] = (),
@@ -519,8 +460,8 @@ class Sampler:
                     cache_key=str(engine.version) if self.keyed else "",
                     adapter=engine.adapter,
                 )
-                with draft.served_by(engine, self.engines.clock):
-                    await self._call(engine, request, draft, wanted, stream, gone, progress, experts, max(1.0, left))
+                with draft.served_by(engine, self.engines.clock), _aborted_when(gone, engine, request.rid):
+                    await self._call(engine, request, draft, wanted, stream, progress, experts, max(1.0, left))
                 draft.finish = _resolve_finish(draft, self.eos.union(stops), max_new_tokens, stopped)
                 if draft.finish in ("stop", "length") and experts is not None:
                     experts.demand(len(prompt) + len(draft.ids))
@@ -555,7 +496,6 @@ class Sampler:
         draft: Draft,
         wanted: WeightRequirement,
         stream: bool,
-        gone: asyncio.Event,
         progress: Callable[[list[int]], None],
         experts: TurnRows | None,
         timeout_s: float,
@@ -565,7 +505,6 @@ class Sampler:
         begun, began, before = loop.time(), self.engines.clock(), len(draft.ids)
         labels: tuple[tuple[str, int], ...] = ()
         rows: bytes | None = None
-        watch = asyncio.create_task(_abort_when_gone(gone, engine, request.rid))
         try:
             async with engine.heard_of():
                 async for piece in engine.client.generate(request, stream=stream, timeout_s=timeout_s):
@@ -583,7 +522,6 @@ class Sampler:
             self._check_time(error, engine, began)
             self.engines.record_failure(engine, began, error)
         finally:
-            watch.cancel()
             ENGINE_S.labels(engine.id).observe(loop.time() - begun)
             kv = int(request.cache_key) if request.cache_key else None
             if self.policy:
@@ -636,8 +574,20 @@ def _resolve_finish(draft: Draft, ends: Set[int], max_new_tokens: int, stopped: 
     return draft.finish
 
 
-async def _abort_when_gone(gone: asyncio.Event, engine: LiveEngine, rid: str) -> None:
-    await gone.wait()
+@contextmanager
+def _aborted_when(gone: Departure, engine: LiveEngine, rid: str) -> Iterator[None]:
+    """Abort the engine's request once all clients have left, while the block runs."""
+    aborting: list[asyncio.Task[None]] = []
+    gone.then(lambda: aborting.append(asyncio.create_task(_abort(engine, rid))))
+    try:
+        yield
+    finally:
+        gone.then(None)
+        for each in aborting:
+            each.cancel()
+
+
+async def _abort(engine: LiveEngine, rid: str) -> None:
     try:
         await engine.client.abort(rid)
     except EngineDead:

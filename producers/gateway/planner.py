@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from turnlog.infra.engine import EngineImage, Grammar
-from turnlog.infra.roles.event_loop import LARGE
+from turnlog.infra.roles.event_loop import LARGE, LARGE_BODY
 from turnlog.processors.core.turns import Ids
 from turnlog.producers.gateway.conversation import RecordedTurn, TokenCursor, above
 from turnlog.producers.gateway.dialects.dialect import IGNORED, Constraint, TurnRequest
-from turnlog.producers.gateway.engines import Routing
 from turnlog.producers.gateway.errors import (
     BadRequest,
     ConstraintRefused,
@@ -21,6 +20,7 @@ from turnlog.producers.gateway.errors import (
     PrefillNotServed,
     ToolsNotServed,
 )
+from turnlog.producers.gateway.expert_rows import Routing
 from turnlog.producers.gateway.images import Admitted, check_images_alone, place_images
 from turnlog.producers.gateway.messages import Message, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
@@ -241,7 +241,7 @@ class Planner:
                 reason = "tools_changed"
             return base, kept, tools_sha256, reason
 
-        base, kept, tools_sha256, reason = await session.work(request.size, find_base)
+        base, kept, tools_sha256, reason = await session.work(request.size, find_base, large=LARGE_BODY)
         if reason or base is None:
             return base, kept, tools_sha256, await self._full(session, request, reason)
         if kept == len(request.messages):
@@ -278,16 +278,17 @@ class Planner:
             more, images = place_images(more, base.total, self.image_token, _pictures(new, request.images))
             return np.array(more, dtype=np.int32), images
 
-        found = await session.work(self._size(request), render_new)
+        written = sum(one.characters for one in request.messages[kept:])
+        found = await session.work(self._size(written), render_new)
         if found is None:
             return await self._full(session, request, "template_not_incremental")
         held = np.concatenate((session.conversation.tokens(base), found[0]))
         return Prompt(held, base.images + found[1], base.place, "append")
 
-    def _size(self, request: TurnRequest) -> int:
-        """Return the size that decides whether the request is rendered in a thread. A template that was slow before may
-        be slow again, so it always counts as large."""
-        return max(request.size, LARGE) if self.prompts.template.slow else request.size
+    def _size(self, written: int) -> int:
+        """Return the size that decides whether a text of `written` bytes is rendered in a thread. A template that was
+        slow before may be slow again, so it always counts as large."""
+        return max(written, LARGE) if self.prompts.template.slow else written
 
     def _messages_with_ids(self, request: TurnRequest) -> Sequence[Message]:
         ids = self.calls.ids if self.calls is not None else None
@@ -306,7 +307,7 @@ class Planner:
             ids, images = place_images(ids, 0, self.image_token, _pictures(request.messages, request.images))
             return np.array(ids, dtype=np.int32), images
 
-        ids, images = await session.work(self._size(request), render_all)
+        ids, images = await session.work(self._size(request.size), render_all)
         return Prompt(ids, images, session.conversation.strands.start, reason)
 
 

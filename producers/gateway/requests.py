@@ -7,7 +7,6 @@ log after the gateway that opened it crashed: base64url(claims).base64url(HMAC-S
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import hmac
 import math
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -34,8 +33,7 @@ LEAST = {"count": 1, "group_size": 1, "min_weight_version": -1, "max_tokens": 1,
 """Smallest values of integer fields that do not begin at 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
+class Claims(NamedTuple):
     """Claims of a session's token."""
 
     session_id: str
@@ -74,7 +72,7 @@ class SigningKeys:
 
 def sign(claims: Claims, key: bytes) -> str:
     """Return the token of a session."""
-    *claimed, agent = dataclasses.astuple(claims)
+    *claimed, agent = claims
     # Gateways up to release v8 add up all items after the sixth. To them, the 0 that marks an agent's token adds no
     # turns, so tokens stay valid during an upgrade.
     payload = _encode_base64(orjson.dumps([*claimed, 0] if agent else claimed))

@@ -16,8 +16,9 @@ from prometheus_client import Counter, Gauge
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles import now_s
-from turnlog.infra.roles.event_loop import LARGE, off_loop
+from turnlog.infra.roles.event_loop import LARGE
 from turnlog.producers.gateway.conversation import Conversation, RecordedTurn
+from turnlog.producers.gateway.engines import Departure
 from turnlog.producers.gateway.errors import (
     BadRequest,
     EpochLost,
@@ -78,7 +79,7 @@ class Running:
 
     id: TurnId
     task: asyncio.Task[RecordedTurn] = field(init=False)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: Departure = field(default_factory=Departure)
     """Set while no client waits for the turn."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set, and then replaced, at each change of `parts`."""
@@ -163,17 +164,18 @@ class GatewaySession:
         whole = sum(turn.finish_reason not in CUT_OFF for turn in self.conversation.turns.values())
         return whole + len(self.running)
 
-    async def work(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` for a request of `size` bytes; see `off_loop`. Raises TooMany if as many large requests wait as
-        the session may have turns."""
-        if size < LARGE:
+    async def work(self, size: int, work: Callable[[], T], *, large: int = LARGE) -> T:
+        """Return `work()` on `size` bytes, from `large` bytes on in a thread, so that the event loop keeps serving
+        other requests. In the thread, it may read what the loop writes, but may only modify what it returns. Raises
+        TooMany if as many large requests wait as the session may have turns."""
+        if size < large:
             return work()
         if self.waiting >= self.limits.turns:
             raise TooMany(f"{self.waiting} requests of session {self.id} are being read: [gateway] session_turns")
         self.waiting += 1
         try:
             async with self.large:
-                return await off_loop(size, work)
+                return await asyncio.to_thread(work)
         finally:
             self.waiting -= 1
 

@@ -19,8 +19,9 @@ from turnlog.infra.log import LogError
 from turnlog.processors.core.experts import MEDIA_TYPE, pack_experts
 from turnlog.producers.gateway.conversation import RecordedTurn, extend_hash
 from turnlog.producers.gateway.dialects.dialect import TurnRequest
-from turnlog.producers.gateway.engines import SECONDS, Draft, Sampler, TurnRows, WeightRequirement
+from turnlog.producers.gateway.engines import SECONDS, Draft, Sampler, WeightRequirement
 from turnlog.producers.gateway.errors import GatewayError, NotRecorded, TurnsSpent
+from turnlog.producers.gateway.expert_rows import TurnRows
 from turnlog.producers.gateway.images import by_reference
 from turnlog.producers.gateway.messages import id_of_call, response_of, system_digest
 from turnlog.producers.gateway.parsers.parser import OutputParser, Part, Reasoning, certain, cut_at_stop
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 TURNS = Counter("turnlog_gateway_turns", "Turns recorded", ("finish_reason", "boundary", "reason"))
 CHANGED = Counter("turnlog_gateway_changed_echoes", "Continued answers that came back changed", ("member",))
 TOKENS = Counter("turnlog_gateway_tokens", "Tokens of recorded turns", ("kind",))
+PROMPT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS = (TOKENS.labels(kind) for kind in ("prompt", "output", "cached"))
 RECORD_S = Histogram("turnlog_gateway_record_seconds", "Time to record a turn, up to acks=all", buckets=SECONDS)
 WITHOUT_EXPERTS = Counter(
     "turnlog_gateway_turns_without_experts", "Turns of a mixture of experts with missing expert rows from the engine"
@@ -52,6 +54,8 @@ class AdmittedTurn(NamedTuple):
     request: TurnRequest
     plan: TurnPlan
     id: TurnId
+    traceparent: str = ""
+    """Value of TurnCompleted.traceparent."""
 
 
 class RenderedOutput(NamedTuple):
@@ -83,7 +87,7 @@ def build_records(
 ) -> tuple[TurnCompleted, TokenSnapshot, RecordedTurn]:
     """Return both records of a sampled turn, and the turn for the conversation. `gone`: every client has disconnected;
     `now`: event-loop time."""
-    _, request, plan, _ = turn
+    request, plan = turn.request, turn.plan
     raw = request.raw[plan.kept :]
     new_raw = [by_reference(one) for one in raw] if plan.images else raw
     completed = _build_completed(turn, draft, said, new_raw, gone=gone, now=now)
@@ -105,7 +109,7 @@ def _build_completed(
     admitted: AdmittedTurn, draft: Draft, said: RenderedOutput, new_raw: list[Any], *, gone: bool, now: float
 ) -> TurnCompleted:
     """Build the record that people and dashboards read."""
-    session, request, plan, turn = admitted
+    session, request, plan, turn, traceparent = admitted
     started = session.started
     first, last = draft.versions()
     other_tools = plan.base is None or plan.base.tools_sha256 != plan.tools_sha256
@@ -142,7 +146,7 @@ def _build_completed(
         total_s=now - draft.started,
         waited_s=max(0.0, now - draft.started - draft.served_s),
         engine_id=draft.engine_id,
-        traceparent=request.traceparent,
+        traceparent=traceparent,
     )
 
 
@@ -150,7 +154,7 @@ def _snapshot(admitted: AdmittedTurn, draft: Draft, stored: TurnStorage) -> Toke
     """Build the record that training reads: the delta to the storage parent, and what the policy sampled. The output of
     an auxiliary model is appended to the delta as context, so that it has no weight version and trains under no
     setting."""
-    session, _, plan, turn = admitted
+    session, _, plan, turn, _ = admitted
     started, prompt = session.started, stored.prompt
     delta = plan.prompt[stored.base_len :]
     sampled = draft
@@ -223,8 +227,11 @@ class Turns:
         session.refused = ""
         return plan
 
-    def start(self, session: GatewaySession, request: TurnRequest, claims: Claims, plan: TurnPlan) -> Running:
-        """Admit a turn and start it. Raises TurnsSpent, SessionEnded, TooMany before anything is sampled."""
+    def start(
+        self, session: GatewaySession, request: TurnRequest, claims: Claims, plan: TurnPlan, traceparent: str = ""
+    ) -> Running:
+        """Admit a turn and start it. `traceparent`: see AdmittedTurn. Raises TurnsSpent, SessionEnded, TooMany before
+        anything is sampled."""
         _check_turns(session, claims)  # others may have begun since it was planned
         side = self.side(request)
         wanted = (
@@ -232,7 +239,7 @@ class Turns:
         )
         running = Running(session.admit())
         session.running[running.id.index] = running
-        turn = AdmittedTurn(session, request, plan, running.id)
+        turn = AdmittedTurn(session, request, plan, running.id, traceparent)
         running.task = asyncio.create_task(self._run(turn, side or self.sampler, wanted, running))
         running.task.add_done_callback(lambda task: _on_turn_end(session, running, task))
         return running
@@ -240,7 +247,7 @@ class Turns:
     async def _run(
         self, admitted: AdmittedTurn, sampler: Sampler, wanted: WeightRequirement, running: Running
     ) -> RecordedTurn:
-        session, request, plan, _ = admitted
+        session, request, plan = admitted.session, admitted.request, admitted.plan
         progress = self._follower(admitted, running) if request.stream else lambda _: None
         routing = self.planner.routing
         experts = routing.turn(plan.stored[1]) if routing is not None and plan.stored is not None else None
@@ -273,7 +280,7 @@ class Turns:
     ) -> RecordedTurn:
         """Store blobs, write both records, and add the turn to the conversation once both are acknowledged. Raises
         NotRecorded."""
-        session, request, plan, _ = admitted
+        session, request, plan = admitted.session, admitted.request, admitted.plan
         said = self._parse_output(admitted, draft)
         with RECORD_S.time():
             try:
@@ -281,7 +288,7 @@ class Turns:
                 gone, now = running.gone.is_set(), asyncio.get_running_loop().time()
                 *records, turn = build_records(admitted, draft, said, stored, gone=gone, now=now)
                 kept = [await externalize_payloads(event, self.blobs) for event in records]
-                await asyncio.gather(*map(self.events.append, kept))
+                await asyncio.gather(*[await self.events.submit(event) for event in kept])
             except (LogError, BlobError) as error:
                 raise NotRecorded(f"the turn could not be recorded: {error}") from error
         running.parts = said.parts
@@ -289,9 +296,9 @@ class Turns:
         for member in (request.messages[plan.kept - 1].changed if plan.base else None) or ():
             CHANGED.labels(member).inc()
         TURNS.labels(turn.finish_reason.value, plan.boundary.value, plan.reason).inc()
-        TOKENS.labels("prompt").inc(len(plan.prompt))
-        TOKENS.labels("output").inc(len(draft.ids))
-        TOKENS.labels("cached").inc(draft.cached_tokens)
+        PROMPT_TOKENS.inc(len(plan.prompt))
+        OUTPUT_TOKENS.inc(len(draft.ids))
+        CACHED_TOKENS.inc(draft.cached_tokens)
         return turn
 
     async def _store_experts(
@@ -333,7 +340,7 @@ class Turns:
 
     def _parse_output(self, admitted: AdmittedTurn, draft: Draft) -> RenderedOutput:
         """Parse the output's text, without whatever ended it."""
-        session, request, _, turn = admitted
+        session, request, turn = admitted.session, admitted.request, admitted.id
         ids, decode = draft.ids, self.prompts.tokens.decode
         text, stopped_by = cut_at_stop(decode(ids), request.stop) if request.stop else ("", None)
         if stopped_by is None:

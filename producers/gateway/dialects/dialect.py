@@ -113,8 +113,6 @@ class TurnRequest:
     """sha256 of the body's bytes."""
     size: int
     """Size of the body in bytes."""
-    traceparent: str = ""
-    """Value of TurnCompleted.traceparent."""
     images: Mapping[str, Admitted] = field(default_factory=dict)
     """Images by sha256, once they are in the store."""
 

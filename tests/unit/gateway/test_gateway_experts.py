@@ -15,7 +15,7 @@ from tests.fakes.memory_engine import experts_of
 from turnlog.infra.blobs import expert_rows
 from turnlog.processors.core.fold.group import GroupFold
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.producers.gateway.engines import NoRouting, routing_of
+from turnlog.producers.gateway.expert_rows import NoRouting, routing_of
 from turnlog.schemas.events import RewardAssigned, SegmentSample, Verifier
 from turnlog.schemas.topics import TOPIC_OF
 from turnlog.schemas.types import int32s

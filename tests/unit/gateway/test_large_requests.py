@@ -169,6 +169,14 @@ async def test_a_session_has_one_large_request_worked_on_at_a_time(start: Any) -
         assert held.waiting == 0
 
 
+async def test_a_turn_that_adds_little_to_a_long_conversation_needs_no_thread(start: Any) -> None:
+    async with start(TEMPLATE) as rig:
+        session, first = await rig.open(**ROOM), {"role": "user", "content": "x" * 2 * LARGE}
+        said = (await rig.chat(session, [first])).json()["choices"][0]["message"]
+        async with rig.gateway.sessions.held[session["session_id"]].large:  # whoever needs a thread would wait
+            assert (await rig.chat(session, [first, said, {"role": "user", "content": "hi"}])).status_code == 200
+
+
 async def test_twins_under_one_key_that_are_read_at_once_are_one_turn(start: Any) -> None:
     async with start(TEMPLATE) as rig:
         session, content = await rig.open(**ROOM), of_text("chat", LARGE)

@@ -117,7 +117,7 @@ def test_gateways_of_the_release_before_read_both_tokens() -> None:
     """They add up what stands behind the sixth value, while an upgrade is under way."""
     for turns in (0, 7):
         claims = Claims(session_id="s", group_id="g", floor=3, max_context_tokens=9, max_turns=turns)
-        for one in (claims, dataclasses.replace(claims, agent=True)):
+        for one in (claims, claims._replace(agent=True)):
             payload = sign(one, b"k").partition(".")[0]
             *six, told = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))[:7]
             more = orjson.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))[7:]
