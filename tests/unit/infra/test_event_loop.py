@@ -17,7 +17,7 @@ def unchanged() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-@pytest.mark.parametrize("role", ["gateway", "runner"])
+@pytest.mark.parametrize("role", ["gateway", "runner", "feeder"])
 def test_a_role_that_holds_much_looks_seldom_for_garbage_in_all_of_it(role: str) -> None:
     gc.set_threshold(700, 10, 10)
     found = []
@@ -26,4 +26,4 @@ def test_a_role_that_holds_much_looks_seldom_for_garbage_in_all_of_it(role: str)
         found.append(gc.get_threshold())
 
     event_loop.run(role, main())
-    assert found == [(10_000, 10, 10) if role == "gateway" else (700, 10, 10)]
+    assert found == [(700, 10, 10) if role == "feeder" else (10_000, 10, 10)]
