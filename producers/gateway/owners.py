@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-import httpcore
+import aiohttp
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
+from turnlog.infra.roles.http_clients import for_turns
 from turnlog.infra.roles.tls import trusting
 from turnlog.producers.gateway.errors import ERRORS, EpochLost, GatewayError
 
@@ -32,7 +34,9 @@ FORWARDED = "turnlog-forwarded"
 OF_ONE_HOP = frozenset(
     {"host", "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "expect", "content-length"}
 )
-UNREACHED = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
+NOT_OURS = ("accept", "accept-encoding", "content-type", "user-agent")
+"""Headers that aiohttp would add to a request that does not have them."""
+UNREACHED = (aiohttp.ClientError, TimeoutError)
 
 
 class OwnedElsewhere(Exception):
@@ -50,17 +54,14 @@ class Owners:
     def __init__(self, own_url: str, *, answer_s: float, ca_file: str = "") -> None:
         """`answer_s` is the longest silence in seconds while an owner's answer is awaited; `ca_file`: see [gateway].
         Raises TlsFileUnusable."""
-        trusted = trusting(own_url, ca_file, "gateway")
         self._own = own_url
-        self._read_s = answer_s
-        self._http = httpcore.AsyncConnectionPool(
-            ssl_context=trusted, max_connections=None, max_keepalive_connections=64
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=LOOK_S, sock_read=answer_s)
+        self._http = for_turns(trusting(own_url, ca_file, "gateway"))
         self._seen: dict[str, float] = {}
 
     async def close(self) -> None:
         """Close idle connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def check(self, url: str, epoch: str) -> None:
         """Raise OwnedElsewhere if `url` is another gateway that is alive. An owner that had our own address is gone."""
@@ -74,10 +75,9 @@ class Owners:
         self._seen.pop(url, None)
 
     async def _lives(self, url: str) -> bool:
-        timeout = dict.fromkeys(("connect", "read", "write", "pool"), LOOK_S)
         try:
-            answer = await self._http.request("GET", f"{url}/healthz", extensions={"timeout": timeout})
-            lives = answer.status == 200 and orjson.loads(answer.content).get("role") == "gateway"
+            async with self._http.get(f"{url}/healthz", timeout=aiohttp.ClientTimeout(total=LOOK_S)) as answer:
+                lives = answer.status == 200 and orjson.loads(await answer.read()).get("role") == "gateway"
         except (*UNREACHED, orjson.JSONDecodeError, AttributeError):
             return False
         if lives:
@@ -93,14 +93,14 @@ class Owners:
             raise EpochLost(f"the session is at {other.url} now: open it again")
         return _PassedOn(self, other.url, request, body, refusal)
 
-    def stream(self, url: str, request: Request, body: bytes) -> AbstractAsyncContextManager[httpcore.Response]:
-        """Send the request to another gateway; see httpcore's `stream`."""
+    def stream(self, url: str, request: Request, body: bytes) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send the request to another gateway; see aiohttp's `request`."""
         headers = [(name, value) for name, value in request.headers.items() if name not in OF_ONE_HOP]
-        timeout = {"connect": LOOK_S, "read": self._read_s, "write": LOOK_S, "pool": LOOK_S}
         query = f"?{request.url.query}" if request.url.query else ""
-        return self._http.stream(
-            request.method, f"{url}{request.url.path}{query}", headers=[*headers, (FORWARDED, "1")],
-            content=body or None, extensions={"timeout": timeout},
+        return self._http.request(
+            request.method, URL(f"{url}{request.url.path}{query}", encoded=True), headers=[*headers, (FORWARDED, "1")],
+            data=body or None, timeout=self._timeout, allow_redirects=False, auto_decompress=False,
+            skip_auto_headers=NOT_OURS,
         )  # fmt: skip
 
 
@@ -129,10 +129,10 @@ class _PassedOn(Response):
         begun = False
         try:
             async with self._owners.stream(self._url, self._request, self._asked) as answer:
-                headers = [(name, value) for name, value in answer.headers if _is_forwarded(name)]
+                headers = [(name, value) for name, value in answer.raw_headers if _is_forwarded(name)]
                 await send({"type": "http.response.start", "status": answer.status, "headers": headers})
                 begun = True
-                async for part in answer.aiter_stream():
+                async for part in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
         except UNREACHED as error:

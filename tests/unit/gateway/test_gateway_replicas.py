@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from tests.fakes.memory_log import MemoryLog
 from tests.unit.gateway.conftest import Rig
@@ -19,6 +21,7 @@ from turnlog.infra.roles.health import Health, listening
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.app import Gateway, serving
+from turnlog.producers.gateway.owners import Owners
 from turnlog.producers.gateway_client import GatewayClient
 from turnlog.schemas.events import Limits, Outcome, Purpose, RolloutRequested, Sampling
 from turnlog.settings import RunnerSettings, Settings
@@ -242,3 +245,37 @@ async def test_a_client_that_leaves_the_one_it_asked_leaves_the_owner_too(
     async with asyncio.timeout(20):
         while not engine.aborted:  # noqa: ASYNC110 - what is waited for is a state of the engine
             await asyncio.sleep(0.005)
+
+
+async def test_a_request_is_passed_on_with_its_own_headers_alone_and_by_a_parser_in_c() -> None:
+    heads, files = list[bytes](), set[str]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n\x1f\x8b")
+        writer.close()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    path = "/v1/models/a%2Fb"
+    sent = [(b"authorization", b"Bearer t"), (b"x-two", b"1"), (b"x-two", b"2"), (b"connection", b"close")]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"a=%20", "headers": sent}
+    owners = Owners("http://own", answer_s=20.0)
+    async with server:
+        sys.setprofile(note)
+        async with owners.stream(url, Request(scope), b"") as passed:
+            body = b"".join([part async for part in passed.content.iter_any()])
+        sys.setprofile(None)
+    await owners.close()
+    assert (body, dict(passed.raw_headers)[b"content-encoding"]) == (b"\x1f\x8b", b"gzip")
+    first, *rest = heads[0].decode().splitlines()[:-1]
+    assert first == f"GET {path}?a=%20 HTTP/1.1"
+    host = f"host: {url.removeprefix('http://')}"
+    assert sorted(line.lower() for line in rest) == [
+        "authorization: bearer t", host, "turnlog-forwarded: 1", "x-two: 1", "x-two: 2"
+    ]  # fmt: skip
+    assert not [file for file in files if "/h11/" in file or "/httpcore/" in file]
