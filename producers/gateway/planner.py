@@ -205,7 +205,8 @@ class Planner:
         No template writes a message or a tool in less than a token, and no token holds more than `longest` characters.
         The text of assistants does not count, because templates drop some of it."""
         least = max(len(request.messages), len(request.tools or ()))
-        if most := self.prompts.tokens.longest:
+        most = self.prompts.tokens.longest
+        if most and request.size >= most * window:  # a character takes a byte or more, so a smaller body has fewer
             given = sum(one.characters for one in request.messages if one.role != "assistant")
             least = max(least, given // most)
         if least >= window:
