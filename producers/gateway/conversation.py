@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -252,7 +253,7 @@ class MessageTree:
         said = self.start
         for one in messages:
             after = said.next
-            if after is None or after.message is not one:
+            if after is None or after.seen[1] is not one:
                 after = self._said.get(_link(said, one))
             if after is None:
                 return
@@ -576,7 +577,7 @@ def extend_hash(hashed: _Hash, ids: Ids | Sequence[int]) -> _Hash:
 
 def _reasoning_agrees(turn: RecordedTurn, messages: Sequence[Message]) -> bool:
     """Return whether the reasoning in the echo matches the turn's. Reasoning that the echo omits matches any."""
-    if not any(one.reasoning for one in messages):
+    if not any(map(attrgetter("reasoning"), messages)):
         return True
     recorded = [own for _, own in turn.messages()]
     return len(recorded) == len(messages) and all(

@@ -171,8 +171,12 @@ class ConvertedHistory:
             raise BadRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", param=where)
         content = one.get("content")
         if role == "assistant":
+            self.thinking = []
+        if isinstance(content, str):
+            self._put({"role": role, "content": content}, where)
+        elif role == "assistant":
             self._answer(_blocks(content, where), where)
-        elif role == "user" and not isinstance(content, str):
+        elif role == "user":
             self._add_user_blocks(_blocks(content, where), where)
         else:
             self._put({"role": role, "content": _content(content, where)}, where)
@@ -190,7 +194,7 @@ class ConvertedHistory:
             self._put({"role": "user", "content": _content(others, where)}, where)
 
     def _answer(self, blocks: Sequence[dict[str, Any]], where: str) -> None:
-        said, calls, self.thinking = "", [], []
+        said, calls = "", []
         for block in blocks:
             kind = block.get("type")
             if kind == "text":

@@ -569,7 +569,8 @@ def _content(given: Any, where: str, name: str = "content") -> str | list[dict[s
 
 def _text(content: str | list[dict[str, Any]], where: str) -> str:
     """Return the text of the assistant's content, joined. Raises BadRequest."""
-    blocks = [{"text": content}] if isinstance(content, str) else content
-    if any("text" not in block for block in blocks):
+    if isinstance(content, str):
+        return content
+    if any("text" not in block for block in content):
         raise BadRequest(f"{where} is the assistant's: text is all that it has", param=where)
-    return "".join(block["text"] for block in blocks)
+    return "".join(block["text"] for block in content)

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 import string
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,33 @@ async def test_a_turn_that_adds_little_to_a_long_conversation_needs_no_thread(st
         said = (await rig.chat(session, [first])).json()["choices"][0]["message"]
         async with rig.gateway.sessions.held[session["session_id"]].large:  # whoever needs a thread would wait
             assert (await rig.chat(session, [first, said, {"role": "user", "content": "hi"}])).status_code == 200
+
+
+@pytest.mark.parametrize(("api", "most"), [("chat", 1), ("responses", 6), ("messages", 3)])
+async def test_a_message_that_is_known_costs_few_calls(start: Any, api: str, most: int) -> None:
+    """Of Python functions and generators, to read it and to find the turn that the request continues."""
+    counts = []
+    async with start(TEMPLATE) as rig:
+        dialect = next(one for one in rig.gateway.dialects if one.path == PATHS[api])
+        for number, pairs in enumerate((10, 110)):
+            said = [{"role": role, "content": "x"} for _ in range(pairs) for role in ("user", "assistant")]
+            session = await rig.open(f"rollout-{number}", **ROOM)
+            assert (await ask(rig, api, session, body(api, [*said, said[0]]))).status_code == 200
+            conversation = rig.gateway.sessions.held[session["session_id"]].conversation
+            [turn] = conversation.turns.values()
+            again = body(api, [*said, said[0], {"role": "assistant", "content": turn.response_raw["content"]}, said[0]])
+            calls = 0
+
+            def note(_: Any, event: str, __: Any) -> None:
+                nonlocal calls
+                calls += event == "call"
+
+            sys.setprofile(note)
+            found = conversation.base_of(dialect.request(again, conversation).messages)
+            sys.setprofile(None)
+            assert found == (turn, len(said) + 2)
+            counts.append(calls)
+    assert (counts[1] - counts[0]) / 200 <= most
 
 
 async def test_twins_under_one_key_that_are_read_at_once_are_one_turn(start: Any) -> None:
