@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from tests.unit.gateway.conftest import rigged, settings_of, until
 from turnlog.infra.roles.event_loop import LARGE
 from turnlog.producers.gateway.prompts import TextTokens
+from turnlog.producers.gateway.requests import Claims
 
 MARKS = ["<|im_start|>", "<|im_end|>"]
 LONGEST = max(map(len, MARKS))
@@ -180,7 +181,7 @@ async def test_a_turn_that_adds_little_to_a_long_conversation_needs_no_thread(st
 
 @pytest.mark.parametrize(("api", "most"), [("chat", 1), ("responses", 6), ("messages", 3)])
 async def test_a_message_that_is_known_costs_few_calls(start: Any, api: str, most: int) -> None:
-    """Of Python functions and generators, to read it and to find the turn that the request continues."""
+    """Of Python functions and generators, to read it, to find the turn that the request continues, and to prompt."""
     counts = []
     async with start(TEMPLATE) as rig:
         dialect = next(one for one in rig.gateway.dialects if one.path == PATHS[api])
@@ -188,8 +189,8 @@ async def test_a_message_that_is_known_costs_few_calls(start: Any, api: str, mos
             said = [{"role": role, "content": "x"} for _ in range(pairs) for role in ("user", "assistant")]
             session = await rig.open(f"rollout-{number}", **ROOM)
             assert (await ask(rig, api, session, body(api, [*said, said[0]]))).status_code == 200
-            conversation = rig.gateway.sessions.held[session["session_id"]].conversation
-            [turn] = conversation.turns.values()
+            held = rig.gateway.sessions.held[session["session_id"]]
+            [turn] = held.conversation.turns.values()
             again = body(api, [*said, said[0], {"role": "assistant", "content": turn.response_raw["content"]}, said[0]])
             calls = 0
 
@@ -197,12 +198,15 @@ async def test_a_message_that_is_known_costs_few_calls(start: Any, api: str, mos
                 nonlocal calls
                 calls += event == "call"
 
+            claims = Claims(session_id=held.id, group_id="g", floor=0)
             sys.setprofile(note)
-            found = conversation.base_of(dialect.request(again, conversation).messages)
+            request = dialect.request(again, held.conversation)
+            tokens = await rig.gateway.turns.planner.prompt_tokens(held, request, claims)
             sys.setprofile(None)
-            assert found == (turn, len(said) + 2)
+            assert tokens > turn.total
+            assert held.conversation.base_of(request.messages) == (turn, len(said) + 2)
             counts.append(calls)
-    assert (counts[1] - counts[0]) / 200 <= most
+    assert (counts[1] - counts[0]) / 200 <= most, counts
 
 
 async def test_twins_under_one_key_that_are_read_at_once_are_one_turn(start: Any) -> None:
