@@ -192,6 +192,8 @@ class SessionTail:
 
     async def _read_back(self, partition: Partition, floor: int) -> None:
         """Read from `floor` to where coverage begins. Concurrent requests for one partition share the read."""
+        if floor >= self._covered[partition]:  # as for nearly every session that begins: nothing to ask the broker
+            return
         async with self._back[partition]:
             covered = self._covered[partition]
             first = max(floor, (await self._log.start_offsets([partition]))[partition])

@@ -91,6 +91,8 @@ class HeldLog(MemoryLog):
         """Topics of records that went out while acknowledgements were held."""
         self.readers = 0
         """That were opened so far."""
+        self.start_reads = 0
+        """Reads of start offsets so far."""
 
     @asynccontextmanager
     async def appender(self) -> AsyncIterator[Appender]:
@@ -102,6 +104,11 @@ class HeldLog(MemoryLog):
         """See Log."""
         self.readers += 1
         return super().reader(patient=patient, committed=committed)
+
+    async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
+        """See Log."""
+        self.start_reads += 1
+        return await super().start_offsets(partitions)
 
 
 class HeldAppender:

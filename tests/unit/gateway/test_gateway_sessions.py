@@ -35,6 +35,13 @@ async def test_opening_is_idempotent_also_when_many_ask_at_once(rig: Any) -> Non
     assert other["session_id"] != answers[0]["session_id"]
 
 
+async def test_a_session_that_begins_reads_no_start_offset(rig: Any) -> None:
+    before = rig.held.start_reads
+    for number in range(3):
+        await rig.open(f"rollout-{number}")
+    assert rig.held.start_reads == before, "the tail has read everything since the floor of these sessions"
+
+
 async def test_someone_who_tries_the_gateway_needs_no_task(rig: Any) -> None:
     answer = await rig.http.post("/sessions", json={}, headers={"authorization": "Bearer test-key"})
     session = answer.json()
