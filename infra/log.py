@@ -337,18 +337,19 @@ class Log(Protocol):
     def reader(self, *, patient: bool = False, committed: bool = True) -> AbstractAsyncContextManager[Reader]:
         """Open a reader without a group.
 
-        With `patient`, new records may arrive up to half a second later, for a fraction of the broker's work (for
-        displays and reports). Without `committed`, records of open and of aborted transactions are delivered as well.
+        With `patient`, records that follow others may arrive up to half a second later, for a fraction of the broker's
+        work (for displays and reports). Without `committed`, records of open and of aborted transactions are delivered
+        as well.
         """
         ...
 
     def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False,
+        patient: bool = False, pause_s: float = 0.0,
     ) -> AbstractAsyncContextManager[GroupReader]:  # fmt: skip
         """Open a member of `group`. The callbacks receive the numbers of the assigned or revoked partition tasks, and
         are awaited before delivery continues. An exception of a callback is raised by the next poll(). `instance` makes
-        the membership static; `patient` is as for `reader`."""
+        the membership static; `patient` is as for `reader`, and `pause_s` is another time than half a second."""
         ...
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:

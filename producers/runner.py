@@ -107,6 +107,8 @@ TOPICS = (topics.TASKS.name, topics.TOOL_RESULTS.name)
 ANSWERED = tuple((RECORD_HEADER, record.__name__.encode()) for record in (ToolCallStarted, ToolCallCompleted))
 COMMIT_EVERY_S = 1.0
 POLL_S = 0.1
+PAUSE_S = 0.005
+"""Seconds between two fetches under load. A call's ToolCallStarted would otherwise cost a fetch of its own."""
 OPEN = Gauge("turnlog_runner_rollouts_open", "Rollouts in progress")
 CUT = Counter("turnlog_runner_rollouts_cut", "Rollouts ended because their group was scored without them")
 ROLLOUT_S, SETTLE_S, COMMIT_S = (STAGE_S.labels("runner", stage) for stage in ("rollout", "settle", "commit"))
@@ -130,6 +132,7 @@ async def main(role: Role) -> None:
             assigned=runner.on_assigned,
             revoked=runner.on_revoked,
             instance=role.instance,
+            pause_s=PAUSE_S,
         ) as reader:
             following = asyncio.create_task(runner.follow_scores())
             try:
@@ -173,7 +176,7 @@ class Runner:
             log.warning("no topic %s: stragglers run to their end", topics.GROUP_SCORES.name)
             return
         starts, ends = await log_.start_offsets(places), await log_.end_offsets(places)
-        async with log_.reader() as reader:
+        async with log_.reader(patient=True) as reader:
             reader.assign({place: max(starts[place], ends[place] - LOOK_BACK) for place in places})
             while True:
                 for record in await reader.poll(timeout_s=1.0):

@@ -50,6 +50,7 @@ from aiokafka.protocol.produce import ProduceRequest
 from prometheus_client import Counter
 
 from turnlog.infra.kafka.extra_requests import StaticGoodbye
+from turnlog.infra.kafka.paced_fetcher import PacedFetcher
 from turnlog.infra.kafka.security import SPENT, Login
 from turnlog.infra.log import TlsFailed, TokenUnavailable
 from turnlog.infra.roles.probe import is_loopback
@@ -424,9 +425,10 @@ class MendedProducer(AIOKafkaProducer):  # type: ignore[misc]
 
 
 class MendedConsumer(AIOKafkaConsumer):  # type: ignore[misc]
-    """Consumer with a MendedClient that stops at once, and leaves its group at once."""
+    """Consumer with a MendedClient and a PacedFetcher that stops at once, and leaves its group at once."""
 
     __init__ = _with_globals(AIOKafkaConsumer.__init__, AIOKafkaClient=MendedClient)
+    start = _with_globals(AIOKafkaConsumer.start, Fetcher=PacedFetcher)
 
     def add_topics(self, topics: Iterable[str]) -> None:
         """Register topics with the client, so that one request finds all leaders. aiokafka itself asks for one topic,

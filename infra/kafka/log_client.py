@@ -33,7 +33,15 @@ from turnlog.infra.kafka.connection import (
     typed_error,
 )
 from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing, while_it_sends
-from turnlog.infra.kafka.readers import KafkaGroupReader, KafkaReader, consuming, stable_commits
+from turnlog.infra.kafka.readers import (
+    FETCH_WAIT_MS,
+    PATIENT_S,
+    PATIENT_WAIT_MS,
+    KafkaGroupReader,
+    KafkaReader,
+    consuming,
+    stable_commits,
+)
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     HANGING_S,
@@ -259,13 +267,14 @@ class KafkaLog:
 
     @asynccontextmanager
     async def reader(self, *, patient: bool = False, committed: bool = True) -> AsyncIterator[Reader]:
-        async with consuming(self._connection, patient=patient, committed=committed) as consumer:
+        pause_s, wait_ms = (PATIENT_S, PATIENT_WAIT_MS) if patient else (0.0, FETCH_WAIT_MS)
+        async with consuming(self._connection, committed=committed, pause_s=pause_s, wait_ms=wait_ms) as consumer:
             yield KafkaReader(self._connection, consumer)
 
     @asynccontextmanager
     async def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False,
+        patient: bool = False, pause_s: float = 0.0,
     ) -> AsyncIterator[GroupReader]:  # fmt: skip
         """See Log. Entering does not wait for the assignment; poll() does. Leaving calls `revoked` for the assigned
         partition tasks. Raises TopicMissing, PartitionsChanged, LogUnavailable. Raises BrokenAssignment if the topics
@@ -278,7 +287,7 @@ class KafkaLog:
                 f"{group}: partition tasks cannot move as a whole, because partition counts differ: {counts}"
             )
         async with (
-            consuming(self._connection, patient=patient) as consumer,
+            consuming(self._connection, pause_s=PATIENT_S if patient else pause_s) as consumer,
             consuming(self._connection, group=group, instance=instance) as member,
         ):
             units = min(counts.values())

@@ -44,6 +44,9 @@ group wait for its end."""
 POLL_S = 0.1
 """Longest wait of one poll for records. It bounds how much later than due a partition task commits trees and mere
 progress; a score is committed with the poll that brings its last record."""
+PAUSE_S = 0.02
+"""Seconds between two fetches under load. Records of sessions arrive at any time, and with a fetch for each of them the
+assembler would be the broker's busiest reader."""
 STOPPED = Gauge("turnlog_assembler_stopped_units", "Partition tasks that stopped at a record")
 
 
@@ -140,8 +143,9 @@ class AssemblerRunner:
     def join_group(self, instance: str | None = None) -> AbstractAsyncContextManager[GroupReader]:
         """Join the consumer group as a member."""
         return self._log.group_reader(
-            self._plan.group, INPUTS, assigned=self._on_assigned, revoked=self._on_revoked, instance=instance
-        )
+            self._plan.group, INPUTS, assigned=self._on_assigned, revoked=self._on_revoked, instance=instance,
+            pause_s=PAUSE_S,
+        )  # fmt: skip
 
     async def turn(self, reader: GroupReader, *, max_records: int = MAX_RECORDS, poll_s: float = POLL_S) -> int:
         """Poll once and run the transactions; return the number of records processed.

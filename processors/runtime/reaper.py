@@ -71,7 +71,7 @@ class EnginesServe:
     async def follow(self) -> None:
         """Fold engine-status until cancelled."""
         places = [Partition(ENGINES.name, 0)] if ENGINES.name in await self._log.topics() else []
-        async with self._log.reader() as reader:
+        async with self._log.reader(patient=True) as reader:
             ends = await assign_from_start(self._log, reader, places)
             while True:
                 if caught_up(reader, ends):
