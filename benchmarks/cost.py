@@ -57,6 +57,8 @@ LEAST = size(512, smallest=16)
 WARM = 1.5
 """Sessions before the measurement, per requested one: the first are requested all at once, so that their groups are
 finished late and all at once, and no others are requested meanwhile."""
+LEAST_WARM = size(2048, smallest=16)
+"""Sessions before the measurement, at least: the broker's JVM compiles what it often runs, which takes 7 core-s."""
 WALKS = size(True, smallest=False)
 GOAL = 20.0
 PATIENCE_S = 900.0
@@ -170,7 +172,7 @@ async def measured(stack: Stack, count: int) -> dict[str, Any]:
     """Return the ledger of a run, of so many sessions for each of its two measurements."""
     async with trained(stack) as role:
         stack.feed()
-        until = round(WARM * TURNS * stack.requested)
+        until = TURNS * round(max(LEAST_WARM, WARM * stack.requested))
         await turns_written(stack, role, until)
         marks = [Mark.taken(stack)]
         with counted_instructions(stack.roots()) as instructions:

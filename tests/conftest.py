@@ -28,6 +28,7 @@ import pytest
 from tests.secured import Secured, secured_broker
 from tests.shared_servers import OwnServers, ServersOfRun, SharedServers
 from tests.tiny_model import make_tiny_model
+from turnlog.infra.embedded.broker import QUICK
 from turnlog.infra.embedded.ports import HOST, free_ports
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.topics_admin import ROLES
@@ -126,6 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TURNLOG_SANDBOX_FIRST_UID"] = str(300_000 + 1_000 * int(worker["workerid"].removeprefix("gw")))
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
     os.environ["HF_DATASETS_CACHE"] = str(temporary / "datasets")  # else below the home of whoever tests
+    os.environ.setdefault("JAVA_TOOL_OPTIONS", QUICK)  # brokers of tests end before a second compiler pays
 
 
 @pytest.hookimpl(optionalhook=True)

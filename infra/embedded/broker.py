@@ -256,6 +256,8 @@ CLUSTER_FILE = "kafka.cluster"
 FORMATTED = "formatted"
 UTF_8 = {"LC_ALL": "C.UTF-8"}
 """Environment of Java, which encodes file names by the locale: in the C locale it cannot name non-ASCII files."""
+QUICK = "-XX:TieredStopAtLevel=1"
+"""Option of a JVM that ends soon. The broker has every compiler: 7 core-s at first, and a third less per request."""
 REMEDY = "see the log lines below; set another port with [kafka] port, or more memory with [kafka] heap_mb"
 READY_TIMEOUT_S = 120.0
 
@@ -293,13 +295,15 @@ replica.fetch.max.bytes={max_message_bytes}
 num.network.threads=2
 num.io.threads=4
 log.cleaner.dedupe.buffer.size=16777216
-"""
-ALONE = """\
-# A restart after a kill waits until the old registration has expired: 9 s by default. A machine that stands still for
-# longer fences its only broker, and transactions that end just then lose their markers (infra.log.own_ends).
+# So long after a kill others lead its partitions, and its restart waits (9 s by default). A machine that stands still
+# for longer fences its broker: transactions that end just then on an only one lose their markers (infra.log.own_ends).
 broker.session.timeout.ms=4000
 broker.heartbeat.interval.ms=1000
+"""
+ALONE = """\
 controller.quorum.election.timeout.ms=200
+# No record twice a second that shows other brokers that the controller is there.
+metadata.max.idle.interval.ms=0
 """
 GUARDED = """\
 # PLAIN, since controllers have no other mechanism by name. It stays on the loopback.
@@ -317,9 +321,6 @@ AMONG_OTHERS = """\
 # What the controllers know of the cluster outlives the loss of a broker's records.
 metadata.log.dir={metadata}
 min.insync.replicas={in_sync}
-# Others lead its partitions so soon after it is gone; a pause of a busy machine is no death.
-broker.session.timeout.ms=4000
-broker.heartbeat.interval.ms=1000
 """
 
 
@@ -431,7 +432,6 @@ class Broker(ManagedServer):
             java(),
             f"-Xmx{self._heap_mb}m",
             "-XX:+UseSerialGC",
-            "-XX:TieredStopAtLevel=1",
             "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
             "-Dorg.slf4j.simpleLogger.showDateTime=true",
             "-Dorg.slf4j.simpleLogger.dateTimeFormat=HH:mm:ss.SSS",
@@ -468,7 +468,8 @@ class Broker(ManagedServer):
 
     def _form(self, jvm: tuple[str, ...], properties: Path) -> list[str]:
         """Return the command that formats those of the broker's folders that are not formatted yet."""
-        tool = [*jvm, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
+        program, *more = jvm
+        tool = [program, QUICK, *more, "kafka.tools.StorageTool", "format", "--ignore-formatted"]
         return [*tool, "-t", cluster_id(self.node.home), "-c", str(properties), *self._format_arguments]
 
 
