@@ -33,15 +33,7 @@ from turnlog.infra.kafka.connection import (
     typed_error,
 )
 from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing, while_it_sends
-from turnlog.infra.kafka.readers import (
-    FETCH_WAIT_MS,
-    PATIENT_S,
-    PATIENT_WAIT_MS,
-    KafkaGroupReader,
-    KafkaReader,
-    consuming,
-    stable_commits,
-)
+from turnlog.infra.kafka.readers import PATIENT_S, KafkaGroupReader, KafkaReader, consuming, stable_commits
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     HANGING_S,
@@ -267,8 +259,8 @@ class KafkaLog:
 
     @asynccontextmanager
     async def reader(self, *, patient: bool = False, committed: bool = True) -> AsyncIterator[Reader]:
-        pause_s, wait_ms = (PATIENT_S, PATIENT_WAIT_MS) if patient else (0.0, FETCH_WAIT_MS)
-        async with consuming(self._connection, committed=committed, pause_s=pause_s, wait_ms=wait_ms) as consumer:
+        pause_s = PATIENT_S if patient else 0.0
+        async with consuming(self._connection, committed=committed, pause_s=pause_s) as consumer:
             yield KafkaReader(self._connection, consumer)
 
     @asynccontextmanager

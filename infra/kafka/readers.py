@@ -31,10 +31,9 @@ from turnlog.infra.roles.measures import BYTES, UNREAD
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
-FETCH_WAIT_MS, PATIENT_WAIT_MS = 500, 5000
-"""Milliseconds that a fetch waits at the broker for the first record. An assignment and a seek take effect only after
-the pending fetch returns; a patient reader is assigned once. A fetch that returns nothing costs the broker 0.9 core-ms,
-more than one that returns records."""
+FETCH_WAIT_MS = 5000
+"""Milliseconds that a fetch waits at the broker for the first record. Another assignment ends the wait. A fetch that
+returns nothing costs the broker 0.9 core-ms, more than one that returns records."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
 PATIENT_S = 0.5
 """Seconds that a patient reader pauses after each fetch that returned records."""
@@ -93,10 +92,9 @@ async def consuming(
     group: str | None = None,
     instance: str | None = None,
     pause_s: float = 0.0,
-    wait_ms: int = FETCH_WAIT_MS,
 ) -> AsyncIterator[MendedConsumer]:
-    """Start an aiokafka consumer without a subscription, and stop it at the end. A fetch waits for `wait_ms` at most,
-    and a pause of `pause_s` follows one that returned records. Raises LogUnavailable."""
+    """Start an aiokafka consumer without a subscription, and stop it at the end. A pause of
+    `pause_s` follows each fetch that returned records. Raises LogUnavailable."""
     consumer = MendedConsumer(
         **connection.options(),
         group_id=None if group is None else connection.full(group),
@@ -106,7 +104,8 @@ async def consuming(
         isolation_level="read_committed" if committed else "read_uncommitted",
         max_partition_fetch_bytes=MAX_MESSAGE_BYTES,
         fetch_max_bytes=FETCH_BYTES,
-        fetch_max_wait_ms=wait_ms,
+        fetch_max_wait_ms=FETCH_WAIT_MS,
+        consumer_timeout_ms=FETCH_WAIT_MS,  # every 0.2 s it would look for a need to fetch, of which events tell it
         partition_assignment_strategy=[RangePartitionAssignor],
         session_timeout_ms=connection.membership.session_ms,
         heartbeat_interval_ms=connection.membership.heartbeat_ms,

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.fakes.kafka_requests import FETCH, counted_requests
+from tests.fakes.kafka_requests import API_VERSIONS, FETCH, counted_requests, counted_timers
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.paced_fetcher import FULL_BYTES
 from turnlog.infra.log import Appender, GroupReader, Partition, Reader, TopicSpec
@@ -120,10 +120,27 @@ async def test_a_pause_ends_with_its_reader_and_with_its_assignment(log: KafkaLo
 
 
 @pytest.mark.kafka
-async def test_a_patient_reader_of_an_idle_topic_sends_one_fetch(log: KafkaLog, sent: Counter[int]) -> None:
+async def test_a_fetch_that_waits_holds_up_no_other_assignment(log: KafkaLog, sent: Counter[int]) -> None:
+    """The broker answers the requests of a connection one after another: the next fetch takes another connection."""
+    async with log.appender() as appender, log.reader() as reader:
+        await append(appender, 1)
+        reader.assign({IN: 1})
+        waiting = sent[FETCH]
+        while sent[FETCH] == waiting:
+            assert await reader.poll(timeout_s=0.01) == []
+        connections = sent[API_VERSIONS]
+        reader.assign({IN: 0})
+        await arrived(reader, 1)
+        assert sent[API_VERSIONS] == connections + 1
+
+
+@pytest.mark.kafka
+async def test_a_reader_of_an_idle_topic_sends_one_fetch(log: KafkaLog, sent: Counter[int]) -> None:
     """It waits at the broker for as long as nobody writes: seconds, of which this test takes one."""
-    async with log.reader(patient=True) as reader:
+    async with log.reader() as reader:
         reader.assign({IN: 0})
         before = sent[FETCH]
-        assert await reader.poll(timeout_s=1.0) == []
+        with counted_timers(asyncio.get_running_loop()) as timers:
+            assert await reader.poll(timeout_s=1.0) == []
         assert sent[FETCH] == before + 1
+        assert sum(delay < 1.0 for delay in timers) <= 1, "it does not wake up to look whether there is a need to fetch"
