@@ -61,8 +61,8 @@ CONNECT_S, QUICK_S = 5.0, 10.0
 SILENT_S, GLANCE_S = 10.0, 0.5
 """A broker that failed to connect in time gets only GLANCE_S per connection attempt for SILENT_S. Otherwise the clients
 of a process would wait CONNECT_S for it one after another."""
-QUICK = (MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest)
-"""Requests that a live broker answers at once."""
+QUICK = {MetadataRequest, FindCoordinatorRequest, DescribeConfigsRequest}
+"""Requests that a live broker answers at once. They are abstract base classes, whose isinstance costs 0.5 us."""
 CLEAR = "Sending username and password in the clear"
 """Warning that aiokafka logs at each connection, whatever the host."""
 CONCURRENT_S = 0.002
@@ -106,7 +106,7 @@ class PromptConnection(AIOKafkaConnection):  # type: ignore[misc]
         except RuntimeError as lost:
             self.close(reason=CloseReason.CONNECTION_BROKEN, exc=lost)
             raise KafkaConnectionError(f"Connection at {self.host}:{self.port} broken: {lost}") from lost
-        if isinstance(request, QUICK):
+        if type(request) in QUICK:
             return self._quick(answer)
         return _count_throttling(answer, THROTTLED[type(request)]) if type(request) in THROTTLED else answer
 
@@ -192,9 +192,9 @@ class ReauthenticatingConnection(PromptConnection):
             raise AuthenticationFailedError(f"the broker did not prove that it knows the password ({error})") from error
 
     def send(self, request: Any, expect_response: bool = True) -> Awaitable[Any]:
-        if isinstance(request, SaslAuthenticateRequest):
+        if type(request) is SaslAuthenticateRequest:
             return self._read_auth_response(super().send(Discreet(request._payload)))
-        if isinstance(request, SaslHandShakeRequest):
+        if type(request) is SaslHandShakeRequest:
             return super().send(request)
         if self._renewing is None and self._loop.time() >= self.renew_at:
             self._renewing = self._loop.create_task(self._renew())
