@@ -31,9 +31,12 @@ from turnlog.infra.roles.measures import BYTES, UNREAD
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.topics import MAX_MESSAGE_BYTES
 
-FETCH_WAIT_MS = 5000
+FETCH_WAIT_MS = 500
 """Milliseconds that a fetch waits at the broker for the first record. Another assignment ends the wait. A fetch that
 returns nothing costs the broker 0.9 core-ms, more than one that returns records."""
+UNTAKEN_S = 3600.0
+"""Seconds for which nothing is fetched while some records are not taken. After 0.1 s, aiokafka would fetch the other
+partitions alone, and those of the records would wait until that fetch returns."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
 PATIENT_S = 0.5
 """Seconds that a patient reader pauses after each fetch that returned records."""
@@ -105,7 +108,6 @@ async def consuming(
         max_partition_fetch_bytes=MAX_MESSAGE_BYTES,
         fetch_max_bytes=FETCH_BYTES,
         fetch_max_wait_ms=FETCH_WAIT_MS,
-        consumer_timeout_ms=FETCH_WAIT_MS,  # every 0.2 s it would look for a need to fetch, of which events tell it
         partition_assignment_strategy=[RangePartitionAssignor],
         session_timeout_ms=connection.membership.session_ms,
         heartbeat_interval_ms=connection.membership.heartbeat_ms,
@@ -117,7 +119,7 @@ async def consuming(
         with convert_errors(connection, "start consumer"):
             async with asyncio.timeout(connection.answer_s):
                 await consumer.start()
-        consumer._fetcher.pause_s = pause_s
+        consumer._fetcher.pause_s, consumer._fetcher._prefetch_backoff = pause_s, UNTAKEN_S
         yield consumer
     finally:
         async with parting(connection, consumer):

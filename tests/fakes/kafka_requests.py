@@ -1,4 +1,4 @@
-"""Counts what the Kafka clients of an event loop do: requests that they send to a real broker, timers that they set."""
+"""Counts the requests that the Kafka clients of an event loop send to a real broker."""
 
 from __future__ import annotations
 
@@ -28,22 +28,6 @@ def counted_requests(loop: asyncio.AbstractEventLoop) -> Iterator[Counter[int]]:
         yield sent
     finally:
         del loop.create_connection
-
-
-@contextmanager
-def counted_timers(loop: asyncio.AbstractEventLoop) -> Iterator[list[float]]:
-    """List the delays, in seconds, of the timers that are set in the block."""
-    delays, call_later = list[float](), loop.call_later
-
-    def counted(delay: float, *args: Any, **options: Any) -> asyncio.TimerHandle:
-        delays.append(delay)
-        return call_later(delay, *args, **options)
-
-    loop.call_later = counted  # type: ignore[method-assign]
-    try:
-        yield delays
-    finally:
-        del loop.call_later
 
 
 class _CountedTransport:
