@@ -40,7 +40,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.aiokafka_changes import MendedConsumer, MendedProducer
 from turnlog.infra.kafka.connection import Connection, convert_errors
-from turnlog.infra.kafka.readers import PATIENT_BYTES, PATIENT_WAIT_MS
+from turnlog.infra.kafka.paced_fetcher import FULL_BYTES
+from turnlog.infra.kafka.readers import FETCH_WAIT_MS
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
@@ -533,10 +534,10 @@ def _mend_recovery() -> None:
 
 
 class PatientConsumer(MendedConsumer):
-    """Consumer that fetches as `Log.reader(patient=True)` does, for which Faust has no settings."""
+    """Consumer whose fetches wait at the broker for many records, for which Faust has no settings."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options | {"fetch_min_bytes": PATIENT_BYTES, "fetch_max_wait_ms": PATIENT_WAIT_MS})
+        super().__init__(**options | {"fetch_min_bytes": FULL_BYTES, "fetch_max_wait_ms": FETCH_WAIT_MS})
 
 
 class PatientProducer(MendedProducer):
