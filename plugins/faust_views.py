@@ -40,8 +40,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.aiokafka_changes import MendedConsumer, MendedProducer
 from turnlog.infra.kafka.connection import Connection, convert_errors
-from turnlog.infra.kafka.paced_fetcher import FULL_BYTES
-from turnlog.infra.kafka.readers import FETCH_WAIT_MS
+from turnlog.infra.kafka.readers import PATIENT_S
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import LogError
 from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
@@ -534,10 +533,12 @@ def _mend_recovery() -> None:
 
 
 class PatientConsumer(MendedConsumer):
-    """Consumer whose fetches wait at the broker for many records, for which Faust has no settings."""
+    """Consumer that pauses between two fetches, for which Faust has no settings."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options | {"fetch_min_bytes": FULL_BYTES, "fetch_max_wait_ms": FETCH_WAIT_MS})
+    async def start(self) -> None:
+        """Start, and pause between two fetches from now on."""
+        await super().start()
+        self._fetcher.pause_s = PATIENT_S
 
 
 class PatientProducer(MendedProducer):
