@@ -44,9 +44,9 @@ group wait for its end."""
 POLL_S = 0.1
 """Longest wait of one poll for records. It bounds how much later than due a partition task commits trees and mere
 progress; a score is committed with the poll that brings its last record."""
-PAUSE_S = 0.02
+PAUSE_S = 0.005
 """Seconds between two fetches under load. Records of sessions arrive at any time, and with a fetch for each of them the
-assembler would be the broker's busiest reader."""
+assembler would be the broker's busiest reader. With 20 ms, samples of a finished group come 5 ms later (G6)."""
 STOPPED = Gauge("turnlog_assembler_stopped_units", "Partition tasks that stopped at a record")
 
 
