@@ -47,7 +47,7 @@ from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearningPlan, learning_plan
 from turnlog.trainer.weights import description
 
-GOAL_SHARE = 0.6
+GOAL_SHARE = 0.5
 CALL = re.compile(r'<tool_call>\{"name":"calc","arguments":\{"expr":"(\d+)([-+*])(\d+)"\}\}</tool_call>')
 TIMEOUT_S = 1500.0
 ENDS_WITHIN_S = 30.0
