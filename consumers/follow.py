@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import caught_up
-from turnlog.infra.log import Commit, GroupReader, Log, Partition, Record
+from turnlog.infra.log import PATIENT_S, Commit, GroupReader, Log, Partition, Record
 from turnlog.infra.registry import Registry
 from turnlog.infra.run_folder import resolve_endpoints, run_settings
 from turnlog.schemas import UndecodableRecord
@@ -191,8 +191,10 @@ async def follow_on(
     """Run `follow` on an open log. Schemas are read from the registry by the ids in the records."""
     events = Events(client, EventLog(client, registry, Codec({}), group), topics=topics, group=group, commit_s=commit_s)
     events.until_end = until_end
-    # patient=True: half a second of delay is acceptable, and a few large fetches are cheaper than many small ones.
-    member = client.group_reader(group, topics, assigned=events.on_assigned, revoked=events.on_revoked, patient=True)
+    # Half a second of delay is acceptable, and a few large fetches are cheaper than many small ones.
+    member = client.group_reader(
+        group, topics, assigned=events.on_assigned, revoked=events.on_revoked, pause_s=PATIENT_S
+    )
     async with member as reader:
         events.reader = reader
         yield events

@@ -39,6 +39,8 @@ from turnlog.infra.roles import Explained, Unreachable
 
 log = logging.getLogger(__name__)
 Headers = Sequence[tuple[str, bytes]]
+PATIENT_S = 0.5
+"""Seconds that a patient reader pauses after each fetch that returned records."""
 REACHED_EVERY_S = 1.0
 """Minimum seconds between two commits that serve only to show the consumer lag."""
 FOR_EVER = (1 << 63) - 1
@@ -345,11 +347,12 @@ class Log(Protocol):
 
     def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False, pause_s: float = 0.0,
+        pause_s: float = 0.0,
     ) -> AbstractAsyncContextManager[GroupReader]:  # fmt: skip
         """Open a member of `group`. The callbacks receive the numbers of the assigned or revoked partition tasks, and
         are awaited before delivery continues. An exception of a callback is raised by the next poll(). `instance` makes
-        the membership static; `patient` is as for `reader`, and `pause_s` is another time than half a second."""
+        the membership static. Each fetch that returned records is followed by a pause of `pause_s`, so that later
+        records arrive together; PATIENT_S is the pause of a patient `reader`."""
         ...
 
     async def start_offsets(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
@@ -504,7 +507,7 @@ class Reached:
         self._transactor = transactor
         self._group = group
         self._said = dict(commits)
-        self._said_at = float("-inf")
+        self._said_at = self._computed_at = float("-inf")
 
     @classmethod
     async def from_log(cls, log: Log, transactor: Transactor, group: str, places: Sequence[Partition]) -> Reached:
@@ -525,6 +528,13 @@ class Reached:
             self._said |= commits
             self._said_at = now
             await self._commit()
+
+    async def say_in_time(self, commits: Callable[[], Mapping[Partition, Commit]]) -> None:
+        """`say` what `commits` returns, which is called once in REACHED_EVERY_S: it may cost more than a poll."""
+        now = asyncio.get_running_loop().time()
+        if now - self._computed_at >= REACHED_EVERY_S:
+            self._computed_at = now
+            await self.say(commits())
 
     async def leave(self) -> None:
         """Report a lag of zero, whatever is appended, until the next `say`. Raises the errors of `say`."""

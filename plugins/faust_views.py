@@ -40,9 +40,8 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.kafka.aiokafka_changes import MendedConsumer, MendedProducer
 from turnlog.infra.kafka.connection import Connection, convert_errors
-from turnlog.infra.kafka.readers import PATIENT_S
 from turnlog.infra.kafka.security import Login
-from turnlog.infra.log import LogError
+from turnlog.infra.log import PATIENT_S, LogError
 from turnlog.infra.registry import HttpRegistry, RegistryUnavailable
 from turnlog.infra.roles import log_lines
 from turnlog.infra.roles.ending import obey

@@ -143,7 +143,7 @@ class ArchiveLog:
 
     def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False, pause_s: float = 0.0,
+        pause_s: float = 0.0,
     ) -> AbstractAsyncContextManager[GroupReader]:  # fmt: skip
         self._refuse()
 

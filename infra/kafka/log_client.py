@@ -33,10 +33,11 @@ from turnlog.infra.kafka.connection import (
     typed_error,
 )
 from turnlog.infra.kafka.producers import KafkaAppender, KafkaTransactor, producing, while_it_sends
-from turnlog.infra.kafka.readers import PATIENT_S, KafkaGroupReader, KafkaReader, consuming, stable_commits
+from turnlog.infra.kafka.readers import KafkaGroupReader, KafkaReader, consuming, stable_commits
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     HANGING_S,
+    PATIENT_S,
     Appender,
     Assigned,
     BrokenAssignment,
@@ -266,7 +267,7 @@ class KafkaLog:
     @asynccontextmanager
     async def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False, pause_s: float = 0.0,
+        pause_s: float = 0.0,
     ) -> AsyncIterator[GroupReader]:  # fmt: skip
         """See Log. Entering does not wait for the assignment; poll() does. Leaving calls `revoked` for the assigned
         partition tasks. Raises TopicMissing, PartitionsChanged, LogUnavailable. Raises BrokenAssignment if the topics
@@ -279,7 +280,7 @@ class KafkaLog:
                 f"{group}: partition tasks cannot move as a whole, because partition counts differ: {counts}"
             )
         async with (
-            consuming(self._connection, pause_s=PATIENT_S if patient else pause_s) as consumer,
+            consuming(self._connection, pause_s=pause_s) as consumer,
             consuming(self._connection, group=group, instance=instance) as member,
         ):
             units = min(counts.values())

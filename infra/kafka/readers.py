@@ -39,8 +39,6 @@ UNTAKEN_S = 3600.0
 """Seconds for which nothing is fetched while some records are not taken. After 0.1 s, aiokafka would fetch the other
 partitions alone, and those of the records would wait until that fetch returns."""
 FETCH_BYTES = 4 * MAX_MESSAGE_BYTES
-PATIENT_S = 0.5
-"""Seconds that a patient reader pauses after each fetch that returned records."""
 make_record = constructor(Record)
 SLICE_S = 0.1
 """Maximum seconds that a rebalance waits for a poll() that waits for records."""

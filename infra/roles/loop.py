@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from turnlog.infra.history import caught_up
-from turnlog.infra.log import REACHED_EVERY_S, Commit, Partition, Reached, Reader, Record, Transactor, own_ends
+from turnlog.infra.log import Commit, Partition, Reached, Reader, Record, Transactor, own_ends
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.runs import Configured, load_configuration
 from turnlog.names import ConsumerGroup, TransactionalId
@@ -94,14 +92,9 @@ class OwnerRole:
             if reads:
                 reader.assign({**{place: reader.position(place) for place in follows}, **reads})
 
-            clock, said_at = asyncio.get_running_loop().time, -math.inf
-
             async def turn() -> None:
-                nonlocal said_at
                 await work.act(reader)
-                if clock() - said_at >= REACHED_EVERY_S:  # commits cost more than most polls
-                    said_at = clock()
-                    await reached.say(work.commits(reader, places))
+                await reached.say_in_time(lambda: work.commits(reader, places))
                 await work.take(await reader.poll(timeout_s=self.poll_s))
 
             await repeat(role, turn)

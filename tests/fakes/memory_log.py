@@ -168,7 +168,7 @@ class MemoryLog:
     @asynccontextmanager
     async def group_reader(
         self, group: str, topics: Sequence[str], *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False, pause_s: float = 0.0,
+        pause_s: float = 0.0,
     ) -> AsyncIterator[GroupReader]:  # fmt: skip
         self.alive()
         member = self.broker.join(group, topics, instance)

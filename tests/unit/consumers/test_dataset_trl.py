@@ -15,6 +15,7 @@ from tests.unit.consumers.test_dataset_views import CALL, Said, World, world  # 
 from turnlog.consumers.datasets.build import build
 from turnlog.consumers.datasets.query import Query
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 PAGE = Path(__file__).parents[3] / "docs/datasets.md"
 TEMPLATE = "{% for tool in tools or [] %}offers {{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
 OPTIONS: dict[str, Any] = {
@@ -30,6 +31,12 @@ def of_page(name: str) -> Callable[..., Any]:
     exec(next(block for block in blocks if f"def {name}(" in block), found)
     function: Callable[..., Any] = found[name]
     return function
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No library asks the Hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture
@@ -66,14 +73,11 @@ def weights(model: Path) -> dict[str, Any]:
     return load_file(model / "model.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore")  # of the libraries
 async def test_trl_fine_tunes_on_conversations_with_their_tools(
     world: World,  # noqa: F811
     model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     await record(world)
     await build(world.role, Query(best_of_group=True), tmp_path / "sft", view="sft", format="arrow")
     trainer = of_page("sft")(tmp_path / "sft", model, tmp_path / "trained", **OPTIONS)
@@ -87,14 +91,11 @@ async def test_trl_fine_tunes_on_conversations_with_their_tools(
     ]
 
 
-@pytest.mark.filterwarnings("ignore")  # of the libraries
 async def test_trl_prefers_the_better_session_of_a_group(
     world: World,  # noqa: F811
     model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     await record(world)
     await build(world.role, Query(), tmp_path / "pairs", view="preference", format="parquet")
     trainer = of_page("dpo")(tmp_path / "pairs", model, tmp_path / "trained", **OPTIONS)

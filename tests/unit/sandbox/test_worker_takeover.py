@@ -36,7 +36,7 @@ class PausableLog(MemoryLog):
     @asynccontextmanager
     async def group_reader(
         self, group: str, topics: Any, *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False, pause_s: float = 0.0,
+        pause_s: float = 0.0,
     ) -> AsyncIterator[MemoryGroupReader]:  # fmt: skip
         """See Log."""
         async with super().group_reader(group, topics, assigned=assigned, revoked=revoked) as reader:
@@ -142,7 +142,7 @@ class HastyLog(MemoryLog):
     @asynccontextmanager
     async def group_reader(
         self, group: str, topics: Any, *, assigned: Assigned, revoked: Assigned, instance: str | None = None,
-        patient: bool = False, pause_s: float = 0.0,
+        pause_s: float = 0.0,
     ) -> AsyncIterator[MemoryGroupReader]:  # fmt: skip
         """See Log."""
         async with super().group_reader(group, topics, assigned=assigned, revoked=revoked) as reader:
