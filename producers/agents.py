@@ -1,7 +1,6 @@
-"""Agents of a session: the built-in loop over tools, or a function or a program that an environment (`Recipe`) brings.
+"""Agents that an environment brings: a function, or a program. The built-in loop is in `tool_loop`.
 
-The loop decides from the session's messages alone, so that whoever owns the task can continue it: the same step is the
-same turn, and the same call has the same id. A function may keep state in variables, so under another runner it begins
+A function may keep state in variables, so under another runner it begins
 anew, in a session of its own. A program runs in the sandbox, whichever runner waits for it.
 """
 
@@ -10,33 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prometheus_client import Counter
 
-from turnlog.infra.environments.recipes import (
-    AgentError,
-    AgentSession,
-    CommandAgent,
+from turnlog.infra.environments.agents import AgentError, AgentSession, CommandAgent, FunctionAgent
+from turnlog.infra.environments.episodes import (
     CommandEnd,
-    FunctionAgent,
     FunctionVerifier,
     Judged,
     Message,
-    Played,
-    Recipe,
     SandboxAnswer,
     SandboxCall,
-    TaskRow,
     Verdict,
-    agent_of,
-    call_recipe,
-    played,
 )
+from turnlog.infra.environments.sources import call_recipe
+from turnlog.infra.environments.tasks import Task
 from turnlog.infra.environments.tools import AGENT
-from turnlog.producers.gateway_client import GatewayClient, GatewayFailed, OpenSession, SessionMoved, SessionState
-from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls
+from turnlog.producers.gateway_client import GatewayClient, OpenSession, SessionState
+from turnlog.producers.tool_calls import NO_TOOL, UNBEGUN, NoWorker, ToolCalls, answer_of
 from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId
@@ -44,10 +36,6 @@ from turnlog.schemas.types import TurnId
 log = logging.getLogger(__name__)
 TURNS = Counter("turnlog_runner_turns", "Turns taken by agents")
 TOOL_CALLS = Counter("turnlog_runner_tool_calls", "Tool calls answered", ["status"])
-STEP_REPEATS = 4
-"""Maximum number of requests for one step; its session may move between gateways."""
-NO_TOOL = f"there is no tool {AGENT.name!r}"
-"""Answer to a model that calls the runner's own tool, however it learned the name."""
 OBEY_S = 5.0
 """Seconds that a cancelled function has to end; after that it is left alone."""
 LAST_LINES = 2000
@@ -84,26 +72,13 @@ ENDINGS = {
 
 
 @dataclass(slots=True)
-class AgentConversation:
-    """Messages so far, and the finish reason of the last assistant message."""
-
-    messages: list[Message]
-    finish_reason: str = ""
-    last_turn: TurnId | None = None
-    steps: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.steps = sum(message["role"] == "assistant" for message in self.messages)
-
-
-@dataclass(slots=True)
 class Attempt:
     """A session of a rollout, and what may be used in it."""
 
     number: int
     request: RolloutRequested
-    task: TaskRow
-    recipe: Recipe
+    """The request, with the task's own limits."""
+    task: Task
     gateway: GatewayClient
     session: OpenSession
     calls: ToolCalls
@@ -158,148 +133,20 @@ class Actor(Protocol):
         ...
 
 
-def acting(attempt: Attempt, state: SessionState | None) -> Actor:
-    """Return the actor for the environment's agent. `state` is that of a session that another runner may have begun."""
-    agent = agent_of(attempt.recipe)
-    if isinstance(agent, CommandAgent):
-        return CommandActor(attempt, agent)
-    return ToolLoop(attempt, state) if agent is None else FunctionActor(attempt, agent, state)
-
-
 async def _recorded_messages(attempt: Attempt) -> list[Message]:
     """Return the messages that the gateway recorded of an agent that requests its turns itself."""
     return list((await attempt.gateway.state(attempt.session)).messages)
 
 
-async def _cut_off(attempt: Attempt) -> SessionEnding:
+async def cut_off(attempt: Attempt) -> SessionEnding:
+    """Cancel the pending call, and return the ending of a session that has spent its deadline."""
     await attempt.calls.cancel("deadline")
     return SessionEnding(Outcome.truncated, "deadline")
 
 
-def _interrupted_ending(why: str) -> SessionEnding:
+def interrupted_ending(why: str) -> SessionEnding:
+    """Return the ending of a session that our own servers kept from going on."""
     return SessionEnding(Outcome.infra_failure, f"{WAITED}: {why}")
-
-
-class ToolLoop:
-    """The built-in agent: answer the model's tool calls and request the next turn, until the model makes no more calls
-    or a limit is reached. The time that it has spent is derived from records: the seconds in which an engine sampled
-    its turns, and in which a sandbox worked on its calls. So it is the same under whichever runner continues. See
-    Actor."""
-
-    command_end = None
-
-    def __init__(self, attempt: Attempt, state: SessionState | None) -> None:
-        self._attempt, self._state = attempt, state
-        self._conversation = AgentConversation([])
-        self._played: Played | None = None
-        self._spent_s = (state.own_s if state else 0.0) + attempt.calls.answered_s()
-        self._stepping = False
-        self._playing_since: float | None = None
-
-    async def spent_s(self) -> float:
-        spent_s = self._spent_s
-        if self._playing_since is not None:
-            return spent_s + asyncio.get_running_loop().time() - self._playing_since
-        if (running_s := self._attempt.calls.running_s) is not None:
-            return spent_s + running_s
-        state = await self._attempt.gateway.glimpse(self._attempt.session) if self._stepping else None
-        return spent_s + (state.running_s if state else 0.0)
-
-    @property
-    def judged_turn(self) -> TurnId | None:
-        return self._conversation.last_turn
-
-    @property
-    def verifier(self) -> Judged:
-        return self._attempt.recipe.verifier
-
-    async def messages(self) -> list[Message]:
-        return self._conversation.messages
-
-    async def late(self) -> SessionEnding:
-        return await _cut_off(self._attempt)
-
-    async def act(self) -> SessionEnding:
-        await self._begin()
-        conversation, limits = self._conversation, self._attempt.request.limits
-        messages = conversation.messages
-        while True:
-            if self._spent_s >= limits.deadline_s:
-                return SessionEnding(Outcome.truncated, "deadline")
-            if self._played is not None and self._played.done:
-                return SessionEnding(Outcome.completed)
-            if messages[-1]["role"] == "assistant":
-                if conversation.finish_reason == "length":
-                    return SessionEnding(Outcome.truncated, "max_new_tokens")
-                if not messages[-1].get("tool_calls"):
-                    return SessionEnding(Outcome.completed)
-                if conversation.steps >= limits.max_turns and self._played is None:
-                    return SessionEnding(Outcome.truncated, "max_turns")
-                messages += [await self._answer(call) for call in messages[-1]["tool_calls"]]
-            elif conversation.steps >= limits.max_turns and self._played is not None:  # its last actions still count
-                return SessionEnding(Outcome.truncated, "max_turns")
-            else:
-                await self._step()
-
-    async def _begin(self) -> None:
-        """Start where the session stands on the log. Calls that were answered under another runner count, so that
-        call_seq continues; actions in a simulation are repeated."""
-        recipe, state = self._attempt.recipe, self._state
-        if state is None or not state.messages:
-            self._conversation = AgentConversation(call_recipe(recipe, recipe.messages, self._attempt.task))
-        else:
-            self._conversation = AgentConversation(list(state.messages), state.finish_reason, state.last_turn)
-        task, messages = self._attempt.task, self._conversation.messages
-        if call_recipe(recipe, getattr, recipe, "simulation", None) is not None:  # which may take long to create
-            self._played = await asyncio.to_thread(call_recipe, recipe, played, recipe, task, messages)
-        before = [call for said in messages[:-1] for call in said.get("tool_calls") or ()]
-        if self._played is None:
-            self._attempt.calls.resume(sum(isinstance(self._map_call(call), SandboxCall) for call in before))
-
-    async def _step(self) -> None:
-        """Take one turn. A session that moved to another gateway is opened again and continues there."""
-        attempt, conversation, self._stepping = self._attempt, self._conversation, True
-        for _ in range(STEP_REPEATS):
-            try:
-                turn = await attempt.gateway.complete(
-                    attempt.session, conversation.messages, attempt.recipe.tools, step=conversation.steps
-                )
-                break
-            except SessionMoved:
-                attempt.session = await attempt.gateway.open(attempt.request, attempt.recipe, attempt.number)
-        else:
-            raise GatewayFailed(
-                f"session {attempt.session.session_id}: no gateway keeps it for step {conversation.steps}"
-            )
-        self._stepping = False
-        self._spent_s += turn.own_s
-        conversation.messages.append(turn.message)
-        conversation.finish_reason, conversation.last_turn = turn.finish_reason, turn.turn
-        conversation.steps += 1
-        TURNS.inc()
-
-    async def _answer(self, call: Message) -> Message:
-        """Return the tool message that answers one call. Raises ToolUnanswered, ToolBroken, BrokenRecipe."""
-        recipe, name, arguments = self._attempt.recipe, call["function"]["name"], call["function"]["arguments"]
-        if self._played is not None:
-            self._playing_since = began = asyncio.get_running_loop().time()
-            content = await asyncio.to_thread(call_recipe, recipe, self._played.call, name, arguments)
-            self._spent_s += asyncio.get_running_loop().time() - began
-            self._playing_since = None
-            TOOL_CALLS.labels("simulated").inc()
-        elif isinstance(mapped := self._map_call(call), str):
-            content = mapped
-            TOOL_CALLS.labels("unparsable").inc()
-        else:
-            done = await self._attempt.call(mapped, call["id"])
-            self._spent_s += done.duration_s
-            content = call_recipe(recipe, recipe.tool_answer, done.status is ToolStatus.ok, done.output)
-        return {"role": "tool", "tool_call_id": call["id"], "content": content}
-
-    def _map_call(self, call: Message) -> SandboxCall | str:
-        function, recipe = call["function"], self._attempt.recipe
-        mapped = call_recipe(recipe, recipe.tool_call, function["name"], function["arguments"])
-        return NO_TOOL if isinstance(mapped, SandboxCall) and mapped.tool == AGENT.name else mapped
 
 
 class FunctionActor:
@@ -317,7 +164,7 @@ class FunctionActor:
         """Seconds in which its calls waited for a sandbox worker."""
         self._called: float | None = None
         """Time since which a call is pending; None if none is."""
-        self.verifier: Judged = attempt.recipe.verifier
+        self.verifier: Judged = attempt.task.verifier
 
     async def messages(self) -> list[Message]:
         return await _recorded_messages(self._attempt)
@@ -334,9 +181,9 @@ class FunctionActor:
         return now - self._began - state.waited_s - queued_s
 
     async def late(self) -> SessionEnding:
-        ending = await _cut_off(self._attempt)
+        ending = await cut_off(self._attempt)
         state = await self._attempt.gateway.state(self._attempt.session)
-        return _interrupted_ending(LOST_TIME) if state.taken_over or state.failed_by_us else ending
+        return interrupted_ending(LOST_TIME) if state.taken_over or state.failed_by_us else ending
 
     async def act(self) -> SessionEnding:
         if self._state is not None and self._state.messages:
@@ -348,8 +195,8 @@ class FunctionActor:
             base_url=f"{attempt.gateway.url}/v1",
             api_key=attempt.session.agent_token,
             model=attempt.gateway.model,
-            task=attempt.task,
-            tools=attempt.recipe.tools,
+            task=attempt.task.row,
+            tools=attempt.task.tools,
             call=self._call,
         )
         self._began = asyncio.get_running_loop().time()
@@ -361,7 +208,7 @@ class FunctionActor:
         if ending.outcome is Outcome.infra_failure and state.refused in ENDINGS:
             return ENDINGS[state.refused]
         if state.failed_by_us:
-            return _interrupted_ending(LOST_TURN)
+            return interrupted_ending(LOST_TURN)
         if ending.outcome is not Outcome.infra_failure and not state.turns:
             return SessionEnding(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
         return ending
@@ -414,7 +261,7 @@ class FunctionActor:
             finally:
                 self._called = None
             self._queued_s += max(0.0, asyncio.get_running_loop().time() - began - done.duration_s)
-        return SandboxAnswer(done.status is ToolStatus.ok, done.output.decode(errors="replace"), done.exit_code)
+        return answer_of(done)
 
 
 async def _run_contained(agent: FunctionAgent, session: AgentSession) -> object:
@@ -438,7 +285,7 @@ class CommandActor:
 
     def __init__(self, attempt: Attempt, agent: CommandAgent) -> None:
         self._attempt, self._agent = attempt, agent
-        self.verifier: Judged = attempt.recipe.verifier
+        self.verifier: Judged = attempt.task.verifier
         self.command_end: CommandEnd | None = None
 
     async def messages(self) -> list[Message]:
@@ -465,7 +312,8 @@ class CommandActor:
         return await self._ending(done)
 
     def _resolve_part(self, part: Any) -> Any:
-        return call_recipe(self._attempt.recipe, part, self._attempt.task) if callable(part) else part
+        task = self._attempt.task
+        return call_recipe(task.environment.name, part, task.row) if callable(part) else part
 
     async def _ending(self, done: ToolCallCompleted) -> SessionEnding:
         """Return the program's ending. Its exit status is evidence of neither success nor failure. Raises ToolBroken,
@@ -488,10 +336,10 @@ class CommandActor:
         if done.status in (ToolStatus.timeout, ToolStatus.cancelled):
             own_s, limit_s = done.duration_s - state.waited_s, self._attempt.request.limits.deadline_s
             if state.taken_over or state.failed_by_us or (state.waited_s > SLACK_S and own_s < limit_s - SLACK_S):
-                return _interrupted_ending(LOST_TIME)
+                return interrupted_ending(LOST_TIME)
             return SessionEnding(Outcome.truncated, "deadline")
         if state.failed_by_us:
-            return _interrupted_ending(LOST_TURN)
+            return interrupted_ending(LOST_TURN)
         if done.reason:  # it hit a limit of its sandbox, or the sandbox ended
             return SessionEnding(Outcome.agent_error, how)
         return SessionEnding(Outcome.completed, "" if not done.exit_code else how)

@@ -27,7 +27,8 @@ from typing import Any, Final
 import aiohttp
 import orjson
 
-from turnlog.infra.environments.recipes import Message, Recipe, agent_of, first_workspace, sandbox_of, sandbox_tools
+from turnlog.infra.environments.episodes import Message
+from turnlog.infra.environments.tasks import Task
 from turnlog.infra.environments.tools import versions
 from turnlog.infra.roles import Unreachable
 from turnlog.infra.roles.credentials import CredentialKeys
@@ -46,32 +47,41 @@ from turnlog.settings import Settings
 log = logging.getLogger(__name__)
 
 
+MOST_ENVIRONMENTS = 4096
+"""Number of different surroundings that are cached."""
+
+
 class Environments:
-    """Facts about a session's sandbox that its recipe does not state: versions of root, policy and tools. They are
-    computed once per recipe and process, because hashing an image takes seconds the first time."""
+    """Facts about a session's sandbox that its task does not state: versions of root, policy and tools. They are
+    computed once per process for tasks with equal surroundings, because hashing an image takes seconds the first
+    time."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._known: dict[str, Environment] = {}
+        """Result by everything of a task that it depends on."""
         self._turn = asyncio.Lock()
 
-    async def of(self, recipe: Recipe) -> Environment:
-        """Return the Environment for SessionStarted. Values that the recipe itself states are kept. Raises UnknownTool,
+    async def of(self, task: Task) -> Environment:
+        """Return the Environment for SessionStarted. Values that the task itself states are kept. Raises UnknownTool,
         ToolOfferError."""
+        key = repr((task.environment, task.call_sandbox, task.workspace, task.sandbox_tools))
         async with self._turn:
-            if recipe.name not in self._known:
-                self._known[recipe.name] = await self._describe(recipe)
-            return self._known[recipe.name]
+            if key not in self._known:
+                if len(self._known) >= MOST_ENVIRONMENTS:
+                    self._known.clear()
+                self._known[key] = await self._describe(task)
+            return self._known[key]
 
-    async def _describe(self, recipe: Recipe) -> Environment:
-        stated, spec, workspace = recipe.environment, sandbox_of(recipe), first_workspace(recipe)
+    async def _describe(self, task: Task) -> Environment:
+        stated, spec, workspace = task.environment, task.call_sandbox, task.workspace
         return dataclasses.replace(
             stated,
             image=stated.image or spec.image,
             data_snapshot=stated.data_snapshot or (workspace.sha256 if workspace else None),
-            root_sha256=stated.root_sha256 or await self._root(recipe.name, spec),
+            root_sha256=stated.root_sha256 or await self._root(stated.name, spec),
             policy_sha256=stated.policy_sha256 or policy_sha256(spec, self._settings.egress),
-            tools=stated.tools or await asyncio.to_thread(versions, sandbox_tools(recipe)),
+            tools=stated.tools or await asyncio.to_thread(versions, task.sandbox_tools),
         )
 
     async def _root(self, name: str, spec: SandboxSpec) -> str | None:
@@ -286,12 +296,12 @@ class GatewayClient:
         """Close its connections; another request opens new ones."""
         await self._http.close()
 
-    async def open(self, request: RolloutRequested, recipe: Recipe, attempt: int) -> OpenSession:
+    async def open(self, request: RolloutRequested, task: Task, attempt: int) -> OpenSession:
         """Open the session of this attempt, or return the one that is open: idempotent per (rollout_id, attempt).
         Raises GatewayClientError, and UnknownTool or ToolOfferError if the environment names a tool that nothing offers
         here."""
-        environment = await self._environments.of(recipe)
-        agent, limits = agent_of(recipe), {"max_context_tokens": request.limits.max_context_tokens}
+        environment = await self._environments.of(task)
+        agent, limits = task.agent, {"max_context_tokens": request.limits.max_context_tokens}
         if agent is not None:  # the loop counts its own turns
             limits["max_turns"] = request.limits.max_turns
         body = {

@@ -21,23 +21,14 @@ import orjson
 from prometheus_client import Counter
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.environments.recipes import (
-    BrokenRecipe,
-    CommandAgent,
-    Episode,
-    Judged,
-    Recipe,
-    SandboxCall,
-    TaskRow,
-    acted_out,
-    agent_of,
-    call_recipe,
-    sandbox_of,
-)
+from turnlog.infra.environments.agents import CommandAgent
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Judged, SandboxCall, TaskRow, Verdict
+from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
+from turnlog.infra.environments.tasks import Task, TaskSource, acted_out
 from turnlog.infra.environments.verifiers.kinds import is_late
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles import log_lines
-from turnlog.producers.agents import WAITED, Actor, Attempt, SessionEnding, ToolBroken, acting
+from turnlog.producers.agents import WAITED, Actor, Attempt, CommandActor, FunctionActor, SessionEnding, ToolBroken
 from turnlog.producers.gateway_client import (
     ContextExceeded,
     EnginesBusy,
@@ -49,9 +40,11 @@ from turnlog.producers.gateway_client import (
     SessionOver,
     SessionState,
 )
-from turnlog.producers.tool_calls import NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with
+from turnlog.producers.tool_calls import NoWorker, ToolCalls, ToolResults, ToolUnanswered, first_workspace
+from turnlog.producers.tool_loop import ToolLoop
 from turnlog.producers.verdicts import Bench
 from turnlog.schemas.events import Outcome, RewardAssigned, RolloutRequested
+from turnlog.schemas.events.sessions import Environment
 from turnlog.settings import RunnerSettings
 
 log = logging.getLogger(__name__)
@@ -84,7 +77,7 @@ class Rollout:
 
     request: RolloutRequested
     """The request; its task must be inline."""
-    recipe: Recipe
+    source: TaskSource
     settings: RunnerSettings
     gateway: GatewayClient
     events: EventLog
@@ -94,12 +87,27 @@ class Rollout:
     was_cut: bool = field(default=False, init=False)
     """True if a cut ended the rollout."""
     _cut: bool = field(default=False, init=False)
-    _task: TaskRow = field(init=False)
+    _task: Task = field(init=False)
+    _broken: BrokenRecipe | None = field(default=None, init=False)
+    """Error of the source, if it cannot make the task: every session of the rollout ends by it."""
     _acting: asyncio.Task[SessionEnding] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         assert isinstance(self.request.task, bytes)
-        self._task = orjson.loads(self.request.task)
+        row = orjson.loads(self.request.task)
+        try:
+            self._task = call_recipe(self.source.name, self.source.task, row)
+        except BrokenRecipe as error:
+            self._task, self._broken = _task_without_source(self.source.name, row), error
+        limits = self.request.limits
+        self.request = dataclasses.replace(
+            self.request,
+            limits=dataclasses.replace(
+                limits,
+                max_turns=min(limits.max_turns, self._task.max_turns or limits.max_turns),
+                deadline_s=min(limits.deadline_s, self._task.deadline_s or limits.deadline_s),
+            ),
+        )
 
     def cut(self) -> None:
         """End the rollout because its group was scored without it: cancel its actor, and begin no other attempt."""
@@ -119,7 +127,7 @@ class Rollout:
             if self._cut:
                 self.was_cut = True
                 return None
-            session = await self.gateway.open(self.request, self.recipe, attempt)
+            session = await self.gateway.open(self.request, self._task, attempt)
             log_lines.about(session_id=session.session_id)
             state = await self.gateway.state(session) if resume else None
             if state is not None and state.finished:
@@ -146,23 +154,22 @@ class Rollout:
     def _still_owed(self, session: OpenSession, state: SessionState) -> Owed | None:
         """Return the late reward of a session that another owner finished. Whether that owner wrote it is not checked:
         of two, the first on the log counts."""
-        if state.outcome not in LIVE or not is_late(self.recipe.verifier):
+        if state.outcome not in LIVE or not is_late(self._task.verifier):
             return None
-        messages = tuple(call_recipe(self.recipe, acted_out, self.recipe, self._task, state.messages))
-        episode = Episode(task=self._task, messages=messages, outcome=state.outcome, reason=state.reason)
-        return Owed(self._bench(session, {}), self.recipe.verifier, episode)
+        messages = tuple(call_recipe(self.source.name, acted_out, self._task, state.messages))
+        episode = Episode(task=self._task.row, messages=messages, outcome=state.outcome, reason=state.reason)
+        return Owed(self._bench(session, {}), self._task.verifier, episode)
 
     async def _attempt(
         self, session: OpenSession, state: SessionState | None, number: int, *, final: bool
     ) -> tuple[SessionEnding, Owed | None]:
         """Act in, judge and finish one session. `final`: this attempt is the last one if it fails other than by an
         outage."""
-        actor = acting(
+        actor = _actor(
             Attempt(
                 number=number,
                 request=self.request,
                 task=self._task,
-                recipe=self.recipe,
                 gateway=self.gateway,
                 session=session,
                 calls=(calls := self._calls(session)),
@@ -177,7 +184,7 @@ class Rollout:
             log.warning("rollout %s, attempt %d: %s", self.request.rollout_id, number, ending.reason)
         else:
             episode = Episode(
-                task=self._task,
+                task=self._task.row,
                 messages=tuple(await actor.messages()),
                 outcome=ending.outcome,
                 reason=ending.reason,
@@ -209,7 +216,7 @@ class Rollout:
             results=self.results,
             blobs=self.blobs,
             request=self.request,
-            recipe=self.recipe,
+            task=self._task,
             session=session,
             asked=asked,
         )
@@ -222,8 +229,8 @@ class Rollout:
         return len(rewards)
 
     def _calls(self, session: OpenSession) -> ToolCalls:
-        sandbox, patience_s = sandbox_of(self.recipe), self.settings.tool_deadline_s
-        if isinstance(agent_of(self.recipe), CommandAgent):  # one call is the session; its deadline is enforced here
+        sandbox, patience_s = self._task.call_sandbox, self.settings.tool_deadline_s
+        if isinstance(self._task.agent, CommandAgent):  # one call is the session; its deadline is enforced here
             sandbox = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, wall_s=UNBOUNDED_S))
             patience_s += self.request.limits.deadline_s
         return ToolCalls(
@@ -268,7 +275,9 @@ class Rollout:
     async def _run_actor(self, actor: Actor, calls: ToolCalls) -> SessionEnding:
         """Act within the deadline, and map every way to end to an outcome."""
         try:
-            calls.begin(await begins_with(self.recipe, self._task, self.blobs))
+            if self._broken is not None:
+                raise self._broken
+            calls.begin(await first_workspace(self._task, self.blobs))
             return await self._in_time(actor)
         except ContextExceeded:
             return SessionEnding(Outcome.truncated, "context")
@@ -281,3 +290,17 @@ class Rollout:
 def _is_outage(ending: SessionEnding) -> bool:
     """Return whether lack of a server ended the session, by the reason on the log. That is no attempt at the task."""
     return ending.outcome is Outcome.infra_failure and ending.reason.partition(":")[0] in OUTAGES
+
+
+def _actor(attempt: Attempt, state: SessionState | None) -> Actor:
+    """Return the actor for the task's agent. `state` is that of a session that another runner may have begun."""
+    agent = attempt.task.agent
+    if isinstance(agent, CommandAgent):
+        return CommandActor(attempt, agent)
+    return ToolLoop(attempt, state) if agent is None else FunctionActor(attempt, agent, state)
+
+
+def _task_without_source(name: str, row: TaskRow) -> Task:
+    """Return a task for sessions that only record why their source could not make the real one."""
+    verifier = FunctionVerifier("none", "0", lambda _: Verdict(0.0))  # never runs: the session ends as infra_failure
+    return Task(id="", row=row, messages=(), verifier=verifier, environment=Environment(name=name, version=""))

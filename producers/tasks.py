@@ -19,12 +19,13 @@ import hashlib
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.environments import recipes
-from turnlog.infra.environments.recipes import BrokenRecipe, Recipe, call_recipe, row_of
+from turnlog.infra.environments.sources import BrokenRecipe, call_recipe, join_source, recipe, row_of, split_source
+from turnlog.infra.environments.tasks import TaskSource
 from turnlog.infra.environments.verifiers.kinds import live
 from turnlog.infra.offers import load_methods
 from turnlog.processors.core.methods.rules import fold_rules
@@ -68,7 +69,7 @@ class Dataset:
     rows: tuple[bytes, ...]
     beside: Path = Path()
     """The folder that the file lies in."""
-    recipe: Recipe | None = None
+    recipe: TaskSource | None = None
     """Environment that reads its rows."""
 
     def task(self, number: int) -> bytes:
@@ -80,7 +81,7 @@ class Dataset:
         ).encode()
 
 
-def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
+def read_dataset(path: Path, recipe: TaskSource | None = None) -> Dataset:
     """Read the file, and check every row as the environment understands it. Raises TaskDatasetError naming file and
     line."""
     try:
@@ -95,18 +96,18 @@ def read_dataset(path: Path, recipe: Recipe | None = None) -> Dataset:
     return Dataset(f"{path.name}@{hashlib.sha256(content).hexdigest()[:16]}", rows, path.parent, recipe)
 
 
-def provided_dataset(recipe: Recipe, path: Path, *, count: int, seed: int) -> Path:
+def provided_dataset(recipe: TaskSource, path: Path, *, count: int, seed: int) -> Path:
     """Return `path`, after the environment has written it unless it exists (a run keeps its tasks over restarts).
     Raises BrokenRecipe."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        call_recipe(recipe, recipe.write_dataset, part, count, seed)
+        call_recipe(recipe.name, recipe.write_dataset, part, count, seed)
         os.replace(part, path)
     return path
 
 
-def _row(path: Path, number: int, line: bytes, recipe: Recipe | None) -> bytes:
+def _row(path: Path, number: int, line: bytes, recipe: TaskSource | None) -> bytes:
     where = f"{path}, line {number}"
     try:
         row = json.loads(line)
@@ -180,7 +181,10 @@ def _require(met: bool, key: str, value: object, legal: str) -> None:
 DATASET_FILE = "tasks.jsonl"
 """Name of the task file for a run's only environment, if it brings its own tasks; with several,
 `tasks-RECIPE.jsonl`."""
-SHAPE = 'RECIPE:WEIGHT, or RECIPE:WEIGHT:FILE, such as "calc:3" or "household:1:tasks.jsonl"'
+SHAPE = (
+    'RECIPE:WEIGHT, RECIPE:WEIGHT:FILE or RECIPE key=value weight=WEIGHT, such as "calc:3", "household:1:tasks.jsonl" '
+    'or "harbor path=tasks weight=2"'
+)
 
 
 class BadMix(Exception):
@@ -213,24 +217,36 @@ def sources(settings: Settings) -> tuple[EnvironmentTasks, ...]:
 
 
 def _entry(said: str) -> tuple[str, float, str]:
-    recipe, _, rest = said.partition(":")
-    weight, _, file = rest.partition(":")
+    """Return source, weight and dataset of an entry. Weight and dataset are options if the source has options."""
+    if " " in said.strip():
+        source, options = split_source(said)
+        weight, file = options.pop("weight", ""), options.pop("dataset", "")
+        source = join_source(source, options)
+    else:
+        source, _, rest = said.partition(":")
+        weight, _, file = rest.partition(":")
     try:
         value = float(weight)
     except ValueError:
         value = math.nan
-    if not recipe or not 0 < value < math.inf:
+    if not source or not 0 < value < math.inf:
         raise BadMix(f"feeder.mix: {said!r} must be {SHAPE}, with a weight above 0")
-    return recipe, value, file
+    return source, value, file
 
 
 def _dataset(settings: Settings, name: str, file: str) -> Dataset:
-    recipe = live(recipes.recipe(name))
+    source = live(recipe(name))
     if file:
-        return read_dataset(Path(file), recipe)
+        return read_dataset(Path(file), source)
     count = settings.feeder.draws * settings.batcher.prompts_per_draw
-    path = Path(settings.run.directory) / (f"tasks-{name}.jsonl" if settings.feeder.mix else DATASET_FILE)
-    return read_dataset(provided_dataset(recipe, path, count=count, seed=settings.feeder.seed), recipe)
+    path = Path(settings.run.directory) / (f"tasks-{_file_name(name)}.jsonl" if settings.feeder.mix else DATASET_FILE)
+    return read_dataset(provided_dataset(source, path, count=count, seed=settings.feeder.seed), source)
+
+
+def _file_name(source: str) -> str:
+    """Return the text of a source as part of a file's name, different for different texts."""
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", source)[:40]
+    return plain if plain == source else f"{plain}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 EVAL_FILE = "eval-tasks.jsonl"
@@ -262,9 +278,10 @@ def eval_tasks(settings: Settings) -> EvalTasks | None:
     asked, feeder = settings.eval, settings.feeder
     if not asked.every:
         return None
-    recipe = live(recipes.recipe(asked.recipe or feeder.recipe))
+    name = asked.recipe or feeder.recipe
+    source = live(recipe(name))
     path = Path(asked.dataset)
     if not asked.dataset:
         beside = Path(settings.run.directory) / EVAL_FILE
-        path = provided_dataset(recipe, beside, count=asked.tasks, seed=feeder.seed + OTHER_SEED)
-    return EvalTasks(recipe.name, read_dataset(path, recipe), asked.samples)
+        path = provided_dataset(source, beside, count=asked.tasks, seed=feeder.seed + OTHER_SEED)
+    return EvalTasks(name, read_dataset(path, source), asked.samples)

@@ -12,17 +12,13 @@ import asyncio
 import json
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.environments.recipes import (
-    BrokenRecipe,
-    Recipe,
-    SandboxCall,
-    TaskRow,
-    call_recipe,
-    first_files,
-    first_workspace,
-)
+from turnlog.infra.environments.episodes import Message, SandboxAnswer, SandboxCall
+from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
+from turnlog.infra.environments.tasks import Task, text_of
+from turnlog.infra.environments.tools import AGENT
 from turnlog.infra.environments.workspaces import FilesUnusable, store_files
 from turnlog.infra.event_log import EventLog
 from turnlog.schemas import ids
@@ -33,9 +29,12 @@ from turnlog.schemas.events import (
     ToolCallCompleted,
     ToolCallRequested,
     ToolCallStarted,
+    ToolStatus,
 )
-from turnlog.schemas.types import BlobRef
+from turnlog.schemas.types import BlobRef, TurnId
 
+NO_TOOL: Final = f"there is no tool {AGENT.name!r}"
+"""Answer to a model that calls the runner's own tool, however it learned the name."""
 UNBEGUN = "deadline_s"
 """Reason of an answer that reports that no sandbox was free in time, so that the call never ran."""
 
@@ -233,16 +232,49 @@ class ToolCalls:
         )
 
 
-async def begins_with(recipe: Recipe, task: TaskRow, blobs: Blobs) -> BlobRef | None:
-    """Return the workspace that the first call of a session finds: files of the row, or those that the environment
-    names; None for an empty one. Raises BrokenRecipe, StoreUnavailable."""
-    files = call_recipe(recipe, first_files, recipe, task)
-    if files is None:
-        return first_workspace(recipe)
+def opening_id(session_id: str) -> str:
+    """Return the call id of a session's opening call."""
+    return ids.call_id(session_id, "", 0, 0, "opening")
+
+
+def text_call_id(session_id: str, turn: TurnId) -> str:
+    """Return the call id of a turn whose text is an action: that of the first call of a turn."""
+    return ids.call_id(session_id, turn.epoch, turn.index, 0, "agent")
+
+
+def task_call(task: Task, call: Message) -> SandboxCall | str:
+    """Return what a tool call of the model is in the sandbox, or an answer that needs none. Raises BrokenRecipe."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    return _without_agent_tool(call_recipe(task.environment.name, task.tool_call, name, arguments))
+
+
+def text_call(task: Task, message: Message) -> SandboxCall | str | None:
+    """Return what the text of a message without tool calls is in the sandbox; None if it is no action. Raises
+    BrokenRecipe."""
+    if task.text_action is None or message.get("tool_calls"):
+        return None
+    action = call_recipe(task.environment.name, task.text_action, text_of(message))
+    return None if action is None else _without_agent_tool(action)
+
+
+def _without_agent_tool(call: SandboxCall | str) -> SandboxCall | str:
+    return NO_TOOL if isinstance(call, SandboxCall) and call.tool == AGENT.name else call
+
+
+def answer_of(done: ToolCallCompleted) -> SandboxAnswer:
+    """Return the answer of a call as environments receive it."""
+    return SandboxAnswer(done.status is ToolStatus.ok, done.output.decode(errors="replace"), done.exit_code)
+
+
+async def first_workspace(task: Task, blobs: Blobs) -> BlobRef | None:
+    """Return the workspace that the first call of a session finds: the task's files, or its stored folder; None for an
+    empty one. Raises BrokenRecipe, StoreUnavailable."""
+    if task.files is None:
+        return task.workspace
     try:
-        return await store_files(files, blobs)
+        return await store_files(task.files, blobs)
     except FilesUnusable as error:
-        raise BrokenRecipe(f"recipe {recipe.name!r}: {error}") from error
+        raise BrokenRecipe(f"recipe {task.environment.name!r}: {error}") from error
 
 
 def json_of(call: SandboxCall) -> bytes:

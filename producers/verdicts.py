@@ -14,19 +14,10 @@ from dataclasses import dataclass
 import httpx
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.environments.recipes import (
-    BrokenRecipe,
-    CommandAgent,
-    Episode,
-    Judged,
-    Recipe,
-    SandboxAnswer,
-    SandboxCall,
-    Verdict,
-    agent_of,
-    call_recipe,
-    sandbox_of,
-)
+from turnlog.infra.environments.agents import CommandAgent
+from turnlog.infra.environments.episodes import Episode, Judged, SandboxAnswer, SandboxCall, Verdict
+from turnlog.infra.environments.sources import BrokenRecipe
+from turnlog.infra.environments.tasks import Task
 from turnlog.infra.environments.verifiers.judges import (
     Cause,
     EnvStep,
@@ -42,7 +33,19 @@ from turnlog.infra.environments.verifiers.kinds import PatchVerifier, SandboxVer
 from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
 from turnlog.infra.event_log import EventLog
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
-from turnlog.producers.tool_calls import UNBEGUN, NoWorker, ToolCalls, ToolResults, ToolUnanswered, begins_with, json_of
+from turnlog.producers.tool_calls import (
+    UNBEGUN,
+    NoWorker,
+    ToolCalls,
+    ToolResults,
+    ToolUnanswered,
+    first_workspace,
+    json_of,
+    opening_id,
+    task_call,
+    text_call,
+    text_call_id,
+)
 from turnlog.schemas import ids
 from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import (
@@ -111,7 +114,7 @@ class Bench:
     results: ToolResults
     blobs: Blobs
     request: RolloutRequested
-    recipe: Recipe
+    task: Task
     session: OpenSession
     asked: Mapping[str, SandboxCall]
     """Sandbox calls of the session that this process requested, by call_id."""
@@ -184,9 +187,11 @@ class Bench:
         return [await self._run_call(verifier, alone, call, attempt, index) for index, call in enumerate(calls)]
 
     async def _by_patch(self, verifier: PatchVerifier, episode: Episode) -> Verdict:
-        if verifier.diff is None and not sandbox_of(self.recipe).durable_workspace:
-            raise NoVerdict(Cause.refused, f"recipe {self.recipe.name} keeps no files: set durable_workspace")
-        agent, spec = agent_of(self.recipe), verifier.sandbox
+        if verifier.diff is None and not self.task.call_sandbox.durable_workspace:
+            raise NoVerdict(
+                Cause.refused, f"environment {self.task.environment.name} keeps no files: set durable_workspace"
+            )
+        agent, spec = self.task.agent, verifier.sandbox
         limits = dataclasses.replace(spec.limits, output_bytes=SandboxLimits().output_bytes)  # its answer has to fit
         asking = dataclasses.replace(verifier, sandbox=dataclasses.replace(spec, limits=limits))
         brought = agent.files if isinstance(agent, CommandAgent) else {}
@@ -250,28 +255,29 @@ class Bench:
     async def _first(self, episode: Episode) -> BlobRef | None:
         """Return the files that the session began with. Raises NoVerdict, StoreUnavailable."""
         try:
-            return await begins_with(self.recipe, episode.task, self.blobs)
+            return await first_workspace(self.task, self.blobs)
         except BrokenRecipe as error:
             raise NoVerdict(Cause.crashed, str(error)) from error
 
     async def _steps(self, episode: Episode) -> list[EnvStep]:
         """Return the environment's answers in the order of the calls, each with the turn that made the call. Raises
         NoVerdict, GatewayClientError."""
-        session_id = self.session.session_id
-        said = [message.get("tool_calls") or () for message in episode.messages]
+        session_id, task = self.session.session_id, self.task
         turns = (await self.gateway.state(self.session)).turn_ids
-        most = max(map(len, said), default=0)
+        said = [message for message in episode.messages if message["role"] == "assistant"]
+        most = max([len(message.get("tool_calls") or ()) for message in said], default=0)
         turn_of = {
             ids.call_id(session_id, turn.epoch, turn.index, index, "agent"): turn
             for turn in turns
-            for index in range(most)
+            for index in range(max(most, 1))
         }
+        mapped: dict[str, SandboxCall | str | None] = {opening_id(session_id): task.opening}
         try:
-            mapped = {
-                call["id"]: call_recipe(self.recipe, self.recipe.tool_call, *_function(call))
-                for calls in said
-                for call in calls
-            }
+            for message in said:
+                mapped |= {call["id"]: task_call(task, call) for call in message.get("tool_calls") or ()}
+            for turn, message in zip(reversed(turns), reversed(said), strict=False):
+                if not message.get("tool_calls"):
+                    mapped[text_call_id(session_id, turn)] = text_call(task, message)
         except BrokenRecipe as error:
             raise NoVerdict(Cause.crashed, str(error)) from error
         found = []
@@ -282,10 +288,6 @@ class Bench:
             if call.tool == ENVIRONMENT_TOOL and done.status is ToolStatus.ok:
                 found.append(EnvStep(call, done.output, turn_of.get(done.call_id)))
         return found
-
-
-def _function(call: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
-    return call["function"]["name"], call["function"]["arguments"]
 
 
 def _calls_of(verifier: SandboxVerifier, episode: Episode) -> list[SandboxCall]:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from turnlog.infra.embedded.servers import check_model
-from turnlog.infra.environments.recipes import Recipe, WarmStart, recipe
+from turnlog.infra.environments.sources import recipe, warm_start_of
+from turnlog.infra.environments.tasks import TaskSource
+from turnlog.infra.environments.warm_starts import WarmStart
 from turnlog.infra.run_folder import lock_file
 from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings
@@ -88,12 +90,13 @@ def copy_model(model: Path, folder: Path) -> Path:
     return folder
 
 
-def _warm_start(chosen: Recipe) -> WarmStart:
-    if chosen.warm_start is None:
+def _warm_start(chosen: TaskSource) -> WarmStart:
+    start = warm_start_of(chosen)
+    if start is None:
         raise NoPolicy(
             f"[model] path is empty and recipe {chosen.name!r} has no warm start: set [model] path to a model folder"
         )
-    return chosen.warm_start
+    return start
 
 
 def _base(start: WarmStart, settings: Settings, tokenizer: Path, folder: Path) -> None:

@@ -10,7 +10,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.environments.recipes import Episode, FunctionVerifier, PlainRecipe, SandboxCall, Verdict
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, SandboxCall, Verdict
+from turnlog.infra.environments.tasks import Recipe
 from turnlog.schemas.events import SandboxLimits, SandboxSpec
 
 EFFECTS = "CHAOS_EFFECTS"
@@ -26,7 +27,7 @@ def judge(episode: Episode) -> Verdict:
     return Verdict(float(int(said, 16) % 2), {}, {"said": said})
 
 
-class Noting(PlainRecipe):
+class Noting(Recipe):
     """See the module's docstring."""
 
     name = "noting"

@@ -28,8 +28,9 @@ from turnlog.consumers.datasets.manifest import Provenance
 from turnlog.consumers.datasets.query import Filters, Joined, Query
 from turnlog.consumers.datasets.source import Candidate, DatasetInput, candidates
 from turnlog.consumers.replay.progress import ReplayState
-from turnlog.infra.environments import recipes
-from turnlog.infra.environments.recipes import Episode, Judged, Verdict
+from turnlog.infra.environments import sources
+from turnlog.infra.environments.episodes import Episode, Judged, TaskRow, Verdict
+from turnlog.infra.environments.tasks import Task, TaskSource, acted_out
 from turnlog.infra.environments.verifiers import EnvironmentVerifier, PatchVerifier, SandboxVerifier, WeightedSum
 from turnlog.infra.environments.verifiers.judges import Cause, Means, NoVerdict, client, judge
 from turnlog.infra.environments.verifiers.kinds import JudgedGroup
@@ -204,7 +205,7 @@ class Rerun:
                         group = JudgedGroup(await self._episodes(members, found, rows, reasons))
                         for session, episode in group.episodes.items():
                             each, means = found[session], Means(http=http, session_id=session, group=group)
-                            by = self._by(each)
+                            by = self._by(each, episode.task)
                             await self._slots.acquire()
                             judging.append(asyncio.create_task(self._judge(by, each, episode, means)))
                     await asyncio.gather(*judging)
@@ -229,8 +230,8 @@ class Rerun:
             episode = _episode(each, said, rows.get(each.group_id, {}), reasons)
             try:
                 episodes[session] = await asyncio.to_thread(_acted_out, each.recipe, episode)
-            except recipes.BrokenRecipe as broken:
-                self._note(each, self._by(each), NoVerdict(Cause.crashed, str(broken)))
+            except sources.BrokenRecipe as broken:
+                self._note(each, self._by(each, episode.task), NoVerdict(Cause.crashed, str(broken)))
         return episodes
 
     async def _judge(self, by: Judged, each: Candidate, episode: Episode, means: Means) -> None:
@@ -246,8 +247,8 @@ class Rerun:
             self._slots.release()
         self._note(each, by, after)
 
-    def _by(self, each: Candidate) -> Judged:
-        return self._verifier or rerunnable(recipes.recipe(each.recipe).verifier)
+    def _by(self, each: Candidate, row: TaskRow) -> Judged:
+        return self._verifier or rerunnable(_task(sources.recipe(each.recipe), row).verifier)
 
     def _note(self, each: Candidate, by: Judged, after: Verdict | NoVerdict) -> None:
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
@@ -300,8 +301,13 @@ def _episode(
 def _acted_out(name: str, episode: Episode) -> Episode:
     """Append the answers of a simulation to the last turn's tool calls. Raises BrokenRecipe."""
     try:
-        recipe = recipes.recipe(name)
-    except recipes.UnknownRecipe:
+        source = sources.recipe(name)
+    except sources.UnknownRecipe:
         return episode  # a verifier given by --verifier can judge sessions of a recipe that is not installed here
-    messages = recipes.call_recipe(recipe, recipes.acted_out, recipe, episode.task, episode.messages)
+    messages = sources.call_recipe(source.name, acted_out, _task(source, episode.task), episode.messages)
     return dataclasses.replace(episode, messages=tuple(messages))
+
+
+def _task(source: TaskSource, row: TaskRow) -> Task:
+    """Return the task of a row. Raises BrokenRecipe."""
+    return sources.call_recipe(source.name, source.task, row)

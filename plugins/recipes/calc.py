@@ -14,17 +14,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from turnlog.infra.environments.recipes import (
-    Demonstration,
-    Episode,
-    FunctionVerifier,
-    PlainRecipe,
-    SandboxCall,
-    TaskRow,
-    Verdict,
-)
+from turnlog.environments import Demonstration, Episode, FunctionVerifier, Recipe, SandboxCall, TaskRow, Verdict
 from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
-from turnlog.schemas.events.sessions import Environment, Outcome
+from turnlog.schemas.events.sessions import Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.schemas.json_depth import deeper_than
 
@@ -80,12 +72,11 @@ def _parts(expression: str) -> tuple[str, str, str]:
     return match[1], match[2], match[3]
 
 
-class Calc(PlainRecipe):
+class Calc(Recipe):
     """See the module's docstring and turnlog.infra.environments.recipes.Recipe."""
 
     name = "calc"
     demo_rise = 0.25
-    environment = Environment(name="calc", version="1")
     sandbox_tools = ("python",)
     sandbox = SandboxSpec(limits=SandboxLimits(cpu_s=2.0, wall_s=5.0, output_bytes=4096))
     verifier = FunctionVerifier("calc", "1", judge)

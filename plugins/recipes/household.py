@@ -13,13 +13,13 @@ import random
 from collections.abc import Iterator
 from typing import Any, Final
 
-from turnlog.infra.environments.recipes import (
+from turnlog.environments import (
     Demonstration,
     Episode,
     FunctionVerifier,
     Message,
-    PlainRecipe,
     Played,
+    Recipe,
     Step,
     TaskRow,
     Verdict,
@@ -124,7 +124,7 @@ def judge(episode: Episode) -> Verdict:
     return Verdict(sum(game.rewards), {"solved": float(game.done), "steps": float(steps)}, {"rewards": game.rewards})
 
 
-class Household(PlainRecipe):
+class Household(Recipe):
     """See the module's docstring and turnlog.infra.environments.recipes.Recipe."""
 
     name = "household"

@@ -21,7 +21,7 @@ from string import Template
 from typing import Final
 
 import turnlog
-from turnlog.infra.environments.recipes import AmbiguousRecipe
+from turnlog.environments import AmbiguousRecipe
 from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
 

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Final
 
-from turnlog.infra.environments.recipes import (
+from turnlog.environments import (
     Demonstration,
     Episode,
     FunctionVerifier,
     Message,
-    PlainRecipe,
+    Recipe,
     SandboxCall,
     TaskRow,
     Verdict,
-    object_of,
 )
+from turnlog.infra.environments.simulations import object_of
 from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 from turnlog.schemas.events.sessions import Outcome
 
@@ -191,7 +191,7 @@ def judge(episode: Episode) -> Verdict:
     return Verdict(float(right), {"hops_found": found, "searches": float(searches)}, evidence)
 
 
-class Question(PlainRecipe):
+class Question(Recipe):
     """See the module's docstring and turnlog.infra.environments.recipes.Recipe."""
 
     name = "question"

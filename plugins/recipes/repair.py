@@ -22,7 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from turnlog.infra.environments.recipes import Demonstration, Message, PlainRecipe, TaskRow
+from turnlog.environments import Demonstration, Message, Recipe, TaskRow
 from turnlog.infra.environments.tools import tool_declarations
 from turnlog.infra.environments.verifiers.kinds import PROTECTED, Grading, PatchVerifier
 from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
@@ -79,7 +79,7 @@ def edit(code: str, bug: dict[str, Any]) -> dict[str, str]:
     return {"old": "\n".join(wrong[old:old_end]).strip(), "new": "\n".join(right[new:new_end]).strip()}
 
 
-class Repair(PlainRecipe):
+class Repair(Recipe):
     """See the module's docstring. For an agent that is a program, inherit from this class and set `agent`."""
 
     name = "repair"

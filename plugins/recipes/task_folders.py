@@ -18,15 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from turnlog.infra.environments.recipes import (
-    CommandAgent,
-    Episode,
-    PlainRecipe,
-    SandboxAnswer,
-    SandboxCall,
-    TaskRow,
-    Verdict,
-)
+from turnlog.environments import CommandAgent, Episode, Recipe, SandboxAnswer, SandboxCall, TaskRow, Verdict
 from turnlog.infra.environments.verifiers import SandboxVerifier
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.setting_types import SettingsError, parsed_toml
@@ -51,7 +43,7 @@ class NoReward(Exception):
     """See the module's docstring."""
 
 
-class TaskFolders(PlainRecipe):
+class TaskFolders(Recipe):
     """Environment of all task folders in `folder`. The agent gets the instruction as its row's `prompt`, and the files
     that the task's environment copies in its workspace. `image` is the root made from the tasks' Dockerfile, needed if
     that does more than copy."""

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from turnlog.infra.environments.recipes import Demonstration, Message, TinyModel, WarmStartRow
+from turnlog.environments import Demonstration, Message, TinyModel, WarmStartRow
 from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.prompts import Prompts, TextTokens

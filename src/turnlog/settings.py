@@ -347,12 +347,14 @@ class FeederSettings:
     """[feeder] Sampling of tasks: which ones, when, and within which limits."""
 
     recipe: str = "calc"
-    """Environment: task source, prompt, tools and verifier, by its entry point in turnlog.recipes."""
+    """Source of the tasks, which also defines agent, tools and verifier: the name of an entry point in turnlog.recipes,
+    with options as key=value after it if it takes any (docs/environments.md)."""
     dataset: str = ""
     """JSON-lines file with one task per line; empty lets the environment write one."""
     mix: tuple[str, ...] = ()
-    """Several environments instead of `recipe` and `dataset`, as RECIPE:WEIGHT or RECIPE:WEIGHT:FILE each. Fresh tasks
-    are taken from them in proportion to their weights; `recipe` still decides how a tiny model begins."""
+    """Several environments instead of `recipe` and `dataset`, as RECIPE:WEIGHT or RECIPE:WEIGHT:FILE each,
+    or with options as "RECIPE key=value weight=WEIGHT dataset=FILE". Fresh tasks are taken from them in proportion to
+    their weights; `recipe` still decides how a tiny model begins."""
     group_size: Count = 16
     """Number of rollouts of one task; at least what the estimator needs."""
     oversample: Amount = 0

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.recipes import Episode, SandboxCall, TaskRow, Verdict
+from turnlog.infra.environments.episodes import Episode, SandboxCall, TaskRow, Verdict
 from turnlog.infra.environments.verifiers import PatchVerifier
 from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
 from turnlog.infra.environments.workspaces import store_files

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.environments import recipes
+from turnlog.infra.environments import sources
 from turnlog.names import EntryPointGroup
 
 
@@ -27,8 +27,8 @@ def offering(
     told = "".join(f"{name} = {place}\n" for name, place in points.items())
     (info / "entry_points.txt").write_text(f"[{group}]\n{told}")
     patched.syspath_prepend(str(folder))
-    recipes.recipe.cache_clear()
+    sources.recipe.cache_clear()
     try:
         yield
     finally:
-        recipes.recipe.cache_clear()
+        sources.recipe.cache_clear()

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage, stage  # noqa: F401
 from tests.integration.test_command_agents import working
-from turnlog.infra.environments.recipes import FunctionAgent, FunctionVerifier, PlainRecipe, Verdict
+from turnlog.environments import FunctionAgent, FunctionVerifier, Recipe, Verdict
 from turnlog.plugins.recipes.calc import RECIPE as CALC
 from turnlog.schemas.events import (
     Boundary,
@@ -35,7 +35,7 @@ BLOCK = re.compile(r"^## (.+?)\n.*?^```python\n(.*?)^```", re.MULTILINE | re.DOT
 AGENTS = dict(BLOCK.findall(PAGE.read_text()))
 
 
-class Framework(PlainRecipe):
+class Framework(Recipe):
     name = "framework"
     sandbox = SandboxSpec(durable_workspace=True)
     verifier = FunctionVerifier("called", "1", lambda episode: Verdict(float("8" in str(episode.messages[-1]))))

@@ -18,7 +18,7 @@ from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import left, offered, outcomes, stage, working  # noqa: F401
 from tests.unit.gateway.conftest import model_in
 from tests.unit.gateway.test_anthropic_messages import THINKS
-from turnlog.infra.environments.recipes import CommandAgent
+from turnlog.infra.environments.agents import CommandAgent
 from turnlog.infra.environments.tools import GATEWAY_INSIDE, KEY_INSIDE
 from turnlog.processors.core.fold.group import offline
 from turnlog.processors.core.methods.rules import FoldRules

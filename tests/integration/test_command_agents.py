@@ -20,7 +20,9 @@ from tests.fakes.memory_log import MemoryLog
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.recipes import CommandAgent, Episode, FunctionVerifier, PlainRecipe, Verdict
+from turnlog.infra.environments.agents import CommandAgent
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Verdict
+from turnlog.infra.environments.tasks import Recipe
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Partition
 from turnlog.infra.roles.health import Health
@@ -94,7 +96,7 @@ ask()
 )
 
 
-class Programs(PlainRecipe):
+class Programs(Recipe):
     """A recipe whose agent is a program; `judged` are the episodes that its verifier saw."""
 
     agent: CommandAgent

@@ -22,7 +22,7 @@ import pytest
 from tests.fakes.sessions import GroupName, SessionStory, Shape
 from turnlog import cli
 from turnlog.infra.blobs import externalize_payloads
-from turnlog.infra.environments.recipes import FunctionVerifier, Verdict
+from turnlog.infra.environments.episodes import FunctionVerifier, Verdict
 from turnlog.infra.history import partitions, records
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.runs import configure

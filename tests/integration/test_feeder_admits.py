@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, PartitionLog
 from tests.fakes.memory_log import Died, MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.recipes import recipe
+from turnlog.infra.environments.sources import recipe
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Fenced, Partition, TopicMissing, partition_of
 from turnlog.infra.registry import MemoryRegistry

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Stage
-from turnlog.infra.environments import recipes
+from turnlog.infra.environments import sources
+from turnlog.infra.environments.tasks import TaskSource
 from turnlog.plugins.recipes.new import create
 from turnlog.schemas.events import Outcome, RewardAssigned, SessionStarted
 
@@ -43,13 +44,13 @@ def site(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def installed(folder: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[recipes.Recipe]:
+def installed(folder: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskSource]:
     """In this process."""
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.syspath_prepend(str(folder / "src"))
-    recipes.recipe.cache_clear()
-    yield recipes.recipe(NAME)
-    recipes.recipe.cache_clear()
+    sources.recipe.cache_clear()
+    yield sources.recipe(NAME)
+    sources.recipe.cache_clear()
 
 
 def test_its_own_tests_pass_where_it_is_installed(folder: Path, site: Path) -> None:
@@ -94,7 +95,7 @@ def halves(prompt: str) -> str:
     ("turns", "outcome", "value", "guesses"), [(4, Outcome.completed, 1.0, 4.0), (3, Outcome.truncated, 0.0, 3.0)]
 )
 async def test_the_runner_plays_it_and_its_verifier_judges(
-    stage: Stage, installed: recipes.Recipe, turns: int, outcome: Outcome, value: float, guesses: float
+    stage: Stage, installed: TaskSource, turns: int, outcome: Outcome, value: float, guesses: float
 ) -> None:
     stage.policy = halves
     task = {"prompt": "guess a number from 1 to 15", "number": 11}

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
-from turnlog.infra.environments.recipes import CommandAgent
+from turnlog.infra.environments.agents import CommandAgent
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.role import Role

@@ -18,20 +18,10 @@ from tests.fakes.offers import offering
 from tests.integration.conftest import QUESTION, Stage
 from tests.unit.gateway.test_gateway_images import CAT, PAD, shows, vision
 from tests.unit.gateway.test_gateway_images import TEMPLATE as SEEING
-from turnlog.infra.environments.recipes import (
-    AgentError,
-    AgentSession,
-    Episode,
-    FunctionAgent,
-    FunctionVerifier,
-    PlainRecipe,
-    SandboxCall,
-    Step,
-    TaskRow,
-    Verdict,
-    acted_out,
-    played,
-)
+from turnlog.infra.environments.agents import AgentError, AgentSession, FunctionAgent
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, SandboxCall, TaskRow, Verdict
+from turnlog.infra.environments.simulations import Step
+from turnlog.infra.environments.tasks import Recipe, acted_out, played
 from turnlog.plugins.recipes.calc import RECIPE as CALC
 from turnlog.schemas.events import (
     EngineGone,
@@ -49,7 +39,7 @@ Acts = Callable[[AgentSession], Awaitable[Any]]
 UNFINISHED = (Outcome.infra_failure, False)
 
 
-class Brought(PlainRecipe):
+class Brought(Recipe):
     """A recipe whose agent is a function."""
 
     name = "brought"
@@ -348,7 +338,7 @@ def door(call_id: str, number: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-class Played(PlainRecipe):
+class Played(Recipe):
     """A recipe with a simulation instead of an agent; its reward is the sum of the simulation's."""
 
     name = "brought"
@@ -389,9 +379,9 @@ async def test_the_last_action_of_a_simulation_counts_and_the_log_tells_a_later_
     said = [{"role": "user", "content": QUESTION}, {"role": "assistant", "tool_calls": [door("c0", "7")]}]
     said += [{"role": "tool", "tool_call_id": "c0", "content": "[door 7]"}]
     said += [{"role": "assistant", "tool_calls": [door("c1", "8")]}]
-    told = acted_out(doors, {"answer": "8"}, said)
+    told = acted_out(doors.task({"prompt": "?", "answer": "8"}), said)
     assert told == [*said, {"role": "tool", "tool_call_id": "c1", "content": "[door 8]"}]
-    assert acted_out(doors, {"answer": "8"}, told) == told
+    assert acted_out(doors.task({"prompt": "?", "answer": "8"}), told) == told
 
 
 async def test_a_simulation_that_is_not_over_when_its_turns_are_is_truncated(stage: Stage, doors: Played) -> None:

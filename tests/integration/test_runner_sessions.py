@@ -20,7 +20,7 @@ from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.memory_log import Died, MemoryLog
 from tests.fakes.offers import offering
 from tests.integration.conftest import CALL, Policy, Stage
-from turnlog.infra.environments.recipes import SandboxCall
+from turnlog.infra.environments.episodes import SandboxCall
 from turnlog.infra.log import Commit, CommitsExpired, OtherInputs, Partition
 from turnlog.plugins.recipes.calc import RECIPE, Calc
 from turnlog.processors.core.fold.group import FoldRules, GroupFold

@@ -15,15 +15,8 @@ import pytest
 from tests.fakes.memory_log import Died
 from tests.fakes.offers import offering
 from tests.integration.conftest import CALL, Stage
-from turnlog.infra.environments.recipes import (
-    Episode,
-    FunctionVerifier,
-    Judged,
-    PlainRecipe,
-    SandboxAnswer,
-    SandboxCall,
-    Verdict,
-)
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Judged, SandboxAnswer, SandboxCall, Verdict
+from turnlog.infra.environments.tasks import Recipe
 from turnlog.infra.environments.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
@@ -40,7 +33,7 @@ Judges = Callable[[Judged], None]
 PASSES = SandboxCall("python", {"code": "print(8)"})
 
 
-class Judging(PlainRecipe):
+class Judging(Recipe):
     """Its tool is `env_step` to the sandbox; the stand-in worker answers with the JSON that it is told to."""
 
     name = "judged"

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.addresses import variables
-from turnlog.infra.environments.recipes import Episode, SandboxCall
+from turnlog.infra.environments.episodes import Episode, SandboxCall
 from turnlog.infra.environments.verifiers import SandboxVerifier
 from turnlog.infra.environments.verifiers.judges import client
 from turnlog.infra.log import Partition

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import ASKS, stage, working  # noqa: F401
-from turnlog.infra.environments.recipes import CommandAgent
+from turnlog.infra.environments.agents import CommandAgent
 from turnlog.plugins.recipes.task_folders import TaskFolders
 from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed
 

@@ -37,7 +37,8 @@ learning_rate = 1e-3
 enabled = false
 """
 RECIPE = """\
-from turnlog.infra.environments.recipes import FunctionVerifier, PlainRecipe, Verdict
+from turnlog.infra.environments.episodes import FunctionVerifier, Verdict
+from turnlog.infra.environments.tasks import Recipe
 
 
 def judge(episode):
@@ -45,7 +46,7 @@ def judge(episode):
     return Verdict(float(len(said) % 2))
 
 
-class Look(PlainRecipe):
+class Look(Recipe):
     name = "look"
     verifier = FunctionVerifier("parity", "1", judge)
 

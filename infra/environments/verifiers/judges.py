@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.environments.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
 from turnlog.infra.environments.verifiers.kinds import (
     EnvironmentVerifier,
     HttpVerifier,

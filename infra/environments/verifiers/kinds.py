@@ -16,16 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.infra.environments.recipes import (
-    Episode,
-    Judged,
-    Recipe,
-    RecipeError,
-    SandboxAnswer,
-    SandboxCall,
-    TaskRow,
-    Verdict,
-)
+from turnlog.infra.environments.episodes import Episode, Judged, SandboxAnswer, SandboxCall, TaskRow, Verdict
+from turnlog.infra.environments.sources import RecipeError
+from turnlog.infra.environments.tasks import TaskSource
 from turnlog.schemas import ids
 from turnlog.schemas.events.tools import SandboxSpec
 
@@ -228,11 +221,13 @@ class NeedsGroup(RecipeError):
     `reference`."""
 
 
-def live(recipe: Recipe) -> Recipe:
-    """Return the recipe if its verifier judges a session by itself. Raises NeedsGroup."""
-    if (found := _comparing(recipe.verifier)) is not None:
-        raise NeedsGroup(f"recipe {recipe.name!r}: {why_not_live(found)}")
-    return recipe
+def live(source: TaskSource) -> TaskSource:
+    """Return the source if its verifier judges a session by itself; a source with a verifier per task is not checked.
+    Raises NeedsGroup."""
+    verifier: Judged | None = getattr(source, "verifier", None)
+    if verifier is not None and (found := _comparing(verifier)) is not None:
+        raise NeedsGroup(f"recipe {source.name!r}: {why_not_live(found)}")
+    return source
 
 
 def why_not_live(verifier: JudgeVerifier) -> str:

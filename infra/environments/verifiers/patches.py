@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.environments.recipes import Episode, SandboxCall, Verdict
+from turnlog.infra.environments.episodes import Episode, SandboxCall, Verdict
 from turnlog.infra.environments.verifiers.grading import AFTER, ASKED, BEFORE, DIFF, PASSED, PROGRAM, REPOSITORY
 from turnlog.infra.environments.verifiers.judges import Cause, NoVerdict, foreign, tail
 from turnlog.infra.environments.verifiers.kinds import Grading, PatchVerifier

@@ -17,7 +17,7 @@ from rich.table import Table
 from turnlog.consumers import figures
 from turnlog.consumers.replay.verify import ReplayResult
 from turnlog.consumers.replay.verify import run as replay
-from turnlog.infra.environments.recipes import RecipeError, demo_rise, recipe
+from turnlog.infra.environments.sources import RecipeError, demo_rise, recipe
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say_json

@@ -30,7 +30,8 @@ from turnlog.consumers.replay.rejudge import (
     Verdicts,
     verifier_at,
 )
-from turnlog.infra.environments.recipes import Episode, FunctionVerifier, UnknownRecipe, Verdict
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Verdict
+from turnlog.infra.environments.sources import UnknownRecipe
 from turnlog.infra.environments.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
 from turnlog.infra.log import Partition, partition_of
 from turnlog.infra.roles.role import Role

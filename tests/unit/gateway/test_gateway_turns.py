@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from turnlog.infra.environments.recipes import Episode
+from turnlog.infra.environments.episodes import Episode
 from turnlog.plugins.recipes.calc import judge
 from turnlog.producers.gateway.conversation import Conversation
 from turnlog.producers.gateway.dialects.openai_chat import OpenAIChat

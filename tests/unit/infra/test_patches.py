@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes.grounds import Grounds, grounds
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.recipes import Episode, SandboxCall
+from turnlog.infra.environments.episodes import Episode, SandboxCall
 from turnlog.infra.environments.verifiers import Grading, PatchVerifier
 from turnlog.infra.environments.verifiers.grading import is_protected
 from turnlog.infra.environments.verifiers.judges import NoVerdict

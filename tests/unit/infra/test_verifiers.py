@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.each import each
-from turnlog.infra.environments.recipes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Judged, SandboxCall, Verdict
 from turnlog.infra.environments.verifiers.judges import EnvStep, Means, NoVerdict, client, judge
 from turnlog.infra.environments.verifiers.kinds import (
     EnvironmentVerifier,

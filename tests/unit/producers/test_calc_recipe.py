@@ -12,15 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from turnlog.infra.environments.recipes import (
-    AmbiguousRecipe,
-    BrokenRecipe,
-    Episode,
-    Recipe,
-    SandboxCall,
-    UnknownRecipe,
-    recipe,
-)
+from turnlog.infra.environments.episodes import Episode, SandboxCall
+from turnlog.infra.environments.sources import AmbiguousRecipe, BrokenRecipe, UnknownRecipe, recipe
+from turnlog.infra.environments.tasks import TaskSource
 from turnlog.plugins.recipes.calc import RECIPE, judge
 from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.messages import normalise_messages, tools_digest
@@ -45,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_recipe_is_found_by_its_entry_point() -> None:
     assert recipe("calc") is RECIPE
-    assert isinstance(RECIPE, Recipe)
+    assert isinstance(RECIPE, TaskSource)
 
 
 def test_an_unknown_recipe_names_the_setting_and_the_installed_ones() -> None:
@@ -58,12 +52,12 @@ def test_an_entry_point_that_leads_nowhere_is_a_typed_error(tmp_path: Path, monk
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: gone\nVersion: 1\n")
     (installed / "entry_points.txt").write_text(
-        "[turnlog.recipes]\ngone = no_such_module:RECIPE\nhalf = json:dumps\nendless = endless_recipe:RECIPE\n"
+        "[turnlog.recipes]\ngone = no_such_module:RECIPE\nhalf = json:decoder\nendless = endless_recipe:RECIPE\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BrokenRecipe, match=r"recipe 'gone' \(no_such_module:RECIPE\) does not import"):
         recipe("gone")
-    with pytest.raises(BrokenRecipe, match=r"recipe 'half' \(json:dumps\) lacks part of"):
+    with pytest.raises(BrokenRecipe, match=r"recipe 'half' \(json:decoder\) lacks part of"):
         recipe("half")
     (tmp_path / "endless_recipe.py").write_text("def endless():\n    endless()\nendless()\n")
     with pytest.raises(BrokenRecipe, match=r"'endless' .* does not import: RecursionError: maximum recursion depth"):

@@ -11,14 +11,9 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.recipes import (
-    BrokenRecipe,
-    Recipe,
-    SandboxCall,
-    TaskRow,
-    first_workspace,
-    sandbox_tools,
-)
+from turnlog.infra.environments.episodes import SandboxCall, TaskRow
+from turnlog.infra.environments.sources import BrokenRecipe
+from turnlog.infra.environments.tasks import TaskSource
 from turnlog.infra.environments.tools import UnknownTool, tool_declarations
 from turnlog.infra.environments.workspaces import fetch_manifest, read
 from turnlog.infra.event_log import EventLog
@@ -29,7 +24,7 @@ from turnlog.infra.roles.role import Role
 from turnlog.infra.topics_admin import apply
 from turnlog.plugins.recipes.calc import RECIPE, Calc
 from turnlog.producers.gateway_client import Environments, policy_sha256
-from turnlog.producers.tool_calls import ToolCalls, ToolResults, begins_with, json_of
+from turnlog.producers.tool_calls import ToolCalls, ToolResults, first_workspace, json_of
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.schemas.events import (
     Limits,
@@ -48,6 +43,7 @@ from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
 
 EGRESS = EgressSettings()
+ROW = {"prompt": "?"}
 REQUEST = RolloutRequested(
     event_id="e", run_id="local", task_id="t", group_id="g", rollout_id="o", rollout_index=0, group_size=2, draw=0,
     dataset="d", dataset_epoch=0, index=0, recipe="calc", purpose=Purpose.train, task=b"{}",
@@ -76,7 +72,7 @@ class Coder(Calc):
 
 
 async def test_a_recipes_environment_names_tools_root_and_policy() -> None:
-    found = await Environments(Settings()).of(RECIPE)
+    found = await Environments(Settings()).of(RECIPE.task(ROW))
     assert (found.name, found.version, found.tools) == ("calc", "1", {"python": "1"})
     assert found.policy_sha256 == policy_sha256(RECIPE.sandbox, EGRESS)
     assert found.root_sha256 is not None
@@ -84,13 +80,13 @@ async def test_a_recipes_environment_names_tools_root_and_policy() -> None:
 
 
 async def test_built_in_tools_that_a_recipe_declares_are_its_tools_unless_it_says_otherwise() -> None:
-    assert isinstance(Coder(), Recipe)
-    assert sandbox_tools(Coder()) == ("shell", "edit_file")
-    assert sandbox_tools(RECIPE) == ("python",)
+    assert isinstance(Coder(), TaskSource)
+    assert Coder().task(ROW).sandbox_tools == ("shell", "edit_file")
+    assert RECIPE.task(ROW).sandbox_tools == ("python",)
     stated = Coder()
     stated.sandbox_tools = ("python", "browser")  # type: ignore[assignment]
     with pytest.raises(UnknownTool, match="no tool 'browser'"):
-        await Environments(Settings()).of(stated)
+        await Environments(Settings()).of(stated.task(ROW))
 
 
 async def test_what_a_recipe_states_stays_and_is_computed_once(tmp_path: Path) -> None:
@@ -100,10 +96,11 @@ async def test_what_a_recipe_states_stays_and_is_computed_once(tmp_path: Path) -
 
     environments = Environments(Settings())
     recipe = Stated()
-    found = await environments.of(recipe)
+    found = await environments.of(recipe.task(ROW))
     assert (found.data_snapshot, found.root_sha256, found.tools) == ("d", "r", {"python": "0"})
+    assert await environments.of(recipe.task(ROW)) is found
     recipe.environment = dataclasses.replace(recipe.environment, version="8")
-    assert await environments.of(recipe) is found
+    assert (await environments.of(recipe.task(ROW))).version == "8"
 
 
 async def test_sessions_of_a_recipe_with_files_start_from_them() -> None:
@@ -111,8 +108,8 @@ async def test_sessions_of_a_recipe_with_files_start_from_them() -> None:
         name = "seeded"
         workspace = BlobRef("a" * 64, 7)
 
-    assert (first_workspace(Seeded()), first_workspace(RECIPE)) == (Seeded.workspace, None)
-    assert (await Environments(Settings()).of(Seeded())).data_snapshot == "a" * 64
+    assert (Seeded().task(ROW).workspace, RECIPE.task(ROW).workspace) == (Seeded.workspace, None)
+    assert (await Environments(Settings()).of(Seeded().task(ROW))).data_snapshot == "a" * 64
     log, settings, after = MemoryLog(), Settings(), BlobRef("b" * 64, 8)
     await apply(log, settings)
     async with EventLog.open(log, MemoryRegistry(), writer="runner") as events:
@@ -120,7 +117,7 @@ async def test_sessions_of_a_recipe_with_files_start_from_them() -> None:
         results = ToolResults()
         results.expect("o")
         calls = ToolCalls(events, results, REQUEST, "s", Seeded.sandbox, 60.0)
-        calls.begin(await begins_with(Seeded(), {}, role.blobs))
+        calls.begin(await first_workspace(Seeded().task(ROW), role.blobs))
         for number in range(2):
             running = asyncio.create_task(calls.call(SandboxCall("python", {"code": "1"}), f"c{number}"))
             while len(await all_events(role, TOOL_CALLS)) <= number:
@@ -138,14 +135,17 @@ async def test_sessions_on_rows_with_files_start_from_those_of_their_row() -> No
             return task["files"]
 
     blobs = MemoryBlobs()
-    refs = [await begins_with(Held(), {"files": {"calc.py": text}}, blobs) for text in ("a", "b", "a")]
+    refs = [
+        await first_workspace(Held().task({"prompt": "", "files": {"calc.py": text}}), blobs)
+        for text in ("a", "b", "a")
+    ]
     assert refs[0] == refs[2] != refs[1]
     assert refs[0] is not None
     assert await read(await fetch_manifest(refs[0], blobs), blobs) == {"calc.py": b"a"}
-    assert await begins_with(RECIPE, {}, blobs) is None
-    for task, said in (({"files": {"../x": ""}}, r"'held': file '../x'"), ({"files": 3}, "int says"), ({}, "KeyError")):
+    assert await first_workspace(RECIPE.task(ROW), blobs) is None
+    for files, said in (({"../x": ""}, r"'held': file '../x'"), (3, "int says")):
         with pytest.raises(BrokenRecipe, match=said):
-            await begins_with(Held(), task, blobs)
+            await first_workspace(Held().task({"prompt": "", "files": files}), blobs)
 
 
 async def test_an_image_is_known_by_its_files_or_said_to_be_unknown(
@@ -163,7 +163,7 @@ async def test_an_image_is_known_by_its_files_or_said_to_be_unknown(
         sandbox = SandboxSpec(image="gone")
 
     environments = Environments(Settings(sandbox=SandboxSettings(image_folder=str(tmp_path))))
-    imaged, gone = await environments.of(Imaged()), await environments.of(Gone())
+    imaged, gone = await environments.of(Imaged().task(ROW)), await environments.of(Gone().task(ROW))
     assert (imaged.image, len(imaged.root_sha256 or "")) == ("debian", 64)
     assert (gone.image, gone.root_sha256) == ("gone", None)
     assert "sessions of recipe gone are recorded without root_sha256: image 'gone' is not in" in caplog.text

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnlog.infra.environments.recipes import OVER, Episode, Played, Recipe, played
+from turnlog.infra.environments.episodes import Episode
+from turnlog.infra.environments.simulations import OVER, Played
+from turnlog.infra.environments.tasks import TaskSource, played
 from turnlog.plugins.recipes.household import (
     PLACES,
     RECIPE,
@@ -118,7 +120,7 @@ def test_demonstrations_solve_about_half_of_their_tasks() -> None:
 
 
 def test_the_row_of_another_task_is_the_recipes_own_error() -> None:
-    assert isinstance(RECIPE, Recipe)
+    assert isinstance(RECIPE, TaskSource)
     with pytest.raises(KeyError):
         played(RECIPE, {"prompt": "?"}, [])
     assert task_row(random.Random(1)) == task_row(random.Random(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.offers import offering
-from turnlog.infra.environments.recipes import UnknownRecipe
+from turnlog.infra.environments.sources import UnknownRecipe
 from turnlog.infra.environments.verifiers import JudgeVerifier, WeightedSum
 from turnlog.infra.environments.verifiers.kinds import NeedsGroup
 from turnlog.plugins.recipes.calc import Calc

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.each import each
-from turnlog.infra.environments.recipes import Episode, Recipe
-from turnlog.infra.environments.recipes import recipe as installed
+from turnlog.infra.environments.episodes import Episode
+from turnlog.infra.environments.sources import recipe as installed
+from turnlog.infra.environments.tasks import TaskSource
 from turnlog.plugins.recipes.question import ASKS, FOUND, KINDS, RECIPE, demonstration, judge, library
 from turnlog.schemas.events import Outcome
 
@@ -86,7 +87,7 @@ def test_a_search_takes_any_words() -> None:
 
 def test_the_recipe_is_offered_and_its_tasks_are_a_function_of_the_seed(tmp_path: Path) -> None:
     assert installed("question") is RECIPE
-    assert isinstance(RECIPE, Recipe)
+    assert isinstance(RECIPE, TaskSource)
     for name in ("a", "b"):
         RECIPE.write_dataset(tmp_path / name, 5, 7)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

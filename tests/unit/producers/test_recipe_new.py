@@ -21,7 +21,7 @@ def test_a_package_is_written_with_its_name_in_all_its_places(tmp_path: Path) ->
     assert project["name"] == "odd-game"
     assert project["entry-points"]["turnlog.recipes"] == {"odd-game": "odd_game.recipe:RECIPE"}
     assert tomllib.loads((folder / "settings.toml").read_text())["feeder"]["recipe"] == "odd-game"
-    assert "class OddGame(PlainRecipe)" in (folder / "src/odd_game/recipe.py").read_text()
+    assert "class OddGame(Recipe)" in (folder / "src/odd_game/recipe.py").read_text()
     written = [path for path in folder.rglob("*") if path.is_file()]
     assert len(written) == 7
     assert not any("$" in path.read_text() for path in written)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.each import each
-from turnlog.infra.environments import recipes
+from turnlog.infra.environments import sources
 from turnlog.infra.environments.verifiers import grading as program
 from turnlog.infra.environments.verifiers.kinds import PROTECTED
 from turnlog.plugins.recipes.repair import (
@@ -109,15 +109,15 @@ def test_there_are_twenty_bugs_at_least_in_an_order_of_the_seed() -> None:
 
 
 def test_the_recipe_is_offered_and_its_own_dataset_is_read(tmp_path: Path) -> None:
-    recipe = recipes.recipe("repair")
+    recipe = sources.recipe("repair")
     recipe.write_dataset(tmp_path / "tasks.jsonl", 4, 0)
     dataset = read_dataset(tmp_path / "tasks.jsonl", recipe)
     task = json.loads(dataset.task(1))
-    assert recipes.first_files(recipe, task) == task["files"]
-    assert recipe.messages(task)[0]["content"].startswith("The folder you are in")
+    assert recipe.task(task).files == task["files"]
+    assert recipe.task(task).messages[0]["content"].startswith("The folder you are in")
     assert RECIPE.verifier.sandbox == RECIPE.sandbox
     assert grading(task).fail_to_pass == tuple(task["FAIL_TO_PASS"])
-    assert recipes.sandbox_tools(recipe) == tuple(tool["function"]["name"] for tool in recipe.tools)
+    assert recipe.task(task).sandbox_tools == tuple(tool["function"]["name"] for tool in recipe.task(task).tools)
 
 
 def test_rows_of_swe_bench_are_read_as_they_are_with_files_from_beside_them(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.environments.recipes import CommandAgent, Episode, SandboxAnswer
+from turnlog.infra.environments.agents import CommandAgent
+from turnlog.infra.environments.episodes import Episode, SandboxAnswer
 from turnlog.plugins.recipes.task_folders import (
     BadTaskFolder,
     NoReward,

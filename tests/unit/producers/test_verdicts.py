@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.memory_log import MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.recipes import Episode, FunctionVerifier, TaskRow, Verdict
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, TaskRow, Verdict
 from turnlog.infra.environments.verifiers import Grading, PatchVerifier
 from turnlog.infra.environments.verifiers.judges import Means, client
 from turnlog.infra.environments.workspaces import store_files
@@ -163,7 +163,7 @@ async def test_a_diff_is_graded_again_while_the_sandbox_fails_and_then_has_no_ve
     async with EventLog.open(log, MemoryRegistry(), writer="runner") as events, client() as http:
         bench = Bench(
             http=http, events=events, gateway=GatewayClient(Settings()), results=results, blobs=blobs,
-            request=dataclasses.replace(REQUEST, run_id="local"), recipe=Mending(),
+            request=dataclasses.replace(REQUEST, run_id="local"), task=Mending().task({"prompt": "?"}),
             session=OpenSession("s", "", "", ""), asked={},
         )  # fmt: skip
         working = asyncio.create_task(answered(log, events, results, list(statuses), left))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.fakes.batches import synthetic_model
 from tests.fakes.pictures import encoded, painted
 from tests.tiny_model import make_tiny_vision
-from turnlog.infra.environments.recipes import recipe
+from turnlog.infra.environments.sources import recipe
 from turnlog.plugins.offline.export import ExportRefused
 from turnlog.plugins.offline.sft import (
     BadDataset,

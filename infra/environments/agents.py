@@ -1,0 +1,70 @@
+"""Agents that an environment may bring in place of the built-in loop over tools: a function, or a program."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnlog.infra.environments.episodes import SandboxAnswer, SandboxCall, TaskRow, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSession:
+    """Arguments of an agent's function: enough for any OpenAI or Anthropic client."""
+
+    base_url: str
+    """Base URL for OpenAI's clients, ending in /v1. Anthropic's take `root_url`."""
+    api_key: str = field(repr=False)
+    """Key that is valid for this session only, until it ends."""
+    model: str
+    """Name of the policy."""
+    task: TaskRow
+    tools: tuple[dict[str, Any], ...]
+    """Tool declarations of the recipe."""
+    call: Callable[[SandboxCall], Awaitable[SandboxAnswer]]
+    """Runs a call in the session's sandbox. Its exceptions do not count as a failure of the agent: the session
+    is retried."""
+
+    @property
+    def root_url(self) -> str:
+        """Base URL without /v1."""
+        return self.base_url.removesuffix("/v1")
+
+
+class AgentError(Exception):
+    """Raised by an agent's function if the agent itself failed. The session gets a reward, like that of any
+    other agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionAgent:
+    """An agent written with any framework, which runs in the runner's process and its event loop.
+
+    It returns None, so that the recipe's verifier judges, or the Verdict. Exceptions other than AgentError do not count
+    as a failure of the agent: the session ends as `infra_failure` and is retried, as after the death of its runner. If
+    the gateway refused a turn because of a limit, the session is `truncated`.
+    """
+
+    name: str
+    version: str
+    run: Callable[[AgentSession], Awaitable[Verdict | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandAgent:
+    """An agent that is a program (Claude Code, Codex, a script). It runs as one call in the session's sandbox.
+
+    It reaches the gateway at GATEWAY_INSIDE (turnlog.infra.environments.tools), with any word as its key, and otherwise
+    only what `sandbox.allow` of the recipe names. The session ends with the program. A program that ended without a
+    turn of the policy did not act: `infra_failure`, retried. A function in place of a value receives the task's row.
+    """
+
+    name: str
+    version: str
+    argv: Sequence[str] | Callable[[TaskRow], Sequence[str]]
+    """The program, searched on the sandbox's PATH, and its arguments. Its standard input is empty."""
+    env: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
+    """Variables added to the sandbox's. Not for secrets, because they are recorded on the log."""
+    files: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
+    """Path in the workspace -> text, written before the start."""
