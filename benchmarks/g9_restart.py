@@ -29,7 +29,7 @@ from tests.fakes.weights import version
 from tests.tiny_model import make_tiny_model
 from turnlog.infra.embedded.broker import Broker
 from turnlog.infra.embedded.broker_cluster import Brokers
-from turnlog.infra.environments.sources import recipe
+from turnlog.infra.environments.sources import task_source
 from turnlog.infra.history import partitions
 from turnlog.infra.kafka import KafkaLog
 from turnlog.infra.log import LogError
@@ -75,7 +75,7 @@ async def dataset(role: Role) -> str:
     """The name of the tasks that the feeder will find."""
     feeder = role.settings.feeder
     count, path = feeder.draws * PROMPTS, Path(role.settings.run.directory) / DATASET_FILE
-    return read_dataset(provided_dataset(recipe(feeder.recipe), path, count=count, seed=feeder.seed)).name
+    return read_dataset(provided_dataset(task_source(feeder.recipe), path, count=count, seed=feeder.seed)).name
 
 
 async def weights(role: Role, model: Path) -> WeightVersionPublished:

@@ -92,22 +92,20 @@ class Rollout:
     """Error of the source, if it cannot make the task: every session of the rollout ends by it."""
     _acting: asyncio.Task[SessionEnding] | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
+    def _make_task(self) -> None:
+        """Make the task anew for each attempt, since a source may fail for a while. Its own limits replace those of the
+        request if they are lower."""
         assert isinstance(self.request.task, bytes)
-        row = orjson.loads(self.request.task)
+        row, limits = orjson.loads(self.request.task), self.request.limits
         try:
-            self._task = call_recipe(self.source.name, self.source.task, row)
+            self._task, self._broken = call_recipe(self.source.name, self.source.task, row), None
         except BrokenRecipe as error:
             self._task, self._broken = _task_without_source(self.source.name, row), error
-        limits = self.request.limits
-        self.request = dataclasses.replace(
-            self.request,
-            limits=dataclasses.replace(
-                limits,
-                max_turns=min(limits.max_turns, self._task.max_turns or limits.max_turns),
-                deadline_s=min(limits.deadline_s, self._task.deadline_s or limits.deadline_s),
-            ),
+        turns, seconds = self._task.max_turns or limits.max_turns, self._task.deadline_s or limits.deadline_s
+        limits = dataclasses.replace(
+            limits, max_turns=min(limits.max_turns, turns), deadline_s=min(limits.deadline_s, seconds)
         )
+        self.request = dataclasses.replace(self.request, limits=limits)
 
     def cut(self) -> None:
         """End the rollout because its group was scored without it: cancel its actor, and begin no other attempt."""
@@ -127,6 +125,7 @@ class Rollout:
             if self._cut:
                 self.was_cut = True
                 return None
+            self._make_task()
             session = await self.gateway.open(self.request, self._task, attempt)
             log_lines.about(session_id=session.session_id)
             state = await self.gateway.state(session) if resume else None

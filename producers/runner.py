@@ -19,7 +19,7 @@ import httpx
 from prometheus_client import Counter, Gauge
 
 from turnlog.infra.blobs import inlined
-from turnlog.infra.environments.sources import recipe
+from turnlog.infra.environments.sources import task_source
 from turnlog.infra.environments.verifiers import judges
 from turnlog.infra.log import Commit, GroupReader, Partition, Record, check_commits
 from turnlog.infra.roles.measures import STAGE_S
@@ -287,7 +287,7 @@ class Runner:
             role = self._role
             rollout = Rollout(
                 await inlined(request, role.blobs),
-                recipe(request.recipe),
+                task_source(request.recipe),
                 role.settings.runner,
                 self._gateway,
                 role.events,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnlog.infra.environments.sources import BrokenRecipe, call_recipe, join_source, recipe, row_of, split_source
+from turnlog.infra.environments.sources import BrokenRecipe, call_recipe, join_source, row_of, split_source, task_source
 from turnlog.infra.environments.tasks import TaskSource
 from turnlog.infra.environments.verifiers.kinds import live
 from turnlog.infra.offers import load_methods
@@ -235,7 +235,7 @@ def _entry(said: str) -> tuple[str, float, str]:
 
 
 def _dataset(settings: Settings, name: str, file: str) -> Dataset:
-    source = live(recipe(name))
+    source = live(task_source(name))
     if file:
         return read_dataset(Path(file), source)
     count = settings.feeder.draws * settings.batcher.prompts_per_draw
@@ -279,7 +279,7 @@ def eval_tasks(settings: Settings) -> EvalTasks | None:
     if not asked.every:
         return None
     name = asked.recipe or feeder.recipe
-    source = live(recipe(name))
+    source = live(task_source(name))
     path = Path(asked.dataset)
     if not asked.dataset:
         beside = Path(settings.run.directory) / EVAL_FILE

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from turnlog.infra.embedded.servers import check_model
-from turnlog.infra.environments.sources import recipe, warm_start_of
+from turnlog.infra.environments.sources import task_source, warm_start_of
 from turnlog.infra.environments.tasks import TaskSource
 from turnlog.infra.environments.warm_starts import WarmStart
 from turnlog.infra.run_folder import lock_file
@@ -50,7 +50,7 @@ def prepare_model(settings: Settings, env: Mapping[str, str] = os.environ) -> Se
         check_model(Path(settings.model.path))
         read_shape(Path(settings.model.path))
         return settings
-    chosen = recipe(settings.feeder.recipe)
+    chosen = task_source(settings.feeder.recipe)
     start = _warm_start(chosen)
     cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog" / "models"
     tokenizer, base = cache / f"{chosen.name}-tokenizer", cache / f"{chosen.name}-base-{_key(start, settings, steps=0)}"
@@ -77,7 +77,7 @@ def initial_weights(settings: Settings, progress: Progress = lambda *_: None) ->
         return Path(settings.model.path)
     folder = Path(settings.trainer.initial_weights)
     if not (folder / "config.json").exists():
-        start = _warm_start(recipe(settings.feeder.recipe))
+        start = _warm_start(task_source(settings.feeder.recipe))
         _write_whole(folder, lambda part: _warm(start, settings, part, progress))
     return folder
 

@@ -248,7 +248,7 @@ class Rerun:
         self._note(each, by, after)
 
     def _by(self, each: Candidate, row: TaskRow) -> Judged:
-        return self._verifier or rerunnable(_task(sources.recipe(each.recipe), row).verifier)
+        return self._verifier or rerunnable(_task(sources.task_source(each.recipe), row).verifier)
 
     def _note(self, each: Candidate, by: Judged, after: Verdict | NoVerdict) -> None:
         self.verdicts.found[each.session_id] = Rejudged(each.session_id, by, each.reward, after)
@@ -301,7 +301,7 @@ def _episode(
 def _acted_out(name: str, episode: Episode) -> Episode:
     """Append the answers of a simulation to the last turn's tool calls. Raises BrokenRecipe."""
     try:
-        source = sources.recipe(name)
+        source = sources.task_source(name)
     except sources.UnknownRecipe:
         return episode  # a verifier given by --verifier can judge sessions of a recipe that is not installed here
     messages = sources.call_recipe(source.name, acted_out, _task(source, episode.task), episode.messages)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -53,8 +54,9 @@ def call_recipe(name: str, method: Callable[P, T], *arguments: P.args, **named: 
     try:
         return method(*arguments, **named)
     except Exception as error:  # foreign code may raise anything, RecursionError and MemoryError among it
-        said = f"recipe {name!r}: {getattr(method, '__name__', method)} raises {type(error).__name__}"
-        raise BrokenRecipe(f"{said}: {error}") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.name} ({Path(place.filename).name}:{place.lineno})"
+        raise BrokenRecipe(f"recipe {name!r}: {where} raises {type(error).__name__}: {error}") from error
 
 
 def split_source(text: str) -> tuple[str, dict[str, str]]:
@@ -78,7 +80,7 @@ def join_source(name: str, options: Mapping[str, str]) -> str:
 
 
 @cache
-def recipe(text: str) -> TaskSource:
+def task_source(text: str) -> TaskSource:
     """Return the source of this text. The result is cached, because reading the metadata of all installed packages
     takes tens of milliseconds. Raises RecipeError."""
     name, options = split_source(text)

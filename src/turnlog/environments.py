@@ -20,6 +20,7 @@ from turnlog.infra.environments.sources import BadSource as BadSource
 from turnlog.infra.environments.sources import BrokenRecipe as BrokenRecipe
 from turnlog.infra.environments.sources import RecipeError as RecipeError
 from turnlog.infra.environments.sources import UnknownRecipe as UnknownRecipe
+from turnlog.infra.environments.sources import task_source as task_source
 from turnlog.infra.environments.tasks import Observation as Observation
 from turnlog.infra.environments.tasks import Opening as Opening
 from turnlog.infra.environments.tasks import Recipe as Recipe

@@ -27,8 +27,8 @@ def offering(
     told = "".join(f"{name} = {place}\n" for name, place in points.items())
     (info / "entry_points.txt").write_text(f"[{group}]\n{told}")
     patched.syspath_prepend(str(folder))
-    sources.recipe.cache_clear()
+    sources.task_source.cache_clear()
     try:
         yield
     finally:
-        sources.recipe.cache_clear()
+        sources.task_source.cache_clear()

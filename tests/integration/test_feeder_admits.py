@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.memory_broker import MemoryBroker, PartitionLog
 from tests.fakes.memory_log import Died, MemoryLog
 from turnlog.infra.blobs import MemoryBlobs
-from turnlog.infra.environments.sources import recipe
+from turnlog.infra.environments.sources import task_source
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Commit, Fenced, Partition, TopicMissing, partition_of
 from turnlog.infra.registry import MemoryRegistry
@@ -326,7 +326,7 @@ async def test_with_a_lag_a_group_goes_ahead_on_older_weights_and_none_on_weight
 async def test_a_discarded_group_is_drawn_again_whole_as_a_new_group_behind_fresh_ones(
     bench: Bench, tmp_path: Path
 ) -> None:
-    tasks = provided_dataset(recipe("calc"), tmp_path / "few.jsonl", count=PROMPTS + 1, seed=0)
+    tasks = provided_dataset(task_source("calc"), tmp_path / "few.jsonl", count=PROMPTS + 1, seed=0)
     feeder_settings = dataclasses.replace(bench.settings.feeder, dataset=str(tasks))
     bench.settings = dataclasses.replace(bench.settings, feeder=feeder_settings)
     await bench.started()
@@ -669,7 +669,7 @@ async def test_a_paused_feeder_asks_for_nothing_and_says_why_until_the_run_is_re
 
 async def test_a_forked_run_is_fed_from_where_the_checkpoint_is_in_the_dataset(settings: Settings) -> None:
     registry = MemoryRegistry()
-    path = provided_dataset(recipe("calc"), Path(settings.run.directory) / "tasks.jsonl", count=12, seed=0)
+    path = provided_dataset(task_source("calc"), Path(settings.run.directory) / "tasks.jsonl", count=12, seed=0)
     parent = RunParent(
         run_id="p", checkpoint="c", step=2, draws=2, dataset=read_dataset(path).name, places=4, left=(RunPlace(0, 1),)
     )

@@ -48,9 +48,9 @@ def installed(folder: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     """In this process."""
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.syspath_prepend(str(folder / "src"))
-    sources.recipe.cache_clear()
-    yield sources.recipe(NAME)
-    sources.recipe.cache_clear()
+    sources.task_source.cache_clear()
+    yield sources.task_source(NAME)
+    sources.task_source.cache_clear()
 
 
 def test_its_own_tests_pass_where_it_is_installed(folder: Path, site: Path) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from turnlog.consumers import figures
 from turnlog.consumers.replay.verify import ReplayResult
 from turnlog.consumers.replay.verify import run as replay
-from turnlog.infra.environments.sources import RecipeError, demo_rise, recipe
+from turnlog.infra.environments.sources import RecipeError, demo_rise, task_source
 from turnlog.infra.history import all_events, partitions, records
 from turnlog.infra.roles.role import Role, open_role
 from turnlog.infra.roles.terminal import Terminal, say_json
@@ -101,7 +101,7 @@ def wanted_rise(settings: Settings) -> float:
     """Return the required rise of the mean reward, a property of the recipe. It is 0 if the rise is not judged, as with
     a recipe that is not installed here."""
     try:
-        return demo_rise(recipe(settings.feeder.recipe))
+        return demo_rise(task_source(settings.feeder.recipe))
     except RecipeError:
         return 0.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turnlog.infra.environments.sources import recipe, warm_start_of
+from turnlog.infra.environments.sources import task_source, warm_start_of
 from turnlog.settings import load
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 @pytest.mark.parametrize("config", ["", "household.toml", "question.toml", "repair.toml"])
 def test_a_turn_holds_whatever_a_demonstration_says_in_one(config: str, tmp_path: Path) -> None:
     feeder = load(CONFIGS / config if config else None, {}).feeder
-    warm_start = warm_start_of(recipe(feeder.recipe))
+    warm_start = warm_start_of(task_source(feeder.recipe))
     assert warm_start is not None
     warm_start.write_tokenizer(tmp_path)
     longest = 0

@@ -13,7 +13,7 @@ import pytest
 
 from tests.each import each
 from turnlog.infra.environments.episodes import Episode
-from turnlog.infra.environments.sources import recipe as installed
+from turnlog.infra.environments.sources import task_source as installed
 from turnlog.infra.environments.tasks import TaskSource
 from turnlog.plugins.recipes.question import ASKS, FOUND, KINDS, RECIPE, demonstration, judge, library
 from turnlog.schemas.events import Outcome

@@ -109,7 +109,7 @@ def test_there_are_twenty_bugs_at_least_in_an_order_of_the_seed() -> None:
 
 
 def test_the_recipe_is_offered_and_its_own_dataset_is_read(tmp_path: Path) -> None:
-    recipe = sources.recipe("repair")
+    recipe = sources.task_source("repair")
     recipe.write_dataset(tmp_path / "tasks.jsonl", 4, 0)
     dataset = read_dataset(tmp_path / "tasks.jsonl", recipe)
     task = json.loads(dataset.task(1))

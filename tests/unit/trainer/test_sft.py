@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.fakes.batches import synthetic_model
 from tests.fakes.pictures import encoded, painted
 from tests.tiny_model import make_tiny_vision
-from turnlog.infra.environments.sources import recipe
+from turnlog.infra.environments.sources import task_source
 from turnlog.plugins.offline.export import ExportRefused
 from turnlog.plugins.offline.sft import (
     BadDataset,
@@ -182,7 +182,7 @@ def test_recorded_answers_to_images_are_imitated_with_the_images_before_them(tmp
 def calc(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder with a chat template."""
     folder = tmp_path_factory.mktemp("calc")
-    start = recipe("calc").warm_start
+    start = task_source("calc").warm_start
     assert start is not None
     start.write_tokenizer(folder)
     write_folder(folder, TINY, random_weights(TINY, 1), folder)
