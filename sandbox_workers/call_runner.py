@@ -11,12 +11,13 @@ import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.blobs import BlobError, StoreUnavailable
+from turnlog.infra.blobs import BlobError
 from turnlog.infra.environments.tools import AGENT
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.infra.roles.role import Role
@@ -34,6 +35,8 @@ from turnlog.sandbox_workers.calls import (
     unrun,
     without_interpreter,
 )
+from turnlog.sandbox_workers.connections import Connections
+from turnlog.sandbox_workers.outside import ENVIRONMENT, NoSandbox
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Lease
@@ -51,7 +54,9 @@ from turnlog.sandbox_workers.protocol import (
     WorkspaceLost,
     attribute_death,
 )
+from turnlog.sandbox_workers.session_files import SessionFiles
 from turnlog.sandbox_workers.tools import Refusal
+from turnlog.sandbox_workers.tools.tool import CallContext
 from turnlog.sandbox_workers.workspaces.store import Workspaces
 from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallRequested, ToolCallStarted, ToolStatus
 from turnlog.schemas.events.tools import UNISOLATED
@@ -64,11 +69,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
-"""Seconds that the store may be unavailable before the worker ends. Meanwhile the session's files exist nowhere but
-here."""
-FIRST_PAUSE_S = 0.1
-T = TypeVar("T")
 DISK = "disk"
 """Readiness condition of /readyz that does not hold while the disk under workspaces is full."""
 LONG_S = 1e9
@@ -104,6 +104,8 @@ class CallRunner:
         self._park, self._health = role.park, role.health
         self._catch_up = catch_up
         self._clock = clock
+        self.connections = Connections()
+        """The connections of the sessions whose calls run here."""
         self._max_attempts = settings.sandbox.max_attempts
         self._name = role.instance + (UNISOLATED if pools.fallback else "")
 
@@ -150,7 +152,7 @@ class CallRunner:
             return unrun(ToolStatus.cancelled, "cancelled")
         if isinstance(placement, Refusal):
             return unrun(ToolStatus.refused, placement.reason, placement.text)
-        if attempts and placement.tool.tool.once:
+        if attempts and placement.tool.once:
             text = f"{pending.request.tool} ran, and its sandbox or worker went away: it is not run again"
             return unrun(ToolStatus.infra_error, "not_repeated", text)
         if attempts >= self._max_attempts:
@@ -163,6 +165,8 @@ class CallRunner:
     async def _attempt(self, unit: ToolCallPartitionTask, pending: Pending, placement: Placement) -> Execution | None:
         """Make one attempt. Return None if the call is answered, else the answer of a call that did not run. Raises
         SandboxDied, SandboxUnavailable, NoSandboxInTime."""
+        if not placement.tool.sandboxed:
+            return await self._attempt_outside(unit, pending, placement)
         async with AsyncExitStack() as stack:
             try:
                 lease = await self._lease_sandbox(stack, unit, pending, placement)
@@ -180,11 +184,41 @@ class CallRunner:
             queue_s = self._age(pending)
             if not await self._announce_start(unit, pending, sha256):
                 return None
-            outcome = await self._outcome(lease, pending, placement, lost=placed)
+            outcome = await self._outcome(unit, lease, pending, placement, lost=placed)
             SECONDS.labels(pending.request.tool, placement.pool.provider.name).observe(outcome.execution.duration_s)
             acknowledged = await self._submit_answer(unit, pending, placement, outcome, queue_s)
         await acknowledged  # the slot is free already
         return None
+
+    async def _attempt_outside(
+        self, unit: ToolCallPartitionTask, pending: Pending, placement: Placement
+    ) -> Execution | None:
+        """Make one attempt at a call that takes no sandbox, as `_attempt` does. Raises SandboxUnavailable."""
+        queue_s = self._age(pending)
+        if not await self._announce_start(unit, pending, ENVIRONMENT):
+            return None
+        place = pending.sandbox = NoSandbox()
+        try:
+            execution = await placement.tool.run(
+                place, placement.limits, {}, context=self._context(unit, pending.request)
+            )
+        except asyncio.CancelledError:
+            if not place.cancelled:
+                raise
+            uncancel_current_task()
+            execution = unrun(ToolStatus.cancelled, "cancelled")
+        finally:
+            pending.sandbox = None
+        SECONDS.labels(pending.request.tool, "none").observe(execution.duration_s)
+        outcome = await self._store_output(execution, await self._files.before(pending.request), ())
+        await (await self._submit_answer(unit, pending, placement, outcome, queue_s))
+        return None
+
+    def _context(self, unit: ToolCallPartitionTask, request: ToolCallRequested) -> CallContext:
+        egress = self._egress
+        way_out = None if egress is None else partial(egress.way_out, request.sandbox.allow, call_id=request.call_id)
+        connections = self.connections.of(unit.session(request))
+        return CallContext(call_id=request.call_id, call_seq=request.call_seq, connections=connections, way_out=way_out)
 
     async def _lease_sandbox(
         self, stack: AsyncExitStack, unit: ToolCallPartitionTask, pending: Pending, placement: Placement
@@ -232,14 +266,26 @@ class CallRunner:
             await self._catch_up(unit)
         return unit.answers.find(pending.request.call_id) is None
 
-    async def _outcome(self, lease: Lease, pending: Pending, placement: Placement, *, lost: bool) -> CallOutcome:
+    async def _outcome(
+        self, unit: ToolCallPartitionTask, lease: Lease, pending: Pending, placement: Placement, *, lost: bool
+    ) -> CallOutcome:
         """Run the call and store what it left. Raises SandboxDied if the sandbox ended by something other than the
         call, as far as is known."""
-        pending.stateful = placement.interpreter and lease.sandbox.interpreter
-        execution, requests = await self._run(lease, pending, placement)
+        stateful = placement.interpreter and await self._files.stateful(
+            lease, pending.request, leaves_state=placement.tool.leaves_state
+        )
+        pending.stateful = stateful
+        context = self._context(unit, pending.request)
+        execution, requests = await self._run(lease, pending, placement, context)
         if lost and pending.died:  # the interpreter existed until this call
             execution, lost = without_interpreter(execution), False
         execution, workspace = await self._store_files(lease, pending, placement, execution, lost=lost)
+        return await self._store_output(execution, workspace, requests)
+
+    async def _store_output(
+        self, execution: Execution, workspace: BlobRef | None, requests: tuple[EgressRequest, ...]
+    ) -> CallOutcome:
+        """Return the outcome; an output that is too long for a record is stored whole."""
         outcome = CallOutcome(execution=execution, workspace=workspace, requests=requests)
         if len(execution.output) <= INLINE_LIMIT_BYTES:
             return outcome
@@ -253,7 +299,10 @@ class CallRunner:
         """Store the session's files. Return the answer, and the workspace after it. Raises SandboxDied."""
         request = pending.request
         try:
-            workspace = await self._files.keep(lease, request, disk_bytes=placement.limits.disk_bytes, lost=lost)
+            workspace = await self._files.keep(
+                lease, request, disk_bytes=placement.limits.disk_bytes, lost=lost,
+                leaves_state=placement.tool.leaves_state,
+            )  # fmt: skip
         except FileRefused as error:
             return unkept(execution, error), await self._files.without(request, lost=lost)
         except SandboxDied as error:
@@ -275,26 +324,30 @@ class CallRunner:
         log.info("call %s has ended its sandbox: %s", pending.request.call_id, error, extra=_about(pending))
         return verdict
 
-    async def _run(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
+    async def _run(self, lease: Lease, pending: Pending, placement: Placement, context: CallContext) -> Ran:
         spec = pending.request.sandbox
         if pending.cancelled:
             return unrun(ToolStatus.cancelled, "cancelled"), ()
         pending.sandbox = lease.sandbox
         try:
             if spec.network != "allowlist":
-                return await self._ran(lease, pending, placement, spec.env), ()
-            return await self._run_with_network(lease, pending, placement)
+                return await self._ran(lease, pending, placement, spec.env, context), ()
+            return await self._run_with_network(lease, pending, placement, context)
         finally:
             pending.sandbox = None
 
-    async def _ran(self, lease: Lease, pending: Pending, placement: Placement, env: Mapping[str, str]) -> Execution:
+    async def _ran(
+        self, lease: Lease, pending: Pending, placement: Placement, env: Mapping[str, str], context: CallContext
+    ) -> Execution:
         """Run the tool. Raises SandboxDied."""
         try:
-            return await placement.tool.run(lease.sandbox, placement.limits, env)
+            return await placement.tool.run(lease.sandbox, placement.limits, env, context=context)
         except SandboxDied as error:
             return unrun(*self._verdict(pending, error), "the call has ended its sandbox\n")
 
-    async def _run_with_network(self, lease: Lease, pending: Pending, placement: Placement) -> Ran:
+    async def _run_with_network(
+        self, lease: Lease, pending: Pending, placement: Placement, context: CallContext
+    ) -> Ran:
         """Run the call beside the proxy. Raises SandboxDied, also if the object store or the [egress] proxy failed one
         of its requests: what the call made of a wrong answer cannot be trusted."""
         from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, ProxyUnusable  # needed by such calls only
@@ -312,7 +365,7 @@ class CallRunner:
                         gateway=await self._gateway(stack, request, placement),
                     )
                 )  # fmt: skip
-                execution = await self._ran(lease, pending, placement, env)
+                execution = await self._ran(lease, pending, placement, env, context)
         except (CredentialUnusable, EgressUnavailable, TlsFileUnusable) as error:
             return unrun(ToolStatus.infra_error, "credential", str(error)), ()
         except BlobError as error:
@@ -374,80 +427,13 @@ class CallRunner:
         return max(0.0, self._clock() - pending.record.timestamp_ms / 1000)
 
 
+def uncancel_current_task() -> None:
+    """Go on after a cancellation that was meant for the call alone."""
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
+
+
 def _about(pending: Pending) -> dict[str, str]:
     """Return the fields of a log line about the call. They are set per line, not per asyncio task, since sandboxes that
     a call makes outlive it."""
     return {"session_id": pending.request.session_id, "group_id": pending.request.group_id}
-
-
-class SessionFiles:
-    """Puts a session's files into the sandbox of its next call, and stores them after the call."""
-
-    def __init__(self, workspaces: Workspaces) -> None:
-        self._workspaces = workspaces
-
-    async def before(self, request: ToolCallRequested) -> BlobRef | None:
-        """Return the session's workspace if this call does not run: the one that the request names; for a durable
-        session that has not begun, the empty one. None if it is unknown, or if the session is not durable. Raises
-        StoreUnavailable."""
-        if request.workspace is not None or not request.sandbox.durable_workspace or request.call_seq > 0:
-            return request.workspace
-        return await self._patiently(self._workspaces.empty)
-
-    async def without(self, request: ToolCallRequested, *, lost: bool) -> BlobRef | None:
-        """Return the session's workspace if this call's files are not stored: the one from before it.
-
-        The interpreter ended with the call, whose answer reports it, so the workspace is marked as having none and a
-        later call starts a new one. With `lost` the interpreter was gone before the call, and the mark that there was
-        one stays. Raises WorkspaceLost, WorkspaceCorrupt, StoreUnavailable."""
-        before = await self.before(request)
-        if before is None or lost:
-            return before
-        return await self._patiently(lambda: self._workspaces.without_interpreter(before))
-
-    async def place(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, interpreter: bool) -> bool:
-        """Put exactly the files that the request names into the leased sandbox. Return True if a persistent interpreter
-        belonged to them that is gone. `interpreter`: whether the call needs it. Raises WorkspaceLost, WorkspaceCorrupt,
-        InterpreterLost, QuotaExceeded, SandboxDied, StoreUnavailable."""
-        wanted = request.workspace
-        if wanted is None:
-            if request.sandbox.durable_workspace and request.call_seq > 0:
-                raise WorkspaceLost(f"call {request.call_seq} of session {request.session_id} names no workspace")
-            if lease.held:  # an earlier attempt at this call has left files there
-                await lease.sandbox.restore((), {})
-            return False
-        if not lease.held or lease.workspace != wanted:
-            await self._patiently(lambda: self._workspaces.restore(lease.sandbox, wanted, disk_bytes=disk_bytes))
-            lease.workspace = wanted
-        if lease.sandbox.interpreter or not (await self._patiently(lambda: self._workspaces.open(wanted))).interpreter:
-            return False
-        if interpreter:
-            raise InterpreterLost(
-                f"the interpreter of session {request.session_id} went with its sandbox; its files are here"
-            )
-        return True
-
-    async def keep(self, lease: Lease, request: ToolCallRequested, *, disk_bytes: int, lost: bool) -> BlobRef | None:
-        """Store the files that the call left. `lost`: an interpreter was gone before the call, and its mark in the
-        workspace stays. Raises QuotaExceeded, FileRefused, SandboxDied, StoreUnavailable."""
-        if not request.sandbox.durable_workspace:
-            return request.workspace
-        alive = lease.sandbox.interpreter or lost
-        return await self._patiently(
-            lambda: self._workspaces.snapshot(lease.sandbox, request.workspace, most=disk_bytes, interpreter=alive)
-        )
-
-    async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `act` while the store is unavailable, for PATIENCE_S at most. Raises StoreUnavailable after
-        that."""
-        loop = asyncio.get_running_loop()
-        gives_up, pause = loop.time() + PATIENCE_S, FIRST_PAUSE_S
-        while True:
-            try:
-                return await act()
-            except StoreUnavailable as error:
-                if loop.time() + pause > gives_up:
-                    raise
-                log.warning("waiting for the store to save or load a workspace: %s", error)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, 5.0)

@@ -26,6 +26,7 @@ from turnlog.infra.history import caught_up, read_range
 from turnlog.infra.log import Commit, Log, OffsetOutOfRange, Partition, Reader, Record, check_commits
 from turnlog.infra.roles.role import Role
 from turnlog.sandbox_workers.inside.interpreter import ENDED
+from turnlog.sandbox_workers.outside import NoSandbox
 from turnlog.sandbox_workers.placements import Placement
 from turnlog.sandbox_workers.protocol import Execution, FileRefused, Sandbox, Verdict
 from turnlog.sandbox_workers.tools import Refusal
@@ -68,7 +69,7 @@ class Pending:
     """Set when nothing more will be done about the call."""
     lease_timeout: asyncio.Timeout | None = None
     """Time-out that ends its wait for a sandbox."""
-    sandbox: Sandbox | None = None
+    sandbox: Sandbox | NoSandbox | None = None
     """Sandbox in which the call runs now."""
     again: bool = False
     """True if the call runs again, in a new sandbox that was alive just before."""

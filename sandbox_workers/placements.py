@@ -14,7 +14,7 @@ from turnlog.infra.environments.tools import AGENT
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.pooling import SandboxPools
 from turnlog.sandbox_workers.pooling.pool import Pool
-from turnlog.sandbox_workers.protocol import Kind, Provider, Shape, at_most
+from turnlog.sandbox_workers.protocol import Provider, Shape, at_most
 from turnlog.sandbox_workers.tools import Prepared, Refusal, prepared, tools
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallRequested
 from turnlog.schemas.ids import environment_digest
@@ -38,7 +38,7 @@ class Placement:
     @property
     def interpreter(self) -> bool:
         """True if the call uses the sandbox's persistent interpreter."""
-        return Kind.session in self.tool.tool.kinds
+        return self.tool.interpreter
 
 
 class Scheduler:

@@ -180,6 +180,9 @@ class Command:
     """True if the program is an agent of its own. Its two streams are merged; beyond output_bytes the middle is left
     out instead of the end. Its address space is not limited, since JavaScript engines reserve far more than
     memory_bytes, which limits the memory used."""
+    keeps: bool = False
+    """True if processes that this `session` command has started from the interpreter, and that live at its end, are
+    kept: stopped, as the interpreter is, until the next command with `keeps`. They end with the interpreter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ class SandboxWorker:
         except BaseExceptionGroup as group:  # report the first error as itself, with its cause
             raise group.exceptions[0] from group.exceptions[0].__cause__
         finally:
+            await self._runner.connections.close()
             await self._results.close()
 
     @asynccontextmanager
@@ -147,6 +148,7 @@ class SandboxWorker:
                 expect = now + EXPECT_S
             if now >= due:
                 await self._commit(self._units)
+                self._runner.connections.sweep()
                 due = time.monotonic() + self._commit_s
         await self._drain(reader)
         await self._commit(self._units)
@@ -169,6 +171,8 @@ class SandboxWorker:
             self._reader.seek(Partition(TOOL_CALLS.name, unit.number), unit.next_offset)
         left, self._left = self._left, {}
         for number, sessions in left.items():
+            if number not in numbers:
+                self._runner.connections.release(number)
             for session in sessions:
                 if number in numbers:  # the partition came back in the same rebalance, so its sandboxes are still valid
                     self._units[number].durable(session)

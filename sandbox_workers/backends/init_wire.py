@@ -319,7 +319,7 @@ def call(command: Command, limits: SandboxLimits, *, alive: bool, prompt: bool) 
         "silence_s": SILENCE_S,
     }
     head |= {"limits": dataclasses.asdict(limits), "source": len(source), "alive": alive, "prompt": prompt}
-    head["agent"] = command.agent
+    head["agent"], head["keeps"] = command.agent, command.keeps
     return head, source, command.stdin
 
 

@@ -34,6 +34,7 @@ from turnlog.sandbox_workers.egress.sources import (
     Upstream,
     trust,
 )
+from turnlog.sandbox_workers.egress.way_out import WayOut
 from turnlog.schemas.events import EgressRequest
 
 CA_INSIDE = "/etc/turnlog/ca.pem"
@@ -117,6 +118,15 @@ class Egress:
         names = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), proxy) | {"no_proxy": _OWN}
         trusted = dict.fromkeys(_CA_VARIABLES, ca) if ca and self.ca is not None else {}
         return names | {name.upper(): value for name, value in names.items()} | trusted
+
+    def way_out(self, allow: Iterable[str] = (), *, call_id: str = "") -> WayOut:
+        """Return a way out for requests of the worker itself, under [egress] allow and a task's own rules. The caller
+        closes it. Raises RuleInvalid."""
+        task, tokens, onwards = rules(allow) or None, self._tokens, None
+        if tokens is not None:
+            onwards = Onwards(self._settings.proxy, lambda: tokens.make_token(call_id, task))
+        policy = NetworkRuleSet(self._operator, task)
+        return WayOut(policy, self._addresses, self._trust, onwards=onwards, live=self._settings.mode != "replay")
 
     @asynccontextmanager
     async def serving(

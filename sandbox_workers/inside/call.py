@@ -1,6 +1,6 @@
 """Run one command: start it, watch it, collect its output, end its process tree, and determine its status.
 
-No process of a call outlives it, except the persistent interpreter, which is stopped."""
+No process of a call outlives it, except the persistent interpreter and the servers that it keeps, which are stopped."""
 
 from __future__ import annotations
 
@@ -211,8 +211,10 @@ class CommandProcess:
         """Check the limits that no rlimit enforces on a tree of processes. Raises Tampered."""
         self.integrity.check()
         self.reaped.look()
-        if not self.session and self.interpreter is not None:
+        if self.interpreter is not None and not self.session:
             self.interpreter.hold()
+        elif self.interpreter is not None and not self.head.get("keeps"):
+            self.interpreter.hold_kept()
         found = tasks(self.place)
         if sum(task.threads for task in found if not self._stands(task)) > self.limits["pids"]:
             return "resource_limit", "pids"
@@ -229,7 +231,11 @@ class CommandProcess:
 
     def _stands(self, task: ProcessInfo) -> bool:
         """Return whether the process is an interpreter that has no part in this call, or a dead child of it."""
-        return not self.session and self.interpreter is not None and self.interpreter.pid in (task.pid, task.parent)
+        if self.interpreter is None or self.head.get("keeps"):
+            return False
+        if task.pid in self.interpreter.kept():
+            return True
+        return not self.session and self.interpreter.pid in (task.pid, task.parent)
 
     def _cpu(self) -> float:
         return self._cpu_of(tasks(self.place) if self.interpreter else [])
@@ -248,6 +254,8 @@ class CommandProcess:
 
     def _end_tree(self, *, spare: bool) -> None:
         kept = self.interpreter if spare else None
+        if kept is not None and self.head.get("keeps"):
+            kept.keep()
         if kept is None or not end_others(self.place, kept, self.reaped) or kept.wakes_itself():
             end_all(self.place, self.reaped)
             if self.interpreter is not None:
@@ -430,8 +438,8 @@ def end_all(place: InitEnvironment, reaped: Reaped) -> None:
             reaped.look(0)
         return
     reaped.look()  # if no child is left, the host's processes need not be scanned
-    while found := _living(place, None):
-        _kill_round(place, found, None, reaped)
+    while found := _living(place):
+        _kill_round(place, found, frozenset(), reaped)
     reaped.look()
 
 
@@ -446,19 +454,21 @@ def kill_others() -> bool:
 
 
 def end_others(place: InitEnvironment, spared: Interpreter, reaped: Reaped) -> bool:
-    """Kill every process but ours and `spared`, which is stopped. Return False if `spared` is dead, too."""
+    """Kill every process but ours, `spared` and those that it keeps, which are stopped. Return False if `spared` is
+    dead, too."""
     for _ in range(MOST_ROUNDS):
-        if not (found := _living(place, spared.pid)):
+        standing = frozenset((spared.pid, *spared.kept()))
+        if not (found := _living(place, standing)):
             reaped.look()
             return spared.hold()
         with contextlib.suppress(ProcessLookupError):
             os.kill(spared.pid, signal.SIGSTOP)
-        _kill_round(place, found, spared.pid, reaped)
+        _kill_round(place, found, standing, reaped)
     end_all(place, reaped)
     return False
 
 
-def _kill_round(place: InitEnvironment, found: set[int], spared: int | None, reaped: Reaped) -> None:
+def _kill_round(place: InitEnvironment, found: set[int], spared: frozenset[int], reaped: Reaped) -> None:
     """Kill in one round: everything is stopped first, and a stopped process does not fork, so the rounds end even for a
     fork bomb."""
     if place.namespace:
@@ -477,8 +487,8 @@ def _kill_round(place: InitEnvironment, found: set[int], spared: int | None, rea
     reaped.look()
 
 
-def _living(place: InitEnvironment, spared: int | None) -> set[int]:
-    return {task.pid for task in tasks(place) if task.pid != spared and not task.ended}
+def _living(place: InitEnvironment, spared: frozenset[int] = frozenset()) -> set[int]:
+    return {task.pid for task in tasks(place) if task.pid not in spared and not task.ended}
 
 
 def _signal(pids: set[int], number: int) -> None:

@@ -3,7 +3,7 @@
 A request is answered by one frame; before it, an `exec` sends any number of `output` frames. One request at a time.
 
 exec        {"op", "kind", "argv", "env", "cwd", "limits", "source" (bytes of the body that are the source), "alive"
-            (an interpreter is expected), "prompt" (send output as it comes), "agent" (see Command),
+            (an interpreter is expected), "prompt" (send output as it comes), "agent", "keeps" (see Command),
             "silence_s"} + source, then stdin
             -> {"output": "stdout" | "stderr"} + part, while it runs; all bytes that count against output_bytes
             -> {"status", "reason", "exit_code", "duration_s", "cpu_s", "interpreter"}

@@ -1,6 +1,7 @@
 """First process of a sandbox. It runs one call at a time from a control socket.
 
-No process outlives its call, except the persistent interpreter, which is stopped between its calls.
+No process outlives its call, except the persistent interpreter and the servers that it keeps, which are stopped between
+their calls.
 
 This module uses the standard library only, since this folder is all of turnlog that a sandbox holds. `python` calls
 fork this warm interpreter; `shell` and `program` calls fork and exec. Under bubblewrap it is pid 1 of its own pid

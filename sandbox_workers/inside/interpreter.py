@@ -37,7 +37,7 @@ from turnlog.sandbox_workers.inside.child import (
     wear,
 )
 from turnlog.sandbox_workers.inside.processes import ENDED as PROCESS_ENDED
-from turnlog.sandbox_workers.inside.processes import STOPPED, InitEnvironment, thread_states
+from turnlog.sandbox_workers.inside.processes import STOPPED, InitEnvironment, below, start_of, tasks, thread_states
 
 ENDED = b"the interpreter has ended: the next call starts a new one, without variables and imports\n"
 WAKING = tuple(b"signal: %d/" % number for number in (signal.SIGCONT, signal.SIGKILL))
@@ -59,6 +59,8 @@ class Interpreter:
     def __init__(self, place: InitEnvironment, folder: int, limits: dict[str, Any]) -> None:
         self.place = place
         self.used = False
+        self._kept: dict[int, int] = {}
+        """Start times of the servers that it keeps and their children, by pid."""
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         self.pid = os.fork()
@@ -83,6 +85,30 @@ class Interpreter:
         finally:
             os.close(call)
         os.kill(self.pid, signal.SIGCONT)
+        for pid in self.kept() if head.get("keeps") else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def keep(self) -> None:
+        """Stop the interpreter and every process below it, and keep these from now on: the servers that a call with
+        `keeps` has started."""
+        self.hold()
+        found: set[int] = set()
+        while (now := below(self.pid, tasks(self.place))) != found:  # what is stopped does not fork
+            found = now
+            for pid in found:
+                _stop(pid)
+        self._kept = {pid: start for pid in found if (start := start_of(pid)) is not None}
+
+    def kept(self) -> set[int]:
+        """Return the pids of the kept processes that live."""
+        self._kept = {pid: start for pid, start in self._kept.items() if start_of(pid) == start}
+        return set(self._kept)
+
+    def hold_kept(self) -> None:
+        """Stop the kept processes."""
+        for pid in self.kept():
+            _stop(pid)
 
     def answer(self) -> int | None:
         """Return the call's exit code once the interpreter has reported it, else None. Raises OSError if it has closed
@@ -96,24 +122,16 @@ class Interpreter:
         return said[0]
 
     def hold(self) -> bool:
-        """Stop all its threads. Return False if it is dead."""
-        while not (states := thread_states(self.pid)) <= set(PROCESS_ENDED):
-            if states <= {STOPPED, *PROCESS_ENDED}:
-                return True
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGSTOP)
-            time.sleep(0.0002)
-        return False
+        """Stop all its threads, and the processes that it keeps. Return False if it is dead."""
+        if self._kept:
+            self.hold_kept()
+        return _stop(self.pid)
 
     def wakes_itself(self) -> bool:
-        """Return whether a timer of its own would continue or end it between its calls (timer_create(2) with SIGCONT,
-        SIGKILL). Every other signal waits for the next call, and seccomp prevents descriptors from sending a chosen
-        signal."""
-        try:
-            with open(f"/proc/{self.pid}/timers", "rb") as file:
-                return any(line.startswith(WAKING) for line in file)
-        except OSError:
-            return False  # the kernel lacks CONFIG_CHECKPOINT_RESTORE; the init checks periodically instead
+        """Return whether a timer of its own, or of a process that it keeps, would continue or end that one between its
+        calls (timer_create(2) with SIGCONT, SIGKILL). Every other signal waits for the next call, and seccomp prevents
+        descriptors from sending a chosen signal."""
+        return any(_has_waking_timer(pid) for pid in (self.pid, *self._kept))
 
     def cpu_s(self) -> float:
         """Return the CPU time of all its threads, living or dead, to the nanosecond (clock_getcpuclockid(3))."""
@@ -128,6 +146,25 @@ class Interpreter:
             os.kill(self.pid, signal.SIGKILL)
         self.channel.close()
         os.close(self.handle)
+
+
+def _stop(pid: int) -> bool:
+    """Stop all threads of a process. Return False if it is dead."""
+    while not (states := thread_states(pid)) <= set(PROCESS_ENDED):
+        if states <= {STOPPED, *PROCESS_ENDED}:
+            return True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.0002)
+    return False
+
+
+def _has_waking_timer(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/timers", "rb") as file:
+            return any(line.startswith(WAKING) for line in file)
+    except OSError:
+        return False  # the kernel lacks CONFIG_CHECKPOINT_RESTORE; the init checks periodically instead
 
 
 def live(place: InitEnvironment, channel: int, folder: int, limits: dict[str, Any], standing: int) -> None:

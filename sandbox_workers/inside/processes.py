@@ -117,6 +117,26 @@ def task(pid: int) -> ProcessInfo | None:
     return ProcessInfo(pid, int(fields[1]), int(fields[17]), own, reaped, private, fields[0] in ENDED)
 
 
+def start_of(pid: int) -> int | None:
+    """Return the time at which the process started, in clock ticks since the boot; None if it is gone.
+
+    Together with the pid it names one process: the kernel gives a pid to another process later."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ENDED else int(fields[19])
+
+
+def below(pid: int, found: list[ProcessInfo]) -> set[int]:
+    """Return the pids of the living descendants of a process, among those found."""
+    inside: set[int] = {pid}
+    while more := {one.pid for one in found if one.parent in inside and not one.ended} - inside:
+        inside |= more
+    return inside - {pid}
+
+
 def thread_states(pid: int) -> set[bytes]:
     """Return the states of a process's threads as letters (proc_pid_stat(5)); empty if it is gone."""
     states = set()

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from turnlog.infra.environments.tools import AGENT
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.protocol import Execution, FileRefused, OnOutput, QuotaExceeded, Sandbox, SandboxError
+from turnlog.sandbox_workers.protocol import (
+    Execution,
+    FileRefused,
+    Kind,
+    OnOutput,
+    QuotaExceeded,
+    Sandbox,
+    SandboxError,
+)
 from turnlog.sandbox_workers.tools.built_in import OURS, tools
 from turnlog.sandbox_workers.tools.tool import (
     ArgumentsRefused,
     Call,
+    CallContext,
     CallEnded,
+    InfraFailed,
     Refusal,
     Tool,
     ToolEnd,
@@ -28,6 +38,7 @@ from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
 log = logging.getLogger(__name__)
 
+NO_CONTEXT = CallContext()
 GRACE_S = 5.0
 """Seconds beyond wall_s that a package's tool may take over all its commands together."""
 
@@ -40,22 +51,56 @@ class Prepared:
     arguments: Mapping[str, Any]
     grace_s: float = GRACE_S
 
+    @property
+    def once(self) -> bool:
+        """True if a run that ended without an answer is not repeated."""
+        return self._decided(self.tool.once)
+
+    @property
+    def sandboxed(self) -> bool:
+        """True if the call takes a sandbox."""
+        return self.tool.sandboxed(self.arguments)
+
+    @property
+    def interpreter(self) -> bool:
+        """True if the call uses the sandbox's persistent interpreter."""
+        return Kind.session in self.tool.kinds and self.sandboxed
+
+    @property
+    def leaves_state(self) -> bool:
+        """True if the call leaves state in the interpreter that a new one would lack."""
+        return self.interpreter and self._decided(self.tool.leaves_state)
+
+    def _decided(self, value: bool | Callable[[Mapping[str, Any]], bool]) -> bool:
+        return value if isinstance(value, bool) else value(self.arguments)
+
     async def run(
-        self, sandbox: Sandbox, limits: SandboxLimits, env: Mapping[str, str], on_output: OnOutput | None = None
+        self,
+        sandbox: Sandbox,
+        limits: SandboxLimits,
+        env: Mapping[str, str],
+        on_output: OnOutput | None = None,
+        *,
+        context: CallContext = NO_CONTEXT,
     ) -> Execution:
         """Run the call and return how it ended. A refusal by the workspace or the tool is an answer that the model
         reads. Raises any SandboxError except FileRefused."""
-        call = Call(arguments=self.arguments, sandbox=sandbox, limits=limits, env=env, on_output=on_output)
+        call = Call(
+            arguments=self.arguments, sandbox=sandbox, limits=limits, env=env, on_output=on_output, context=context
+        )
+        most = max(limits.output_bytes, self.tool.output_bytes)
         try:
-            return _limit_output(await (self.tool.run(call) if self.tool.name in OURS else self._foreign(call)), limits)
+            return _limit_output(await (self.tool.run(call) if self.tool.name in OURS else self._foreign(call)), most)
+        except InfraFailed as failure:
+            return call.answer(f"{failure}\n", status=ToolStatus.infra_error, reason=failure.reason)
         except CallEnded as end:
             return end.execution
         except ToolFailed as failure:
-            return _limit_output(call.answer(f"{failure}\n", status=ToolStatus.tool_error), limits)
+            return _limit_output(call.answer(f"{failure}\n", status=ToolStatus.tool_error), most)
         except QuotaExceeded as refusal:
             return call.answer(f"{refusal}\n", status=ToolStatus.resource_limit, reason="disk_bytes")
         except FileRefused as refusal:
-            return _limit_output(call.answer(f"{refusal}\n", status=ToolStatus.tool_error), limits)
+            return _limit_output(call.answer(f"{refusal}\n", status=ToolStatus.tool_error), most)
 
     async def _foreign(self, call: Call) -> Execution:
         """Run a package's tool, which may raise anything, return anything and never end."""
@@ -109,11 +154,11 @@ def prepared(
     return Prepared(tool, values)
 
 
-def _limit_output(execution: Execution, limits: SandboxLimits) -> Execution:
-    """Cut the output to output_bytes; an execution with longer output becomes a resource_limit."""
-    if len(execution.output) <= limits.output_bytes:
+def _limit_output(execution: Execution, most: int) -> Execution:
+    """Cut the output to `most` bytes; an execution with longer output becomes a resource_limit."""
+    if len(execution.output) <= most:
         return execution
-    cut = execution.output[: limits.output_bytes]
+    cut = execution.output[:most]
     return dataclasses.replace(
         execution, status=ToolStatus.resource_limit, reason="output_bytes", exit_code=None, output=cut
     )

@@ -4,6 +4,7 @@ A package offers its own as `name = "module:TOOL"` under the entry point group `
 
 ToolEnd               raised by a tool to end its call
 ├── ToolFailed        the tool refuses or fails: a tool_error whose text the model reads
+├── InfraFailed       a server that the tool speaks to fails: an infra_error with a named reason
 └── CallEnded         a command of the call met a limit or was cancelled: that is how the call ended
 """
 
@@ -16,7 +17,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError  # type: ignore[import-untyped]
 from referencing import Registry
@@ -24,9 +25,13 @@ from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
 from turnlog.infra.environments.tools import Schema
+from turnlog.sandbox_workers.connections import SessionConnections
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OnOutput, Sandbox
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 from turnlog.schemas.json_depth import deeper_than, more_than
+
+if TYPE_CHECKING:
+    from turnlog.sandbox_workers.egress.way_out import WayOut
 
 Validator: TypeAlias = Draft202012Validator
 LEVELS = 64
@@ -58,12 +63,34 @@ class ToolFailed(ToolEnd):
     """The tool refuses or fails; the message goes to the model."""
 
 
+class InfraFailed(ToolEnd):
+    """A server outside of the call failed; the session is retried."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 class CallEnded(ToolEnd):
     """A command met a limit or was cancelled; `execution` is how the call ended."""
 
     def __init__(self, execution: Execution) -> None:
         super().__init__(f"{execution.status}: {execution.reason}")
         self.execution = execution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """What surrounds a call: its place in its session, and the servers that the worker itself may speak to."""
+
+    call_id: str = ""
+    """Idempotency key of the call."""
+    call_seq: int = 0
+    """Number of the call in its session."""
+    connections: SessionConnections = field(default_factory=SessionConnections)
+    """The session's connections at this worker; without those that were lost."""
+    way_out: Callable[[], WayOut] | None = None
+    """Creates a way to servers outside, which its user closes; None if the worker's [egress] allow names nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +104,7 @@ class Call:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of the request's SandboxSpec and of the egress proxy, added to every command's environment."""
     on_output: OnOutput | None = None
+    context: CallContext = field(default_factory=CallContext)
     began: float = field(default_factory=time.perf_counter)
 
     async def exec(
@@ -95,6 +123,11 @@ class Call:
         content = output.encode(errors="replace") if isinstance(output, str) else output
         code = {ToolStatus.ok: 0, ToolStatus.tool_error: 1}.get(status)
         return Execution(status, reason, code, content, time.perf_counter() - self.began, 0.0)
+
+
+def in_a_sandbox(arguments: Mapping[str, Any]) -> bool:
+    """Return True: the call takes a sandbox."""
+    return True
 
 
 def always(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
@@ -116,8 +149,15 @@ class Tool:
     run: Callable[[Call], Awaitable[Execution]]
     kinds: frozenset[Kind] = frozenset()
     """Kinds of command that the tool runs; a backend that does not serve one of them does not serve the tool."""
-    once: bool = False
-    """True if effects outside the sandbox cannot be undone; then a run that ended without an answer is not repeated."""
+    once: bool | Callable[[Mapping[str, Any]], bool] = False
+    """True if effects outside the sandbox cannot be undone; then a run that ended without an answer is not repeated. A
+    function decides by the arguments."""
+    sandboxed: Callable[[Mapping[str, Any]], bool] = in_a_sandbox
+    """Whether the call takes a sandbox. Without one, `call.sandbox` serves nothing."""
+    leaves_state: bool | Callable[[Mapping[str, Any]], bool] = True
+    """For a tool of kind `session`: whether the call leaves state in the interpreter that a new one would lack."""
+    output_bytes: int = 0
+    """Bytes that an answer may have in any case; 0 if output_bytes of the call is the limit."""
     legal: Callable[[Mapping[str, Any], SandboxSpec, SandboxLimits], str] = always
     """Check for what the schema cannot express, called before anything runs. Returns the text of a refusal, or an empty
     string."""
