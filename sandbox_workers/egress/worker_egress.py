@@ -34,7 +34,7 @@ from turnlog.sandbox_workers.egress.sources import (
     Upstream,
     trust,
 )
-from turnlog.sandbox_workers.egress.way_out import WayOut
+from turnlog.sandbox_workers.egress.way_out import WayOut, read_credentials
 from turnlog.schemas.events import EgressRequest
 
 CA_INSIDE = "/etc/turnlog/ca.pem"
@@ -71,6 +71,7 @@ class Egress:
         resolver. Raises EgressUnavailable, RuleInvalid."""
         operator = rules(settings.allow)
         _consistent(settings, operator)
+        read_credentials(settings.credentials_file)
         addresses = Addresses(settings.private_hosts, resolve)
         tls, pem = Tls(), b""
         if settings.tls == "intercept":
@@ -121,12 +122,15 @@ class Egress:
 
     def way_out(self, allow: Iterable[str] = (), *, call_id: str = "") -> WayOut:
         """Return a way out for requests of the worker itself, under [egress] allow and a task's own rules. The caller
-        closes it. Raises RuleInvalid."""
+        closes it. Raises RuleInvalid, EgressUnavailable."""
         task, tokens, onwards = rules(allow) or None, self._tokens, None
         if tokens is not None:
             onwards = Onwards(self._settings.proxy, lambda: tokens.make_token(call_id, task))
         policy = NetworkRuleSet(self._operator, task)
-        return WayOut(policy, self._addresses, self._trust, onwards=onwards, live=self._settings.mode != "replay")
+        return WayOut(
+            policy, self._addresses, self._trust, onwards=onwards, live=self._settings.mode != "replay",
+            credentials=read_credentials(self._settings.credentials_file),
+        )  # fmt: skip
 
     @asynccontextmanager
     async def serving(

@@ -110,6 +110,9 @@ class EgressSettings:
     signing_key: Annotated[str, Signs(several=True)] = field(default="", repr=False)
     """Keys shared by workers and `turnlog role egress`, separated by white space. The first signs the tokens of calls;
     the others are accepted as well, for key rotation."""
+    credentials_file: str = ""
+    """TOML file with a table ["URL"] of headers for each server that demands credentials of the worker itself (MCP
+    servers). They reach no sandbox and no record."""
     host: str = "127.0.0.1"
     """Address that `turnlog role egress` listens on for workers."""
     port: Port = 3128

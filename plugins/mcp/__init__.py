@@ -1,0 +1,8 @@
+"""MCP servers as tools of a session (docs/environments/mcp.md)."""
+
+from turnlog.plugins.mcp.listing import BadListing as BadListing
+from turnlog.plugins.mcp.listing import Listing as Listing
+from turnlog.plugins.mcp.listing import content_of as content_of
+from turnlog.plugins.mcp.servers import BadServer as BadServer
+from turnlog.plugins.mcp.servers import McpServer as McpServer
+from turnlog.plugins.mcp.servers import list_call as list_call
