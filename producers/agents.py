@@ -25,10 +25,10 @@ from turnlog.infra.environments.episodes import (
     Verdict,
 )
 from turnlog.infra.environments.sources import call_recipe
-from turnlog.infra.environments.tasks import Task
+from turnlog.infra.environments.tasks import Opening, Task, with_opening
 from turnlog.infra.environments.tools import AGENT
 from turnlog.producers.gateway_client import GatewayClient, OpenSession, SessionState
-from turnlog.producers.tool_calls import NO_TOOL, UNBEGUN, NoWorker, ToolCalls, answer_of
+from turnlog.producers.tool_calls import NO_TOOL, UNBEGUN, NoWorker, ToolCalls, answer_of, opening_id
 from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus
 from turnlog.schemas.ids import call_id
 from turnlog.schemas.types import TurnId
@@ -149,6 +149,14 @@ def interrupted_ending(why: str) -> SessionEnding:
     return SessionEnding(Outcome.infra_failure, f"{WAITED}: {why}")
 
 
+def opening_from(task: Task, done: ToolCallCompleted) -> Opening:
+    """Return what the answer of the opening call adds to the session. Raises ToolBroken, BrokenRecipe."""
+    if done.status is not ToolStatus.ok:
+        said = done.output.decode(errors="replace")[-LAST_LINES:]
+        raise ToolBroken(f"the opening call ended as {done.status.value} {done.reason}: {said}")
+    return Opening() if task.opened is None else call_recipe(task.environment.name, task.opened, answer_of(done))
+
+
 class FunctionActor:
     """A function of the environment that runs in this process and requests its turns from the gateway itself. See
     Actor."""
@@ -191,12 +199,16 @@ class FunctionActor:
                 Outcome.infra_failure, "its runner died: a function cannot be continued, and begins anew"
             )
         attempt = self._attempt
+        task, opening = attempt.task, await self._open()
+        opened = with_opening(task, opening)
         session = AgentSession(
             base_url=f"{attempt.gateway.url}/v1",
             api_key=attempt.session.agent_token,
             model=attempt.gateway.model,
-            task=attempt.task.row,
-            tools=attempt.task.tools,
+            task=task.row,
+            messages=(*task.messages, *opening.messages),
+            tools=opened.tools,
+            tool_call=lambda name, text: call_recipe(task.environment.name, opened.tool_call, name, text),
             call=self._call,
         )
         self._began = asyncio.get_running_loop().time()
@@ -212,6 +224,14 @@ class FunctionActor:
         if ending.outcome is not Outcome.infra_failure and not state.turns:
             return SessionEnding(Outcome.infra_failure, f"agent {self._agent.name} ended without a turn of the policy")
         return ending
+
+    async def _open(self) -> Opening:
+        """Make the task's opening call. Its stored answer counts if another runner made it. Raises ToolUnanswered,
+        ToolBroken, BrokenRecipe."""
+        attempt, call = self._attempt, self._attempt.task.opening
+        if call is None:
+            return Opening()
+        return opening_from(attempt.task, await attempt.call(call, opening_id(attempt.session.session_id)))
 
     async def _run_function(self, session: AgentSession) -> SessionEnding:
         """Run the function, and return its ending."""

@@ -204,6 +204,8 @@ class Rollout:
             judged=None if failed else actor.judged_turn,
             step_rewards=steps,
         )
+        if self._task.opening is not None:
+            await calls.close()
         SESSIONS.labels(ending.outcome.value).inc()
         return ending, owed
 

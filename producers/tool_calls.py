@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -18,7 +19,7 @@ from turnlog.infra.blobs import Blobs
 from turnlog.infra.environments.episodes import Message, SandboxAnswer, SandboxCall
 from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
 from turnlog.infra.environments.tasks import Task, text_of
-from turnlog.infra.environments.tools import AGENT
+from turnlog.infra.environments.tools import AGENT, MCP_TOOL
 from turnlog.infra.environments.workspaces import FilesUnusable, store_files
 from turnlog.infra.event_log import EventLog
 from turnlog.schemas import ids
@@ -31,6 +32,7 @@ from turnlog.schemas.events import (
     ToolCallStarted,
     ToolStatus,
 )
+from turnlog.schemas.events.tools import SESSION_OVER
 from turnlog.schemas.types import BlobRef, TurnId
 
 NO_TOOL: Final = f"there is no tool {AGENT.name!r}"
@@ -134,15 +136,21 @@ class ToolCalls:
     """Calls that were requested here, by call_id."""
     _next: int = 0
     _pending: ToolCallRequested | None = None
+    _last: ToolCallRequested | None = None
+    """The last answered call."""
     _workspace: BlobRef | None = None
+    _touched: set[str] = field(default_factory=set)
+    """MCP servers that took a call which is not safe to repeat."""
 
     def begin(self, workspace: BlobRef | None) -> None:
         """Set the workspace that the session's first call finds; None for an empty one."""
         self._workspace = workspace
 
-    def resume(self, answered: int) -> None:
-        """Continue after `answered` calls that reached a sandbox under another runner."""
+    def resume(self, answered: int, calls: Iterable[SandboxCall] = ()) -> None:
+        """Continue after `answered` calls that reached a sandbox under another runner, among them `calls`."""
         self._next = answered
+        for call in calls:
+            self._with_history(call)
         if answered:
             self._workspace = self.results.workspace(self.request.rollout_id, self.session_id)
 
@@ -160,15 +168,26 @@ class ToolCalls:
         """Run a call, and return its answer. Publishing again under the same call_id is harmless, because a worker
         answers a repeated call from its stored result. `while_it_runs`: the time limit applies only until a worker
         begins the call. Raises ToolUnanswered, LogUnavailable."""
-        self.asked[call_id] = call
+        self.asked[call_id] = call = self._with_history(call)
         request = self._pending = self._build_request(call, call_id)
         if self.results.answer(request.rollout_id, request.call_id) is None:
             await self.events.append(request)
         done = await self._wait_for_answer(request, self.deadline_s, while_it_runs=while_it_runs)
-        self._pending = None
+        self._pending, self._last = None, request
         self._next += 1
         self._workspace = done.workspace
         return done
+
+    def _with_history(self, call: SandboxCall) -> SandboxCall:
+        """Return a call of an MCP server with what the worker has to know if it has lost the session with that server:
+        whether a call before it may have changed something there."""
+        if call.tool != MCP_TOOL or call.arguments.get("op") != "call":
+            return call
+        servers = {server["name"] for server in call.arguments["servers"]}
+        known = SandboxCall(call.tool, {**call.arguments, "touched": not servers.isdisjoint(self._touched)})
+        if call.arguments["class"] == "unsafe":
+            self._touched |= servers
+        return known
 
     async def end_pending(self, reason: str, within_s: float) -> ToolCallCompleted | None:
         """End the pending call, and return its answer; None if none is pending. Raises ToolUnanswered,
@@ -193,6 +212,12 @@ class ToolCalls:
                     f"call {request.call_id} ({request.tool}) got no answer in {within_s:g} s: are sandbox workers "
                     "running? See [runner] tool_deadline_s"
                 ) from None
+
+    async def close(self) -> None:
+        """Tell the workers that the session is over, so that what they keep for it is released. Raises
+        LogUnavailable."""
+        if self._last is not None:
+            await self.events.append(self._build_cancellation(self._last, SESSION_OVER))
 
     async def cancel(self, reason: str) -> None:
         """Cancel the pending call, if there is one. Not for a session that moves to another runner, because that one

@@ -14,19 +14,18 @@ from typing import Any, Final
 from turnlog.infra.environments.episodes import Judged, Message, SandboxCall
 from turnlog.infra.environments.simulations import OVER, Played
 from turnlog.infra.environments.sources import call_recipe
-from turnlog.infra.environments.tasks import Opening, Task, replay_actions
+from turnlog.infra.environments.tasks import Opening, Task, replay_actions, with_opening
 from turnlog.producers.agents import (
-    LAST_LINES,
     TOOL_CALLS,
     TURNS,
     Attempt,
     SessionEnding,
-    ToolBroken,
     cut_off,
+    opening_from,
 )
 from turnlog.producers.gateway_client import GatewayFailed, SessionMoved, SessionState
 from turnlog.producers.tool_calls import answer_of, opening_id, task_call, text_call, text_call_id
-from turnlog.schemas.events import Outcome, ToolCallCompleted, ToolStatus
+from turnlog.schemas.events import Outcome, ToolCallCompleted
 from turnlog.schemas.types import TurnId
 
 STEP_REPEATS: Final = 4
@@ -118,8 +117,9 @@ class ToolLoop:
     async def _begin(self) -> None:
         """Start where the session stands on the log. Calls that were answered under another runner count, so that
         call_seq continues; actions in a simulation are repeated."""
-        task, state, opening = self._task, self._state, await self._open()
-        self._tools = (*task.tools, *opening.tools)
+        state, opening = self._state, await self._open()
+        task = self._task = with_opening(self._task, opening)
+        self._tools = task.tools
         first = [*task.messages, *opening.messages]
         if state is None or not state.messages:
             self._conversation = AgentConversation(first)
@@ -131,7 +131,7 @@ class ToolLoop:
             self._done = self._played is not None and self._played.done
             return
         before = [call for said in messages[len(first) : -1] for call in _actions(task, said)]
-        self._attempt.calls.resume((task.opening is not None) + len(before))
+        self._attempt.calls.resume((task.opening is not None) + len(before), before)
 
     async def _open(self) -> Opening:
         """Return what the opening call adds. If it ran under another runner, this is its stored answer. Raises
@@ -139,11 +139,7 @@ class ToolLoop:
         task = self._task
         if task.opening is None:
             return Opening()
-        done = await self._run(task.opening, opening_id(self._attempt.session.session_id))
-        if done.status is not ToolStatus.ok:
-            said = done.output.decode(errors="replace")[-LAST_LINES:]
-            raise ToolBroken(f"opening call {task.opening.tool} ended as {done.status.value} {done.reason}: {said}")
-        return Opening() if task.opened is None else call_recipe(self._name, task.opened, answer_of(done))
+        return opening_from(task, await self._run(task.opening, opening_id(self._attempt.session.session_id)))
 
     async def _step(self) -> None:
         """Take one turn. A session that moved to another gateway is opened again and continues there."""

@@ -16,8 +16,8 @@ import httpx
 from turnlog.infra.blobs import Blobs
 from turnlog.infra.environments.agents import CommandAgent
 from turnlog.infra.environments.episodes import Episode, Judged, SandboxAnswer, SandboxCall, Verdict
-from turnlog.infra.environments.sources import BrokenRecipe
-from turnlog.infra.environments.tasks import Task
+from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
+from turnlog.infra.environments.tasks import Task, with_opening
 from turnlog.infra.environments.verifiers.judges import (
     Cause,
     EnvStep,
@@ -39,6 +39,7 @@ from turnlog.producers.tool_calls import (
     ToolCalls,
     ToolResults,
     ToolUnanswered,
+    answer_of,
     first_workspace,
     json_of,
     opening_id,
@@ -259,10 +260,20 @@ class Bench:
         except BrokenRecipe as error:
             raise NoVerdict(Cause.crashed, str(error)) from error
 
+    def _opened_task(self) -> Task:
+        """Return the task with what its opening call has added, if that call was answered. Raises NoVerdict."""
+        task, done = self.task, self.results.answer(self.request.rollout_id, opening_id(self.session.session_id))
+        if task.opened is None or done is None or done.status is not ToolStatus.ok:
+            return task
+        try:
+            return with_opening(task, call_recipe(task.environment.name, task.opened, answer_of(done)))
+        except BrokenRecipe as error:
+            raise NoVerdict(Cause.crashed, str(error)) from error
+
     async def _steps(self, episode: Episode) -> list[EnvStep]:
         """Return the environment's answers in the order of the calls, each with the turn that made the call. Raises
         NoVerdict, GatewayClientError."""
-        session_id, task = self.session.session_id, self.task
+        session_id, task = self.session.session_id, self._opened_task()
         turns = (await self.gateway.state(self.session)).turn_ids
         said = [message for message in episode.messages if message["role"] == "assistant"]
         most = max([len(message.get("tool_calls") or ()) for message in said], default=0)

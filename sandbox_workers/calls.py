@@ -34,6 +34,7 @@ from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import (
     EgressRequest,
     Event,
+    ToolCallCancelled,
     ToolCallCompleted,
     ToolCallRequested,
     ToolCallStarted,
@@ -131,7 +132,7 @@ class ToolCallPartitionTask:
         """Mark the record at `offset` as finished."""
         self._open.discard(offset)
 
-    def session(self, request: ToolCallRequested) -> str:
+    def session(self, request: ToolCallRequested | ToolCallCancelled) -> str:
         """Return this worker's name for the request's session. The same id in two partitions makes two sessions, since
         neither partition knows of the other's calls."""
         return f"{self.number}/{request.session_id}"

@@ -91,6 +91,11 @@ class Connections:
                 log.info("session %s: closing its connections, unused for %.0f s", session, self._clock() - used)
                 self._close_soon(connections)
 
+    def forget(self, session: str) -> None:
+        """Close the connections of a session that is over."""
+        if (found := self._sessions.pop(session, None)) is not None:
+            self._close_soon(found[0])
+
     def release(self, partition: int) -> None:
         """Close the connections of all sessions of a partition, which another worker has now."""
         for session in [name for name in self._sessions if name.startswith(f"{partition}/")]:

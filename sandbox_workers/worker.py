@@ -44,6 +44,7 @@ from turnlog.sandbox_workers.pooling.pool import Pool
 from turnlog.sandbox_workers.protocol import Shape
 from turnlog.schemas import UndecodableRecord
 from turnlog.schemas.events import ToolCallCancelled, ToolCallCompleted, ToolCallRequested, ToolStatus
+from turnlog.schemas.events.tools import SESSION_OVER
 from turnlog.schemas.topics import TOOL_CALLS
 
 if TYPE_CHECKING:
@@ -241,6 +242,8 @@ class SandboxWorker:
         if isinstance(event, ToolCallCancelled):
             if (pending := unit.pending.get(event.call_id)) is not None:
                 await pending.cancel()
+            if event.reason == SESSION_OVER:
+                self._release(unit.session(event))
         else:
             stray = UnexpectedRecord(f"{type(event).__name__} does not belong in {record.topic}")
             await self._role.park(record, stray)
@@ -262,6 +265,11 @@ class SandboxWorker:
             unit.durable(name)
         if session.task is None:
             session.task = self._tasks.create_task(self._work_off(name, session))
+
+    def _release(self, session: str) -> None:
+        """Close what is kept for a session that is over."""
+        self._runner.connections.forget(session)
+        self._pools.release(session)
 
     async def _repeat(
         self, unit: ToolCallPartitionTask, record: Record, request: ToolCallRequested, pending: Pending | None

@@ -6,7 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnlog.infra.environments.episodes import SandboxAnswer, SandboxCall, TaskRow, Verdict
+from turnlog.infra.environments.episodes import Message, SandboxAnswer, SandboxCall, TaskRow, Verdict
+
+
+def no_mapping(name: str, arguments: str) -> SandboxCall | str:
+    """Answer that there is no such tool."""
+    return f"there is no tool {name!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +26,15 @@ class AgentSession:
     """Name of the policy."""
     task: TaskRow
     tools: tuple[dict[str, Any], ...]
-    """Tool declarations of the recipe."""
+    """Tool declarations of the task, and of the servers that its opening call has listed."""
     call: Callable[[SandboxCall], Awaitable[SandboxAnswer]]
     """Runs a call in the session's sandbox. Its exceptions do not count as a failure of the agent: the session
     is retried."""
+    messages: tuple[Message, ...] = ()
+    """Initial conversation of the task, with what its opening call adds."""
+    tool_call: Callable[[str, str], SandboxCall | str] = no_mapping
+    """Maps a tool call of the model (name, arguments as JSON text) to what `call` runs; a string is the answer itself.
+    """
 
     @property
     def root_url(self) -> str:

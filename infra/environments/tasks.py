@@ -44,6 +44,8 @@ class Opening:
     """Messages that follow those of the task, such as the first observation."""
     tools: tuple[dict[str, Any], ...] = ()
     """OpenAI tool declarations that follow those of the task."""
+    tool_call: Callable[[str, str], SandboxCall | str] | None = None
+    """Mapping of the model's calls in place of the task's own, for tools that only the opening's answer names."""
 
 
 def built_in_call(name: str, arguments: str) -> SandboxCall | str:
@@ -126,6 +128,11 @@ class Task:
         if not isinstance(self.agent, CommandAgent):
             return self.sandbox
         return dataclasses.replace(self.sandbox, network="allowlist", durable_workspace=True)
+
+
+def with_opening(task: Task, opening: Opening) -> Task:
+    """Return the task of a session that has begun: with the opening's tools, and its mapping of calls."""
+    return dataclasses.replace(task, tools=(*task.tools, *opening.tools), tool_call=opening.tool_call or task.tool_call)
 
 
 @runtime_checkable

@@ -159,6 +159,10 @@ AGENT: Final = ToolSchema(
 )
 
 
+MCP_TOOL: Final = "mcp"
+"""Name of the tool that speaks to MCP servers (turnlog.plugins.mcp); no model calls it under this name."""
+
+
 def declaration(name: str, about: str, arguments: Schema) -> dict[str, Any]:
     """Return a tool in the format of OpenAI's `tools` (chat completions, type function)."""
     function = {"name": name, "description": about, "parameters": copy.deepcopy(dict(arguments))}

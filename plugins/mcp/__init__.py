@@ -3,6 +3,8 @@
 from turnlog.plugins.mcp.listing import BadListing as BadListing
 from turnlog.plugins.mcp.listing import Listing as Listing
 from turnlog.plugins.mcp.listing import content_of as content_of
+from turnlog.plugins.mcp.recipe import McpRecipe as McpRecipe
+from turnlog.plugins.mcp.recipe import with_servers as with_servers
 from turnlog.plugins.mcp.servers import BadServer as BadServer
 from turnlog.plugins.mcp.servers import McpServer as McpServer
 from turnlog.plugins.mcp.servers import list_call as list_call

@@ -120,6 +120,11 @@ def page_of(result: dict[str, Any], name: str, before: list[Tool]) -> str:
     return str(cursor)
 
 
+def too_long(name: str) -> RequestRefused:
+    """Return the error for an answer that nobody reads to its end."""
+    return RequestRefused(f"MCP server {name} answered with more than {MESSAGE_BYTES} bytes")
+
+
 def result_of(message: dict[str, Any], name: str, method: str) -> dict[str, Any]:
     """Return the result of a response. Raises RequestRefused, McpFailure."""
     if "error" in message:
@@ -192,6 +197,8 @@ class StdioServer:
         self._buffer = bytearray()
         self._said = bytearray()
         self._strange = ""
+        self._too_long = False
+        self._searched = 0
         home = os.environ.get("HOME") or os.getcwd()
         try:
             self._process = subprocess.Popen(
@@ -200,8 +207,8 @@ class StdioServer:
             )  # fmt: skip
         except (OSError, ValueError) as error:
             raise McpFailure("mcp_start", f"MCP server {self.name} cannot be started: {error}") from error
-        assert self._process.stdin is not None
-        self._input, self._output, self._errors = self._process.stdin, self._process.stdout, self._process.stderr
+        pipes: list[Any] = [self._process.stdin, self._process.stdout, self._process.stderr]
+        self._input, self._output, self._errors = pipes
         for pipe in (self._input, self._output, self._errors):
             os.set_blocking(pipe.fileno(), False)
         try:
@@ -270,11 +277,16 @@ class StdioServer:
                 raise self._lost() from error
 
     def _next(self, deadline: float) -> dict[str, Any]:
-        """Return the next message. Lines that are none are skipped, as the reference client does."""
+        """Return the next message. Lines that are none are skipped, as the reference client does. Raises RequestRefused
+        for one that is too long: only one request waits for an answer."""
         while True:
-            while (end := self._buffer.find(b"\n")) >= 0:
+            while (end := self._buffer.find(b"\n", self._searched)) >= 0:
                 line = bytes(self._buffer[:end])
                 del self._buffer[: end + 1]
+                self._searched = 0
+                if self._too_long:
+                    self._too_long = False
+                    raise too_long(self.name)
                 try:
                     message = json.loads(line)
                 except (ValueError, RecursionError):
@@ -284,9 +296,9 @@ class StdioServer:
                 if line.strip():
                     self._strange = self._strange or line[:LAST_WORDS].decode(errors="replace")
             if len(self._buffer) > MESSAGE_BYTES:
-                raise McpFailure(
-                    "mcp_protocol", f"MCP server {self.name} sent a message of more than {MESSAGE_BYTES} bytes"
-                )
+                self._too_long = True
+                self._buffer.clear()
+            self._searched = len(self._buffer)
             self._wait(deadline)
 
     def _wait(self, deadline: float, *, writing: bool = False) -> None:

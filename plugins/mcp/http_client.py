@@ -25,6 +25,7 @@ from turnlog.plugins.mcp.driver import (
     reply_to,
     result_of,
     selected,
+    too_long,
 )
 from turnlog.sandbox_workers.egress.policy import EgressError, Reason
 from turnlog.sandbox_workers.egress.policy import RequestRefused as NetworkRefusal
@@ -233,7 +234,7 @@ async def _whole(response: aiohttp.ClientResponse, name: str) -> bytes:
     async for part in response.content.iter_any():
         parts.append(part)
         if (size := size + len(part)) > MESSAGE_BYTES:
-            raise McpFailure("mcp_protocol", f"MCP server {name} sent a message of more than {MESSAGE_BYTES} bytes")
+            raise too_long(name)
     return b"".join(parts)
 
 
@@ -254,4 +255,4 @@ async def _events(response: aiohttp.ClientResponse, name: str) -> AsyncIterator[
                 data.clear()
         seen = len(buffer)
         if len(buffer) + len(data) > MESSAGE_BYTES:
-            raise McpFailure("mcp_protocol", f"MCP server {name} sent a message of more than {MESSAGE_BYTES} bytes")
+            raise too_long(name)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnlog.infra.environments.recipes import NO_OBJECT, SandboxCall, object_of
+from turnlog.infra.environments.episodes import SandboxCall
+from turnlog.infra.environments.simulations import NO_OBJECT, object_of
 from turnlog.infra.environments.tools import declaration
 from turnlog.plugins.mcp.servers import McpServer, tool_call
 

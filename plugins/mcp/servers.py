@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from turnlog.infra.environments.recipes import SandboxCall
+from turnlog.infra.environments.episodes import SandboxCall
+from turnlog.infra.environments.tools import MCP_TOOL as TOOL
 
-TOOL = "mcp"
-"""Name of the sandbox tool that speaks to servers."""
 CallClass = Literal["read_only", "idempotent", "unsafe"]
 MOST_TOOLS = 128
 """Tools of a server that a session may have by default; OpenAI's API takes as many."""
@@ -58,9 +57,7 @@ class McpServer:
         if bool(self.command) == bool(self.url):
             raise BadServer(f"MCP server {self.name}: name either a command or a url")
         if self.url and not self.url.startswith(("http://", "https://")):
-            raise BadServer(
-                f"MCP server {self.name}: a url begins with http:// or https://, got {self.url!r:.80}"
-            )
+            raise BadServer(f"MCP server {self.name}: a url begins with http:// or https://, got {self.url!r:.80}")
         if isinstance(self.command, str):
             raise BadServer(f"MCP server {self.name}: the command is a list of words, got a text")
 

@@ -43,7 +43,7 @@ del _sys
 MARGIN_S = 1.0
 """Seconds of a call's wall_s that are left for its end, so that a silent server ends neither the interpreter nor the
 other servers in it."""
-OUTPUT_BYTES = 2 * LIST_BYTES
+OUTPUT_BYTES = 2 * LIST_BYTES - 2**16
 """Bytes that a listing may have, and that the driver may print."""
 SAFE: Final = ("read_only", "idempotent")
 CLASSES: Final = (*SAFE, "unsafe")
@@ -148,7 +148,10 @@ async def _list(call: Call) -> Execution:
             raise McpFailure("mcp_start", f"MCP server {name} did not list its tools in {within_s:g} s") from error
         except RequestRefused as refused:
             raise McpFailure("mcp_start", f"MCP server {name} lists no tools: {refused}") from refused
-    return call.answer(json.dumps({"servers": found}, ensure_ascii=False))
+    output = json.dumps({"servers": found}, ensure_ascii=False).encode(errors="replace")
+    if len(output) > OUTPUT_BYTES:
+        raise McpFailure("mcp_tools", f"the tools of all servers take {len(output)} bytes, {OUTPUT_BYTES} are allowed")
+    return call.answer(output)
 
 
 async def _call(call: Call) -> Execution:

@@ -11,6 +11,10 @@ UNISOLATED = "+subprocess"
 """Suffix of the name of a worker that should isolate calls but runs them as plain processes."""
 
 
+SESSION_OVER = "session_over"
+"""Reason of a ToolCallCancelled whose session has ended: it names an answered call, and cancels nothing."""
+
+
 class ToolStatus(StrEnum):
     """How a call ended. `infra_error` is ours and never the agent's fault."""
 

@@ -1,9 +1,10 @@
-"""An MCP server that errs as it is told, standard library only: `mcp_server.py stdio HOW...` or `mcp_server.py http PORT HOW...`.
+"""An MCP server that errs as it is told, standard library only.
 
-Without HOW it is a plain server: the reference client gets the same from it as from the reference server
-(tests/unit/sandbox/test_mcp_bad_servers.py). HOW is one of: mute (answers nothing), deaf (answers initialize alone),
-garbage (writes what is no JSON), exits (before it answers), many=N (lists N tools), pages=N (in pages of N), endless (pages
-without end), strange (results of another shape), old (a version of the protocol that nobody knows), silent_at=TOOL."""
+`mcp_server.py stdio HOW...`, or `mcp_server.py http PORT HOW...`. Without HOW it is a plain server: the reference
+client speaks to it as to the reference server (tests/unit/sandbox/test_mcp_bad_servers.py). HOW is one of: mute
+(answers nothing), deaf (answers initialize alone), garbage (writes what is no JSON), exits (before it answers), many=N
+(lists N tools), pages=N (in pages of N), endless (pages without end), strange (results of another shape), old (a
+version of the protocol that nobody knows), stateless (HTTP without sessions), status=N (HTTP refuses)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 HOW = dict(word.partition("=")[::2] for word in sys.argv[(2 if sys.argv[1:2] == ["stdio"] else 3) :])
 READ = {"readOnlyHint": True}
@@ -50,7 +51,7 @@ def listed(cursor: str) -> dict[str, Any]:
     return {"tools": tools[start : start + size], **more}
 
 
-def called(name: str, arguments: dict[str, Any], headers: Any) -> dict[str, Any]:  # noqa: C901, PLR0911 - a table
+def called(name: str, arguments: dict[str, Any], headers: Any) -> dict[str, Any]:
     """The result of tools/call."""
     global count
     match name if name in TOOLS else "":
@@ -62,7 +63,7 @@ def called(name: str, arguments: dict[str, Any], headers: Any) -> dict[str, Any]
         case "peek":
             return text(count)
         case "big":
-            return text("é" * arguments["size"])
+            return text("x" * arguments["size"])
         case "hang":
             time.sleep(3600)
         case "die" | "die_unsafe":
@@ -118,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
     """Serve POST /mcp by JSON."""
 
     protocol_version = "HTTP/1.1"
-    sessions: set[str] = set()
+    sessions: ClassVar[set[str]] = set()
 
     def do_POST(self) -> None:
         """Answer a message."""

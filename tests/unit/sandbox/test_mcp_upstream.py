@@ -12,17 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.mcp_servers.session import LIMITS, Session, outside
 from tests.mcp_servers.upstream import HERE, clean_environment, environment, http_server
-from turnlog.infra.embedded.ports import free_ports
-from turnlog.infra.environments.recipes import SandboxCall
-from turnlog.plugins.mcp import Listing, McpServer, content_of, list_call
+from turnlog.plugins.mcp import McpServer, content_of
 from turnlog.plugins.mcp.driver import KEPT
-from turnlog.sandbox_settings import EgressSettings
-from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
-from turnlog.schemas.types import BlobRef
+from turnlog.schemas.events import SandboxSpec, ToolStatus
 
-LIMITS = SandboxLimits(memory_bytes=2 << 30, wall_s=60.0, cpu_s=60.0)
-SPEC = SandboxSpec(backend="subprocess", durable_workspace=True, limits=LIMITS)
 SCRIPT: list[tuple[str, dict[str, Any]]] = [
     *(("add", {"a": number, "b": 2 * number}) for number in range(5)),
     *(("count", {"name": name}) for name in ("x", "y", "x", "x")),
@@ -72,31 +67,6 @@ def _patience(house: Any) -> None:
     house.settings = dataclasses.replace(house.settings, sandbox=sandbox)
 
 
-class Session:
-    """A session of the runner's, as far as its calls go."""
-
-    def __init__(self, house: Any, name: str, spec: SandboxSpec = SPEC) -> None:
-        self.house, self.name, self.spec = house, name, spec
-        self.seq = 0
-        self.workspace: BlobRef | None = None
-
-    async def call(self, call: SandboxCall, **changes: Any) -> ToolCallCompleted:
-        """Make one."""
-        request = self.house.call(
-            f"{self.name}-{self.seq}", self.seq, session=self.name, tool=call.tool, sandbox=self.spec,
-            arguments=json.dumps(call.arguments).encode(), workspace=self.workspace, **changes,
-        )  # fmt: skip
-        done: ToolCallCompleted = await self.house.answer(request)
-        self.seq, self.workspace = self.seq + 1, done.workspace
-        return done
-
-    async def begin(self, *servers: McpServer) -> Listing:
-        """List the tools."""
-        done = await self.call(list_call(servers))
-        assert done.status is ToolStatus.ok, (done.status, done.reason, done.output)
-        return Listing(servers, done.output.decode())
-
-
 async def play(session: Session, server: McpServer, script: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
     """The answers to a script; a tool that is not listed is called as if it were."""
     listing = await session.begin(server)
@@ -135,25 +105,21 @@ async def test_20_calls_by_stdio_are_answered_as_those_of_the_reference_client(h
 
 
 @pytest.fixture
-async def outside(house: Any, python: Path, request: pytest.FixtureRequest) -> AsyncIterator[McpServer]:
+async def server(house: Any, python: Path, request: pytest.FixtureRequest) -> AsyncIterator[McpServer]:
     """A server that the worker may reach."""
-    (port,) = free_ports(1)
-    house.settings = dataclasses.replace(
-        house.settings,
-        egress=EgressSettings(allow=(f"* http://mcp.test:{port}/mcp",), private_hosts=(f"mcp.test:{port}",)),
-    )
+    port = outside(house)
     async with http_server(python, port, *getattr(request, "param", ())):
         yield McpServer(name="ref", url=f"http://mcp.test:{port}/mcp")
 
 
-@pytest.mark.parametrize("outside", [(), ("json",), ("stateless",)], indirect=True)
+@pytest.mark.parametrize("server", [(), ("json",), ("stateless",)], indirect=True)
 async def test_20_calls_by_http_are_answered_as_those_of_the_reference_client(
-    house: Any, python: Path, outside: McpServer
+    house: Any, python: Path, server: McpServer
 ) -> None:
-    address = outside.url.replace("mcp.test", "127.0.0.1")
+    address = server.url.replace("mcp.test", "127.0.0.1")
     async with house.worker():
         session = Session(house, "s", SandboxSpec(backend="subprocess", limits=LIMITS))
-        answers = await play(session, outside, SCRIPT)
+        answers = await play(session, server, SCRIPT)
     resets = [("put", {"name": name, "value": 0}) for name in "xy"]
     expected = await asyncio.to_thread(reference, python, [*resets, *SCRIPT], "http", address)
     same(answers, {"answers": expected["answers"][2:]})
