@@ -317,6 +317,8 @@ class CommandActor:
         given = {part: self._resolve_part(getattr(self._agent, part)) for part in ("argv", "env", "files")}
         sealed = attempt.gateway.seal_token(attempt.session, name)
         arguments = {"argv": list(given["argv"]), "env": dict(given["env"]), "files": dict(given["files"])}
+        if self._agent.mcp:
+            arguments["mcp"] = [dict(server) for server in self._agent.mcp]
         call = SandboxCall(AGENT.name, {**arguments, "credential": sealed})
         return await self._ending(await attempt.calls.call(call, name, while_it_runs=True))
 

@@ -89,8 +89,8 @@ class ToolResults:
 
     def feed(self, event: ToolCallCompleted) -> None:
         """Add an answer, in log order; later ones for the same call change nothing."""
-        if self._settled and event.rollout_id not in self._open:
-            return
+        if event.caller or (self._settled and event.rollout_id not in self._open):
+            return  # a call of another caller is no answer to one of ours
         first = self._answers.setdefault(event.rollout_id, {}).setdefault(event.call_id, event)
         waiting = self._waiting.get(event.call_id)
         if waiting is not None and not waiting.done():

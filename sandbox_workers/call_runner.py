@@ -22,6 +22,7 @@ from turnlog.infra.environments.tools import AGENT
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
 from turnlog.infra.roles.role import Role
 from turnlog.infra.roles.tls import TlsFileUnusable
+from turnlog.sandbox_workers.agent_calls import RecordedCalls, blamed_on_servers
 from turnlog.sandbox_workers.calls import (
     AttemptsExhausted,
     CallOutcome,
@@ -52,6 +53,7 @@ from turnlog.sandbox_workers.protocol import (
     Verdict,
     WorkspaceCorrupt,
     WorkspaceLost,
+    at_most,
     attribute_death,
 )
 from turnlog.sandbox_workers.session_files import SessionFiles
@@ -65,6 +67,7 @@ from turnlog.schemas.types import BlobRef
 
 if TYPE_CHECKING:
     from turnlog.sandbox_workers.egress import Egress, GatewayRelay
+    from turnlog.sandbox_workers.egress.mcp_relay import McpRelay
 
 
 log = logging.getLogger(__name__)
@@ -276,7 +279,7 @@ class CallRunner:
         )
         pending.stateful = stateful
         context = self._context(unit, pending.request)
-        execution, requests = await self._run(lease, pending, placement, context)
+        execution, requests = await self._run(unit, lease, pending, placement, context)
         if lost and pending.died:  # the interpreter existed until this call
             execution, lost = without_interpreter(execution), False
         execution, workspace = await self._store_files(lease, pending, placement, execution, lost=lost)
@@ -324,7 +327,14 @@ class CallRunner:
         log.info("call %s has ended its sandbox: %s", pending.request.call_id, error, extra=_about(pending))
         return verdict
 
-    async def _run(self, lease: Lease, pending: Pending, placement: Placement, context: CallContext) -> Ran:
+    async def _run(
+        self,
+        unit: ToolCallPartitionTask,
+        lease: Lease,
+        pending: Pending,
+        placement: Placement,
+        context: CallContext,
+    ) -> Ran:
         spec = pending.request.sandbox
         if pending.cancelled:
             return unrun(ToolStatus.cancelled, "cancelled"), ()
@@ -332,7 +342,7 @@ class CallRunner:
         try:
             if spec.network != "allowlist":
                 return await self._ran(lease, pending, placement, spec.env, context), ()
-            return await self._run_with_network(lease, pending, placement, context)
+            return await self._run_with_network(unit, lease, pending, placement, context)
         finally:
             pending.sandbox = None
 
@@ -346,11 +356,17 @@ class CallRunner:
             return unrun(*self._verdict(pending, error), "the call has ended its sandbox\n")
 
     async def _run_with_network(
-        self, lease: Lease, pending: Pending, placement: Placement, context: CallContext
+        self,
+        unit: ToolCallPartitionTask,
+        lease: Lease,
+        pending: Pending,
+        placement: Placement,
+        context: CallContext,
     ) -> Ran:
         """Run the call beside the proxy. Raises SandboxDied, also if the object store or the [egress] proxy failed one
         of its requests: what the call made of a wrong answer cannot be trusted."""
         from turnlog.sandbox_workers.egress import Egress, EgressUnavailable, ProxyUnusable  # needed by such calls only
+        from turnlog.sandbox_workers.egress.mcp_relay import AgentPaths
 
         request, sandbox = pending.request, lease.sandbox
         if self._egress is None:  # only an agent gets here: other calls are refused
@@ -359,13 +375,20 @@ class CallRunner:
         env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
         try:
             async with AsyncExitStack() as stack:
+                gateway = await self._gateway(stack, request, placement)
+                servers = self._servers(unit, pending, placement, context)
+                if servers is not None:
+                    stack.push_async_callback(servers.close)
                 requests = await stack.enter_async_context(
                     self._egress.serving(
                         sandbox.proxy, allow=request.sandbox.allow, call_seq=request.call_seq, call_id=request.call_id,
-                        gateway=await self._gateway(stack, request, placement),
+                        gateway=gateway if gateway is None or servers is None else AgentPaths(gateway, servers),
                     )
                 )  # fmt: skip
                 execution = await self._ran(lease, pending, placement, env, context)
+                if servers is not None:
+                    await servers.close()
+                    execution = blamed_on_servers(execution, servers.failed)
         except (CredentialUnusable, EgressUnavailable, TlsFileUnusable) as error:
             return unrun(ToolStatus.infra_error, "credential", str(error)), ()
         except BlobError as error:
@@ -387,6 +410,22 @@ class CallRunner:
         token = keys.decrypt_token(placement.tool.arguments["credential"], request.call_id)
         return await stack.enter_async_context(GatewayRelay.open(self._settings.gateway, token))
 
+    def _servers(
+        self, unit: ToolCallPartitionTask, pending: Pending, placement: Placement, context: CallContext
+    ) -> McpRelay | None:
+        """Return the MCP servers of an agent; None for other tools, and agents without any."""
+        servers = placement.tool.arguments.get("mcp") if pending.request.tool == AGENT.name else None
+        if not servers:
+            return None
+        from turnlog.sandbox_workers.egress.mcp_relay import McpRelay
+
+        async def write(event: ToolCallRequested | ToolCallCompleted) -> None:
+            await (await self._submit_event(unit, event))
+
+        limits = at_most(pending.request.sandbox.limits, self._scheduler.most)
+        calls = RecordedCalls(pending.request, write, context, limits, worker=self._name)
+        return McpRelay(servers, calls)
+
     async def _submit_answer(
         self,
         unit: ToolCallPartitionTask,
@@ -406,7 +445,7 @@ class CallRunner:
         return await self._submit_event(unit, event)
 
     async def _submit_event(
-        self, unit: ToolCallPartitionTask, event: ToolCallStarted | ToolCallCompleted
+        self, unit: ToolCallPartitionTask, event: ToolCallRequested | ToolCallStarted | ToolCallCompleted
     ) -> asyncio.Task[None]:
         """Submit the record; this fixes its order.
 
@@ -416,7 +455,8 @@ class CallRunner:
 
         async def apply_acknowledgement() -> None:
             _, position = await acknowledgement
-            apply_event(unit, event, position)
+            if not isinstance(event, ToolCallRequested):
+                apply_event(unit, event, position)
 
         return asyncio.create_task(apply_acknowledgement())
 

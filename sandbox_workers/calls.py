@@ -334,6 +334,9 @@ class PartitionRecovery:
 
 def apply_event(unit: ToolCallPartitionTask, event: Event, position: int) -> None:
     """Update the partition's state from the event at `position` of its results."""
+    if isinstance(event, ToolCallCompleted) and event.caller:
+        unit.saw(position)
+        return
     if isinstance(event, ToolCallStarted):
         unit.began(event, position)
     elif isinstance(event, ToolCallCompleted):
@@ -408,6 +411,7 @@ def make_completed_event(
         worker=worker,
         cached=False,
         requests=outcome.requests,
+        caller=request.caller,
     )
 
 

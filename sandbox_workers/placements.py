@@ -51,8 +51,9 @@ class Scheduler:
         self._pools = pools
         self._egress = egress
         self._argument_bytes = settings.argument_bytes
-        self._most = SandboxLimits(**{name: getattr(settings, name) for name in LIMITS})
-        self._most_of_agents = dataclasses.replace(self._most, wall_s=settings.agent_s, cpu_s=settings.agent_s)
+        self.most = SandboxLimits(**{name: getattr(settings, name) for name in LIMITS})
+        """What a call gets at most."""
+        self._most_of_agents = dataclasses.replace(self.most, wall_s=settings.agent_s, cpu_s=settings.agent_s)
 
     def placement(self, request: ToolCallRequested) -> Placement | Refusal:
         """Return how the call is run, or why it is refused."""
@@ -66,7 +67,7 @@ class Scheduler:
         agent = request.tool == AGENT.name
         if said := self._network_flaw(spec, pool, agent=agent):
             return Refusal("network", said)
-        limits = at_most(spec.limits, self._most_of_agents if agent else self._most)
+        limits = at_most(spec.limits, self._most_of_agents if agent else self.most)
         tool = prepared(request.tool, request.arguments, spec, limits, argument_bytes=self._argument_bytes)
         if isinstance(tool, Refusal):
             return tool

@@ -236,6 +236,9 @@ class SandboxWorker:
             await self._role.park(record, error)
             unit.finish(record.offset)
             return
+        if isinstance(event, ToolCallRequested) and event.caller:  # the worker that wrote it runs it
+            unit.finish(record.offset)
+            return
         if isinstance(event, ToolCallRequested):
             self._request(unit, event, record)
             return

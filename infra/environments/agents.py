@@ -78,3 +78,6 @@ class CommandAgent:
     """Variables added to the sandbox's. Not for secrets, because they are recorded on the log."""
     files: Mapping[str, str] | Callable[[TaskRow], Mapping[str, str]] = field(default_factory=dict)
     """Path in the workspace -> text, written before the start."""
+    mcp: Sequence[Mapping[str, Any]] = ()
+    """MCP servers that the program reaches through the worker, by name below MCP_INSIDE; see
+    turnlog.plugins.mcp.mcp_config."""

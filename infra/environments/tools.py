@@ -138,6 +138,8 @@ BUILT_IN: Final[Mapping[str, ToolSchema]] = {tool.name: tool for tool in _TOOLS}
 
 GATEWAY_INSIDE: Final = "http://127.0.0.1:3128"
 """Base URL of the gateway for an agent that is a program in a sandbox (docs/egress.md)."""
+MCP_INSIDE: Final = "/mcp/"
+"""Path at GATEWAY_INSIDE below which a program in a sandbox finds its MCP servers, by name."""
 KEY_INSIDE: Final = "turnlog"
 """API key for such a program; any word is accepted."""
 AGENT: Final = ToolSchema(
@@ -150,6 +152,7 @@ AGENT: Final = ToolSchema(
             "env": {"type": "object", "additionalProperties": {"type": "string"}},
             "files": {"type": "object", "additionalProperties": {"type": "string"}},
             "credential": _text("The session's token, sealed (turnlog.infra.roles.credentials)."),
+            "mcp": {"type": "array", "items": {"type": "object"}, "description": "MCP servers at MCP_INSIDE."},
         },
         "argv",
         "env",
@@ -161,6 +164,16 @@ AGENT: Final = ToolSchema(
 
 MCP_TOOL: Final = "mcp"
 """Name of the tool that speaks to MCP servers (turnlog.plugins.mcp); no model calls it under this name."""
+
+
+def idempotency_class(tool: Mapping[str, Any]) -> str:
+    """Return what may be done with a call of an MCP tool that was lost: `read_only` and `idempotent` ones may run
+    again, `unsafe` ones may not. The server's annotations decide; a tool without them is unsafe."""
+    hints = tool.get("annotations")
+    hints = hints if isinstance(hints, Mapping) else {}
+    if hints.get("readOnlyHint") is True:
+        return "read_only"
+    return "idempotent" if hints.get("idempotentHint") is True else "unsafe"
 
 
 def declaration(name: str, about: str, arguments: Schema) -> dict[str, Any]:

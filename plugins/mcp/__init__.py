@@ -1,5 +1,7 @@
 """MCP servers as tools of a session (docs/environments/mcp.md)."""
 
+from turnlog.plugins.mcp.harnesses import McpConfig as McpConfig
+from turnlog.plugins.mcp.harnesses import mcp_config as mcp_config
 from turnlog.plugins.mcp.listing import BadListing as BadListing
 from turnlog.plugins.mcp.listing import Listing as Listing
 from turnlog.plugins.mcp.listing import content_of as content_of

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from turnlog.infra.environments.episodes import SandboxCall
 from turnlog.infra.environments.tools import MCP_TOOL as TOOL
+from turnlog.infra.environments.tools import idempotency_class
 
 CallClass = Literal["read_only", "idempotent", "unsafe"]
 MOST_TOOLS = 128
@@ -79,13 +80,7 @@ class McpServer:
 
     def class_of(self, tool: Mapping[str, Any]) -> CallClass:
         """Return the class of a tool's calls. Without annotations it is unsafe, as the protocol's defaults say."""
-        name, hints = tool["name"], tool.get("annotations")
-        if name in self.classes:
-            return self.classes[name]
-        hints = hints if isinstance(hints, Mapping) else {}
-        if hints.get("readOnlyHint") is True:
-            return "read_only"
-        return "idempotent" if hints.get("idempotentHint") is True else "unsafe"
+        return self.classes.get(tool["name"]) or cast(CallClass, idempotency_class(tool))
 
 
 def list_call(servers: Sequence[McpServer]) -> SandboxCall:

@@ -92,6 +92,8 @@ async def load_session(role: Role, beginning: str) -> RecordedSession:
     LogError."""
     calls: dict[str, RecordedCall] = {}
     for event in await _of(role, TOOL_CALLS, (ToolCallRequested,), beginning):
+        if event.caller:  # part of the program's own call
+            continue
         calls.setdefault(event.call_id, RecordedCall(event))
     names = sorted({call.request.session_id for call in calls.values()})
     exact = [name for name in names if name == beginning]

@@ -36,6 +36,7 @@ from turnlog.infra.roles.tls import trusting
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority
 from turnlog.sandbox_workers.egress.client import HEAD_BYTES, READ_BYTES, Accepted, Client, Head
+from turnlog.sandbox_workers.egress.mcp_relay import PathService
 from turnlog.sandbox_workers.egress.policy import (
     Authority,
     CanonicalUrl,
@@ -103,7 +104,7 @@ class Proxy:
         source: ResponseSource,
         requests: Requests,
         tls: Tls,
-        gateway: GatewayRelay | None = None,
+        gateway: PathService | None = None,
     ) -> None:
         """Create it. `requests` gets an entry for every request, except those to `gateway`, which answers requests that
         name no host."""

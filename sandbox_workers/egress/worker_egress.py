@@ -19,8 +19,9 @@ from turnlog.sandbox_workers.backends.roots import owned_prefix
 from turnlog.sandbox_workers.egress.apart import EgressTokens
 from turnlog.sandbox_workers.egress.certificates import CertificateAuthority, public_roots, write_certificate
 from turnlog.sandbox_workers.egress.client import forget_waiting
+from turnlog.sandbox_workers.egress.mcp_relay import PathService
 from turnlog.sandbox_workers.egress.policy import EgressUnavailable, NetworkRule, NetworkRuleSet, rules
-from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, GatewayRelay, Proxy, Tls
+from turnlog.sandbox_workers.egress.proxy import CONNECTIONS, Proxy, Tls
 from turnlog.sandbox_workers.egress.recordings import RecordedRequests, Recordings, Requests
 from turnlog.sandbox_workers.egress.sources import (
     Addresses,
@@ -141,7 +142,7 @@ class Egress:
         call_seq: int = 0,
         call_id: str = "",
         answers: Iterable[EgressRequest] | None = None,
-        gateway: GatewayRelay | None = None,
+        gateway: PathService | None = None,
     ) -> AsyncIterator[Requests]:
         """Serve one call on the sandbox's listening socket, which stays the caller's.
 

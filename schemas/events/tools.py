@@ -11,6 +11,8 @@ UNISOLATED = "+subprocess"
 """Suffix of the name of a worker that should isolate calls but runs them as plain processes."""
 
 
+MCP_PROXY = "mcp_proxy"
+"""Caller of calls of MCP servers that an agent's program has made."""
 SESSION_OVER = "session_over"
 """Reason of a ToolCallCancelled whose session has ended: it names an answered call, and cancels nothing."""
 
@@ -84,6 +86,9 @@ class ToolCallRequested(CallEvent):
     """Workspace of the last result; null for an empty one."""
     deadline_s: float
     """Seconds from the request's timestamp after which nobody waits for the answer."""
+    caller: str = ""
+    """Empty for a call that a runner requests; mcp_proxy for one that a program made in its sandbox, which the worker
+    recorded and ran itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,3 +180,5 @@ class ToolCallCompleted(CallEvent):
     """
     requests: tuple[EgressRequest, ...] = ()
     """Network requests of the call, in order."""
+    caller: str = ""
+    """Caller, as in ToolCallRequested."""
