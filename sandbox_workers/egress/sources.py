@@ -13,7 +13,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +162,26 @@ class Upstream:
                 raise ProxyUnusable(f"[egress] proxy at {way.url}: {error}") from error
             believed = not isinstance(error, aiohttp.ClientConnectorCertificateError)
             raise RequestRefused(Reason.unreachable if believed else Reason.certificate) from error
+
+    async def open_websocket(
+        self, target: CanonicalUrl, headers: Mapping[str, str], *, max_bytes: int, timeout_s: float
+    ) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket, whose messages may have `max_bytes` each. Raises RequestRefused (private_address,
+        unreachable, certificate; upgrade, if a process connects in our place, which passes single requests only)."""
+        if self._way is not None:
+            raise RequestRefused(Reason.upgrade, "[egress] proxy passes single requests only")
+        if _is_address(target.authority.host):
+            await self._addresses.resolve_allowed(target.authority)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._session.ws_connect(
+                    _url(target), headers=headers, max_msg_size=max_bytes, compress=0
+                )
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise RequestRefused(Reason.certificate) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            said = str(error) or f"no WebSocket within {timeout_s:g} s"
+            raise RequestRefused(Reason.unreachable, said) from error
 
     async def close(self) -> None:
         await self._session.close()

@@ -108,3 +108,16 @@ class WayOut:
     async def close(self) -> None:
         """Close its connections. Never raises."""
         await self._upstream.close()
+
+    async def websocket(self, url: str, *, max_bytes: int, timeout_s: float) -> aiohttp.ClientWebSocketResponse:
+        """Open a WebSocket to a URL of scheme http or https, which is granted as a GET is. Messages may have
+        `max_bytes` each. Raises as `request` does, and RequestRefused(upgrade) where [egress] proxy connects for the
+        worker."""
+        target = absolute(url)
+        if not self._policy.grants("GET", target):
+            raise RequestRefused(Reason.rule)
+        if not self._live:
+            raise RequestRefused(Reason.not_recorded)
+        return await self._upstream.open_websocket(
+            target, credentials_for(url, self._credentials), max_bytes=max_bytes, timeout_s=timeout_s
+        )

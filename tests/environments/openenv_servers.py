@@ -1,0 +1,141 @@
+"""OpenEnv servers for tests: upstream's package in an environment of its own, and one that breaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "openenv==0.10.0"
+KEPT = ROOT / ".cache/openenv"
+GUESS = Path(__file__).with_name("guess_server.py")
+READY_S = 120.0
+"""Seconds for a server to start: its imports take 7 s of a core."""
+
+
+def upstream_python() -> Path:
+    """The interpreter of upstream's environment, which is made once. Skips where no registry gives the package."""
+    made = KEPT / PACKAGE.replace("==", "-")
+    if not made.exists():
+        uv = ROOT / ".cache/bootstrap/bin/uv"
+        part = KEPT / f"part-{os.getpid()}"
+        shutil.rmtree(part, ignore_errors=True)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        subprocess.run([uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
+        install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", part, PACKAGE]
+        if subprocess.run(install).returncode:
+            pytest.skip("no registry gives openenv")
+        with contextlib.suppress(OSError):  # another process was faster
+            part.rename(made)
+    return made / "bin/python"
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
+
+
+@dataclass
+class UpstreamServer:
+    """A process of upstream's server."""
+
+    process: asyncio.subprocess.Process
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def kill(self) -> None:
+        """As kill -9."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        await self.process.wait()
+
+    def stop(self) -> None:
+        """It stands, and answers nobody."""
+        self.process.send_signal(signal.SIGSTOP)
+
+
+@asynccontextmanager
+async def serve(*command: str | Path, port: int, cwd: Path | None = None) -> AsyncIterator[UpstreamServer]:
+    """A server of a command, once it is healthy; killed at the end."""
+    process = await asyncio.create_subprocess_exec(*map(str, command), cwd=cwd, stdout=asyncio.subprocess.DEVNULL)
+    server = UpstreamServer(process, port)
+    try:
+        await healthy(server)
+        yield server
+    finally:
+        await server.kill()
+
+
+async def healthy(server: UpstreamServer) -> None:
+    """Wait until it serves. There is no event to wait for."""
+    async with aiohttp.ClientSession() as http, asyncio.timeout(READY_S):
+        while True:
+            assert server.process.returncode is None, "the server ended"
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(f"{server.url}/health") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.05)
+
+
+def guessing(sessions: int = 64) -> contextlib.AbstractAsyncContextManager[UpstreamServer]:
+    """A server of the game in guess_server.py."""
+    port = free_port()
+    return serve(upstream_python(), GUESS, str(port), str(sessions), port=port)
+
+
+Answers = Callable[[str], str | bytes | tuple[str, ...] | None]
+"""What a broken server says to a message; None: nothing; empty: it ends the connection."""
+
+
+@asynccontextmanager
+async def broken(answers: Answers, *, health: str = '{"status": "healthy"}') -> AsyncIterator[str]:
+    """The URL of a server that answers each message over its WebSocket as it is told, and /health with `health`."""
+
+    async def talk(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            said = answers(str(message.data))
+            if said == "":
+                break
+            if isinstance(said, bytes):
+                await socket.send_bytes(said)
+            for each in said if isinstance(said, tuple) else (said,) if isinstance(said, str) else ():
+                await socket.send_str(each)
+        await socket.close()
+        return socket
+
+    async def well(request: web.Request) -> web.Response:
+        return web.Response(text=health, content_type="application/json")
+
+    app = web.Application()
+    app.add_routes([web.get("/ws", talk), web.get("/health", well)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
