@@ -18,6 +18,7 @@ from turnlog.infra.environments.agents import CommandAgent
 from turnlog.infra.environments.episodes import Episode, Judged, SandboxAnswer, SandboxCall, Verdict
 from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
 from turnlog.infra.environments.tasks import Task, with_opening
+from turnlog.infra.environments.tools import STEPPING
 from turnlog.infra.environments.verifiers.judges import (
     Cause,
     EnvStep,
@@ -63,7 +64,6 @@ from turnlog.schemas.types import BlobRef, TurnId
 
 ARGUMENT_BYTES = 512 << 10
 """Maximum size in bytes of the arguments of a verifier's call; one record of the log must hold them."""
-ENVIRONMENT_TOOL = "env_step"
 PARTS = ("capture", "grade")
 """Parts of judging a diff, in order."""
 
@@ -296,7 +296,7 @@ class Bench:
             call = self.asked.get(done.call_id) or mapped.get(done.call_id)
             if not isinstance(call, SandboxCall):
                 raise NoVerdict(Cause.sandbox, f"call {done.call_id} was asked for by a runner that is gone")
-            if call.tool == ENVIRONMENT_TOOL and done.status is ToolStatus.ok:
+            if call.tool in STEPPING and done.status is ToolStatus.ok:
                 found.append(EnvStep(call, done.output, turn_of.get(done.call_id)))
         return found
 

@@ -133,6 +133,8 @@ _TOOLS = (
         ),
     ),
 )
+STEPPING: Final = frozenset({"env_step", "openenv"})
+"""Tools that act in an environment, and answer one JSON object of observation, reward, terminated, truncated, info."""
 BUILT_IN: Final[Mapping[str, ToolSchema]] = {tool.name: tool for tool in _TOOLS}
 
 

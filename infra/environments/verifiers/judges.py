@@ -98,7 +98,7 @@ class NoVerdict(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """An answered `env_step` call of a session."""
+    """An answered call of `env_step` or `openenv`."""
 
     call: SandboxCall
     output: bytes
@@ -308,8 +308,8 @@ def rewarded_steps(steps: Sequence[EnvStep]) -> list[tuple[EnvStep, dict[str, An
         if not readable:
             raise NoVerdict(
                 Cause.garbage,
-                f"an answer of env_step says no finite reward (was it cut? see output_bytes of the recipe's sandbox): "
-                f"{tail(step.output.decode(errors='replace'), 200)}",
+                f"an answer of {step.call.tool} says no finite reward (was it cut? see output_bytes of the recipe's "
+                f"sandbox): {tail(step.output.decode(errors='replace'), 200)}",
             )
         found.append((step, answer))
     return found

@@ -168,8 +168,8 @@ class JudgeVerifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentVerifier:
-    """The reward is the sum of the rewards that `env_step` returned since the last reset; component `success` says
-    whether the task was solved."""
+    """The reward is the sum of the rewards that `env_step` or `openenv` returned since the last reset; component
+    `success` says whether the task was solved."""
 
     name: str
     version: str
