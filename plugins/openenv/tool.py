@@ -36,6 +36,7 @@ LOST_RESETS = 3
 PROBE_S = 3.0
 """Seconds for a server to say that it serves, when a step took too long."""
 ANSWER_BYTES = 2**20
+CUT: Final = {"truncated": True}
 
 SERVER: Final = {
     "anyOf": [
@@ -177,8 +178,8 @@ async def openenv(call: Call) -> Execution:
     except EnvironmentSilent as error:
         if episode.lost is error and await episode.is_served():
             episode.lost, episode.over = None, f"an action took longer than {wall_s:g} s and ended the episode: reset"
-            text = f"the action took longer than {wall_s:g} s; the episode has ended\n"
-            return call.answer(text, status=ToolStatus.timeout, reason="wall_s")
+            cut = OpenEnvStep(f"The action took longer than {wall_s:g} s; the episode has ended.", None, True, CUT)
+            return call.answer(_text(cut, {}), status=ToolStatus.timeout, reason="wall_s")
         raise _failure(episode.place, error) from error
     except OpenEnvError as error:
         raise _failure(episode.place, error) from error
@@ -233,7 +234,11 @@ def _failure(place: ServerPlace, error: OpenEnvError) -> InfraFailed:
 
 
 def _answer(call: Call, step: OpenEnvStep, more: Mapping[str, Any] | None = None) -> Execution:
-    return call.answer(json.dumps({**step.as_answer(), **(more or {})}, ensure_ascii=False, allow_nan=False) + "\n")
+    return call.answer(_text(step, more or {}))
+
+
+def _text(step: OpenEnvStep, more: Mapping[str, Any]) -> str:
+    return json.dumps({**step.as_answer(), **more}, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def fitting(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:
