@@ -29,6 +29,7 @@ from typing import Protocol
 from turnlog.infra.environments.workspaces import FileEntry
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
+LIMITS = tuple(each.name for each in dataclasses.fields(SandboxLimits))
 DEATHS = 2
 """Number of new sandboxes that one call may take down before their ends are attributed to the call."""
 CHANGED, ENDED = "sandbox_changed", "sandbox_ended"
@@ -312,5 +313,4 @@ class Provider(Protocol):
 
 def at_most(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
     """Return the limits of a call: what it asks for, capped at what the worker grants."""
-    names = [field.name for field in dataclasses.fields(SandboxLimits)]
-    return SandboxLimits(**{name: min(getattr(asked, name), getattr(most, name)) for name in names})
+    return SandboxLimits(**{name: min(getattr(asked, name), getattr(most, name)) for name in LIMITS})

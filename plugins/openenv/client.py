@@ -153,6 +153,8 @@ class DirectNetwork:
     async def close(self) -> None:
         await self._http.close()
 
+    aclose = close
+
 
 def base_url(text: str) -> str:
     """Return a server's base URL in scheme http or https, without a slash at its end. Raises ValueError."""

@@ -174,9 +174,7 @@ class Upstream:
             await self._addresses.resolve_allowed(target.authority)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._session.ws_connect(
-                    _url(target), headers=headers, max_msg_size=max_bytes, compress=0
-                )
+                return await self._session.ws_connect(_url(target), headers=headers, max_msg_size=max_bytes, compress=0)
         except aiohttp.ClientConnectorCertificateError as error:
             raise RequestRefused(Reason.certificate) from error
         except (aiohttp.ClientError, TimeoutError) as error:
