@@ -45,7 +45,7 @@ from turnlog.schemas.topics import TOOL_RESULTS
 from turnlog.settings import RunSettings, Settings
 
 GOAL_SHARE = 0.5
-SESSIONS, STEPS, ROUNDS = size((64, 40, 3), smallest=(4, 3, 1))
+SESSIONS, STEPS, ROUNDS = size((64, 40, 5), smallest=(4, 3, 1))
 LOG_EPOCH = 1_700_000_001.0
 """Seconds; the log in memory counts its milliseconds from just before."""
 SPEC = SandboxSpec(backend="subprocess", limits=SandboxLimits(wall_s=60.0))

@@ -313,4 +313,6 @@ class Provider(Protocol):
 
 def at_most(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
     """Return the limits of a call: what it asks for, capped at what the worker grants."""
+    if all(getattr(asked, name) <= getattr(most, name) for name in LIMITS):
+        return asked
     return SandboxLimits(**{name: min(getattr(asked, name), getattr(most, name)) for name in LIMITS})

@@ -221,7 +221,7 @@ class OpenEnvServer:
         headers = {"accept": "application/json"}
         content = b""
         if body is not None:
-            headers["content-type"], content = "application/json", json.dumps(body, allow_nan=False).encode()
+            headers["content-type"], content = "application/json", ENCODER.encode(body).encode()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         connected = False
         try:
@@ -311,7 +311,7 @@ class OpenEnvSession:
             if not self._answers.empty():  # the server says why it serves no session, or speaks out of turn
                 parse_message(_text(self._answers.get_nowait()), "")
             async with asyncio.timeout(timeout_s):
-                await self._socket.send_str(json.dumps(message, allow_nan=False))
+                await self._socket.send_str(ENCODER.encode(message))
                 said = await self._answers.get()
             return parse_message(_text(said), expected)
         except EnvironmentRaised:
@@ -385,13 +385,17 @@ def parse_rpc(answer: Any) -> Any:
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON without NaN and infinities. Raises EnvironmentGarbage."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
         raise EnvironmentGarbage(f"the server's answer is not JSON ({error}): {_shown(text)}") from None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False)
 
 
 async def _read_limited(response: aiohttp.ClientResponse) -> bytes:

@@ -8,11 +8,11 @@ repeated. Answers have the format of `env_step`."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 from turnlog.plugins.openenv.client import (
+    ENCODER,
     EnvironmentFull,
     EnvironmentLost,
     EnvironmentRaised,
@@ -238,7 +238,7 @@ def _answer(call: Call, step: OpenEnvStep, more: Mapping[str, Any] | None = None
 
 
 def _text(step: OpenEnvStep, more: Mapping[str, Any]) -> str:
-    return json.dumps({**step.as_answer(), **more}, ensure_ascii=False, allow_nan=False) + "\n"
+    return ENCODER.encode({**step.as_answer(), **more}) + "\n"
 
 
 def fitting(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:

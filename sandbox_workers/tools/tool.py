@@ -202,19 +202,47 @@ def checked_schema(schema: Schema) -> Validator:
 
 def parse_arguments(raw: bytes, validator: Validator, tool: str) -> dict[str, Any]:
     """Parse and validate the arguments. Raises ArgumentsRefused."""
-    takes = f"{tool} takes {usage(validator.schema)}"
     try:
         values = _parse_json(raw)
+        if fits(validator.schema, values):
+            return values  # type: ignore[no-any-return]  # the schema is one of an object
+    except RecursionError:
+        raise ArgumentsRefused(f"the arguments are nested too deeply; {tool} takes {usage(validator.schema)}") from None
+    except ValueError as error:
+        raise ArgumentsRefused(f"the arguments are not JSON: {error}"[:TEXT]) from None
+    takes = f"{tool} takes {usage(validator.schema)}"
+    try:
         if not isinstance(values, dict):
             raise ArgumentsRefused(f"the arguments must be an object, got {describe_value(values)}; {takes}")
         errors = list(itertools.islice(validator.iter_errors(values), ERRORS))
     except RecursionError:
         raise ArgumentsRefused(f"the arguments are nested too deeply; {takes}") from None
-    except ValueError as error:
-        raise ArgumentsRefused(f"the arguments are not JSON: {error}"[:TEXT]) from None
     if errors:
         raise ArgumentsRefused(f"{_most_telling(errors)[:TEXT]}; {takes}")
     return values
+
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "object": (dict,),
+    "array": (list,),
+}  # fmt: skip
+SIMPLE = frozenset({"type", "properties", "required", "additionalProperties", "description", "title", "default"})
+
+
+def fits(schema: Schema, value: object) -> bool:
+    """Return True only if the value is surely valid, by the simple keywords alone; most calls are, and a JSON schema's
+    validator takes a tenth of the time of a small call. False says nothing: ask the validator."""
+    kind = schema.get("type")
+    if not SIMPLE.issuperset(schema) or (kind is not None and type(value) not in TYPES.get(str(kind), ())):
+        return False
+    if not isinstance(value, dict):
+        return True
+    properties = schema.get("properties", {})
+    if schema.get("additionalProperties", True) is not True and not properties.keys() >= value.keys():
+        return False
+    return all(name in value for name in schema.get("required", ())) and all(
+        fits(properties[name], part) for name, part in value.items() if name in properties
+    )
 
 
 def usage(schema: Schema) -> str:

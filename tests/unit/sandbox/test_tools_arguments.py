@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from tests.each import each
 from turnlog.infra.environments.tools import BUILT_IN, UnknownTool, tool_declarations
 from turnlog.sandbox_workers.protocol import Kind
 from turnlog.sandbox_workers.tools import Prepared, Refusal, Tool, prepared, tools
-from turnlog.sandbox_workers.tools.tool import LEVELS
+from turnlog.sandbox_workers.tools.tool import LEVELS, checked_schema, fits
 from turnlog.schemas.events import SandboxLimits, SandboxSpec
 
 SPEC = SandboxSpec(durable_workspace=True)
@@ -175,3 +176,24 @@ def test_a_schema_may_refer_to_itself_and_say_more_than_types() -> None:
     assert 'missing: "x" in "points"[1]' in said[1]
     assert '"points"[0].x must be a multiple of 5, got 7' in said[2]
     assert "the arguments: not as oneOf of the schema says" in said[3]
+
+
+VALUES = [None, True, 0, 1.5, "", "a", [], [1], {}, {"a": 1}, {"a": "x", "b": {}}, {"b": {"c": 1}}, {"b": 1}, {"d": 0}]
+PARTS = [
+    {}, {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "object"},
+    {"type": "string", "minLength": 9}, {"enum": [1]}, {"type": ["string", "null"]},
+    {"type": "object", "properties": {"c": {"type": "string"}}, "required": ["c"], "additionalProperties": False},
+]  # fmt: skip
+
+
+def test_what_is_found_valid_without_the_validator_is_valid() -> None:
+    found = 0
+    for a, b, closed, required in itertools.product(PARTS, PARTS, (True, False), ([], ["a"])):
+        schema = {"type": "object", "properties": {"a": a, "b": b}, "required": required}
+        schema |= {"additionalProperties": False} if closed else {}
+        validator = checked_schema(schema)
+        for value in VALUES:
+            if fits(schema, value):
+                found += 1
+                assert validator.is_valid(value), (schema, value)
+    assert found > 300
