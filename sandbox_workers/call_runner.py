@@ -36,7 +36,7 @@ from turnlog.sandbox_workers.calls import (
     unrun,
     without_interpreter,
 )
-from turnlog.sandbox_workers.connections import Connections
+from turnlog.sandbox_workers.connections import Connections, SessionConnections
 from turnlog.sandbox_workers.outside import ENVIRONMENT, NoSandbox
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import SandboxPools
@@ -56,6 +56,7 @@ from turnlog.sandbox_workers.protocol import (
     at_most,
     attribute_death,
 )
+from turnlog.sandbox_workers.server_sandboxes import ServerSandboxes
 from turnlog.sandbox_workers.session_files import SessionFiles
 from turnlog.sandbox_workers.tools import Refusal
 from turnlog.sandbox_workers.tools.tool import CallContext
@@ -109,8 +110,15 @@ class CallRunner:
         self._clock = clock
         self.connections = Connections()
         """The connections of the sessions whose calls run here."""
+        self._shared = SessionConnections()
+        self._server_sandboxes = ServerSandboxes(pools.local.provider, slots=settings.sandbox.slots)
         self._max_attempts = settings.sandbox.max_attempts
         self._name = role.instance + (UNISOLATED if pools.fallback else "")
+
+    async def close(self) -> None:
+        """Close what tools keep here: connections, then servers."""
+        await self.connections.close()
+        await self._shared.close()
 
     def placement(self, pending: Pending) -> Placement | Refusal:
         """Return how the call will be run, computed once."""
@@ -221,7 +229,10 @@ class CallRunner:
         egress = self._egress
         way_out = None if egress is None else partial(egress.way_out, request.sandbox.allow, call_id=request.call_id)
         connections = self.connections.of(unit.session(request))
-        return CallContext(call_id=request.call_id, call_seq=request.call_seq, connections=connections, way_out=way_out)
+        return CallContext(
+            call_id=request.call_id, call_seq=request.call_seq, connections=connections, way_out=way_out,
+            shared=self._shared, server_sandboxes=self._server_sandboxes,
+        )  # fmt: skip
 
     async def _lease_sandbox(
         self, stack: AsyncExitStack, unit: ToolCallPartitionTask, pending: Pending, placement: Placement

@@ -122,7 +122,7 @@ class SandboxWorker:
         except BaseExceptionGroup as group:  # report the first error as itself, with its cause
             raise group.exceptions[0] from group.exceptions[0].__cause__
         finally:
-            await self._runner.connections.close()
+            await self._runner.close()
             await self._results.close()
 
     @asynccontextmanager

@@ -17,8 +17,10 @@ from turnlog.plugins.openenv.client import (
     ServerNetwork,
     ServerUnreachable,
 )
+from turnlog.plugins.openenv.servers import NAME, ServerNotStarted, StartedPlace, StartedServers
 from turnlog.sandbox_workers.egress.policy import EgressError, Reason, RequestRefused
 from turnlog.sandbox_workers.egress.way_out import WayOut
+from turnlog.sandbox_workers.server_sandboxes import ServerSandboxes
 from turnlog.sandbox_workers.tools.tool import CallContext, InfraFailed
 
 AWAY = frozenset({Reason.unreachable, Reason.certificate, Reason.timeout_s})
@@ -30,10 +32,18 @@ class ServerPlace(Protocol):
 
     named: Any
     """Value of `server` in the reset that named it."""
-    server: OpenEnvServer
+
+    @property
+    def server(self) -> OpenEnvServer:
+        """The server's HTTP endpoints, once a session has connected."""
+        ...
 
     async def connect(self, *, timeout_s: float) -> OpenEnvSession:
         """Connect to an environment of its own. Raises OpenEnvError."""
+        ...
+
+    def full(self) -> None:
+        """Note that the server takes no more sessions."""
         ...
 
     def disconnected(self) -> None:
@@ -59,6 +69,9 @@ class RemotePlace:
 
     async def connect(self, *, timeout_s: float) -> OpenEnvSession:
         return await OpenEnvSession.connect(self.server.url, self.server.network, timeout_s=min(timeout_s, CONNECT_S))
+
+    def full(self) -> None:
+        """See ServerPlace. There is no other server."""
 
     def disconnected(self) -> None:
         """See ServerPlace. Nothing is counted."""
@@ -106,7 +119,11 @@ def _refusal(method: str, url: str, error: EgressError) -> OpenEnvError:
 async def open_place(named: Any, context: CallContext) -> ServerPlace:
     """Return the place that `server` of a reset names. Raises InfraFailed."""
     if not isinstance(named, str):
-        raise InfraFailed(ServerUnreachable.reason, "this worker starts no servers")
+        sandboxes, shared = context.server_sandboxes, context.shared
+        if sandboxes is None or shared is None:
+            raise InfraFailed(ServerNotStarted.reason, "servers are started by sandbox workers only")
+        servers: StartedServers = await shared.open(NAME, lambda: _started(sandboxes))
+        return StartedPlace(named, servers)
     if context.way_out is None:
         raise InfraFailed(
             NotAllowed.reason,
@@ -119,3 +136,7 @@ async def open_place(named: Any, context: CallContext) -> ServerPlace:
         raise InfraFailed(ServerUnreachable.reason, str(error)) from error
     except EgressError as error:
         raise InfraFailed(NotAllowed.reason, f"{named} was refused: {error}") from error
+
+
+async def _started(sandboxes: ServerSandboxes) -> StartedServers:
+    return StartedServers(sandboxes)

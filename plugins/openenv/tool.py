@@ -97,6 +97,8 @@ class Episode:
                     self.session = await self.place.connect(timeout_s=max(0.1, until - loop.time()))
                 step = await self.session.reset(options, timeout_s=max(0.1, until - loop.time()))
             except (EnvironmentFull, EnvironmentLost, ServerUnreachable) as error:
+                if isinstance(error, EnvironmentFull) and self.session is not None:
+                    self.place.full()
                 await self._disconnect()
                 lost += isinstance(error, EnvironmentLost)
                 if lost >= LOST_RESETS or loop.time() + pause >= until:

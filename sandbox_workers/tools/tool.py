@@ -27,6 +27,7 @@ from referencing.jsonschema import DRAFT202012
 from turnlog.infra.environments.tools import Schema
 from turnlog.sandbox_workers.connections import SessionConnections
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OnOutput, Sandbox
+from turnlog.sandbox_workers.server_sandboxes import ServerSandboxes
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 from turnlog.schemas.json_depth import deeper_than, more_than
 
@@ -91,6 +92,10 @@ class CallContext:
     """The session's connections at this worker; without those that were lost."""
     way_out: Callable[[], WayOut] | None = None
     """Creates a way to servers outside, which its user closes; None if the worker's [egress] allow names nothing."""
+    shared: SessionConnections | None = None
+    """What the worker keeps for all of its sessions, until it ends; None where there is no worker."""
+    server_sandboxes: ServerSandboxes | None = None
+    """Starts sandboxes for servers that are kept in `shared`; None where there is no worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -42,6 +43,57 @@ def upstream_python() -> Path:
         with contextlib.suppress(OSError):  # another process was faster
             part.rename(made)
     return made / "bin/python"
+
+
+def image_folder() -> Path:
+    """A folder of images with one, `guess`: upstream's packages and the game below /opt, and the machine's C libraries.
+
+    Sandboxes run as users of their own, so skips where those may not read this repository."""
+    python = upstream_python()
+    folder = KEPT / "images"
+    if not os.access(ROOT, os.X_OK) or any(not parent.stat().st_mode & 1 for parent in (KEPT, *KEPT.parents)):
+        pytest.skip("the repository lies where no other user can read")
+    if not (folder / "guess").exists():
+        part = KEPT / f"image-{os.getpid()}"
+        shutil.rmtree(part, ignore_errors=True)
+        (part / "opt/openenv").mkdir(parents=True)
+        (part / "etc").mkdir()
+        packages = next(python.parents[1].glob("lib/python3*/site-packages"))
+        subprocess.run(["cp", "-al", packages, part / "opt/openenv/packages"], check=True)
+        for library in c_libraries(packages):
+            target = part / "usr" / library.relative_to(*library.parts[: 2 if library.parts[1] == "usr" else 1])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, target)
+        for name in ("bin", "lib", "lib64"):
+            (part / name).symlink_to(f"usr/{name}")
+        folder.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # another process was faster
+            part.rename(folder / "guess")
+    shutil.copy(GUESS, folder / "guess/opt/openenv/guess_server.py")
+    return folder
+
+
+def c_libraries(packages: Path) -> set[Path]:
+    """Libraries of this machine that Python, its modules and packages need, and the one that loads them."""
+    modules = Path(sys.base_prefix).glob("lib/python3*/lib-dynload/*.so")
+    listed = subprocess.run(
+        ["ldd", os.path.realpath(sys.executable), *modules, *packages.rglob("*.so")], capture_output=True, text=True
+    ).stdout
+    found = {Path(path) for path in re.findall(r"^\s+(?:\S+ => )?(/\S+) \(0x", listed, re.MULTILINE)}
+    beside = {path.parent / "libgcc_s.so.1" for path in found if path.name.startswith("libc.")}
+    return {
+        path
+        for path in found | beside
+        if path.exists() and not {sys.base_prefix, str(packages)} & set(map(str, path.parents))
+    }
+
+
+def sandboxed_command(sessions: int, *, image: bool = False) -> list[str]:
+    """The command of the game's server in a sandbox: its own Python, upstream's packages."""
+    packages = image_folder() / "guess/opt/openenv"
+    place = Path("/opt/openenv") if image else packages
+    code = f"import sys; sys.path.insert(0, '{place}/packages'); import runpy; sys.argv[0] = '{place}/guess_server.py'"
+    return ["python3", "-c", f"{code}; runpy.run_path(sys.argv[0], run_name='__main__')", "{port}", str(sessions)]
 
 
 def free_port() -> int:

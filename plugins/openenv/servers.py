@@ -1,0 +1,306 @@
+"""Servers that a worker starts in sandboxes, and the sessions that they serve.
+
+A server serves as many sessions at once as it accepts: when it answers that it is full, the next session gets another
+server of the same command. When a session ends, its place is free for the next. All end with the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+from turnlog.plugins.openenv.client import (
+    CONNECT_S,
+    EnvironmentFull,
+    OpenEnvError,
+    OpenEnvServer,
+    OpenEnvSession,
+)
+from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, SandboxError, Shape
+from turnlog.sandbox_workers.server_sandboxes import ServerSandboxes
+from turnlog.schemas.canonical import canonical_text
+from turnlog.schemas.events import SandboxLimits
+
+NAME: Final = "openenv servers"
+RELAY: Final = Path(__file__).with_name("relay.py").read_text()
+PORT: Final = 8000
+"""Port of a server in a sandbox of its own, unless the task names another."""
+SPARE: Final = 4
+"""Connections that the relay keeps open for the next ones."""
+READY_S: Final = 120.0
+"""Seconds for a server to become healthy, unless the task names others."""
+POLL_S: Final = 0.1
+UNBOUNDED_S: Final = 1e9
+MEMORY_BYTES, DISK_BYTES, PIDS = 2 * 2**30, 256 * 2**20, 1024
+OUTPUT_BYTES: Final = 16 * 2**20
+"""Output of a server beyond which the init leaves out the middle."""
+SAID_BYTES: Final = 4096
+"""Bytes of output that an error shows."""
+
+
+class ServerNotStarted(OpenEnvError):
+    """The server did not become healthy; the message has its exit status and its last output."""
+
+    reason = "environment_not_started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """How a server is started; of equal plans, sessions share the servers."""
+
+    command: tuple[str, ...]
+    """Program and arguments; {port} stands for the port."""
+    image: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    port: int | None = None
+    ready_s: float = READY_S
+    memory_bytes: int = MEMORY_BYTES
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> ServerPlan:
+        """Parse `server` of a reset, which its schema allows."""
+        return cls(**{**given, "command": tuple(given["command"])})
+
+
+class StartedServer:
+    """A server in a sandbox."""
+
+    def __init__(self, plan: ServerPlan, sandboxes: ServerSandboxes) -> None:
+        self.sessions = 0
+        self.capacity: int | None = None
+        """Number of sessions that it accepts; None until it has refused one."""
+        self._plan, self._sandboxes = plan, sandboxes
+        self._said = bytearray()
+        self._idle: asyncio.Queue[socket.socket] = asyncio.Queue()
+        self._http = aiohttp.ClientSession(connector=RelayConnector(self._idle), cookie_jar=aiohttp.DummyCookieJar())
+        self.server = OpenEnvServer(f"http://localhost:{plan.port or PORT}", self)
+        self.ended = ""
+        """How it ended; empty while it runs."""
+        self._running = asyncio.create_task(self._run())
+        self._healthy = asyncio.create_task(self._become_healthy())
+
+    @property
+    def has_room(self) -> bool:
+        """True if one more session may be served, as far as is known."""
+        return not self.ended and (self.capacity is None or self.sessions < self.capacity)
+
+    def output(self) -> str:
+        """Return what it printed last."""
+        return bytes(self._said[-SAID_BYTES:]).decode(errors="replace").strip()
+
+    async def ready(self, *, timeout_s: float) -> None:
+        """Wait until it is healthy. Raises ServerNotStarted."""
+        await asyncio.wait([self._healthy], timeout=timeout_s)
+        if not self._healthy.done():
+            raise ServerNotStarted(
+                f"{self._plan.command[0]} is not healthy after {timeout_s:.1f} s and goes on starting: raise wall_s of "
+                "the task and of [sandbox]"
+            )
+        self._healthy.result()
+
+    async def connect(self, *, timeout_s: float) -> OpenEnvSession:
+        """Connect to an environment. Raises OpenEnvError."""
+        return await OpenEnvSession.connect(self.server.url, self, timeout_s=min(timeout_s, CONNECT_S))
+
+    async def websocket(self, url: str, *, max_bytes: int, timeout_s: float) -> aiohttp.ClientWebSocketResponse:
+        """See ServerNetwork."""
+        async with asyncio.timeout(timeout_s):
+            return await self._http.ws_connect(url, max_msg_size=max_bytes, compress=0)
+
+    @asynccontextmanager
+    async def request(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """See ServerNetwork."""
+        async with self._http.request(method, url, headers=headers, data=body or None) as response:
+            yield response
+
+    async def close(self) -> None:
+        """End it, with everything in its sandbox."""
+        for task in (self._healthy, self._running):
+            task.cancel()
+        await asyncio.wait([self._healthy, self._running])
+        await self._http.close()
+
+    async def _run(self) -> None:
+        """Run the server to its end."""
+        shape = Shape(image=self._plan.image, network="allowlist", disk_bytes=DISK_BYTES)
+        try:
+            async with self._sandboxes.opened(shape) as sandbox:
+                assert sandbox.proxy is not None  # the shape's network has one
+                with sandbox.proxy.dup() as listener:
+                    accepting = asyncio.create_task(self._accept(listener))
+                    try:
+                        done = await sandbox.exec(
+                            self._command(listener.getsockname()[:2]), self._limits(), on_output=self._on_output
+                        )
+                    finally:
+                        accepting.cancel()
+                        await asyncio.wait([accepting])
+            self.ended = _describe_end(done)
+        except (SandboxError, OSError) as error:
+            self.ended = f"{type(error).__name__}: {error}"
+        finally:
+            self.ended = self.ended or "it was stopped"
+            while not self._idle.empty():
+                self._idle.get_nowait().close()
+
+    def _command(self, outside: tuple[str, int]) -> Command:
+        port = self._plan.port or (PORT if self._sandboxes.backend != "subprocess" else _free_port())
+        settings = {
+            "command": [word.replace("{port}", str(port)) for word in self._plan.command],
+            "env": {"PORT": str(port), **self._plan.env}, "outside": outside, "port": port, "spare": SPARE,
+        }  # fmt: skip
+        return Command(kind=Kind.python, source=RELAY, env={"RELAY": json.dumps(settings)}, agent=True)
+
+    def _limits(self) -> SandboxLimits:
+        return SandboxLimits(
+            cpu_s=UNBOUNDED_S, wall_s=UNBOUNDED_S, memory_bytes=self._plan.memory_bytes, pids=PIDS,
+            disk_bytes=DISK_BYTES, output_bytes=OUTPUT_BYTES,
+        )  # fmt: skip
+
+    def _on_output(self, stream: OutputStream, part: bytes) -> None:
+        self._said += part
+        if len(self._said) > 2 * SAID_BYTES:
+            del self._said[:-SAID_BYTES]
+
+    async def _accept(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            connection.setblocking(False)
+            self._idle.put_nowait(connection)
+
+    async def _become_healthy(self) -> None:
+        loop = asyncio.get_running_loop()
+        until, last = loop.time() + self._plan.ready_s, ""
+        while True:
+            left_s = max(POLL_S, min(CONNECT_S, until - loop.time()))
+            asking = asyncio.create_task(self.server.health(timeout_s=left_s))
+            try:
+                await asyncio.wait([asking, self._running], return_when=asyncio.FIRST_COMPLETED)
+                if not self.ended:
+                    return await asking
+            except OpenEnvError as error:
+                last = str(error)
+            finally:
+                asking.cancel()
+            await asyncio.wait([self._running], timeout=POLL_S)
+            if self.ended or loop.time() > until:
+                why = f"ended: {self.ended}" if self.ended else f"is not healthy after {self._plan.ready_s:g} s: {last}"
+                self._running.cancel()
+                raise ServerNotStarted(f"the server {self._plan.command[0]} {why}")
+
+
+class RelayConnector(aiohttp.BaseConnector):
+    """Takes connections that a relay has opened from within its sandbox."""
+
+    def __init__(self, idle: asyncio.Queue[socket.socket]) -> None:
+        super().__init__(limit=0, force_close=True)
+        self._idle = idle
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        connection = await self._idle.get()
+        _, protocol = await self._loop.create_connection(self._factory, sock=connection)
+        return protocol
+
+
+class StartedServers:
+    """The servers of one worker, by their plans. See Connection."""
+
+    def __init__(self, sandboxes: ServerSandboxes) -> None:
+        self._sandboxes = sandboxes
+        self._servers: dict[str, list[StartedServer]] = {}
+
+    async def with_room(self, plan: ServerPlan) -> StartedServer:
+        """Return a server that may take one more session, started if there is none. Raises EnvironmentFull."""
+        servers = self._servers.setdefault(canonical_text(_as_json(plan), ascii_only=False), [])
+        for over in [server for server in servers if server.ended and not server.sessions]:
+            servers.remove(over)
+            await over.close()
+        found = next((server for server in servers if server.has_room), None)
+        if found is None:
+            if len(servers) >= self._sandboxes.most:
+                raise EnvironmentFull(
+                    f"all {len(servers)} servers of {plan.command[0]} that this worker may start are in use: raise "
+                    "[sandbox] slots, or max_concurrent_envs of the server"
+                )
+            found = StartedServer(plan, self._sandboxes)
+            servers.append(found)
+        return found
+
+    async def close(self) -> None:
+        servers = [server for group in self._servers.values() for server in group]
+        self._servers.clear()
+        await asyncio.gather(*(server.close() for server in servers))
+
+
+class StartedPlace:
+    """A place at a server that the worker starts. See ServerPlace."""
+
+    def __init__(self, named: Mapping[str, Any], servers: StartedServers) -> None:
+        self.named = named
+        self._plan, self._servers = ServerPlan.parse(named), servers
+        self._started: StartedServer | None = None
+
+    @property
+    def server(self) -> OpenEnvServer:
+        assert self._started is not None  # there is one once a session has connected
+        return self._started.server
+
+    async def connect(self, *, timeout_s: float) -> OpenEnvSession:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        started = self._started = await self._servers.with_room(self._plan)
+        started.sessions += 1  # before anything is awaited, so that no other session takes the place
+        try:
+            await started.ready(timeout_s=timeout_s)
+            return await started.connect(timeout_s=max(0.1, until - loop.time()))
+        except BaseException:
+            started.sessions -= 1
+            raise
+
+    def full(self) -> None:
+        if self._started is not None:
+            self._started.capacity = max(1, self._started.sessions - 1)
+
+    def disconnected(self) -> None:
+        if self._started is not None:
+            self._started.sessions -= 1
+
+    def output(self) -> str:
+        if self._started is None:
+            return ""
+        ended = f"[it ended: {self._started.ended}]" if self._started.ended else ""
+        return "\n".join(text for text in (self._started.output(), ended) if text)
+
+    async def close(self) -> None:
+        """See ServerPlace. The server goes on, for other sessions."""
+
+
+def _describe_end(done: Execution) -> str:
+    return done.reason or f"exit status {done.exit_code}"
+
+
+def _as_json(plan: ServerPlan) -> dict[str, Any]:
+    return {
+        "command": list(plan.command), "image": plan.image, "env": dict(plan.env), "port": plan.port,
+        "ready_s": plan.ready_s, "memory_bytes": plan.memory_bytes,
+    }  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
