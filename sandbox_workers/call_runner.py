@@ -36,7 +36,7 @@ from turnlog.sandbox_workers.calls import (
     unrun,
     without_interpreter,
 )
-from turnlog.sandbox_workers.connections import Connections, SessionConnections
+from turnlog.sandbox_workers.connections import SessionConnections, WorkerConnections
 from turnlog.sandbox_workers.outside import ENVIRONMENT, NoSandbox
 from turnlog.sandbox_workers.placements import EnvironmentDigests, Placement, Scheduler
 from turnlog.sandbox_workers.pooling import SandboxPools
@@ -108,7 +108,7 @@ class CallRunner:
         self._park, self._health = role.park, role.health
         self._catch_up = catch_up
         self._clock = clock
-        self.connections = Connections()
+        self.connections = WorkerConnections()
         """The connections of the sessions whose calls run here."""
         self._shared = SessionConnections()
         self._server_sandboxes = ServerSandboxes(pools.local.provider, slots=settings.sandbox.slots)
@@ -176,7 +176,7 @@ class CallRunner:
     async def _attempt(self, unit: ToolCallPartitionTask, pending: Pending, placement: Placement) -> Execution | None:
         """Make one attempt. Return None if the call is answered, else the answer of a call that did not run. Raises
         SandboxDied, SandboxUnavailable, NoSandboxInTime."""
-        if not placement.tool.sandboxed:
+        if not placement.tool.takes_sandbox:
             return await self._attempt_outside(unit, pending, placement)
         async with AsyncExitStack() as stack:
             try:

@@ -1,4 +1,4 @@
-"""Connections to servers outside of sandboxes that a worker keeps from call to call, for each session its own.
+"""WorkerConnections to servers outside of sandboxes that a worker keeps from call to call, for each session its own.
 
 A connection is state that no record holds: it is lost with its worker, when the session's partition moves, or after
 IDLE_S without a call. A tool decides what a call that finds none may do (`turnlog.sandbox_workers.tools`)."""
@@ -20,7 +20,7 @@ MOST = 4096
 """Maximum number of sessions with connections; beyond it those of the session that was idle longest are closed."""
 
 
-class Connection(Protocol):
+class SessionConnection(Protocol):
     """A connection of one session."""
 
     async def close(self) -> None:
@@ -28,14 +28,14 @@ class Connection(Protocol):
         ...
 
 
-C = TypeVar("C", bound=Connection)
+C = TypeVar("C", bound=SessionConnection)
 
 
 class SessionConnections:
     """The connections of one session, by name. One call uses them at a time."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Connection] = {}
+        self._known: dict[str, SessionConnection] = {}
 
     def find(self, name: str) -> Any:
         """Return the connection of that name, or None."""
@@ -62,7 +62,7 @@ class SessionConnections:
         return len(self._known)
 
 
-class Connections:
+class WorkerConnections:
     """The connections of all sessions of one worker, by the worker's name for the session (PARTITION/SESSION)."""
 
     def __init__(

@@ -52,7 +52,7 @@ class Scheduler:
         self._egress = egress
         self._argument_bytes = settings.argument_bytes
         self.most = SandboxLimits(**{name: getattr(settings, name) for name in LIMITS})
-        """What a call gets at most."""
+        """Upper limits of a call."""
         self._most_of_agents = dataclasses.replace(self.most, wall_s=settings.agent_s, cpu_s=settings.agent_s)
 
     def placement(self, request: ToolCallRequested) -> Placement | Refusal:

@@ -2,8 +2,7 @@
 
 from turnlog.plugins.mcp.harnesses import McpConfig as McpConfig
 from turnlog.plugins.mcp.harnesses import mcp_config as mcp_config
-from turnlog.plugins.mcp.listing import BadListing as BadListing
-from turnlog.plugins.mcp.listing import Listing as Listing
+from turnlog.plugins.mcp.listing import ToolListing as ToolListing
 from turnlog.plugins.mcp.listing import content_of as content_of
 from turnlog.plugins.mcp.recipe import McpRecipe as McpRecipe
 from turnlog.plugins.mcp.recipe import with_servers as with_servers

@@ -55,7 +55,7 @@ class ServerSilent(Exception):
     """The server did not answer in time."""
 
 
-class RequestRefused(Exception):
+class McpRefusal(Exception):
     """The server answered a request with an error, whose text the model may read."""
 
 
@@ -68,7 +68,7 @@ def hello() -> dict[str, Any]:
     }
 
 
-def greeted(result: dict[str, Any], name: str) -> dict[str, Any]:
+def check_greeting(result: dict[str, Any], name: str) -> dict[str, Any]:
     """Return what is recorded of a server's answer to `initialize`. Raises McpFailure."""
     version, about = result.get("protocolVersion"), result.get("serverInfo")
     if version not in VERSIONS or not isinstance(about, dict):
@@ -82,7 +82,7 @@ def greeted(result: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def selected(pages: list[Tool], spec: dict[str, Any]) -> list[Tool]:
+def select_tools(pages: list[Tool], spec: dict[str, Any]) -> list[Tool]:
     """Return the tools that the session has, in the server's order. Raises McpFailure for more than it may have."""
     name, most = spec["name"], spec["most_tools"]
     found = [
@@ -120,18 +120,16 @@ def page_of(result: dict[str, Any], name: str, before: list[Tool]) -> str:
     return str(cursor)
 
 
-def too_long(name: str) -> RequestRefused:
+def too_long(name: str) -> McpRefusal:
     """Return the error for an answer that nobody reads to its end."""
-    return RequestRefused(f"MCP server {name} answered with more than {MESSAGE_BYTES} bytes")
+    return McpRefusal(f"MCP server {name} answered with more than {MESSAGE_BYTES} bytes")
 
 
 def result_of(message: dict[str, Any], name: str, method: str) -> dict[str, Any]:
-    """Return the result of a response. Raises RequestRefused, McpFailure."""
+    """Return the result of a response. Raises McpRefusal, McpFailure."""
     if "error" in message:
         error = message["error"] if isinstance(message["error"], dict) else {}
-        raise RequestRefused(
-            f"{str(error.get('message') or 'an error without a message')[:4000]} ({error.get('code')})"
-        )
+        raise McpRefusal(f"{str(error.get('message') or 'an error without a message')[:4000]} ({error.get('code')})")
     if not isinstance(message.get("result"), dict):
         raise McpFailure("mcp_protocol", f"MCP server {name} answers {method} with {json.dumps(message)[:200]}")
     return message["result"]  # type: ignore[no-any-return]
@@ -155,10 +153,10 @@ def call_answer(result: dict[str, Any], name: str, most: int) -> dict[str, Any]:
         raise McpFailure("mcp_protocol", f"MCP server {name} answers tools/call with {json.dumps(result)[:200]}")
     if not content and "structuredContent" in result:
         content = [{"type": "text", "text": json.dumps(result["structuredContent"], ensure_ascii=False)}]
-    return {"content": fitting(content, most), "isError": result.get("isError") is True}
+    return {"content": fit_content(content, most), "isError": result.get("isError") is True}
 
 
-def fitting(content: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+def fit_content(content: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """Return the blocks that fit `most` bytes. A text that does not is cut; a note stands for any other block, and for
     those after it."""
     left, kept = most - ROOM, []
@@ -212,9 +210,9 @@ class StdioServer:
         for pipe in (self._input, self._output, self._errors):
             os.set_blocking(pipe.fileno(), False)
         try:
-            self.about = greeted(self.request("initialize", hello(), deadline), self.name)
+            self.about = check_greeting(self.request("initialize", hello(), deadline), self.name)
             self._send({"jsonrpc": "2.0", "method": "notifications/initialized"}, deadline)
-        except (ServerLost, RequestRefused) as error:
+        except (ServerLost, McpRefusal) as error:
             self.end()
             raise McpFailure("mcp_start", f"MCP server {self.name} did not start: {error}") from error
         except BaseException:
@@ -227,7 +225,7 @@ class StdioServer:
         return self._process.poll() is None
 
     def tools(self, deadline: float) -> list[Tool]:
-        """Return every tool. Raises McpFailure, ServerSilent, RequestRefused."""
+        """Return every tool. Raises McpFailure, ServerSilent, McpRefusal."""
         found: list[Tool] = []
         cursor = page_of(self.request("tools/list", {}, deadline), self.name, found)
         while cursor:
@@ -235,7 +233,7 @@ class StdioServer:
         return found
 
     def request(self, method: str, params: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Send a request and return its result. Raises McpFailure, ServerSilent, RequestRefused."""
+        """Send a request and return its result. Raises McpFailure, ServerSilent, McpRefusal."""
         self._count += 1
         number = self._count
         self._send({"jsonrpc": "2.0", "id": number, "method": method, "params": params}, deadline)
@@ -274,10 +272,10 @@ class StdioServer:
             except BlockingIOError:
                 self._wait(deadline, writing=True)
             except OSError as error:
-                raise self._lost() from error
+                raise self._build_loss() from error
 
     def _next(self, deadline: float) -> dict[str, Any]:
-        """Return the next message. Lines that are none are skipped, as the reference client does. Raises RequestRefused
+        """Return the next message. Lines that are none are skipped, as the reference client does. Raises McpRefusal
         for one that is too long: only one request waits for an answer."""
         while True:
             while (end := self._buffer.find(b"\n", self._searched)) >= 0:
@@ -321,7 +319,7 @@ class StdioServer:
                 if self._output in ready:
                     part = self._read(self._output)
                     if not part:
-                        raise self._lost()
+                        raise self._build_loss()
                     self._buffer += part
                     return
                 if self._input in ready:
@@ -334,7 +332,7 @@ class StdioServer:
         except BlockingIOError:
             return b""
 
-    def _lost(self) -> ServerLost:
+    def _build_loss(self) -> ServerLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5)
         with contextlib.suppress(OSError):
@@ -344,7 +342,7 @@ class StdioServer:
         return ServerLost(f"MCP server {self.name} ended ({how})" + (f": {said}" if said else ""))
 
 
-class Servers:
+class KeptServers:
     """The servers of this interpreter, by name."""
 
     def __init__(self) -> None:
@@ -353,7 +351,7 @@ class Servers:
     def listing(self, spec: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Return what is recorded of a server: who it is, and its tools."""
         server = self._server(spec, deadline)
-        return {"name": server.name, **server.about, "tools": selected(server.tools(deadline), spec)}
+        return {"name": server.name, **server.about, "tools": select_tools(server.tools(deadline), spec)}
 
     def call(
         self, spec: dict[str, Any], tool: str, arguments: Any, *, safe: bool, most: int, deadline: float
@@ -371,14 +369,14 @@ class Servers:
                 if not safe or (server.touched and not spec["stateless"]):
                     raise
                 if again:
-                    raise RequestRefused(f"{lost}; it did so twice under this call") from lost
+                    raise McpRefusal(f"{lost}; it did so twice under this call") from lost
                 again = True
 
     def _server(self, spec: dict[str, Any], deadline: float) -> StdioServer:
         name = spec["name"]
         known = self._known.get(name)
         if known is not None and not known.alive:
-            touched, lost = known.touched, known._lost()
+            touched, lost = known.touched, known._build_loss()
             self._forget(name)
             if touched and not spec["stateless"]:
                 raise lost
@@ -392,7 +390,7 @@ class Servers:
             known.end()
 
 
-def answer(text: str, servers: Servers) -> None:
+def answer(text: str, servers: KeptServers) -> None:
     """Print one line of JSON: {"answer"}, {"error"} for the model, {"silent"}, or {"failed", "text"}."""
     given = json.loads(text)
     deadline = time.monotonic() + given["within_s"]
@@ -406,7 +404,7 @@ def answer(text: str, servers: Servers) -> None:
                     safe=given["safe"], most=given["most"], deadline=deadline,
                 )
             }  # fmt: skip
-    except RequestRefused as refused:
+    except McpRefusal as refused:
         said = {"error": str(refused)}
     except ServerSilent:
         said = {"silent": given["within_s"]}
@@ -416,4 +414,4 @@ def answer(text: str, servers: Servers) -> None:
     sys.stdout.flush()
 
 
-SERVERS = Servers()
+SERVERS = KeptServers()

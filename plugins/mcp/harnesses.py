@@ -18,7 +18,7 @@ Entries = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class McpConfig:
-    """What a CommandAgent needs beside its own arguments."""
+    """Additions to a CommandAgent."""
 
     servers: tuple[dict[str, Any], ...]
     """CommandAgent.mcp."""

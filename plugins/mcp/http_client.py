@@ -19,12 +19,12 @@ from turnlog.plugins.mcp.driver import (
     ServerLost,
     Tool,
     call_answer,
-    greeted,
+    check_greeting,
     hello,
     page_of,
     reply_to,
     result_of,
-    selected,
+    select_tools,
     too_long,
 )
 from turnlog.sandbox_workers.egress.policy import EgressError, Reason
@@ -49,7 +49,7 @@ class Outward(Protocol):
         """Send a request."""
         ...
 
-    def redacted(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Return the text without credentials."""
         ...
 
@@ -101,15 +101,15 @@ class HttpServer:
         return bool(self._session) and not self._spec["stateless"]
 
     async def listing(self) -> dict[str, Any]:
-        """Return what is recorded of the server: who it is, and its tools. Raises McpFailure, RequestRefused."""
+        """Return what is recorded of the server: who it is, and its tools. Raises McpFailure, McpRefusal."""
         found: list[Tool] = []
         cursor = page_of(await self._request("tools/list", {}), self.name, found)
         while cursor:
             cursor = page_of(await self._request("tools/list", {"cursor": cursor}), self.name, found)
-        return {"name": self.name, **self.about, "tools": selected(found, self._spec)}
+        return {"name": self.name, **self.about, "tools": select_tools(found, self._spec)}
 
     async def call(self, tool: str, arguments: Any, *, safe: bool, most: int) -> dict[str, Any]:
-        """Call a tool. Raises ServerLost, McpFailure, RequestRefused."""
+        """Call a tool. Raises ServerLost, McpFailure, McpRefusal."""
         self.touched = self.touched or not safe
         return call_answer(await self._request("tools/call", {"name": tool, "arguments": arguments}), self.name, most)
 
@@ -124,20 +124,20 @@ class HttpServer:
                     pass
         await self._way_out.close()
 
-    def redacted(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Return the text without the credentials of this server."""
-        return self._way_out.redacted(text)
+        return self._way_out.redact(text)
 
     async def _greet(self) -> None:
         self._session = self._protocol = ""
-        self.about = greeted(await self._request("initialize", hello()), self.name)
+        self.about = check_greeting(await self._request("initialize", hello()), self.name)
         self._protocol = self.about["protocol"]
         await self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
 
     async def _request(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
         self._count += 1
         number = self._count
-        async with self._posted({"jsonrpc": "2.0", "id": number, "method": method, "params": params}) as response:
+        async with self._post({"jsonrpc": "2.0", "id": number, "method": method, "params": params}) as response:
             if method == "initialize":
                 self._session = response.headers.get("Mcp-Session-Id", "")
             async for message in self._messages(response):
@@ -150,11 +150,11 @@ class HttpServer:
 
     async def _send(self, message: Message) -> None:
         """Send a notification or a reply, which has no answer."""
-        async with self._posted(message):
+        async with self._post(message):
             pass
 
     @contextlib.asynccontextmanager
-    async def _posted(self, message: Message) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _post(self, message: Message) -> AsyncIterator[aiohttp.ClientResponse]:
         """Post a message. Raises ServerLost if nobody knows whether it arrived, McpFailure for other refusals."""
         body = json.dumps(message).encode()
         headers = {
@@ -164,7 +164,7 @@ class HttpServer:
         try:
             async with self._way_out.request("POST", self._spec["url"], headers, body) as response:
                 if response.status >= 400:
-                    await self._refused(response)
+                    await self._raise_refusal(response)
                 yield response
         except NetworkRefusal as refused:
             if refused.reason in LOSSES:
@@ -176,10 +176,10 @@ class HttpServer:
         except aiohttp.ClientError as error:
             raise ServerLost(f"MCP server {self.name}: {type(error).__name__}: {error}") from error
 
-    async def _refused(self, response: aiohttp.ClientResponse) -> None:
+    async def _raise_refusal(self, response: aiohttp.ClientResponse) -> None:
         """Raise for an answer with an error status."""
         said = (await _whole(response, self.name))[:500].decode(errors="replace")
-        text = self.redacted(f"MCP server {self.name} answers {response.status}: {said}")
+        text = self.redact(f"MCP server {self.name} answers {response.status}: {said}")
         if response.status in (401, 403):
             raise McpFailure(
                 "mcp_credential", f"{text}; [egress] credentials_file of the worker has the headers of a server"
@@ -202,16 +202,16 @@ class HttpServer:
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind == "text/event-stream":
             async for data in _events(response, self.name):
-                yield self._parsed(data)
+                yield self._parse(data)
         elif kind == "application/json":
-            yield self._parsed(await _whole(response, self.name))
+            yield self._parse(await _whole(response, self.name))
         else:
             raise McpFailure(
                 "mcp_protocol",
                 f"MCP server {self.name} answers {kind or 'nothing'!r:.80}, which is neither JSON nor events",
             )
 
-    def _parsed(self, data: bytes) -> Message:
+    def _parse(self, data: bytes) -> Message:
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):

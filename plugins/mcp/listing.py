@@ -15,7 +15,7 @@ from typing import Any
 from turnlog.infra.environments.episodes import SandboxCall
 from turnlog.infra.environments.simulations import NO_OBJECT, object_of
 from turnlog.infra.environments.tools import declaration
-from turnlog.plugins.mcp.servers import McpServer, tool_call
+from turnlog.plugins.mcp.servers import BadServer, McpServer, tool_call
 
 ILLEGAL = re.compile(r"[^A-Za-z0-9_-]")
 LONGEST = 64
@@ -23,10 +23,6 @@ LONGEST = 64
 SHOWN = 1024
 """Maximum number of characters of a description."""
 Block = dict[str, Any]
-
-
-class BadListing(ValueError):
-    """The record is not that of a session's servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +41,19 @@ class ListedTool:
         return declaration(self.name, about, schema if isinstance(schema, Mapping) else {"type": "object"})
 
 
-class Listing:
+class ToolListing:
     """The tools of a session."""
 
     def __init__(self, servers: Sequence[McpServer], output: str) -> None:
-        """Read the answer of `list_call`. Raises BadListing."""
+        """Read the answer of `list_call`. Raises BadServer."""
         try:
             recorded = {one["name"]: one for one in json.loads(output)["servers"]}
             self.instructions = {name: str(one.get("instructions", "")) for name, one in recorded.items()}
-            """What each server says about its use."""
+            """Instructions of each server for its use."""
             pairs = [(server, tool) for server in servers for tool in recorded[server.name]["tools"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadListing(f"no list of tools of MCP servers: {type(error).__name__}: {error}") from error
-        self.tools = _named(pairs)
+            raise BadServer(f"no list of tools of MCP servers: {type(error).__name__}: {error}") from error
+        self.tools = _name_tools(pairs)
         """Every tool, in the order of the servers."""
         self._by_name = {tool.name: tool for tool in self.tools}
 
@@ -79,7 +75,7 @@ class Listing:
         return tool_call(tool.server, tool.tool, arguments)
 
 
-def _named(pairs: Sequence[tuple[McpServer, Mapping[str, Any]]]) -> tuple[ListedTool, ...]:
+def _name_tools(pairs: Sequence[tuple[McpServer, Mapping[str, Any]]]) -> tuple[ListedTool, ...]:
     """Give every tool a name of its own. A name that two tools have gets its server as a prefix; what is then too long,
     or still the same, ends in a hash of server and tool."""
     plain = [ILLEGAL.sub("_", tool["name"]) for _, tool in pairs]
@@ -122,12 +118,12 @@ def _block(block: Block, *, images: bool) -> Block:
         resource = block["resource"]
         if isinstance(resource.get("text"), str):
             return {"type": "text", "text": resource["text"]}
-        return _named_only(f"resource {resource.get('uri', '')}", resource.get("mimeType"), resource.get("blob"))
+        return _describe_block(f"resource {resource.get('uri', '')}", resource.get("mimeType"), resource.get("blob"))
     if kind == "resource_link":
         return {"type": "text", "text": f"[{block.get('name', '')}: {block.get('uri', '')}]"}
-    return _named_only(kind, block.get("mimeType"), data)
+    return _describe_block(kind, block.get("mimeType"), data)
 
 
-def _named_only(what: str, kind: object, data: object) -> Block:
+def _describe_block(what: str, kind: object, data: object) -> Block:
     size = f", {len(data) * 3 // 4 - data.count('=')} bytes" if isinstance(data, str) else ""
     return {"type": "text", "text": f"[{what} {kind or ''}{size}]"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from turnlog.environments import Observation, Opening, Recipe, SandboxAnswer, SandboxCall, Task, TaskRow
 from turnlog.infra.environments.tools import MCP_TOOL
-from turnlog.plugins.mcp.listing import Listing, content_of
+from turnlog.plugins.mcp.listing import ToolListing, content_of
 from turnlog.plugins.mcp.servers import BadServer, McpServer, list_call
 
 
@@ -20,8 +20,8 @@ def with_servers(task: Task, servers: Sequence[McpServer], *, images: bool = Fal
     if task.opening is not None:
         raise BadServer(f"task {task.id} has an opening call of its own, so it cannot list the tools of MCP servers")
 
-    def opened(answer: SandboxAnswer) -> Opening:
-        listing = Listing(servers, answer.output)
+    def read_list(answer: SandboxAnswer) -> Opening:
+        listing = ToolListing(servers, answer.output)
         own = {tool["function"]["name"] for tool in task.tools}
         if twice := sorted(own & {tool.name for tool in listing.tools}):
             raise BadServer(f"task {task.id} and an MCP server both have a tool {twice[0]!r}: leave one out by `only`")
@@ -44,7 +44,7 @@ def with_servers(task: Task, servers: Sequence[McpServer], *, images: bool = Fal
         sandbox=sandbox,
         sandbox_tools=tuple(dict.fromkeys((*task.sandbox_tools, MCP_TOOL))),
         opening=list_call(servers),
-        opened=opened,
+        opened=read_list,
         observe=observe,
     )
 

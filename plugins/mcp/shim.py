@@ -13,7 +13,7 @@ import threading
 import urllib.request
 from typing import Any
 
-PROXY = os.environ.get("TURNLOG_MCP_PROXY", "http://127.0.0.1:3128/mcp/")
+PROXY = "http://127.0.0.1:3128/mcp/"
 RECORDED = ("tools/list", "tools/call")
 
 
@@ -37,7 +37,7 @@ def main() -> None:
 
     def back() -> None:
         for line in server.stdout or ():
-            message = parsed(line)
+            message = parse_message(line)
             number = waiting.pop(message.get("id"), None) if "method" not in message else None
             if number is not None:
                 report(name, {"number": number, "response": message})
@@ -50,7 +50,7 @@ def main() -> None:
     thread = threading.Thread(target=back, daemon=True)
     thread.start()
     for line in sys.stdin.buffer:
-        message = parsed(line)
+        message = parse_message(line)
         if message.get("method") in RECORDED and "id" in message:
             waiting[message["id"]] = report(name, {"request": message})["number"]
         server.stdin.write(line)
@@ -59,7 +59,7 @@ def main() -> None:
     thread.join()
 
 
-def parsed(line: bytes) -> dict[str, Any]:
+def parse_message(line: bytes) -> dict[str, Any]:
     """Return a message; an empty one for a line that is none."""
     try:
         message = json.loads(line)

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from turnlog.plugins.mcp.driver import LIST_BYTES, McpFailure, RequestRefused, ServerLost
+from turnlog.plugins.mcp.driver import LIST_BYTES, McpFailure, McpRefusal, ServerLost
 from turnlog.plugins.mcp.http_client import HttpServer
 from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream
 from turnlog.sandbox_workers.tools import Call, Tool, ToolFailed
@@ -146,7 +146,7 @@ async def _list(call: Call) -> Execution:
                     found.append(await (await _connection(call, server)).listing())
         except TimeoutError as error:
             raise McpFailure("mcp_start", f"MCP server {name} did not list its tools in {within_s:g} s") from error
-        except RequestRefused as refused:
+        except McpRefusal as refused:
             raise McpFailure("mcp_start", f"MCP server {name} lists no tools: {refused}") from refused
     output = json.dumps({"servers": found}, ensure_ascii=False).encode(errors="replace")
     if len(output) > OUTPUT_BYTES:
@@ -168,7 +168,7 @@ async def _call(call: Call) -> Execution:
     except TimeoutError:
         text = f"MCP server {server['name']} did not answer in {within_s:g} s\n"
         return call.answer(text, status=ToolStatus.timeout, reason="wall_s")
-    except RequestRefused as refused:
+    except McpRefusal as refused:
         raise ToolFailed(str(refused)) from refused
     status = ToolStatus.tool_error if said["isError"] else ToolStatus.ok
     return call.answer(json.dumps(said, ensure_ascii=False), status=status)
@@ -176,7 +176,7 @@ async def _call(call: Call) -> Execution:
 
 async def _call_over_http(call: Call, server: dict[str, Any]) -> dict[str, Any]:
     """Call a tool. A lost session is begun anew for a call that is safe, if no call before it was unsafe or the server
-    keeps no state. Raises McpFailure, RequestRefused."""
+    keeps no state. Raises McpFailure, McpRefusal."""
     given = call.arguments
     known: HttpServer | None = call.context.connections.find(_key(server))
     touched, safe, again = given.get("touched", True) if known is None else known.touched, not unsafe(given), False
@@ -188,13 +188,13 @@ async def _call_over_http(call: Call, server: dict[str, Any]) -> dict[str, Any]:
                     f"the session with MCP server {server['name']} is lost, and what earlier calls changed in it"
                 )
             said = await connection.call(given["tool"], given["arguments"], safe=safe, most=call.limits.output_bytes)
-            return json.loads(connection.redacted(json.dumps(said)))  # type: ignore[no-any-return]
+            return json.loads(connection.redact(json.dumps(said)))  # type: ignore[no-any-return]
         except ServerLost as lost:
             await call.context.connections.drop(_key(server))
             if not safe or (touched and connection.has_session):
                 raise
             if again:
-                raise RequestRefused(f"{lost}; it did so twice under this call") from lost
+                raise McpRefusal(f"{lost}; it did so twice under this call") from lost
             again = True
 
 
@@ -205,7 +205,7 @@ async def _connection(call: Call, server: dict[str, Any]) -> HttpServer:
 
 async def _ask_driver(call: Call, server: dict[str, Any], request: dict[str, Any]) -> dict[str, Any] | Execution:
     """Have the driver in the sandbox do it. Return its answer, or how the call ended. Raises McpFailure,
-    RequestRefused, TimeoutError."""
+    McpRefusal, TimeoutError."""
     arguments = json.dumps({**request, "server": server, "within_s": max(0.1, _within_s(call, server) - MARGIN_S / 2)})
     source = SOURCE.format(name=NAME, driver=DRIVER, file=f"<{NAME}>", arguments=arguments)
     printed = bytearray()
@@ -226,7 +226,7 @@ async def _ask_driver(call: Call, server: dict[str, Any], request: dict[str, Any
         case {"answer": dict() as answer}:
             return answer
         case {"error": str() as text}:
-            raise RequestRefused(text)
+            raise McpRefusal(text)
         case {"silent": _}:
             raise TimeoutError
         case {"failed": str() as reason, "text": str() as text}:

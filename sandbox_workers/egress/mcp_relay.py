@@ -169,15 +169,15 @@ class McpRelay:
                 case "ping":
                     return result(number, {})
                 case "tools/list":
-                    return result(number, {"tools": await self._listed(name)})
+                    return result(number, {"tools": await self._list_tools(name)})
                 case "tools/call":
-                    return result(number, await self._called(name, params))
+                    return result(number, await self._call_tool(name, params))
         except _Failed as failed:
             return error(number, failed.code, str(failed))
         return error(number, METHOD, f"there is no method {method!r:.80} here")
 
     async def _greeting(self, name: str, params: dict[str, Any]) -> dict[str, Any]:
-        await self._listed(name)
+        await self._list_tools(name)
         version = params.get("protocolVersion")
         greeting: dict[str, Any] = {
             "protocolVersion": version if version in VERSIONS else VERSIONS[-1],
@@ -188,7 +188,7 @@ class McpRelay:
             greeting["instructions"] = instructions
         return greeting
 
-    async def _listed(self, name: str) -> list[dict[str, Any]]:
+    async def _list_tools(self, name: str) -> list[dict[str, Any]]:
         """Return the server's tools, as they were listed first. Raises _Failed."""
         async with self._one_call:
             if name not in self._tools:
@@ -197,8 +197,8 @@ class McpRelay:
                 self._tools[name] = self._about[name]["tools"]
             return self._tools[name]
 
-    async def _called(self, name: str, params: dict[str, Any]) -> dict[str, Any]:
-        tools = {tool["name"]: tool for tool in await self._listed(name)}
+    async def _call_tool(self, name: str, params: dict[str, Any]) -> dict[str, Any]:
+        tools = {tool["name"]: tool for tool in await self._list_tools(name)}
         tool, given = params.get("name"), params.get("arguments")
         if tool not in tools:
             raise _Failed(PARAMETERS, f"there is no tool {tool!r:.80}")

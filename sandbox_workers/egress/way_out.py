@@ -96,7 +96,7 @@ class WayOut:
         async with self._upstream.send_request(Head(method, url, pairs), target, body) as response:
             yield response
 
-    def redacted(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Return the text without the credentials, which a server might echo."""
         for headers in self._credentials.values():
             for value in headers.values():

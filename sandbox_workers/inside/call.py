@@ -233,7 +233,7 @@ class CommandProcess:
         """Return whether the process is an interpreter that has no part in this call, or a dead child of it."""
         if self.interpreter is None or self.head.get("keeps"):
             return False
-        if task.pid in self.interpreter.kept():
+        if task.pid in self.interpreter.kept_pids():
             return True
         return not self.session and self.interpreter.pid in (task.pid, task.parent)
 
@@ -457,7 +457,7 @@ def end_others(place: InitEnvironment, spared: Interpreter, reaped: Reaped) -> b
     """Kill every process but ours, `spared` and those that it keeps, which are stopped. Return False if `spared` is
     dead, too."""
     for _ in range(MOST_ROUNDS):
-        standing = frozenset((spared.pid, *spared.kept()))
+        standing = frozenset((spared.pid, *spared.kept_pids()))
         if not (found := _living(place, standing)):
             reaped.look()
             return spared.hold()

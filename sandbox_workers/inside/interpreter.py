@@ -85,7 +85,7 @@ class Interpreter:
         finally:
             os.close(call)
         os.kill(self.pid, signal.SIGCONT)
-        for pid in self.kept() if head.get("keeps") else ():
+        for pid in self.kept_pids() if head.get("keeps") else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -100,14 +100,14 @@ class Interpreter:
                 _stop(pid)
         self._kept = {pid: start for pid in found if (start := start_of(pid)) is not None}
 
-    def kept(self) -> set[int]:
+    def kept_pids(self) -> set[int]:
         """Return the pids of the kept processes that live."""
         self._kept = {pid: start for pid, start in self._kept.items() if start_of(pid) == start}
         return set(self._kept)
 
     def hold_kept(self) -> None:
         """Stop the kept processes."""
-        for pid in self.kept():
+        for pid in self.kept_pids():
             _stop(pid)
 
     def answer(self) -> int | None:

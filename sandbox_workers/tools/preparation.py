@@ -54,24 +54,24 @@ class Prepared:
     @property
     def once(self) -> bool:
         """True if a run that ended without an answer is not repeated."""
-        return self._decided(self.tool.once)
+        return self._decide(self.tool.once)
 
     @property
-    def sandboxed(self) -> bool:
+    def takes_sandbox(self) -> bool:
         """True if the call takes a sandbox."""
         return self.tool.sandboxed(self.arguments)
 
     @property
     def interpreter(self) -> bool:
         """True if the call uses the sandbox's persistent interpreter."""
-        return Kind.session in self.tool.kinds and self.sandboxed
+        return Kind.session in self.tool.kinds and self.takes_sandbox
 
     @property
     def leaves_state(self) -> bool:
         """True if the call leaves state in the interpreter that a new one would lack."""
-        return self.interpreter and self._decided(self.tool.leaves_state)
+        return self.interpreter and self._decide(self.tool.leaves_state)
 
-    def _decided(self, value: bool | Callable[[Mapping[str, Any]], bool]) -> bool:
+    def _decide(self, value: bool | Callable[[Mapping[str, Any]], bool]) -> bool:
         return value if isinstance(value, bool) else value(self.arguments)
 
     async def run(

@@ -82,7 +82,7 @@ class CallEnded(ToolEnd):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What surrounds a call: its place in its session, and the servers that the worker itself may speak to."""
+    """Context of a call: its place in its session, and its ways to servers outside."""
 
     call_id: str = ""
     """Idempotency key of the call."""
@@ -160,7 +160,7 @@ class Tool:
     sandboxed: Callable[[Mapping[str, Any]], bool] = in_a_sandbox
     """Whether the call takes a sandbox. Without one, `call.sandbox` serves nothing."""
     leaves_state: bool | Callable[[Mapping[str, Any]], bool] = True
-    """For a tool of kind `session`: whether the call leaves state in the interpreter that a new one would lack."""
+    """True if a call of kind `session` leaves state in the interpreter that a new one would lack."""
     output_bytes: int = 0
     """Bytes that an answer may have in any case; 0 if output_bytes of the call is the limit."""
     legal: Callable[[Mapping[str, Any], SandboxSpec, SandboxLimits], str] = always

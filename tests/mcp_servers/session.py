@@ -8,7 +8,7 @@ from typing import Any
 
 from turnlog.environments import SandboxCall
 from turnlog.infra.embedded.ports import free_ports
-from turnlog.plugins.mcp import Listing, McpServer, list_call
+from turnlog.plugins.mcp import McpServer, ToolListing, list_call
 from turnlog.sandbox_settings import EgressSettings
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
 from turnlog.schemas.types import BlobRef
@@ -43,8 +43,8 @@ class Session:
         self.seq, self.workspace = self.seq + 1, done.workspace
         return done
 
-    async def begin(self, *servers: McpServer) -> Listing:
+    async def begin(self, *servers: McpServer) -> ToolListing:
         """List the tools."""
         done = await self.call(list_call(servers))
         assert done.status is ToolStatus.ok, (done.status, done.reason, done.output)
-        return Listing(servers, done.output.decode())
+        return ToolListing(servers, done.output.decode())

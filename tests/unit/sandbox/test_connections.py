@@ -1,8 +1,8 @@
-"""Connections that a worker keeps for its sessions: opened once, and closed when they are of no more use."""
+"""WorkerConnections that a worker keeps for its sessions: opened once, and closed when they are of no more use."""
 
 from __future__ import annotations
 
-from turnlog.sandbox_workers.connections import Connections
+from turnlog.sandbox_workers.connections import WorkerConnections
 
 
 class Line:
@@ -15,7 +15,7 @@ class Line:
         self.closed += 1
 
 
-async def opened(connections: Connections, session: str, name: str = "a") -> Line:
+async def opened(connections: WorkerConnections, session: str, name: str = "a") -> Line:
     """A connection of a session."""
 
     async def make() -> Line:
@@ -25,7 +25,7 @@ async def opened(connections: Connections, session: str, name: str = "a") -> Lin
 
 
 async def test_a_session_finds_its_own_connection_again() -> None:
-    connections = Connections()
+    connections = WorkerConnections()
     first = await opened(connections, "0/s")
     assert await opened(connections, "0/s") is first
     assert await opened(connections, "1/s") is not first
@@ -37,7 +37,7 @@ async def test_a_session_finds_its_own_connection_again() -> None:
 
 async def test_connections_end_when_unused_when_too_many_with_their_partition_and_with_the_worker() -> None:
     now = [0.0]
-    connections = Connections(idle_s=10, most=2, clock=lambda: now[0])
+    connections = WorkerConnections(idle_s=10, most=2, clock=lambda: now[0])
     old = await opened(connections, "0/old")
     now[0] = 8
     used = await opened(connections, "0/used")

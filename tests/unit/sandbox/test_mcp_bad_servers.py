@@ -16,7 +16,7 @@ import pytest
 
 from tests.mcp_servers.session import LIMITS, Session, outside
 from tests.mcp_servers.upstream import HERE, clean_environment, environment, http_server
-from turnlog.plugins.mcp import BadServer, Listing, McpServer, list_call
+from turnlog.plugins.mcp import BadServer, McpServer, ToolListing, list_call
 from turnlog.schemas.events import SandboxSpec, ToolCallCompleted, ToolStatus
 
 FAKE = Path(__file__).parents[2] / "fakes/mcp_server.py"
@@ -97,7 +97,7 @@ async def test_of_10000_tools_a_session_has_those_that_it_chooses_or_the_first_o
         server = stdio("many=10000", "pages=1000", **choice)
         done = await listed(house, server, name=names[0])
         assert done.status is ToolStatus.ok, done.output
-        assert [tool.name for tool in Listing([server], done.output.decode()).tools] == names
+        assert [tool.name for tool in ToolListing([server], done.output.decode()).tools] == names
 
 
 async def test_a_server_that_dies_is_repeated_for_calls_that_change_nothing_alone(house: Any) -> None:
@@ -205,7 +205,9 @@ async def test_credentials_stay_with_the_worker(house: Any, tmp_path: Path) -> N
 
 
 @asynccontextmanager
-async def two_workers(house: Any, server: McpServer, before: Callable[[Session, Listing], Any]) -> AsyncIterator[Any]:
+async def two_workers(
+    house: Any, server: McpServer, before: Callable[[Session, ToolListing], Any]
+) -> AsyncIterator[Any]:
     """A session whose worker is gone after its first calls, and that the next worker continues."""
     session = Session(house, "s", dataclasses.replace(SPEC, durable_workspace=bool(server.command)))
     async with house.worker(instance="A"):
@@ -215,11 +217,11 @@ async def two_workers(house: Any, server: McpServer, before: Callable[[Session, 
         yield session, listing
 
 
-async def nothing(session: Session, listing: Listing) -> None:
+async def nothing(session: Session, listing: ToolListing) -> None:
     """No call."""
 
 
-async def counted(session: Session, listing: Listing) -> None:
+async def counted(session: Session, listing: ToolListing) -> None:
     """A call that is not safe."""
     await session.call(listing.call("count", {}))
 
