@@ -6,7 +6,7 @@ worker announces it, sends it to the server, and appends the answer, which the s
 same steps over the same kind of connection and keeps nothing. Rounds of both alternate. `value` and `floor` are of the
 adapter whose share is the smallest; `detail` has all.
 
-    python benchmarks/env.py [--only openenv]
+    python benchmarks/env.py [--only openenv,mcp]
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 import psutil
+from env_mcp import McpAdapter
 from row import say, size, told
 
 from tests.environments.openenv_servers import guessing
@@ -131,7 +132,9 @@ class BareOpenEnv:
         await self._connection.close()
 
 
-ADAPTERS = {"openenv": OpenEnvAdapter.open}
+ADAPTERS: dict[str, Callable[[], AbstractAsyncContextManager[Adapter]]] = {
+    "openenv": OpenEnvAdapter.open, "mcp": McpAdapter.open
+}  # fmt: skip
 
 
 async def bare(adapter: Adapter) -> dict[str, float]:
@@ -264,7 +267,7 @@ async def compared(name: str) -> dict[str, float]:
 async def main() -> int:
     """Measure, and print the line."""
     parser = argparse.ArgumentParser(description="Steps per second through the adapters of environments.")
-    parser.add_argument("--only", default="", help="openenv, ...")
+    parser.add_argument("--only", default="", help="openenv, mcp")
     only = parser.parse_args().only or ",".join(ADAPTERS)
     found = {name: await compared(name) for name in only.split(",")}
     least = min(found.values(), key=lambda each: each["share"])

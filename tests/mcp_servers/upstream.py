@@ -40,7 +40,7 @@ async def http_server(
 ) -> AsyncIterator[anyio.abc.Process]:
     """A server at http://127.0.0.1:PORT/mcp."""
     command = [str(python), "-u", str(HERE / program), "http", str(port), *options]
-    async with await anyio.open_process(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             with anyio.fail_after(30):
                 while True:
@@ -48,7 +48,7 @@ async def http_server(
                         await (await anyio.connect_tcp("127.0.0.1", port)).aclose()
                         break
                     except OSError:
-                        assert process.returncode is None, await process.stdout.receive()  # type: ignore[union-attr]
+                        assert process.returncode is None, f"{command} ended with {process.returncode}"
                         await anyio.sleep(0.05)
             yield process
         finally:
