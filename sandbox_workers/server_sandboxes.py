@@ -21,7 +21,7 @@ class ServerSandboxes:
         self._provider, self._first, self._used = provider, slots, set[int]()
 
     @asynccontextmanager
-    async def opened(self, shape: Shape) -> AsyncIterator[Sandbox]:
+    async def start(self, shape: Shape) -> AsyncIterator[Sandbox]:
         """Start a sandbox, and close it at the end. Raises SandboxUnavailable, ImageMissing."""
         number = next(each for each in range(self._first, self._first + len(self._used) + 1) if each not in self._used)
         self._used.add(number)

@@ -134,10 +134,13 @@ class ServerNetwork(Protocol):
 
 
 class DirectNetwork:
-    """The machine's own network, without rules: for tests, benchmarks and commands of a user."""
+    """Connections without rules: to servers that the worker has started, and in tests and benchmarks to any."""
 
-    def __init__(self) -> None:
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False)
+    def __init__(self, connector: aiohttp.BaseConnector | None = None) -> None:
+        """Create it. `connector` makes the connections, in place of the machine's own network."""
+        self._http = aiohttp.ClientSession(
+            connector=connector or aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
 
     async def websocket(self, url: str, *, max_bytes: int, timeout_s: float) -> aiohttp.ClientWebSocketResponse:
         async with asyncio.timeout(timeout_s):

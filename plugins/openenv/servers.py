@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +18,7 @@ from aiohttp.client_proto import ResponseHandler
 
 from turnlog.plugins.openenv.client import (
     CONNECT_S,
+    DirectNetwork,
     EnvironmentFull,
     OpenEnvError,
     OpenEnvServer,
@@ -80,8 +80,8 @@ class StartedServer:
         self._plan, self._sandboxes = plan, sandboxes
         self._said = bytearray()
         self._idle: asyncio.Queue[socket.socket] = asyncio.Queue()
-        self._http = aiohttp.ClientSession(connector=RelayConnector(self._idle), cookie_jar=aiohttp.DummyCookieJar())
-        self.server = OpenEnvServer(f"http://localhost:{plan.port or PORT}", self)
+        self._network = DirectNetwork(RelayConnector(self._idle))
+        self.server = OpenEnvServer(f"http://localhost:{plan.port or PORT}", self._network)
         self.ended = ""
         """How it ended; empty while it runs."""
         self._running = asyncio.create_task(self._run())
@@ -108,33 +108,20 @@ class StartedServer:
 
     async def connect(self, *, timeout_s: float) -> OpenEnvSession:
         """Connect to an environment. Raises OpenEnvError."""
-        return await OpenEnvSession.connect(self.server.url, self, timeout_s=min(timeout_s, CONNECT_S))
-
-    async def websocket(self, url: str, *, max_bytes: int, timeout_s: float) -> aiohttp.ClientWebSocketResponse:
-        """See ServerNetwork."""
-        async with asyncio.timeout(timeout_s):
-            return await self._http.ws_connect(url, max_msg_size=max_bytes, compress=0)
-
-    @asynccontextmanager
-    async def request(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes = b""
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """See ServerNetwork."""
-        async with self._http.request(method, url, headers=headers, data=body or None) as response:
-            yield response
+        return await OpenEnvSession.connect(self.server.url, self._network, timeout_s=min(timeout_s, CONNECT_S))
 
     async def close(self) -> None:
         """End it, with everything in its sandbox."""
         for task in (self._healthy, self._running):
             task.cancel()
         await asyncio.wait([self._healthy, self._running])
-        await self._http.close()
+        await self._network.close()
 
     async def _run(self) -> None:
         """Run the server to its end."""
         shape = Shape(image=self._plan.image, network="allowlist", disk_bytes=DISK_BYTES)
         try:
-            async with self._sandboxes.opened(shape) as sandbox:
+            async with self._sandboxes.start(shape) as sandbox:
                 assert sandbox.proxy is not None  # the shape's network has one
                 with sandbox.proxy.dup() as listener:
                     accepting = asyncio.create_task(self._accept(listener))

@@ -74,7 +74,7 @@ SCHEMA: Final = {
 }
 
 
-class Episode:
+class EpisodeConnection:
     """A session's environment at its server. Closed with the session's connections."""
 
     def __init__(self, place: ServerPlace) -> None:
@@ -160,7 +160,7 @@ class Episode:
 async def openenv(call: Call) -> Execution:
     """Reset, or take an action. The answer is one JSON object of observation, reward, terminated, truncated, info."""
     given, connections = call.arguments, call.context.connections
-    episode: Episode | None = connections.find(NAME)
+    episode: EpisodeConnection | None = connections.find(NAME)
     if given.get("reset", False):
         return await _reset(call, episode)
     if episode is None:
@@ -187,7 +187,7 @@ async def openenv(call: Call) -> Execution:
         raise _failure(episode.place, error) from error
 
 
-async def _reset(call: Call, episode: Episode | None) -> Execution:
+async def _reset(call: Call, episode: EpisodeConnection | None) -> Execution:
     given, connections = call.arguments, call.context.connections
     named = given.get("server")
     if episode is None and named is None:
@@ -195,7 +195,7 @@ async def _reset(call: Call, episode: Episode | None) -> Execution:
     if episode is None or (named is not None and named != episode.place.named):
         await connections.drop(NAME)
         place = await open_place(named, call.context)
-        episode = await connections.open(NAME, lambda: _made(Episode(place)))
+        episode = await connections.open(NAME, lambda: _made(EpisodeConnection(place)))
         first = True
     else:
         first = False
@@ -213,7 +213,7 @@ async def _reset(call: Call, episode: Episode | None) -> Execution:
     return _answer(call, step, more)
 
 
-async def _described(episode: Episode, timeout_s: float) -> dict[str, Any]:
+async def _described(episode: EpisodeConnection, timeout_s: float) -> dict[str, Any]:
     """Return the schema of actions, and the environment's MCP tools if it has any. Raises OpenEnvError."""
     schema = (await episode.place.server.schema())["action"]
     if episode.session is None:
@@ -226,7 +226,7 @@ async def _described(episode: Episode, timeout_s: float) -> dict[str, Any]:
     return {"action_schema": schema, **({"tools": tools} if tools else {})}
 
 
-async def _made(episode: Episode) -> Episode:
+async def _made(episode: EpisodeConnection) -> EpisodeConnection:
     return episode
 
 

@@ -93,7 +93,7 @@ class CallContext:
     way_out: Callable[[], WayOut] | None = None
     """Creates a way to servers outside, which its user closes; None if the worker's [egress] allow names nothing."""
     shared: SessionConnections | None = None
-    """What the worker keeps for all of its sessions, until it ends; None where there is no worker."""
+    """Connections and servers that the worker keeps for all of its sessions; None where there is no worker."""
     server_sandboxes: ServerSandboxes | None = None
     """Starts sandboxes for servers that are kept in `shared`; None where there is no worker."""
 

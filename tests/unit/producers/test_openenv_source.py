@@ -11,7 +11,7 @@ import pytest
 
 from tests.each import each
 from turnlog.infra.environments.episodes import SandboxAnswer, SandboxCall
-from turnlog.infra.environments.sources import BadSource, recipe
+from turnlog.infra.environments.sources import BadSource, task_source
 from turnlog.infra.environments.tasks import Task
 
 URL = "http://envs.example:8000"
@@ -27,7 +27,7 @@ SCHEMA = {
 
 def task(text: str, **row: Any) -> Task:
     """A task of a source."""
-    return recipe(text).task({"prompt": "Play.", **row})
+    return task_source(text).task({"prompt": "Play.", **row})
 
 
 def answer(observation: Any, *, done: bool = False, **more: Any) -> SandboxAnswer:
@@ -55,14 +55,14 @@ def answer(observation: Any, *, done: bool = False, **more: Any) -> SandboxAnswe
 )
 def test_an_option_that_cannot_be_is_named_with_what_is_legal(options: str, says: str) -> None:
     with pytest.raises(BadSource, match=f"openenv {options}".rstrip()[:12]) as raised:
-        recipe(f"openenv {options}".rstrip())
+        task_source(f"openenv {options}".rstrip())
     assert says in str(raised.value)
 
 
 def test_tasks_are_seeds_and_repeat_themselves(tmp_path: Path) -> None:
-    few = recipe(f"openenv url={URL} tasks=3 seed=5 name=maze")
+    few = task_source(f"openenv url={URL} tasks=3 seed=5 name=maze")
     assert [row["id"] for row in few.tasks(0)] == [row["id"] for row in few.tasks(1)] == ["maze-5", "maze-6", "maze-7"]
-    endless = recipe(f"openenv url={URL}")
+    endless = task_source(f"openenv url={URL}")
     first, other = ([row["seed"] for row in itertools.islice(endless.tasks(seed), 50)] for seed in (0, 1))
     assert first == list(range(50))
     assert not set(first) & set(other)
