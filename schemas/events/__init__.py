@@ -9,8 +9,8 @@ from turnlog.schemas.events.batches import (
 from turnlog.schemas.events.catalogue import ALL, UNWRITTEN, Event
 from turnlog.schemas.events.runs import DeadLetter, RoleFailed, RunConfigured, RunParent, RunPlace, RunPlanned
 from turnlog.schemas.events.samples import (
-    ExpertRows, GroupEmitted, GroupScored, GroupStatus, MaskReason, RolloutScore, SampleScored, SampleSpan,
-    SegmentSample, TreeBooks, TreeLineage, TreeNode, TreeSegment, TurnTreeAssembled,
+    ExpertRows, GroupEmitted, GroupScored, GroupStatus, MaskReason, PlayerScore, RoleScore, RolloutScore, SampleScored,
+    SampleSpan, SegmentSample, TreeBooks, TreeLineage, TreeNode, TreeSegment, TurnTreeAssembled,
 )  # fmt: skip
 from turnlog.schemas.events.sessions import (
     Agent, Environment, Expects, GroupClosed, Outcome, RewardAssigned, RewardFailed, SessionAdopted,
@@ -34,11 +34,12 @@ __all__ = [
     "EgressRequest", "EgressSource", "EngineDraining", "EngineGone", "EngineRegistered", "EngineRequested",
     "EngineWeightsLoaded", "EngineWeightsRefused", "Environment", "Event", "Expects", "ExpertRows", "ExpertsLayout",
     "FinishReason", "GroupClosed", "GroupEmitted", "GroupRequested", "GroupScored", "GroupStatus", "ImageRef",
-    "Limits", "MaskReason", "Outcome", "Purpose", "RewardAssigned", "RewardFailed", "RoleFailed",
-    "RolloutRequested", "RolloutScore", "RunConfigured", "RunParent", "RunPlace", "RunPlanned", "SampleBatchFormed",
-    "SampleScored", "SampleSpan", "Sampling", "SandboxLimits", "SandboxSpec", "SegmentSample", "SessionAdopted",
-    "SessionFinished", "SessionStarted", "SkipRequested", "SourcePosition", "StepCompleted", "StepRewardAssigned",
-    "TokenSnapshot", "ToolCallCancelled", "ToolCallCompleted", "ToolCallRequested", "ToolCallStarted", "ToolStatus",
-    "TreeBooks", "TreeLineage", "TreeNode", "TreeSegment", "TurnCompleted", "TurnTreeAssembled", "Verifier",
-    "VersionSpan", "WeightFile", "WeightVersionPublished", "Weighting", "sampled_tokens",
+    "Limits", "MaskReason", "Outcome", "PlayerScore", "Purpose", "RewardAssigned", "RewardFailed", "RoleFailed",
+    "RoleScore", "RolloutRequested", "RolloutScore", "RunConfigured", "RunParent", "RunPlace", "RunPlanned",
+    "SampleBatchFormed", "SampleScored", "SampleSpan", "Sampling", "SandboxLimits", "SandboxSpec", "SegmentSample",
+    "SessionAdopted", "SessionFinished", "SessionStarted", "SkipRequested", "SourcePosition", "StepCompleted",
+    "StepRewardAssigned", "TokenSnapshot", "ToolCallCancelled", "ToolCallCompleted", "ToolCallRequested",
+    "ToolCallStarted", "ToolStatus", "TreeBooks", "TreeLineage", "TreeNode", "TreeSegment", "TurnCompleted",
+    "TurnTreeAssembled", "Verifier", "VersionSpan", "WeightFile", "WeightVersionPublished", "Weighting",
+    "sampled_tokens",
 ]  # fmt: skip

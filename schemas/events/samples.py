@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from turnlog.schemas.events.sessions import Outcome
@@ -34,6 +34,8 @@ class MaskReason(StrEnum):
     unrouted = "unrouted"
     constrained = "constrained"
     raw_logprobs = "raw_logprobs"
+    compaction = "compaction"
+    untrained_player = "untrained_player"
 
 
 class GroupStatus(StrEnum):
@@ -69,12 +71,14 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class TreeLineage:
-    """Turns that continue one conversation; kind is main | sub_agent | side_call."""
+    """Turns that continue one conversation; kind is main | sub_agent | side_call | compaction | player."""
 
     id: int
     """Index in `lineages`, from 0."""
     kind: str
-    """main, sub_agent or side_call."""
+    """main, sub_agent, side_call, or, from fold version 5 on, compaction or player."""
+    player: str = ""
+    """Player to which the lineage belongs; empty if it belongs to none. Written by fold version 5 and later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,8 @@ class TurnTreeAssembled(RunEvent):
     """Context tokens of segments that repeat tokens of an earlier turn in another segment."""
     fold_version: str
     settings_sha256: str
+    player_rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards of the players that have a reward of their own. Written by fold version 5 and later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +223,41 @@ class SegmentSample(RunEvent):
     """Images whose tokens are in token_ids, in order of position."""
     experts_gap: str = ""
     """Reason why `experts` is empty although a turn of the segment has experts: turn_without_rows or layouts_differ."""
+    player: str = ""
+    """Player whose turns train here, and whose reward and advantage the sample has; empty for the session as a whole.
+    Written by fold version 5 and later."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlayerScore:
+    """One player of a rollout that rewards its players one by one."""
+
+    player: str
+    """Name of the player; empty for the turns that belong to no player."""
+    reward: float | None
+    """Reward of the player; null without one."""
+    advantage: float | None
+    """Advantage of the player; null unless its samples train."""
+    excluded_reason: str | None
+    """Null for a valid trajectory; else verifier_failure, or the reason of the rollout."""
+    tokens: int
+    """Sampled tokens of the player that the tree does not mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleScore:
+    """The trajectories of one player in all rollouts of a group: they are compared with each other alone."""
+
+    player: str
+    """Name of the player; empty for the turns that belong to no player."""
+    status: GroupStatus
+    """Status of these trajectories."""
+    reason: str
+    """Reason as in GroupScored."""
+    baseline: float | None
+    """Baseline that the estimator subtracted; null if it has none."""
+    std: float | None
+    """Standard deviation of the rewards as the estimator computed it; null if it computes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +269,15 @@ class RolloutScore:
     outcome: Outcome
     """Outcome, copied from SessionFinished."""
     reward: float | None
-    """Reward of the session, or the sum of step rewards if the session expects no reward; null without either."""
+    """Reward of the session, or the sum of step rewards if the session expects no reward; null without either. If it
+    has players with rewards of their own and expects no other reward, the mean of theirs."""
     advantage: float | None
-    """Advantage of the rollout; null unless its samples train."""
+    """Advantage of the rollout; null unless its samples train. If it has players with rewards of their own, the mean of
+    the advantages of those that train."""
     excluded_reason: str | None
     """Null for a valid rollout; else the name of an outcome, verifier_failure or refused."""
+    players: tuple[PlayerScore, ...] = ()
+    """Players with rewards of their own, by name. Written by fold version 5 and later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +311,9 @@ class GroupScored(GroupEvent):
     reward_transforms: tuple[str, ...] = ()
     """Reward transforms as name/version:numbers, in order of application. The rewards in this record are those of the
     verifiers, untransformed."""
+    roles: tuple[RoleScore, ...] = ()
+    """Roles of a group whose sessions reward their players one by one, by name; empty for other groups. `baseline` and
+    `std` are then null. Written by fold version 5 and later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ class SessionAdopted(SessionEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardAssigned(SessionEvent):
-    """The verdict: a finite reward with its evidence."""
+    """The verdict on a session, or on one of its players: a finite reward with its evidence."""
 
     value: float
     """The reward, a finite number."""
@@ -114,16 +114,20 @@ class RewardAssigned(SessionEvent):
     """Verifier that judged."""
     evidence: JsonPayload
     """Evidence that the verifier saw."""
+    player: str = ""
+    """Player whose turns the reward is for; empty for the session as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFailed(SessionEvent):
-    """The verifier could not judge; the session is excluded as `verifier_failure`."""
+    """The verifier could not judge; the session, or the player, is excluded as `verifier_failure`."""
 
     verifier: Verifier
     """Verifier that could not judge."""
     cause: str
     """Cause of the failure, as text."""
+    player: str = ""
+    """Player that could not be judged; empty for the session as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +152,9 @@ class Expects:
     """True if a RewardAssigned or RewardFailed is expected."""
     step_rewards: int = 0
     """Number of turns that have a StepRewardAssigned."""
+    players: tuple[str, ...] = ()
+    """Players that have a RewardAssigned or RewardFailed of their own. Other players of the session do not train. If
+    the list is empty, all players share the reward of the session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

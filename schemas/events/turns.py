@@ -42,7 +42,8 @@ class TurnCompleted(SessionEvent):
     """chat, responses or messages."""
     agent_path: str | None = None
     """Agent that made the request, if the harness tells: empty or "main" for the main agent, "side" (or a path that
-    begins with it) for a side call, anything else for a sub-agent."""
+    begins with it) for a side call, "player/NAME" (or a path below it) for a player, anything else for a sub-agent. A
+    path whose last component is "compaction" is a request for a summary of the history."""
     base_turn: TurnId | None = None
     """The turn whose messages and response this request continues; null for a root."""
     base_echo: JsonPayload | None = None
@@ -93,6 +94,8 @@ class TurnCompleted(SessionEvent):
     waited_s: float = 0.0
     """Seconds of total_s in which nothing was sampled for the turn: no engine served it, its engine was paused for new
     weights, or the engine died and its output was lost."""
+    summary_turn: TurnId | None = None
+    """Turn whose answer the new messages of this root quote: it summarised the history that this turn goes on from."""
 
 
 @dataclass(frozen=True, slots=True)
