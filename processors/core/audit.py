@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from turnlog.processors.core.books import LEVELS, Imbalance, TokenAccount, counting_step, run_books, total
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.session import named_turns
+from turnlog.processors.core.fold.settlement import untrained_reason
 from turnlog.processors.core.fold.spine import ControlStreamFold
 from turnlog.processors.core.fold_versions import FoldVersion
 from turnlog.processors.core.turns import TurnKey, key_of
@@ -221,8 +222,9 @@ class GroupRecords:
             if held != books.sampled:
                 says = f"its tree counts {books.sampled} sampled tokens, the snapshots hold {held}"
                 found.append(Imbalance("session", session, says))
-            if session in self._worth() and self.samples.get(session, 0) != books.trained:
-                says = f"its tree trains {books.trained} tokens, its samples hold {self.samples.get(session, 0)}"
+            trained = books.trained - self._untrained_players(session).total()
+            if session in self._worth() and self.samples.get(session, 0) != trained:
+                says = f"its tree trains {trained} tokens, its samples hold {self.samples.get(session, 0)}"
                 found.append(Imbalance("session", session, says))
         if self.score is None:
             return found
@@ -244,6 +246,17 @@ class GroupRecords:
         """Return the sessions with an advantage."""
         rollouts = self.score.rollouts if self.score is not None else ()
         return {rollout.session_id for rollout in rollouts if rollout.advantage is not None}
+
+    def _untrained_players(self, session: str) -> Counter[str]:
+        """Count the tokens of players that their tree lets train and their group does not, by reason. Such a session
+        has another player that trains.
+        """
+        masked: Counter[str] = Counter()
+        for rollout in self.score.rollouts if self.score is not None else ():
+            for player in rollout.players:
+                if rollout.session_id == session and player.advantage is None:
+                    masked[untrained_reason(player.excluded_reason).value] += player.tokens
+        return +masked
 
     def _end(self, session: str) -> int:
         """Return the offset of the last snapshot that the session's finish names; -1 if there is none."""
@@ -268,6 +281,7 @@ class GroupRecords:
         account.trained = self.samples.get(session, 0)
         if session in self.trees:
             account.mask(self.trees[session].books.masked)
+            account.mask(self._untrained_players(session))
         account.mask(self._unnamed_tokens(session, end))
         return account
 

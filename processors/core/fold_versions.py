@@ -49,6 +49,14 @@ class FoldVersion:
     """The spans of a sample also name the version whose KV cache their tokens were sampled on. Before, adjacent spans
     of one weight version were merged.
     """
+    compactions: bool
+    """Summaries of a history are a kind of lineage of their own, and [fold] train_compactions decides about them.
+    Before, they were turns of main if they were requested like those, else side calls.
+    """
+    players: bool
+    """Players that have rewards of their own are compared with the same player of the other rollouts. Before, the first
+    reward was that of the whole session, whichever player it named.
+    """
 
 
 VERSIONS = {
@@ -57,22 +65,31 @@ VERSIONS = {
         FoldVersion(
             name="1", aborted_leaves_train=False, steps_need_named_turns=False, retries_need_answers=False,
             empty_groups_fail=False, group_scores=False, group_rewards=False, spans_by_cache=False,
+            compactions=False, players=False,
         ),
         FoldVersion(
             name="2", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=False, spans_by_cache=False,
+            compactions=False, players=False,
         ),
         FoldVersion(
             name="3", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=False,
+            compactions=False, players=False,
         ),
         FoldVersion(
             name="4", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
             empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=True,
+            compactions=False, players=False,
+        ),
+        FoldVersion(
+            name="5", aborted_leaves_train=True, steps_need_named_turns=True, retries_need_answers=True,
+            empty_groups_fail=True, group_scores=True, group_rewards=True, spans_by_cache=True,
+            compactions=True, players=True,
         ),
     )
 }  # fmt: skip
-LATEST = VERSIONS["4"]
+LATEST = VERSIONS["5"]
 FOLD_VERSION = LATEST.name
 """Fold version of new runs."""
 

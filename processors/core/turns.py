@@ -74,6 +74,8 @@ class Kinship:
     finish_reason: FinishReason
     aborted: bool
     """Whether its client was seen disconnected."""
+    summary: TurnId | None = None
+    """Turn whose summary of the history its messages begin with; None unless it is a root that quotes one."""
 
 
 def kinship(event: TurnCompleted) -> Kinship:
@@ -90,7 +92,7 @@ def kinship(event: TurnCompleted) -> Kinship:
         )
     return Kinship(
         base, event.agent_path, event.system_sha256, event.tools_sha256 not in NO_TOOLS,
-        event.finish_reason, event.aborted,
+        event.finish_reason, event.aborted, event.summary_turn,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from turnlog.fold_settings import Stragglers
-from turnlog.processors.core.fold.settlement import VALID
 from turnlog.processors.core.fold.spine import Tenure
+from turnlog.processors.core.fold.trajectories import VALID
 from turnlog.processors.core.turns import TurnKey, key_of
 from turnlog.schemas.events import (
     Event,
@@ -37,8 +37,8 @@ class WatchedSession(Tenure):
 
     last_at: float = 0.0
     started: SessionStarted | None = None
-    judged: bool = False
-    """True if it has a reward."""
+    judged: set[str] = field(default_factory=set)
+    """Players that have a reward; "" for the session as a whole."""
     completed: set[TurnKey] = field(default_factory=set)
     snapshots: set[TurnKey] = field(default_factory=set)
 
@@ -57,7 +57,7 @@ class WatchedSession(Tenure):
                 if self.counts(event):
                     self.finish = replace(event, turns=()) if refused else event
             case RewardAssigned():
-                self.judged = self.judged or not refused
+                self.judged |= set() if refused else {event.player}
             case RewardFailed() | StepRewardAssigned():
                 pass  # only a sign of life
 
@@ -78,7 +78,8 @@ class WatchedSession(Tenure):
         if self.finish is None or not self.finish.final or not self.whole():
             return False
         lived = self.finish.outcome in VALID and (truncated or self.finish.outcome is not Outcome.truncated)
-        return lived and (self.judged or not self.finish.expects.reward)
+        expects = self.finish.expects
+        return lived and self.judged >= {*expects.players, *([""] if expects.reward else [])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

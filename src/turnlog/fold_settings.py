@@ -83,7 +83,11 @@ class FoldSettings:
     train_sub_agents: bool = True
     """Whether to train the turns of sub-agents; if false, they are masked."""
     train_side_calls: bool = False
-    """Whether to train the turns of side calls (titles, summaries); if false, they are masked."""
+    """Whether to train the turns of side calls, such as titles; if false, they are masked."""
+    train_compactions: Annotated[bool, Since("v9", before=True)] = True
+    """Whether to train the summaries by which an agent compacts its history, with the advantage of the trajectory that
+    goes on from them; if false, they are masked. Runs of fold version 4 and earlier have no such kind: their summaries
+    train as turns of the main agent, or are side calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

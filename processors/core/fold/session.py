@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.errors import FoldError
 from turnlog.processors.core.fold.spine import SessionFoldState
-from turnlog.processors.core.lineages import MAIN, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
+from turnlog.processors.core.lineages import COMPACTION, SIDE_CALL, SUB_AGENT, Lineages, Turn, lineages
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
-from turnlog.processors.core.methods.segments import Segments
+from turnlog.processors.core.methods.segments import Segments, split_by_player
 from turnlog.processors.core.turns import (
     Kinship,
     RefusedTokens,
@@ -41,6 +42,8 @@ from turnlog.schemas.types import TurnId
 make_turn, make_node, make_tree = constructor(Turn), constructor(TreeNode), constructor(TurnTreeAssembled)
 NO_VERSION = (-1,)
 """Versions of a turn without output."""
+WHOLE = ("",)
+"""Roles of a session that is one trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,18 @@ class SessionTree:
     """Number of output tokens of each segment that the tree does not mask."""
     anchor: int | None
     """Index of the segment that holds the last turn of the main lineage; None if there is none."""
+    roles: tuple[str, ...]
+    """Roles that the session plays, by name: each is a trajectory with a reward and an advantage of its own. ("",) if
+    the session is one trajectory.
+    """
 
-    def entries(self, end: int) -> Iterator[tuple[int, MaskReason | None]]:
-        """Yield (output tokens, mask reason or None) of every turn of the session whose snapshot lies at or below
-        `end`.
+    def role_of(self, order: int) -> str:
+        """Return the role to which a turn belongs; one that is not in `roles` trains nowhere."""
+        return "" if self.roles == WHOLE else self.lineages.player_of(order)
+
+    def entries(self, end: int) -> Iterator[tuple[int, MaskReason | None, str | None]]:
+        """Yield (output tokens, mask reason or None, role) of every turn of the session whose snapshot lies at or below
+        `end`. The role is None for a turn that the tree does not contain.
         """
         assert self.session.finish is not None
         undelivered = {key_of(turn) for turn in self.session.finish.undelivered}
@@ -75,13 +86,14 @@ class SessionTree:
             if snapshot.offset > end:
                 continue
             reason: MaskReason | None
+            role = None
             if self.refused or isinstance(snapshot, RefusedTokens):
                 reason = MaskReason.refused
             elif turn in self.orders:
-                reason = self.masked.get(self.orders[turn])
+                reason, role = self.masked.get(self.orders[turn]), self.role_of(self.orders[turn])
             else:
                 reason = MaskReason.undelivered if turn in undelivered else MaskReason.not_named
-            yield output_tokens(snapshot), reason
+            yield output_tokens(snapshot), reason, role
 
 
 def named_turns(session: SessionFoldState) -> tuple[TurnId, ...]:
@@ -101,16 +113,24 @@ def assemble(
     refused = session.refused or records.has_rejected(keys)
     turns = () if refused else tuple(map(partial(_turn, records, dialogues), named, keys))
     orders = {} if refused else {key: order for order, key in enumerate(keys)}
-    tree = lineages(turns)
+    tree = lineages(turns, rules.version)
     assert session.finish is not None
     undelivered = {key_of(turn) for turn in session.finish.undelivered}
     segments = rules.cutting.cut(turns, tree, undelivered, rules)
+    roles = WHOLE
+    if session.players:
+        shared = session.finish.expects.reward and "" in map(tree.player_of, range(len(turns)))
+        roles = tuple(sorted(session.players | ({""} if shared else set())))
+        segments = split_by_player(turns, segments, tree)
     masked = dict(segments.masked) | _masked_turns(session.finish.outcome, turns, tree, segments, rules)
+    if roles != WHOLE:
+        kept = (order for run in segments.runs for order in run)
+        masked = {o: MaskReason.untrained_player for o in kept if tree.player_of(o) not in roles} | masked
     trained = tuple(
         [sum([len(turns[order].tokens.output) for order in run if order not in masked]) for run in segments.runs]
     )
     end, anchor = records.end(keys), _anchor(tree, segments)
-    return SessionTree(session, records, turns, orders, tree, segments, masked, refused, end, trained, anchor)
+    return SessionTree(session, records, turns, orders, tree, segments, masked, refused, end, trained, anchor, roles)
 
 
 def _anchor(tree: Lineages, segments: Segments) -> int | None:
@@ -133,7 +153,7 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
         session_id=session.session_id,
         rollout_id=session.started.rollout_id,
         nodes=tuple([_node(tree, order) for order in range(len(tree.turns))]),
-        lineages=tuple(TreeLineage(index, kind) for index, kind in enumerate(tree.lineages.kinds)),
+        lineages=tuple(map(TreeLineage, count(), tree.lineages.kinds, tree.lineages.players)),
         segments=tuple(_segment(tree, index) for index in range(len(tree.segments.runs))),
         anchor_segment=tree.anchor,
         books=_books(tree),
@@ -142,7 +162,14 @@ def tree_event(group_id: str, tree: SessionTree, rules: FoldRules) -> TurnTreeAs
         duplicated_prefix_tokens=tree.segments.duplicated,
         fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
+        player_rewards=player_rewards(session),
     )
+
+
+def player_rewards(session: SessionFoldState) -> dict[str, float]:
+    """Return the rewards of the players that have one of their own, by name."""
+    found = ((player, session.reward_of(player)) for player in sorted(session.players))
+    return {player: reward for player, reward in found if reward is not None}
 
 
 def _turn(records: SessionRecords, dialogues: Dialogues | None, turn: TurnId, key: TurnKey) -> Turn:
@@ -158,9 +185,17 @@ def _masked_turns(
     """Return the turns of segments that the settings keep as context, or whose log-probs are not those of the sampling
     distribution.
     """
-    trains = {MAIN: True, SUB_AGENT: rules.train_sub_agents, SIDE_CALL: rules.train_side_calls}
+    trains = {SUB_AGENT: rules.train_sub_agents, SIDE_CALL: rules.train_side_calls}
+    reasons: dict[int, MaskReason] = {}
+    for lineage, (kind, agent) in enumerate(zip(tree.kinds, tree.agents, strict=True)):
+        if agent == SIDE_CALL and tree.players[lineage]:
+            reasons[lineage] = MaskReason.untrained_player
+        elif not trains.get(agent, True):
+            reasons[lineage] = MaskReason.side_call
+        elif kind == COMPACTION and not rules.train_compactions:
+            reasons[lineage] = MaskReason.compaction
     kept = [order for run in segments.runs for order in run]
-    masked = {order: MaskReason.side_call for order in kept if not trains[tree.kinds[tree.of[order]]]}
+    masked = {order: reasons[tree.of[order]] for order in kept if tree.of[order] in reasons} if reasons else {}
     if kept and outcome is Outcome.truncated and rules.truncated == "mask_last_turn":
         masked.setdefault(max(kept), MaskReason.excluded_outcome)
     return masked | {order: MaskReason.constrained for order in kept if turns[order].tokens.constrained}
@@ -196,10 +231,10 @@ def _books(tree: SessionTree) -> TreeBooks:
     ledger = Ledger()
     ledger.enter(sum(tree.trained), None)
     sampled = 0
-    for count, reason in tree.entries(tree.end):
-        sampled += count
+    for number, reason, _ in tree.entries(tree.end):
+        sampled += number
         if reason is not None:
-            ledger.enter(count, reason)
+            ledger.enter(number, reason)
     return ledger.close(f"session {tree.session.session_id}", sampled)
 
 

@@ -5,21 +5,28 @@ A sample holds, for one segment, its token ids, spans by (turn, version), log-pr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
 from turnlog.processors.core.books import Ledger
 from turnlog.processors.core.experts import LAYOUTS_DIFFER, WITHOUT_ROWS, own_rows
-from turnlog.processors.core.fold.session import SessionRecords, SessionTree, output_tokens
+from turnlog.processors.core.fold.session import WHOLE, SessionRecords, SessionTree, output_tokens
 from turnlog.processors.core.fold.spine import ControlStreamFold
+from turnlog.processors.core.fold.trajectories import (
+    acted_on,
+    exclusion_reason,
+    own_reward,
+    session_exclusion,
+    trajectory,
+)
 from turnlog.processors.core.fold_versions import fold_version
 from turnlog.processors.core.lineages import Turn
-from turnlog.processors.core.methods.estimators import Advantages, Trajectory, TurnReward
-from turnlog.processors.core.methods.rules import ChosenTransform, FoldRules, estimate
+from turnlog.processors.core.methods.estimators import Advantages, Trajectory, mean_of
+from turnlog.processors.core.methods.rules import FoldRules, estimate
 from turnlog.processors.core.turns import TurnTokenDelta
 from turnlog.schemas.binary import constructor
 from turnlog.schemas.events import (
@@ -29,8 +36,9 @@ from turnlog.schemas.events import (
     GroupScored,
     GroupStatus,
     MaskReason,
-    Outcome,
+    PlayerScore,
     Purpose,
+    RoleScore,
     RolloutScore,
     SampleSpan,
     SegmentSample,
@@ -52,10 +60,17 @@ class Credit:
     """Turn order -> advantage; the other turns carry `advantage`."""
 
 
-def samples(group_id: str, tree: SessionTree, credit: Credit, rules: FoldRules) -> Iterator[SegmentSample]:
-    """Yield the samples of a valid session, in order of segment; segments that train nothing are left out."""
+Worth = dict[tuple[str, str], Credit]
+"""(Session, role) -> credit of each trajectory that trains."""
+
+
+def samples(group_id: str, tree: SessionTree, worth: Worth, rules: FoldRules) -> Iterator[SegmentSample]:
+    """Yield the samples of a session's trajectories that train, in order of segment; segments that train nothing are
+    left out.
+    """
     for index, trained in enumerate(tree.trained):
-        if trained:
+        credit = worth.get((tree.session.session_id, tree.role_of(tree.segments.runs[index][0])))
+        if trained and credit is not None:
             yield _sample(group_id, tree, index, index == tree.anchor, credit, rules)
 
 
@@ -102,6 +117,7 @@ def _sample(
         experts=experts,
         experts_gap=gap,
         images=last.images,
+        player=tree.role_of(run[0]),
     )
 
 
@@ -166,9 +182,6 @@ TOO_FEW = "too_few_valid"
 """Reason of a group that was discarded because too few of its rollouts were valid."""
 PASS = 1.0
 """Lowest reward of a rollout that passed."""
-VALID = frozenset({Outcome.completed, Outcome.truncated, Outcome.agent_error})
-"""Outcomes of an agent that ran to its end. Any other outcome is an infrastructure failure, not a reward of 0."""
-NEVER_ACTED_ON = frozenset({MaskReason.aborted, MaskReason.undelivered})
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +200,6 @@ class Settlement:
         if self.status is not GroupStatus.trained:
             return self
         return Settlement(GroupStatus.discarded, "nothing_to_train", self.advantages)
-
-
-def exclusion_reason(tree: SessionTree, rules: FoldRules) -> str | None:
-    """Return why a member is not a valid trajectory; None if it is one."""
-    finish = tree.session.finish
-    assert finish is not None
-    if tree.refused:
-        return MaskReason.refused.value
-    if finish.outcome not in VALID or (finish.outcome is Outcome.truncated and rules.truncated == "exclude"):
-        return finish.outcome.value
-    return "verifier_failure" if own_reward(tree, rules) is None else None
 
 
 def settle(purpose: Purpose, trajectories: Sequence[Trajectory], rules: FoldRules) -> Settlement:
@@ -228,18 +230,12 @@ def score(
     """
     assert spine.members is not None
     members = sorted((trees[member] for member in spine.members), key=_rollout)
-    judged = [(tree, exclusion_reason(tree, rules)) for tree in members]
-    valid = [tree for tree, reason in judged if reason is None]
     purpose = spine.task.purpose if spine.task else Purpose.other
-    transforms = rules.transforms
-    settlement = settle(purpose, [trajectory(tree, transforms) for tree in valid], rules)
-    if rules.version.empty_groups_fail and not any(any(tree.trained) for tree in valid):
-        settlement = settlement.without_tokens()
-    worth = _credits(valid, settlement, rules)
-    outputs: list[Event] = []
-    for tree in valid:
-        if tree.session.session_id in worth:
-            outputs.extend(samples(group_id, tree, worth[tree.session.session_id], rules))
+    roles = {role: _settle_role(role, members, purpose, rules) for role in _roles(members, rules)}
+    worth = {key: credit for role in roles.values() for key, credit in role.credits(rules).items()}
+    status, reason = _decide([role.settlement for role in roles.values()])
+    outputs: list[Event] = [sample for tree in members for sample in samples(group_id, tree, worth, rules)]
+    shared = roles[""].settlement.advantages if list(roles) == [""] else None
     scored = GroupScored(
         event_id=digest("GroupScored", group_id),
         run_id=rules.run_id,
@@ -247,35 +243,79 @@ def score(
         floor=floor,
         task_id=spine.task.task_id if spine.task else "",
         purpose=purpose,
-        rollouts=tuple(_rollout_score(tree, reason, worth, rules) for tree, reason in judged),
-        baseline=settlement.advantages.baseline if settlement.advantages else None,
-        std=settlement.advantages.std if settlement.advantages else None,
+        rollouts=tuple(_rollout_score(tree, worth, rules) for tree in members),
+        baseline=shared.baseline if shared else None,
+        std=shared.std if shared else None,
         estimator=rules.formula.label,
-        status=settlement.status,
-        reason=settlement.reason,
+        status=status,
+        reason=reason,
         samples=len(outputs),
-        books=_books(group_id, records, trees, set(worth), settlement.status),
+        books=_books(group_id, records, trees, partial(_final, worth, status, rules), status),
         fold_version=rules.version.name,
         settings_sha256=rules.settings_sha256,
         group_filters=tuple(chosen.label for chosen in rules.filters),
-        reward_transforms=tuple(chosen.label for chosen in transforms),
+        reward_transforms=tuple(chosen.label for chosen in rules.transforms),
+        roles=() if list(roles) == [""] else tuple(role.score() for role in roles.values()),
     )
     return [*outputs, scored]
 
 
-def _credits(valid: Sequence[SessionTree], settlement: Settlement, rules: FoldRules) -> dict[str, Credit]:
-    """Return the credit of each session; empty unless the group is trained."""
-    advantages = settlement.advantages
-    if settlement.status is not GroupStatus.trained or advantages is None:
-        return {}
-    worth: dict[str, Credit] = {}
-    for index, tree in enumerate(valid):
-        reward = own_reward(tree, rules)
-        assert reward is not None
-        turns = advantages.per_turn
-        per_turn = {} if turns is None else dict(zip(acted_on(tree), turns[index], strict=True))
-        worth[tree.session.session_id] = Credit(reward, advantages.values[index], per_turn)
-    return worth
+@dataclass(frozen=True, slots=True)
+class SettledRole:
+    """The trajectories of one role in all rollouts of a group, which are compared with each other."""
+
+    role: str
+    valid: tuple[SessionTree, ...]
+    """Sessions whose trajectory in this role is valid, in order of rollout_index."""
+    settlement: Settlement
+
+    def credits(self, rules: FoldRules) -> Worth:
+        """Return the credit of each trajectory; empty unless they train."""
+        advantages = self.settlement.advantages
+        if self.settlement.status is not GroupStatus.trained or advantages is None:
+            return {}
+        worth: Worth = {}
+        for index, tree in enumerate(self.valid):
+            reward = own_reward(tree, rules, self.role)
+            assert reward is not None
+            turns = advantages.per_turn
+            per_turn = {} if turns is None else dict(zip(acted_on(tree, self.role), turns[index], strict=True))
+            worth[tree.session.session_id, self.role] = Credit(reward, advantages.values[index], per_turn)
+        return worth
+
+    def score(self) -> RoleScore:
+        """Return the part of GroupScored about this role."""
+        found, numbers = self.settlement, self.settlement.advantages
+        return RoleScore(self.role, found.status, found.reason, numbers and numbers.baseline, numbers and numbers.std)
+
+
+def _roles(members: Sequence[SessionTree], rules: FoldRules) -> list[str]:
+    """Return the roles of a group, by name. A session that is excluded as a whole adds none: nobody knows its own."""
+    judged = (tree for tree in members if session_exclusion(tree, rules) is None)
+    return sorted({role for tree in judged for role in tree.roles}) or [*WHOLE]
+
+
+def _settle_role(role: str, members: Sequence[SessionTree], purpose: Purpose, rules: FoldRules) -> SettledRole:
+    """Decide about the trajectories of one role. Raises BrokenMethod, SettingsError."""
+    valid = tuple(tree for tree in members if role in tree.roles and exclusion_reason(tree, rules, role) is None)
+    transforms = rules.transforms
+    settlement = settle(purpose, [trajectory(tree, transforms, role) for tree in valid], rules)
+    if rules.version.empty_groups_fail and not any(_tokens_of(tree, role) for tree in valid):
+        settlement = settlement.without_tokens()
+    return SettledRole(role, valid, settlement)
+
+
+def _decide(settlements: Sequence[Settlement]) -> tuple[GroupStatus, str]:
+    """Return status and reason of a group: it trains if one of its roles does."""
+    trained = (found for found in settlements if found.status is GroupStatus.trained)
+    found = next(trained, settlements[0])
+    return found.status, found.reason
+
+
+def _tokens_of(tree: SessionTree, role: str) -> int:
+    """Return the number of tokens of a role that the tree lets train."""
+    runs = tree.segments.runs
+    return sum(trained for run, trained in zip(runs, tree.trained, strict=True) if tree.role_of(run[0]) == role)
 
 
 def _rollout(tree: SessionTree) -> tuple[int, str]:
@@ -284,28 +324,47 @@ def _rollout(tree: SessionTree) -> tuple[int, str]:
     return started.rollout_index, started.rollout_id
 
 
-def _rollout_score(
-    tree: SessionTree, reason: str | None, worth: Mapping[str, Credit], rules: FoldRules
-) -> RolloutScore:
+def _rollout_score(tree: SessionTree, worth: Worth, rules: FoldRules) -> RolloutScore:
     session = tree.session
     assert session.started is not None
     assert session.finish is not None
-    credit = worth.get(session.session_id)
+    reasons = {role: exclusion_reason(tree, rules, role) for role in tree.roles}
+    credit = {role: worth.get((session.session_id, role)) for role in tree.roles}
+    given = [own_reward(tree, rules, role) for role in tree.roles if role]
+    own = own_reward(tree, rules, "")
+    advantages = [one.advantage for one in credit.values() if one is not None]
     return RolloutScore(
         rollout_id=session.started.rollout_id,
         session_id=session.session_id,
         outcome=session.finish.outcome,
-        reward=own_reward(tree, rules),
-        advantage=credit.advantage if credit is not None else None,
-        excluded_reason=reason,
-    )
+        reward=own if session.finish.expects.reward or tree.roles == WHOLE else _mean(reward for reward in given if reward is not None),
+        advantage=_mean(advantages),
+        excluded_reason=None if None in reasons.values() else next(iter(reasons.values())),
+        players=tuple(
+            PlayerScore(
+                role, own_reward(tree, rules, role), one.advantage if one is not None else None, reasons[role],
+                _tokens_of(tree, role),
+            )
+            for role, one in credit.items()
+        )
+        if tree.roles != WHOLE
+        else (),
+    )  # fmt: skip
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return mean_of(found) if found else None
+
+
+Final = Callable[[SessionTree, MaskReason | None, str | None], MaskReason | None]
 
 
 def _books(
     group_id: str,
     records: Mapping[str, SessionRecords],
     trees: Mapping[str, SessionTree],
-    trained: set[str],
+    final: Final,
     status: GroupStatus,
 ) -> TreeBooks:
     """Count every snapshot of the group, up to the last one that a settled session needs, once.
@@ -321,65 +380,30 @@ def _books(
             late = sum(output_tokens(snapshot) for snapshot in own.snapshots.values() if snapshot.offset <= end)
             ledger.enter(late, MaskReason.discarded_group if status is not GroupStatus.trained else MaskReason.late)
             continue
-        for count, reason in trees[session_id].entries(end):
-            ledger.enter(count, _final(trees[session_id], reason, session_id in trained, status))
+        for count, reason, role in trees[session_id].entries(end):
+            ledger.enter(count, final(trees[session_id], reason, role))
     return ledger.close(f"group {group_id}", sampled)
 
 
-def _final(tree: SessionTree, reason: MaskReason | None, trained: bool, status: GroupStatus) -> MaskReason | None:
+def _final(
+    worth: Worth, status: GroupStatus, rules: FoldRules, tree: SessionTree, reason: MaskReason | None, role: str | None
+) -> MaskReason | None:
     """Return the final mask reason of one turn's tokens; None if they are trained."""
+    session_id = tree.session.session_id
     if status is not GroupStatus.trained:
         return MaskReason.discarded_group
     if tree.refused:
         return MaskReason.refused
-    return reason if trained else MaskReason.excluded_outcome
+    if not any((session_id, played) in worth for played in tree.roles):
+        return MaskReason.excluded_outcome
+    if reason is not None or role is None or (session_id, role) in worth:
+        return reason
+    return untrained_reason(exclusion_reason(tree, rules, role))
 
 
-def own_reward(tree: SessionTree, rules: FoldRules) -> float | None:
-    """Return the reward of a session, or None.
-
-    It is the verifier's reward. If the session expects none and the estimator works by steps, it is the sum of its
-    turns' step rewards. If the verifier failed, there is no reward, whatever the steps earned.
-    """
-    session = tree.session
-    assert session.finish is not None
-    if session.verdict is not None or session.finish.expects.reward or not rules.formula.by_steps:
-        return session.reward
-    steps = session.steps
-    if rules.version.steps_need_named_turns:
-        steps = {turn: steps[turn] for turn in (tree.turns[order].id for order in acted_on(tree)) if turn in steps}
-    given = [value for value in steps.values() if value is not None]
-    return math.fsum(given) if given else None
-
-
-def acted_on(tree: SessionTree) -> tuple[int, ...]:
-    """Return the orders of the turns that the agent acted on: aborted and undelivered turns earn nothing and cost
-    nothing.
-    """
-    return tuple(order for order in range(len(tree.turns)) if tree.masked.get(order) not in NEVER_ACTED_ON)
-
-
-def trajectory(tree: SessionTree, transforms: Sequence[ChosenTransform]) -> Trajectory:
-    """Return a valid session as its estimator sees it. A turn without a step reward has 0. Raises BrokenMethod."""
-    session, main, of = tree.session, tree.lineages.main, tree.lineages.of
-    steps = session.steps
-    turns = tuple(
-        TurnReward(_transform_reward(steps.get(tree.turns[order].id), transforms) if steps else 0.0, of[order] == main)
-        for order in acted_on(tree)
-    )
-    verdict = session.reward
-    if verdict is None:
-        return Trajectory(math.fsum(turn.reward for turn in turns), 0.0, turns)
-    final = _transform_reward(verdict, transforms)
-    return Trajectory(final, final, turns)
-
-
-def _transform_reward(reward: float | None, transforms: Sequence[ChosenTransform]) -> float:
-    if reward is None:
-        return 0.0
-    for transform in transforms:
-        reward = transform(reward)
-    return reward
+def untrained_reason(excluded: str | None) -> MaskReason:
+    """Return why a player of a session does not train although another one of that session does."""
+    return MaskReason.discarded_group if excluded is None else MaskReason.excluded_outcome
 
 
 def with_figures(outputs: Iterable[Event]) -> Iterator[Event]:

@@ -82,12 +82,16 @@ class SessionFoldState(Tenure):
     session_id: str
     started: SessionStarted | None = None
     verdict: VerifierResult | None = None
+    verdicts: dict[str, VerifierResult] = field(default_factory=dict)
+    """Player -> first result of its verifier. Only the players that the finish expects matter."""
     steps: dict[TurnId, float | None] = field(default_factory=dict)
     """Turn -> first step reward; None if it was rejected. Once there is an effective finish, only turns that it
     names.
     """
     refused: bool = False
     settled: bool = False
+    by_player: bool = True
+    """Whether the fold version knows players."""
     _named: frozenset[TurnId] | None = field(default=None, init=False, repr=False, compare=False)
     """Turns of the effective finish; built on first use."""
 
@@ -102,8 +106,22 @@ class SessionFoldState(Tenure):
             return False
         expects = self.finish.expects
         return self.refused or (
-            (self.verdict is not None or not expects.reward) and len(self.steps) >= expects.step_rewards
+            (self.verdict is not None or not expects.reward)
+            and len(self.steps) >= expects.step_rewards
+            and self.verdicts.keys() >= self.players
         )
+
+    @property
+    def players(self) -> frozenset[str]:
+        """Players that have a reward of their own; empty before the finish, and if the session is judged as a whole."""
+        return frozenset(self.finish.expects.players) if self.finish is not None and self.by_player else frozenset()
+
+    def reward_of(self, player: str) -> float | None:
+        """Return the value of a player's reward, or None; of the session's own reward for ""."""
+        if not player:
+            return self.reward
+        verdict = self.verdicts.get(player)
+        return verdict.value if verdict is not None else None
 
     def names(self, turn: TurnId) -> bool:
         """Whether the effective finish names `turn`. The set is built once, since every turn may be rewarded after the
@@ -118,7 +136,8 @@ class SessionFoldState(Tenure):
         """Return a canonical, comparable value."""
         return (
             self.session_id, self.started and self.started.event_id, tuple(self.epochs), self.finish,
-            self.verdict, tuple(sorted((t.epoch, t.index, repr(v)) for t, v in self.steps.items())),
+            self.verdict, tuple(sorted(self.verdicts.items())),
+            tuple(sorted((t.epoch, t.index, repr(v)) for t, v in self.steps.items())),
             self.refused, self.settled,
         )  # fmt: skip
 
@@ -163,7 +182,9 @@ class ControlStreamFold:
             )
         session = self.sessions.get(event.session_id)
         if session is None:
-            session = self.sessions[event.session_id] = SessionFoldState(event.session_id)
+            session = self.sessions[event.session_id] = SessionFoldState(
+                event.session_id, by_player=self._version.players
+            )
         try:
             self._apply(session, event)
         finally:
@@ -186,10 +207,8 @@ class ControlStreamFold:
             _adopt(session, event)
         elif kind is SessionFinished:
             self._finish(session, event)
-        elif kind is RewardAssigned and session.verdict is None:
-            session.verdict = _verdict(session, event)
-        elif kind is RewardFailed and session.verdict is None:
-            session.verdict = VerifierResult(None)
+        elif kind is RewardAssigned or kind is RewardFailed:
+            _judge(session, event)
         elif kind is StepRewardAssigned and event.turn not in session.steps:
             self._step(session, event)
 
@@ -287,13 +306,21 @@ def _adopt(session: SessionFoldState, event: SessionAdopted) -> None:
     session.open_epoch(event.event_id)
 
 
-def _verdict(session: SessionFoldState, event: RewardAssigned) -> VerifierResult:
-    session.verdict = VerifierResult(None, refused=True)
+def _judge(session: SessionFoldState, event: RewardAssigned | RewardFailed) -> None:
+    """Record the first verdict on the session, or on a player. Raises RewardNotFinite after rejecting it."""
+    player = event.player if session.by_player else ""
+    if player in session.verdicts or (not player and session.verdict is not None):
+        return
     try:
-        return VerifierResult(_finite(session, event))
+        verdict = VerifierResult(None if isinstance(event, RewardFailed) else _finite(session, event))
     except RewardNotFinite:
-        session.refused = True
+        verdict, session.refused = VerifierResult(None, refused=True), True
         raise
+    finally:
+        if player:
+            session.verdicts[player] = verdict
+        else:
+            session.verdict = verdict
 
 
 def _finite(session: SessionFoldState, event: RewardAssigned | StepRewardAssigned) -> float:

@@ -206,6 +206,7 @@ class FoldRules(PolicyOptions):
     """Treatment of truncated sessions: train | mask_last_turn | exclude"""
     train_sub_agents: bool = True
     train_side_calls: bool = False
+    train_compactions: bool = True
     horizon_records: int = DEFAULTS.assembler.horizon_records
     """[assembler] horizon_records: a group whose first record comes later after its admission is late (LowWater)."""
     methods: Methods = BUILT_IN

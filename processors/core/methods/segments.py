@@ -136,6 +136,22 @@ def _is_chain(kept: Sequence[TurnTokenDelta]) -> bool:
     )
 
 
+def split_by_player(turns: Sequence[Turn], segments: Segments, tree: Lineages) -> Segments:
+    """Return segments that hold the turns of one player each. The turns of other players become context, wherever the
+    tokens of one player's turn continue those of another's.
+    """
+    if all(len({tree.player_of(order) for order in run}) == 1 for run in segments.runs):
+        return segments
+    runs: list[tuple[int, ...]] = []
+    for run in segments.runs:
+        by_player: dict[str, list[int]] = {}
+        for order in run:
+            by_player.setdefault(tree.player_of(order), []).append(order)
+        runs += map(tuple, by_player.values())
+    runs.sort()
+    return Segments(tuple(runs), count_duplicates(turns, runs), segments.masked)
+
+
 def count_duplicates(turns: Sequence[Turn], runs: Sequence[Sequence[int]]) -> int:
     """Count the context tokens of segments that an earlier turn of a segment already contains, for any trajectory
     rule.

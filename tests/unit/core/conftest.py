@@ -33,6 +33,7 @@ from turnlog.schemas.events import (
     Outcome,
     Purpose,
     RewardAssigned,
+    RewardFailed,
     Sampling,
     SegmentSample,
     SessionAdopted,
@@ -147,10 +148,11 @@ class Story:
         base: int | tuple[int, int] | None = None, system: str = "sys", tools: bool = True, aborted: bool = False,
         versions: Sequence[int] = (), agent_path: str | None = None, parent: tuple[TurnId, int] | None = None,
         temperature: float = 1.0, messages: Sequence[dict[str, Any]] = (), response: dict[str, Any] | None = None,
-        finish_reason: FinishReason | None = None, **changes: Any,
+        finish_reason: FinishReason | None = None, summary: int | tuple[int, int] | None = None, **changes: Any,
     ) -> None:  # fmt: skip
         """Both records of a turn. `versions`: one per output token. `parent`: (turn, base_len) of storage. `messages`:
-        those beyond the base's. What is `aborted` is partial unless a `finish_reason` says that it ended."""
+        those beyond the base's. `summary`: the turn whose answer they quote. What is `aborted` is partial unless a
+        `finish_reason` says that it ended."""
         if session not in self.epochs:
             self.start(session)
         turn_id = self.id(session, turn)
@@ -177,6 +179,7 @@ class Story:
                 first_token_s=0,
                 total_s=0,
                 engine_id="e",
+                summary_turn=None if summary is None else self.id(session, summary),
             )
         )
         self.snapshot(session, turn_id, prompt, output, versions, parent, temperature, **changes)
@@ -219,12 +222,26 @@ class Story:
             )
         )
 
-    def reward(self, session: str, value: float) -> None:
+    def reward(self, session: str, value: float, player: str = "") -> None:
+        about = self.about("reward", session, *([player] if player else []))
         self.write(
-            RewardAssigned(
-                **self.about("reward", session), value=value, components={}, verifier=VERIFIER, evidence=b"{}"
-            )
+            RewardAssigned(**about, value=value, components={}, verifier=VERIFIER, evidence=b"{}", player=player)
         )
+
+    def fail(self, session: str, player: str = "") -> None:
+        about = self.about("reward failed", session, *([player] if player else []))
+        self.write(RewardFailed(**about, verifier=VERIFIER, cause="crashed: it broke", player=player))
+
+    def end_game(self, session: str, *, own: float | None = None, **rewards: float | None) -> None:
+        """A finish, and a reward for each player; None: the verifier failed on it. `own`: the session's own reward."""
+        self.finish(session, expects=Expects(reward=own is not None, players=tuple(rewards)))
+        if own is not None:
+            self.reward(session, own)
+        for player, reward in rewards.items():
+            if reward is None:
+                self.fail(session, player)
+            else:
+                self.reward(session, reward, player)
 
     def end(self, session: str, *, reward: float, **finish: Any) -> None:
         self.finish(session, **finish)

@@ -12,9 +12,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from turnlog.processors.core.fold.group import GroupFold, fold_history, offline
+from turnlog.processors.core.fold.trajectories import VALID
 from turnlog.processors.core.methods.rules import FoldRules
 from turnlog.processors.runtime.watch import GroupWatch, ReaperLimits
 from turnlog.schemas.events import (
+    Expects,
     GroupClosed,
     GroupStatus,
     Outcome,
@@ -29,6 +31,10 @@ RULES = FoldRules(run_id="r", settings_sha256="s" * 64, fork_threshold_tokens=2)
 BY_POLICY = [replace(RULES, policy=name) for name in ("prefix", "slime", "last-turn")]
 every_policy = pytest.mark.parametrize("rules", BY_POLICY, ids=lambda rules: rules.policy)
 TOPICS = ("agent.sessions", "agent.turns", "agent.token-snapshots")
+PATHS = [
+    *[None] * 20, "main", "player/w", "player/b", "player/w/agent/x", "side/player/user", "side/title",
+    "side/compaction", "main/compaction", "player/b/compaction",
+]  # fmt: skip
 OUTCOMES = [*[Outcome.completed] * 4, Outcome.truncated, Outcome.agent_error, Outcome.infra_failure, Outcome.expired]
 
 
@@ -54,8 +60,11 @@ def act(rng, s, session, bases):
     place = None if base is None else (s.epochs[session].index(base.epoch), base.index)
     bad = {"prompt_sha256": "0" * 64} if what == "bad" else {}
     said = [{"role": rng.choice(["user", "tool", "assistant"]), "content": letters(rng, "xy", 1)} for _ in range(2)]
+    summary = rng.choice(bases[session]) if bases[session] and rng.random() < 0.2 else None
     s.turn(
         session, (epoch, index), prompt, letters(rng, "AB", 3), base=place, aborted=rng.random() < 0.1,
+        agent_path=rng.choice(PATHS), tools=rng.random() < 0.7, system=rng.choice(["sys", "sys", "other"]),
+        summary=summary and (s.epochs[session].index(summary.epoch), summary.index),
         messages=said[: rng.randint(0, 2)], response={"role": "assistant", "content": letters(rng, "xy", 1)}, **bad,
     )  # fmt: skip
     if what != "zombie" and (not bad or rng.random() < 0.3):
@@ -71,8 +80,16 @@ def finish(rng, s, session, bases):
         s.finish(session, epoch=0, outcome=Outcome.cancelled, turns=[])  # counts only in epoch 0
     if rng.random() < 0.3:
         s.reward(session, rng.choice([0.0, 1.0, 0.5, float("nan")]))
-    s.finish(session, outcome=rng.choice(OUTCOMES), turns=bases[session], final=rng.random() < 0.8)
+    players = tuple(rng.sample(["w", "b"], rng.choice([0, 0, 0, 1, 2])))
+    expects = Expects(reward=not players or rng.random() < 0.5, players=players)
+    outcome = rng.choice(OUTCOMES)
+    expects = expects if outcome in VALID else None
+    s.finish(session, outcome=outcome, turns=bases[session], final=rng.random() < 0.8, expects=expects)
     s.reward(session, rng.choice([0.0, 1.0, 0.5]))
+    for player in sorted(players):
+        if rng.random() < 0.1:
+            s.fail(session, player)
+        s.reward(session, rng.choice([0.0, 1.0, 0.5, 0.25, float("nan")] if rng.random() < 0.1 else [0.0, 1.0]), player)
 
 
 def history(rng, story, closes=True):

@@ -104,7 +104,7 @@ def test_spans_say_on_whose_cache_their_tokens_were_sampled_from_version_4_on(st
 
 
 def test_a_version_that_this_release_does_not_hold_is_refused_by_name():
-    with pytest.raises(UnknownFoldVersion, match=r"fold version '9' is unknown here \(1, 2, 3, 4 are known\)"):
+    with pytest.raises(UnknownFoldVersion, match=r"fold version '9' is unknown here \(1, 2, 3, 4, 5 are known\)"):
         fold_rules(FoldSettings(), run_id="r", settings_sha256="", version="9")
     assert fold_version(FOLD_VERSION) is VERSIONS[max(VERSIONS)]
 
