@@ -316,6 +316,8 @@ class RecordedTurn:
     boundary_reason: str
     agent_path: str | None = None
     """Name of the requesting agent, as its harness reports it."""
+    summary: TurnId | None = None
+    """Turn whose summary of the history its messages begin with (summaries.py)."""
     images: tuple[ImageRef, ...] = ()
     """All images in the prompt, ordered by position."""
     covered: bool = False
@@ -374,6 +376,7 @@ class RecordedTurn:
             hashed=hashed,
             boundary_reason=snapshot.boundary_reason,
             agent_path=completed.agent_path,
+            summary=completed.summary_turn,
             total=completed.prompt_tokens + completed.output_tokens,
             images=(*within(snapshot.base_len, parent.images if parent else ()), *snapshot.images),
             covered=snapshot.experts is not None and (parent is None or parent.covered),
@@ -556,14 +559,16 @@ class Conversation:
         return next((turn for turn in turns if turn.whole and not turn.continued and not turn.handed_over), None)
 
     def main_line(self) -> RecordedTurn | None:
-        """Return the newest completed turn of the main agent. If a harness names the main agent, this also works after
-        a compaction; otherwise it is the lineage of the first root, or of a root whose request is the same."""
+        """Return the newest completed turn of the main agent. If no harness names the main agent, it is the lineage of
+        the first root, of a root whose request is the same, or of one that begins with a summary."""
         named = [turn for turn in self.turns.values() if turn.whole and turn.agent_path in ("", MAIN)]
         if named:
             return named[-1]
         first = next(iter(self.turns.values()), None)
         for turn in reversed(self.turns.values()):
-            if first is not None and turn.whole and turn.root.asked is first.root.asked:
+            if first is None or not turn.whole:
+                continue
+            if turn.root.summary is not None or turn.root.asked is first.root.asked:
                 return turn
         return None
 

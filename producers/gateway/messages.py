@@ -46,6 +46,12 @@ class Message:
         content = self.template["content"]
         return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
+    @property
+    def text(self) -> str:
+        """Its text, without images; texts beside them are joined by line breaks."""
+        content = self.template["content"]
+        return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
 
 def message_list(raw: Any) -> list[Any]:
     """Return the messages of a request as received. Raises BadRequest."""

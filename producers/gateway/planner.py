@@ -28,9 +28,11 @@ from turnlog.producers.gateway.parsers.parser import CallFormat, Delimiters
 from turnlog.producers.gateway.prompts import Prompts
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
+from turnlog.producers.gateway.summaries import quoted_summary
 from turnlog.producers.gateway.template_features import TemplateFeatures
 from turnlog.schemas.events.tasks import Purpose
 from turnlog.schemas.events.turns import Boundary, FinishReason, ImageRef
+from turnlog.schemas.types import TurnId
 
 TAIL = 32
 """Number of ids at the end of a prompt among which the mark that opens reasoning is searched."""
@@ -70,6 +72,8 @@ class TurnPlan(NamedTuple):
     policy: bool
     """True if the policy samples this turn. False: an auxiliary model does, and its output is untrained context for
     later turns of the policy."""
+    summary: TurnId | None
+    """For a root: the turn whose summary of the history its messages begin with."""
     stored: tuple[RecordedTurn | None, int] | None
     """Storage parent and base_len if they must be known before sampling, because an engine returns the routed experts
     of the turn's own positions only; else None."""
@@ -128,7 +132,7 @@ class Planner:
         shown = tuple(EngineImage(request.images[one.image.sha256].url, one.position, one.tokens) for one in images)
         return TurnPlan(
             base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, grammar, policy,
-            stored,
+            quoted_summary(conversation.turns, request.messages) if base is None else None, stored,
         )  # fmt: skip
 
     def _check_tools(self, request: TurnRequest, *, trains: bool) -> None:

@@ -1,7 +1,8 @@
 """Harness profiles: which agent of a session sent a request, derived from what the harness itself puts into it.
 
 A profile is a pure function of a request in any API; its result is TurnCompleted.agent_path. The fold reads "" and
-"main" as the main lineage, a path that starts with "side" as a side call, any other as a sub-agent of its own.
+"main" as the main lineage, a path that starts with "side" as a side call, `AGENT/compaction` as the request for a
+summary of that agent's history, any other as a sub-agent of its own.
 
 ProfileError
 ├── UnknownHarness     [gateway] harness names no profile
@@ -27,6 +28,15 @@ AUTO, NONE = "auto", "none"
 MAIN = "main"
 TITLE, NO_TOOLS = "side/title", "side/no-tools"
 """Paths of requests outside the conversation: titles, and all other requests that a harness sends without tools."""
+COMPACTION = "compaction"
+"""Last component of the path of a request for a summary. Below `side` it is one that a harness sends without tools."""
+SUMMARISES = {
+    "claude_code": ("create a detailed summary of",),
+    "codex": ("CONTEXT CHECKPOINT COMPACTION",),
+    "opencode": ("anchored summary", "<prior-summary>"),
+    "qwen_code": ("produce the <state_snapshot>",),
+}
+"""Harness -> words of the last message of its requests for a summary, in all of its wordings."""
 
 
 class ProfileError(Exception):
@@ -63,40 +73,41 @@ def claude_code(
 ) -> str | None:
     """Recognise Claude Code's agents: sub-agents name themselves in a header, or at least in the billing line of their
     system text."""
+    compacts = _asks_for_summary("claude_code", tools, messages)
     if agent := headers.get("x-claude-code-agent-id"):
-        return f"agent/{agent}"
-    if not tools:
-        return _beside(system)
-    return "agent/unnamed" if "cc_is_subagent=true" in system.partition("\n")[0] else MAIN
+        path = f"agent/{agent}"
+    elif not tools:
+        return f"side/{COMPACTION}" if compacts else _beside(system)
+    else:
+        path = "agent/unnamed" if "cc_is_subagent=true" in system.partition("\n")[0] else MAIN
+    return f"{path}/{COMPACTION}" if compacts else path
 
 
 def codex(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
     """Recognise Codex's agents: every agent has a thread, and the first one's id is the session's."""
-    if not tools:
-        return _beside(system)
     thread = headers.get("thread-id")
-    return MAIN if thread in (None, headers.get("session-id")) else f"agent/{thread}"
+    path = MAIN if thread in (None, headers.get("session-id")) else f"agent/{thread}"
+    named = '"request_kind":"compaction"' in headers.get("x-codex-turn-metadata", "")
+    return _of_agent("codex", path, system, tools, messages, compacts=named)
 
 
 def opencode(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
     """Recognise opencode's agents: a sub-agent is a session with a parent. Titles come first, without tools."""
-    if not tools:
-        return _beside(system)
-    if headers.get("x-parent-session-id"):
-        return f"agent/{headers.get('x-session-id', 'unnamed')}"
-    return MAIN
+    path = f"agent/{headers.get('x-session-id', 'unnamed')}" if headers.get("x-parent-session-id") else MAIN
+    return _of_agent("opencode", path, system, tools, messages)
 
 
 def qwen_code(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
-    """Recognise Qwen Code's side calls: it marks nothing, so requests without tools are side calls and the fold decides
-    about the rest."""
-    return None if tools else _beside(system)
+    """Recognise Qwen Code's side calls and summaries: it marks no agent, so other requests without tools are side calls
+    and the fold decides about the rest."""
+    path = _of_agent("qwen_code", MAIN, system, tools, messages)
+    return None if path == MAIN else path
 
 
 PROFILES: dict[str, Profile] = {
@@ -165,6 +176,32 @@ def system_text(raw: Sequence[Any]) -> str:
         blocks = content if isinstance(content, list) else [content]
         texts += [block.get("text") if isinstance(block, dict) else block for block in blocks]
     return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _of_agent(
+    name: str,
+    path: str,
+    system: str,
+    tools: Sequence[Any] | None,
+    messages: Sequence[Message],
+    *,
+    compacts: bool = False,
+) -> str:
+    """Return the path of a request by the agent of a harness that sends what is no turn of its conversation without
+    tools. `compacts`: the harness itself says that it asks for a summary."""
+    if compacts or _asks_for_summary(name, tools, messages):
+        return (
+            f"{path}/{COMPACTION}" if tools else f"side/{COMPACTION}" if path == MAIN else f"side/{path}/{COMPACTION}"
+        )
+    return path if tools else _beside(system)
+
+
+def _asks_for_summary(name: str, tools: Sequence[Any] | None, messages: Sequence[Message]) -> bool:
+    """Return whether the last message of a request asks for a summary. A first request with tools has no history: a
+    task that is worded like that is a task."""
+    if not messages or (tools and all(one.role != "assistant" for one in messages)):
+        return False
+    return messages[-1].role == "user" and any(words in messages[-1].text for words in SUMMARISES[name])
 
 
 def _beside(system: str) -> str:

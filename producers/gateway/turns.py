@@ -147,6 +147,7 @@ def _build_completed(
         waited_s=max(0.0, now - draft.started - draft.served_s),
         engine_id=draft.engine_id,
         traceparent=traceparent,
+        summary_turn=plan.summary,
     )
 
 

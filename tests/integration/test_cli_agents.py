@@ -296,9 +296,12 @@ async def test_a_compaction_in_a_sandbox_begins_the_main_line_anew(
 
     episode = await started("claude-code", policy, "-p", "Print it", *CLAUDE, context=24_000)
     assert "done" in str(episode.messages[-1]["content"])
-    main = (await lines(stage))["main"]
-    assert main[:3] == [Boundary.root, Boundary.append, Boundary.append]
-    assert Boundary.root in main[3:]
+    found = await lines(stage)
+    assert found["main"] == [Boundary.root, Boundary.append, Boundary.root], "without the summary"
+    assert found["main/compaction"] == [Boundary.append]
+    folded = await tree(stage)
+    assert [one.kind for one in folded.lineages] == ["main", "compaction"]
+    assert folded.books.masked == {}
 
 
 PRINTED = "It has printed all of it."
@@ -327,13 +330,15 @@ def codex(*words: str, called_openai: bool = False) -> list[str]:
 
 
 async def is_compacted(stage: Stage, episode: Any, main: list[Boundary], side: Boundary) -> None:  # noqa: F811
-    """What was judged came of a summary that was asked for beside the main line, and trains nowhere."""
-    assert await lines(stage) == {"main": main, "side/no-tools": [side]}
+    """What was judged came of a summary that was asked for beside the main line, and trains with it."""
+    assert await lines(stage) == {"main": main, "side/compaction": [side]}
     assert (episode.messages[-1]["content"], PRINTED in str(episode.messages)) == ("done", True)
     folded = await tree(stage)
-    assert [one.kind for one in folded.lineages] == ["main", "side_call"]
-    [summary] = [node for node in folded.nodes if node.lineage == 1]
-    assert folded.books.masked == {"side_call": summary.output_tokens}
+    assert [one.kind for one in folded.lineages] == ["main", "compaction"]
+    assert folded.books.masked == {}
+    turns = await stage.said(TurnCompleted)
+    [summary] = [one.turn for one in turns if one.agent_path == "side/compaction"]
+    assert turns[-1].summary_turn == summary, "the text alone tells, too"
     assert folded.anchor_segment is not None
     assert folded.segments[folded.anchor_segment].turns == (folded.nodes[-1].turn,)
 
