@@ -166,7 +166,7 @@ TURNS = Table(
         turn_index INTEGER In the epoch, from 0.
         base_epoch TEXT With base_index the turn that the request continues; null for a root.
         base_index INTEGER See base_epoch.
-        agent_path TEXT Who asked: empty or main, side..., or a sub-agent.
+        agent_path TEXT Who asked: empty or main, side..., player/NAME, .../compaction, or a sub-agent.
         api TEXT chat | responses | messages
         messages TEXT JSON: the request's messages beyond those of the base; null where they are large.
         response TEXT JSON: the assistant message; null where it is large.
@@ -272,7 +272,7 @@ TREES = Table(
         outcome TEXT As in sessions.
         reward REAL The verdict.
         nodes TEXT JSON: [{"turn": [epoch, index], "base": ..., "lineage": n, "prompt": n, "output": n}, ...]
-        lineages TEXT JSON: kinds by id: main | sub_agent | side_call
+        lineages TEXT JSON: kinds by id: main | player | sub_agent | side_call | compaction
         segments TEXT JSON: [{"turns": [[epoch, index], ...], "tokens": n, "trained": n, "context": n}, ...]
         anchor_segment INTEGER The one that the reward is about.
         sampled INTEGER Output tokens.

@@ -19,6 +19,7 @@ import orjson
 
 from turnlog.consumers.index.reader import Index, Row, SessionView, where_of
 from turnlog.plugins.dashboard.harmless import DATA_URL, raster
+from turnlog.processors.core.lineages import kind_of_path
 from turnlog.schemas.json_depth import deeper_than
 
 ROLES = {
@@ -31,7 +32,7 @@ TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 IMAGES = frozenset({"image", "image_url", "input_image"})
 CALLS = frozenset({"tool_use", "function_call"})
 RESULTS = frozenset({"tool_result", "function_call_output", "custom_tool_call_output"})
-OFF_MAIN = frozenset({"sub_agent", "side_call"})
+OFF_MAIN = frozenset({"sub_agent", "side_call", "compaction", "player"})
 Key = tuple[str, int]
 """(epoch, turn index)"""
 
@@ -294,9 +295,7 @@ def _lineages(view: SessionView) -> dict[Key, str]:
     """Return the lineage kind of each turn: from the tree, or from what the harness reported if no tree was
     assembled."""
     found = {
-        _key(row): "side_call" if row["agent_path"].startswith("side") else "sub_agent"
-        for row in view.turns
-        if row["agent_path"] not in (None, "", "main")
+        _key(row): kind_of_path(row["agent_path"]) for row in view.turns if row["agent_path"] not in (None, "", "main")
     }
     if view.tree is not None:
         names = orjson.loads(view.tree["lineages"])

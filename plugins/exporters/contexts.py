@@ -76,7 +76,7 @@ class Context:
     lineage: str
     """`main`, or the id of a sub-agent or side call within the session."""
     kind: str
-    """main, sub_agent or side_call."""
+    """main, player, sub_agent, side_call or compaction."""
     number: int
     """Number in its lineage, from 0."""
     after: TurnView | None

@@ -176,6 +176,12 @@ def _of_path(path: str, version: FoldVersion) -> Hashable:
     return Compaction(MAIN if agent in BESIDE else agent.removeprefix("side/") if beside else agent)
 
 
+def kind_of_path(path: str) -> str:
+    """Return the kind of the lineage that an agent path names under the latest fold version."""
+    key = _of_path(path, LATEST)
+    return COMPACTION if isinstance(key, Compaction) else _kind(key, set(), LATEST)
+
+
 def _of_summary(quoting: Turn, base: Hashable | None) -> Compaction:
     """Return the key of a summary: that of the agent which goes on from it, else of the one whose turn it continues."""
     path = quoting.kinship.agent_path

@@ -48,7 +48,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Its text, without images; texts beside them are joined by line breaks."""
+        """The text without images; a line break joins the texts beside them."""
         content = self.template["content"]
         return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 

@@ -73,7 +73,7 @@ class TurnPlan(NamedTuple):
     """True if the policy samples this turn. False: an auxiliary model does, and its output is untrained context for
     later turns of the policy."""
     summary: TurnId | None
-    """For a root: the turn whose summary of the history its messages begin with."""
+    """Turn whose summary of the history the messages of a root begin with; None without one."""
     stored: tuple[RecordedTurn | None, int] | None
     """Storage parent and base_len if they must be known before sampling, because an engine returns the routed experts
     of the turn's own positions only; else None."""
