@@ -28,7 +28,8 @@ from turnlog.infra.log import Log, Partition, Record
 from turnlog.infra.roles.role import Role
 from turnlog.processors.core.batches.draws import DrawRules, PlacedSample, trim
 from turnlog.processors.core.errors import FoldError
-from turnlog.processors.core.fold.session import SessionRecords, SessionTree, assemble, named_turns
+from turnlog.processors.core.fold.session import WHOLE, SessionRecords, SessionTree, assemble, named_turns
+from turnlog.processors.core.fold.settlement import untrained_reason
 from turnlog.processors.core.fold.spine import ControlStreamFold, SessionFoldState
 from turnlog.processors.core.messages import Dialogues
 from turnlog.processors.core.methods.rules import FoldRules
@@ -256,12 +257,24 @@ def _of_turn(
         return MaskReason.excluded_outcome.value
     if key in named:
         reason = tree.masked.get(named[key])
+        if reason is None and tree.roles != WHOLE:
+            reason = _of_player(told, tree.role_of(named[key]))
         return None if reason is None else reason.value
     if not isinstance(tree.records.snapshots.get(key), TurnTokenDelta):
         return MaskReason.refused.value
     assert tree.session.finish is not None
     undelivered = {key_of(turn) for turn in tree.session.finish.undelivered}
     return (MaskReason.undelivered if key in undelivered else MaskReason.not_named).value
+
+
+def _of_player(told: _FoldedSession, role: str) -> MaskReason | None:
+    """Return why a player of a session that trains does not, or None if it does."""
+    assert told.view.score is not None
+    for member in orjson.loads(told.view.score["rollouts"]):
+        for player in member.get("players", ()) if member["session_id"] == told.view.row.session_id else ():
+            if player["player"] == role and player["advantage"] is None:
+                return untrained_reason(player["excluded"])
+    return None
 
 
 @dataclass(frozen=True, slots=True)

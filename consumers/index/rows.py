@@ -26,6 +26,7 @@ from turnlog.schemas.events import (
     EngineWeightsLoaded,
     Event,
     GroupScored,
+    PlayerScore,
     RolloutRequested,
     RunConfigured,
     RunPlanned,
@@ -187,10 +188,16 @@ def mask_of(spans: Iterable[tuple[int, int, bool]]) -> str:
     return hashlib.sha256(json.dumps(runs, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
+def _player(score: PlayerScore) -> dict[str, Any]:
+    return {"player": score.player, "reward": score.reward, "advantage": score.advantage,
+            "excluded": score.excluded_reason}  # fmt: skip
+
+
 def _members(event: GroupScored) -> str:
     return as_json([
         {"session_id": each.session_id, "outcome": each.outcome.value, "reward": each.reward,
          "advantage": each.advantage, "excluded": each.excluded_reason}
+        | ({"players": [_player(one) for one in each.players]} if each.players else {})
         for each in event.rollouts
     ])  # fmt: skip
 
