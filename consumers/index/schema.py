@@ -318,7 +318,7 @@ SCORES = Table(
         sampled INTEGER Output tokens.
         trained INTEGER Of them, those that nothing masks so far.
         masked TEXT JSON: reason -> tokens
-        rollouts TEXT JSON: members by rollout_index: [{"session_id", "outcome", "reward", "advantage", "excluded"}], and "players" where they have rewards
+        rollouts TEXT JSON: members by index: [{"session_id", "outcome", "reward", "advantage", "excluded", "players"?}]
     """),
     topics.SAMPLES, ("group_id",),
 )  # fmt: skip

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from turnlog.schemas.events import (
     Outcome,
     Purpose,
     RewardAssigned,
+    RewardFailed,
     Sampling,
     SessionAdopted,
     SessionFinished,
@@ -41,6 +42,7 @@ from turnlog.schemas.topics import SESSIONS, TOPIC_OF
 from turnlog.schemas.types import TurnId
 
 VOCABULARY = 384
+PLAYER_PATHS = ("player/white", "player/black", "player/idle", "player/white/compaction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,3 +282,25 @@ def _session(rng: random.Random, story: SessionStory) -> list[list[Event]]:
     rng.shuffle(end)
     main += end
     return streams
+
+
+def with_players(events: Iterable[Event]) -> Iterator[Event]:
+    """The same history as games: the turns of a session are those of two players that are rewarded and of one that is
+    not, one of whom summarises now and then. Each player has a verdict of its own, and one in eight has failed. What
+    becomes of a record depends on its id alone."""
+    for event in events:
+        chance = int(hashlib.sha256(event.event_id.encode()).hexdigest(), 16)
+        if isinstance(event, TurnCompleted):
+            yield replace(event, agent_path=PLAYER_PATHS[chance % len(PLAYER_PATHS)])
+        elif isinstance(event, SessionFinished):
+            yield replace(event, expects=Expects(reward=False, players=("black", "white")))
+        elif isinstance(event, RewardAssigned):
+            common = {name: getattr(event, name) for name in ("run_id", "group_id", "session_id", "floor", "verifier")}
+            for player in ("black", "white"):
+                name, chance = digest(event.event_id, player), chance // 8
+                if chance % 8:
+                    yield replace(event, event_id=name, player=player, value=float(chance % 3))
+                else:
+                    yield RewardFailed(event_id=name, cause="crashed: it broke", player=player, **common)
+        else:
+            yield event

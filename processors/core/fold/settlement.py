@@ -328,32 +328,34 @@ def _rollout_score(tree: SessionTree, worth: Worth, rules: FoldRules) -> Rollout
     session = tree.session
     assert session.started is not None
     assert session.finish is not None
-    reasons = {role: exclusion_reason(tree, rules, role) for role in tree.roles}
-    credit = {role: worth.get((session.session_id, role)) for role in tree.roles}
-    given = [own_reward(tree, rules, role) for role in tree.roles if role]
-    own = own_reward(tree, rules, "")
-    advantages = [one.advantage for one in credit.values() if one is not None]
+    found = [_player_score(tree, role, worth, rules) for role in tree.roles]
+    own = session.finish.expects.reward or tree.roles == WHOLE
+    reasons = [one.excluded_reason for one in found]
     return RolloutScore(
         rollout_id=session.started.rollout_id,
         session_id=session.session_id,
         outcome=session.finish.outcome,
-        reward=own if session.finish.expects.reward or tree.roles == WHOLE else _mean(reward for reward in given if reward is not None),
-        advantage=_mean(advantages),
-        excluded_reason=None if None in reasons.values() else next(iter(reasons.values())),
-        players=tuple(
-            PlayerScore(
-                role, own_reward(tree, rules, role), one.advantage if one is not None else None, reasons[role],
-                _tokens_of(tree, role),
-            )
-            for role, one in credit.items()
-        )
-        if tree.roles != WHOLE
-        else (),
-    )  # fmt: skip
+        reward=own_reward(tree, rules, "") if own else _mean(one.reward for one in found),
+        advantage=_mean(one.advantage for one in found),
+        excluded_reason=None if None in reasons else reasons[0],
+        players=() if tree.roles == WHOLE else tuple(found),
+    )
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
+def _player_score(tree: SessionTree, role: str, worth: Worth, rules: FoldRules) -> PlayerScore:
+    credit = worth.get((tree.session.session_id, role))
+    return PlayerScore(
+        player=role,
+        reward=own_reward(tree, rules, role),
+        advantage=None if credit is None else credit.advantage,
+        excluded_reason=exclusion_reason(tree, rules, role),
+        tokens=_tokens_of(tree, role),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there, None without any."""
+    found = [value for value in values if value is not None]
     return mean_of(found) if found else None
 
 

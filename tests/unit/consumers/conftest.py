@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import MemoryLog
-from tests.fakes.sessions import GroupName, Shape, bad_days, whole_group
+from tests.fakes.sessions import GroupName, Shape, bad_days, whole_group, with_players
 from turnlog.consumers.archiver import RangeLimits, flush
 from turnlog.infra.archive import ArchiveLog, live_cut
 from turnlog.infra.blobs import MemoryBlobs
@@ -143,11 +143,12 @@ class TrainedRun:
             found += [CODEC.decode(record.value) for record in records]
         return found
 
-    async def bad_days(self, seed: int = 0, *, groups: int = 12) -> None:
-        """A whole run of unlucky sessions: configured, folded, drawn."""
+    async def bad_days(self, seed: int = 0, *, groups: int = 12, players: bool = False) -> None:
+        """A whole run of unlucky sessions: configured, folded, drawn. `players`: they are games of several players."""
         await self.configure()
         rng = random.Random(seed)
-        await self.append(bad_days(rng, groups=groups, partitions=self.settings.kafka.groups))
+        events = bad_days(rng, groups=groups, partitions=self.settings.kafka.groups)
+        await self.append(with_players(events) if players else events)
         await self.fold()
         await self.draw()
 

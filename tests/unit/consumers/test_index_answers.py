@@ -119,13 +119,18 @@ def test_more_rows_than_asked_for_are_said_and_a_missing_index_is_named(empty: P
         ask(tmp_path / "none.sqlite", "SELECT 1")
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_the_tokens_of_every_session_by_reason_are_its_books(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "players"), [(0, False), (1, False), (2, False), (3, False), (4, True), (5, True)])
+async def test_the_tokens_of_every_session_by_reason_are_its_books(tmp_path: Path, seed: int, players: bool) -> None:
     run, path = TrainedRun(), tmp_path / "index.sqlite"
-    await run.bad_days(seed, groups=6)
+    await run.bad_days(seed, groups=12 if players else 6, players=players)
     await run.steps()
     await build(run.role("index"), path)
-    books = (await read_levels(run.role())).levels["session"]
+    levels = await read_levels(run.role())
+    assert {one.level for one in levels.imbalances} <= {"batch"}, "whose steps are invented"
+    books = levels.levels["session"]
+    if players:
+        reasons = {reason for one in books.values() for reason in one.masked}
+        assert {"untrained_player", "discarded_group", "excluded_outcome"} <= reasons
     found: dict[str, Counter[str]] = {}
     with Index.open(path) as index:
         for row in index.sessions(limit=1000).rows:

@@ -91,9 +91,10 @@ async def test_what_was_too_late_for_the_run_is_too_late_for_its_replay_whatever
     assert verdict.samples_compared == 12
 
 
-async def test_what_the_assembler_and_the_batcher_wrote_replays_identically(trained_run: Make) -> None:
+@pytest.mark.parametrize("players", [False, True])
+async def test_what_the_assembler_and_the_batcher_wrote_replays_identically(trained_run: Make, players: bool) -> None:
     made = trained_run()
-    await made.bad_days(groups=16)
+    await made.bad_days(groups=16, players=players)
     verdict = await run(made.role())
     assert verdict.identical, verdict.divergence
     written = [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.memory_broker import MemoryBroker
 from tests.fakes.memory_log import Died, MemoryLog
-from tests.fakes.sessions import bad_days
+from tests.fakes.sessions import bad_days, with_players
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Fenced, GroupReader, Partition, Record, TopicSpec
@@ -209,8 +209,9 @@ async def tell(seed: int, *, partitions: int, processes: int, groups: int) -> Wo
     rng = random.Random(seed)
     world = World(rng, partitions)
     stopping = asyncio.Event()
+    events = bad_days(rng, groups=groups, partitions=partitions)
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
-        tasks.create_task(world.write(bad_days(rng, groups=groups, partitions=partitions)))
+        tasks.create_task(world.write(with_players(events) if seed % 2 else events))
         for _ in range(processes):
             tasks.create_task(world.process(stopping, mortal=True))
         while not world.folded():
