@@ -6,7 +6,7 @@ summary. That text tells which turn was the summary, without any mark of the age
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 from turnlog.producers.gateway.conversation import RecordedTurn
@@ -21,7 +21,7 @@ NEWEST = 32
 """Number of turns that are considered, so that a session of many conversations costs no more."""
 
 
-def quoted_summary(turns: Mapping[TurnId, RecordedTurn], messages: Sequence[Message]) -> TurnId | None:
+def quoted_summary(turns: dict[TurnId, RecordedTurn], messages: Sequence[Message]) -> TurnId | None:
     """Return the newest turn whose whole answer, or the tagged part of it, stands in one of a root's messages; None if
     there is none.
 

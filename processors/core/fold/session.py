@@ -42,7 +42,7 @@ from turnlog.schemas.types import TurnId
 make_turn, make_node, make_tree = constructor(Turn), constructor(TreeNode), constructor(TurnTreeAssembled)
 NO_VERSION = (-1,)
 """Versions of a turn without output."""
-WHOLE = ("",)
+WHOLE: tuple[str, ...] = ("",)
 """Roles of a session that is one trajectory."""
 
 

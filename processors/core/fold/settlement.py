@@ -286,7 +286,8 @@ class SettledRole:
     def score(self) -> RoleScore:
         """Return the part of GroupScored about this role."""
         found, numbers = self.settlement, self.settlement.advantages
-        return RoleScore(self.role, found.status, found.reason, numbers and numbers.baseline, numbers and numbers.std)
+        baseline, std = (None, None) if numbers is None else (numbers.baseline, numbers.std)
+        return RoleScore(self.role, found.status, found.reason, baseline, std)
 
 
 def _roles(members: Sequence[SessionTree], rules: FoldRules) -> list[str]:
