@@ -93,8 +93,9 @@ class Verdicts:
     """Number of rewards in `found` that come from an earlier rerun that was killed."""
 
     def substitute_event(self, event: Event) -> Event:
-        """Return the event, or the new reward in place of the recorded one if its session was judged again."""
-        if not isinstance(event, RewardAssigned) or event.session_id not in self.found:
+        """Return the event, or the new reward in place of the recorded one if its session was judged again. Rewards of
+        single players stay as they are."""
+        if not isinstance(event, RewardAssigned) or event.player or event.session_id not in self.found:
             return event
         new = self.found[event.session_id]
         by, common = (

@@ -63,6 +63,53 @@ def test_each_harness_is_known_by_its_user_agent_and_its_agents_by_their_marks(
     assert path(headers, tools, system) == expected
 
 
+HISTORY = [TASK, {"role": "assistant", "content": "written"}]
+CLAUDE_ASKS = "Your task is to create a detailed summary of the conversation so far."
+CODEX_ASKS = "You are performing a CONTEXT CHECKPOINT COMPACTION."
+OPENCODE_ASKS = "<conversation>..</conversation> Create a new anchored summary from the conversation history."
+OPENCODE_ASKS_AGAIN = "Here is the summary: <prior-summary>..</prior-summary>"
+QWEN_ASKS = "First, reason. Then, produce the <state_snapshot> XML."
+NAMED = {"x-codex-turn-metadata": '{"session_id":"t1","request_kind":"compaction"}'}
+
+
+@each(
+    ("headers", "tools", "asks", "expected"),
+    [
+        (CLAUDE, TOOLS, CLAUDE_ASKS, "main/compaction"),
+        (CLAUDE, None, CLAUDE_ASKS, "side/compaction"),
+        (CLAUDE | {"x-claude-code-agent-id": "a14d"}, TOOLS, CLAUDE_ASKS, "agent/a14d/compaction"),
+        (CODEX, None, CODEX_ASKS, "side/compaction"),
+        (CODEX | NAMED, None, "in other words", "side/compaction"),
+        (CODEX | NAMED, TOOLS, "in other words", "main/compaction"),
+        (CODEX | {"thread-id": "t2"}, None, CODEX_ASKS, "side/agent/t2/compaction"),
+        (CODEX, None, "in other words", "side/no-tools"),
+        (OPENCODE, None, OPENCODE_ASKS, "side/compaction"),
+        (OPENCODE, None, OPENCODE_ASKS_AGAIN, "side/compaction"),
+        (CHILD, None, OPENCODE_ASKS, "side/agent/ses_2/compaction"),
+        (QWEN, None, QWEN_ASKS, "side/compaction"),
+        (QWEN, TOOLS, QWEN_ASKS, "main/compaction"),
+        (QWEN, TOOLS, "go on", None),
+        (QWEN, TOOLS, CLAUDE_ASKS, None),  # these are words of another harness
+    ],
+)
+def test_a_request_for_a_summary_is_a_compaction_of_the_agent_that_sends_it(
+    headers: dict[str, str], tools: list[Any] | None, asks: str, expected: str | None
+) -> None:
+    raw = [{"role": "system", "content": "You are an agent."}, *HISTORY, {"role": "user", "content": asks}]
+    assert harness("auto").agent_path("unknown", headers, raw, tools, normalise_messages(raw)) == expected
+    answered = [*raw, {"role": "assistant", "content": "summary"}, TASK]
+    assert "compaction" not in str(
+        harness("auto").agent_path("", CLAUDE, answered, TOOLS, normalise_messages(answered))
+    )
+
+
+def test_a_task_that_is_worded_like_the_request_for_a_summary_is_a_task() -> None:
+    for headers, asks in ((CLAUDE, CLAUDE_ASKS), (CODEX, CODEX_ASKS), (OPENCODE, OPENCODE_ASKS), (QWEN, QWEN_ASKS)):
+        raw = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": asks}]
+        path = harness("auto").agent_path("unknown", headers, raw, TOOLS, normalise_messages(raw))
+        assert path == (None if headers is QWEN else "main")
+
+
 def test_a_client_that_is_no_known_harness_leaves_the_lineages_to_the_fold() -> None:
     assert path({"user-agent": "python-httpx/0.28"}, None) is None
     assert path({}, agent="white-box") is None
