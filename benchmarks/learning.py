@@ -37,6 +37,8 @@ SETTINGS = {
     "calc": "",
     "household": "configs/household.toml",
     "question": "configs/question.toml",
+    "reasoning": "configs/reasoning.toml",
+    "reasoning-tool": "configs/reasoning-tool.toml",
     "repair": "configs/repair.toml",
     GAME: f"{GAME}/settings.toml",
 }
@@ -55,6 +57,8 @@ OWN = {
     "calc": {"TURNLOG_FEEDER_DRAWS": "20"},
     "household": {"TURNLOG_FEEDER_DRAWS": "60"},
     "question": {"TURNLOG_FEEDER_DRAWS": "45"},
+    "reasoning": {"TURNLOG_FEEDER_DRAWS": "30"},
+    "reasoning-tool": {"TURNLOG_FEEDER_DRAWS": "30"},
     "repair": {"TURNLOG_FEEDER_DRAWS": "32", "TURNLOG_FEEDER_GROUP_SIZE": "8"},
 }
 """Where draws of half the size take other numbers of them than the demo has. `repair` has three sandboxes a session: 64

@@ -151,7 +151,19 @@ def single_player_games() -> tuple[str, ...]:
     from textarena.envs.registration import ENV_REGISTRY
 
     names = [name for name in ENV_REGISTRY if not name.endswith(("-train", "-raw"))]
-    return tuple(name for name in names if _is_single(name))
+    return tuple(name for name in names if not single_player_refusal(name))
+
+
+def single_player_refusal(game: str) -> str:
+    """Return why the game cannot be played here by one player; empty if it can. It is decided from the game's module,
+    without beginning the game, which takes seconds for some. Raises UnknownGame."""
+    if why := refusal(game):
+        return why
+    try:
+        module = _imported(_module_of(game))
+    except (ImportError, SyntaxError) as error:
+        return f"it cannot be imported: {type(error).__name__}: {error}"
+    return "" if "SinglePlayerState" in inspect.getsource(module) else "it is a game for several players"
 
 
 def refusal(game: str) -> str:
@@ -172,18 +184,6 @@ def _is_for_one(state: Any) -> bool:
     return isinstance(state, SinglePlayerState)
 
 
-def _is_single(game: str) -> bool:
-    """Decide from the game's module, without beginning the game, which takes seconds for some."""
-    from textarena.envs.registration import ENV_REGISTRY
-
-    if refusal(game):
-        return False
-    with contextlib.suppress(ImportError, SyntaxError):
-        module = _imported(str(ENV_REGISTRY[game].entry_point).partition(":")[0])
-        return "SinglePlayerState" in inspect.getsource(module)
-    return False
-
-
 def _folder(game: str) -> str:
     """Return the game's folder in TextArena. Raises UnknownGame, and GameRefused without TextArena."""
     try:
@@ -196,7 +196,13 @@ def _folder(game: str) -> str:
         raise UnknownGame(
             f"TextArena has no game {game!r}; python -c 'import textarena as t; t.pprint_registry_detailed()'"
         )
-    return str(ENV_REGISTRY[game].entry_point).split(".")[2]
+    return _module_of(game).split(".")[2]
+
+
+def _module_of(game: str) -> str:
+    from textarena.envs.registration import ENV_REGISTRY
+
+    return str(ENV_REGISTRY[game].entry_point).partition(":")[0]
 
 
 def _has_data(name: str) -> bool:
@@ -215,11 +221,9 @@ def _loaded(game: str) -> Callable[[], Any]:
     if why := refusal(game):
         raise GameRefused(f"TextArena's {game} cannot be played: {why}")
     import textarena
-    from textarena.envs.registration import ENV_REGISTRY
 
-    module = str(ENV_REGISTRY[game].entry_point).partition(":")[0]
     try:
-        _imported(module)
+        _imported(_module_of(game))
     except (ImportError, SyntaxError) as error:  # some modules of 0.7.4 are no valid Python 3.11
         raise GameRefused(f"TextArena's {game} cannot be imported: {type(error).__name__}: {error}") from error
     return lambda: textarena.make(game)
