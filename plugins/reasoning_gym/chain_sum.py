@@ -18,7 +18,7 @@ from turnlog.plugins.reasoning_gym.calculator import calculate
 from turnlog.plugins.reasoning_gym.workers import reasoning_gym
 from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 
-UNFORMATTED, WRONG_OPERATOR = 0.15, 0.35
+UNFORMATTED, WRONG_OPERATOR = 0.3, 0.25
 """Shares of the demonstrations without a tool that give the bare number, and that exchange + and -."""
 EARLY, WRONG_STEP = 0.25, 0.3
 """Shares of the steps with the calculator after which a demonstration answers too early, and that exchange + and -."""

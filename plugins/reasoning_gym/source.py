@@ -139,12 +139,12 @@ class ReasoningGym(Recipe):
         evidence = {"task": row["task"], "answer": (answer or "")[:1000], "expected": row["entry"]["answer"]}
         if answer is None:
             return Verdict(0.0, {"answered": 0.0, "calls": calls}, {**evidence, "said": said[-400:]})
-        if answer != row["entry"]["answer"] and not is_safe(row["task"], answer):
-            fault = "the answer is code, which is not evaluated"
-            return Verdict(0.0, {"answered": 1.0, "calls": calls, "unscorable": 1.0}, {**evidence, "fault": fault})
-        score = reasoning_gym(self._options.python).score(row["task"], row["config"], row["entry"], answer)
-        components = {"answered": 1.0, "calls": calls, "unscorable": float(bool(score.fault))}
-        return Verdict(score.value, components, {**evidence, **({"fault": score.fault} if score.fault else {})})
+        safe = answer == row["entry"]["answer"] or is_safe(row["task"], answer)
+        gym = reasoning_gym(self._options.python)
+        score = gym.score(row["task"], row["config"], row["entry"], answer if safe else "")
+        fault = score.fault if safe else "evaluating it might run code, so it counts as an empty answer"
+        components = {"answered": 1.0, "calls": calls, "unscorable": float(bool(fault))}
+        return Verdict(score.value, components, {**evidence, **({"fault": fault} if fault else {})})
 
 
 def reasoning_gym_source(

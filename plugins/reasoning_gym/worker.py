@@ -13,8 +13,6 @@ import sys
 import types
 from typing import Any
 
-SCORE_CPU_S = 20
-"""CPU seconds that the score of one answer may take. An answer that takes more ends this process (SIGXCPU)."""
 MEMORY = 4 << 30
 """Bytes of address space. An answer that needs more raises MemoryError."""
 
@@ -76,9 +74,10 @@ class Worker:
         return {"entry": encode(self._dataset(request)[request["index"]])}
 
     def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the score of an answer. If it raises, and the entry's own answer does not, the answer is at fault."""
+        """Return the score of an answer. If it raises, and the entry's own answer does not, the answer is at fault. An
+        answer that takes more than `cpu_s` seconds of CPU time ends this process (SIGXCPU)."""
         dataset, entry = self._dataset(request), decode(request["entry"])
-        _allow_cpu(SCORE_CPU_S)
+        _allow_cpu(request["cpu_s"])
         try:
             return {"score": _number(dataset.score_answer(request["answer"], entry))}
         except Exception as error:

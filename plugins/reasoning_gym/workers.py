@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 WORKER: Final = Path(__file__).with_name("worker.py")
+SCORE_CPU_S: Final = 20
 SILENT_S: Final = 240.0
 """Seconds after which a process that has not answered is ended."""
 
@@ -40,8 +41,9 @@ class Score:
 class ReasoningGymProcess:
     """A worker process, started when it is first needed, and again after its death. Any thread may use it."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
+    def __init__(self, python: str, score_cpu_s: int = SCORE_CPU_S) -> None:
+        """Use this interpreter. The score of an answer may take `score_cpu_s` seconds of CPU time."""
+        self._python, self._cpu_s = python, score_cpu_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
@@ -61,8 +63,9 @@ class ReasoningGymProcess:
 
     def score(self, task: str, config: dict[str, Any], entry: dict[str, Any], answer: str) -> Score:
         """Return the score of an answer. Raises ReasoningGymError if the fault is not the answer's."""
+        request = {"do": "score", "task": task, "config": config, "entry": entry, "answer": answer}
         try:
-            found = self._request({"do": "score", "task": task, "config": config, "entry": entry, "answer": answer})
+            found = self._request({**request, "cpu_s": self._cpu_s})
         except _TooMuchCpu:
             return Score(0.0, "it takes too long to compute")
         return Score(found["score"], found.get("unscorable", ""))

@@ -13,7 +13,6 @@ import pytest
 from tests.each import each
 from turnlog.plugins.textarena.games import GameRefused, TextGame, UnknownGame, refusal, single_player_games
 
-pytest.importorskip("textarena", reason="textarena is not installed")
 TURNS = 12
 DIRECTIONS = ("[up]", "[down]", "[left]", "[right]")
 Draw = random.Random
