@@ -53,7 +53,8 @@ def prepare_model(settings: Settings, env: Mapping[str, str] = os.environ) -> Se
     chosen = task_source(settings.feeder.recipe)
     start = _warm_start(chosen)
     cache = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnlog" / "models"
-    tokenizer, base = cache / f"{chosen.name}-tokenizer", cache / f"{chosen.name}-base-{_key(start, settings, steps=0)}"
+    key = _key(start, settings, steps=0)  # sources of one name differ in their options
+    tokenizer, base = cache / f"{chosen.name}-tokenizer-{key}", cache / f"{chosen.name}-base-{key}"
     if not (base / "config.json").exists():
         _write_whole(tokenizer, start.write_tokenizer)
         _write_whole(base, lambda part: _base(start, settings, tokenizer, part))

@@ -1,4 +1,4 @@
-"""How an answer is written in a message, and which answers reasoning-gym may compute with.
+"""Formats of answers in messages, and the check of answers that reasoning-gym would evaluate.
 
 Reasoning-gym scores some tasks by Python's `eval` or sympy's parser, on what the model wrote. An answer to such a task
 is passed on only if evaluating it calls nothing but functions of mathematics.
@@ -33,16 +33,16 @@ LINE: Final = "Answer:"
 
 
 class AnswerFormat(Enum):
-    """How a message gives its answer."""
+    """Format in which a message gives its answer."""
 
     tags = "tags"
-    """Between <answer> and </answer>; the last pair counts. It is the format of reasoning-gym's own prompts."""
+    """Text between <answer> and </answer>; the last pair counts. The prompts of reasoning-gym use the same format."""
     line = "line"
-    """All that follows the last `Answer:`."""
+    """The text after the last `Answer:`."""
 
     @property
     def rule(self) -> str:
-        """What the prompt says about it."""
+        """Sentence of the prompt about the format."""
         if self is AnswerFormat.tags:
             return "Give the final answer, and nothing else, between <answer> and </answer>."
         return f"End with `{LINE}` and the final answer, and nothing after it."
@@ -55,7 +55,7 @@ class AnswerFormat(Enum):
         pairs = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         return str(pairs[-1]).strip() if pairs else None
 
-    def written(self, answer: str) -> str:
+    def format_answer(self, answer: str) -> str:
         """Return a message that gives the answer."""
         return f"<answer>{answer}</answer>" if self is AnswerFormat.tags else f"{LINE} {answer}"
 

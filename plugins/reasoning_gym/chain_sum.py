@@ -15,7 +15,7 @@ from typing import Any, Final
 from turnlog.environments import Demonstration, Message
 from turnlog.plugins.reasoning_gym.answers import AnswerFormat
 from turnlog.plugins.reasoning_gym.calculator import calculate
-from turnlog.plugins.reasoning_gym.workers import reasoning_gym
+from turnlog.plugins.reasoning_gym.process import reasoning_gym
 from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 
 UNFORMATTED, WRONG_OPERATOR = 0.3, 0.25
@@ -56,7 +56,7 @@ def _at_once(
     value = words[0]
     for operator, term in zip(words[1::2], words[2::2], strict=True):
         value = calculate(f"{value} {operator} {term}")
-    said = value if flaw < UNFORMATTED else AnswerFormat.line.written(value)
+    said = value if flaw < UNFORMATTED else AnswerFormat.line.format_answer(value)
     return imitating([question, {"role": "assistant", "content": said}])
 
 
@@ -72,5 +72,5 @@ def _with_calculator(
         expression = f"{value} {used} {term}"
         value = calculate(expression)
         messages += demonstrate_call("calculator", {"expression": expression}, value)
-    messages.append({"role": "assistant", "content": AnswerFormat.line.written(value)})
+    messages.append({"role": "assistant", "content": AnswerFormat.line.format_answer(value)})
     return imitating(messages)

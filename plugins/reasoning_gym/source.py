@@ -29,7 +29,7 @@ from turnlog.infra.environments.simulations import NO_OBJECT, object_of
 from turnlog.plugins.reasoning_gym import chain_sum
 from turnlog.plugins.reasoning_gym.answers import AnswerFormat, is_safe
 from turnlog.plugins.reasoning_gym.calculator import CALCULATOR, calculate
-from turnlog.plugins.reasoning_gym.workers import ReasoningGymError, reasoning_gym
+from turnlog.plugins.reasoning_gym.process import ReasoningGymError, reasoning_gym
 from turnlog.schemas.events.sessions import Environment
 from turnlog.schemas.events.tools import SandboxSpec
 
@@ -53,7 +53,7 @@ class ReasoningGymOptions:
     size: int = SIZE
     format: AnswerFormat = AnswerFormat.tags
     tool: str = ""
-    """One of TOOLS."""
+    """Name of the tool that the agent gets, of TOOLS; empty for none."""
     python: str = ""
     """Interpreter that has reasoning-gym; the one that runs turnlog if empty."""
 
@@ -105,7 +105,9 @@ class ReasoningGym(Recipe):
     def solution(self, row: TaskRow) -> list[Message] | None:
         """Return a message with the entry's own answer; None if the entry has none."""
         answer = row["entry"]["answer"]
-        return None if answer is None else [{"role": "assistant", "content": self._options.format.written(answer)}]
+        return (
+            None if answer is None else [{"role": "assistant", "content": self._options.format.format_answer(answer)}]
+        )
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
         """Yield entries without end: of each task those of one seed, then those of the next."""

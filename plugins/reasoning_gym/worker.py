@@ -1,4 +1,4 @@
-"""A process that makes entries of reasoning-gym and scores answers. `workers.py` starts it, and talks to it by lines.
+"""A process that makes entries of reasoning-gym and scores answers. `process.py` starts it, and talks to it by lines.
 
 It imports nothing of turnlog, so it runs on any interpreter that has reasoning-gym. A request is a line of JSON on its
 standard input, `{"do": NAME, ...}`; its answer is one on its standard output. It ends with its input.
@@ -99,10 +99,10 @@ class Worker:
 
 
 def _number(score: Any) -> float:
-    score = float(score)
-    if not math.isfinite(score):
-        raise ValueError(f"the score is {score}")
-    return score
+    number = float(score)
+    if not math.isfinite(number):
+        raise ValueError(f"the score is {number}")
+    return number
 
 
 def _allow_cpu(seconds: int | None) -> None:

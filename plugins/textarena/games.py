@@ -6,8 +6,7 @@ Two games at once, or anything else that draws, would change each other's course
 for `random`, which draws from the generator of the game that acts in this thread. The numbers are those that TextArena
 itself would draw in a process with this game alone.
 
-GameRefused      the game cannot be played: the message says why, and what to do
-└── UnknownGame  TextArena registers no game of this name
+Raises GameRefused if a game cannot be played: the message says why, and what to do.
 """
 
 from __future__ import annotations
@@ -51,10 +50,6 @@ class GameRefused(Exception):
     """The game cannot be played here; see the message."""
 
 
-class UnknownGame(GameRefused):
-    """TextArena registers no game of this name."""
-
-
 class _GameRandom:
     """Stands for the module `random` in the modules of TextArena. Outside a game it is that module."""
 
@@ -80,9 +75,9 @@ class TextGame:
         self.rewards: dict[int, float] = {}
         """Reward of each player, from -1 to 1 in most games; empty until the game is over."""
         self.reason = ""
-        """Why the game is over, in TextArena's words."""
+        """Reason of the game's end, in TextArena's words."""
         self.done = False
-        make = _loaded(game)
+        make = _factory(game)
         with self._acting():
             try:
                 self._env = make()
@@ -109,7 +104,7 @@ class TextGame:
 
     def act(self, action: str) -> None:
         """Carry out the action of the player whose turn it is."""
-        self._echo[self.player] = self._echoed(action)
+        self._echo[self.player] = self._format_echo(action)
         with self._acting():
             self.done, _ = self._env.step(action=action)
             if self.done:
@@ -118,7 +113,7 @@ class TextGame:
                 self.rewards = {player: _number(reward, self.reason) for player, reward in (rewards or {}).items()}
         self.player = self._env.state.current_player_id
 
-    def _echoed(self, action: str) -> str:
+    def _format_echo(self, action: str) -> str:
         """Return how the player's own history repeats an action, which other players' histories keep."""
         from textarena import ActionWrapper, Wrapper
 
@@ -156,18 +151,18 @@ def single_player_games() -> tuple[str, ...]:
 
 def single_player_refusal(game: str) -> str:
     """Return why the game cannot be played here by one player; empty if it can. It is decided from the game's module,
-    without beginning the game, which takes seconds for some. Raises UnknownGame."""
+    without beginning the game, which takes seconds for some. Raises GameRefused."""
     if why := refusal(game):
         return why
     try:
-        module = _imported(_module_of(game))
+        module = _import_module(_module_of(game))
     except (ImportError, SyntaxError) as error:
         return f"it cannot be imported: {type(error).__name__}: {error}"
     return "" if "SinglePlayerState" in inspect.getsource(module) else "it is a game for several players"
 
 
 def refusal(game: str) -> str:
-    """Return why the game cannot be played here; empty if it can. Raises UnknownGame."""
+    """Return why the game cannot be played here; empty if it can. Raises GameRefused."""
     folder = _folder(game)
     if folder in UNPLAYABLE:
         return UNPLAYABLE[folder]
@@ -185,7 +180,7 @@ def _is_for_one(state: Any) -> bool:
 
 
 def _folder(game: str) -> str:
-    """Return the game's folder in TextArena. Raises UnknownGame, and GameRefused without TextArena."""
+    """Return the game's folder in TextArena. Raises GameRefused."""
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ModuleNotFoundError as error:
@@ -193,7 +188,7 @@ def _folder(game: str) -> str:
             raise
         raise GameRefused("TextArena is not installed: pip install turnlog[textarena]") from error
     if game not in ENV_REGISTRY:
-        raise UnknownGame(
+        raise GameRefused(
             f"TextArena has no game {game!r}; python -c 'import textarena as t; t.pprint_registry_detailed()'"
         )
     return _module_of(game).split(".")[2]
@@ -215,7 +210,7 @@ def _has_data(name: str) -> bool:
     return False
 
 
-def _loaded(game: str) -> Callable[[], Any]:
+def _factory(game: str) -> Callable[[], Any]:
     """Return what makes the game's environment, once its modules draw from the generator of their game. Raises
     GameRefused."""
     if why := refusal(game):
@@ -223,13 +218,13 @@ def _loaded(game: str) -> Callable[[], Any]:
     import textarena
 
     try:
-        _imported(_module_of(game))
+        _import_module(_module_of(game))
     except (ImportError, SyntaxError) as error:  # some modules of 0.7.4 are no valid Python 3.11
         raise GameRefused(f"TextArena's {game} cannot be imported: {type(error).__name__}: {error}") from error
     return lambda: textarena.make(game)
 
 
-def _imported(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     """Import a module of TextArena, and isolate all that came with it. Raises ImportError, SyntaxError."""
     import nltk
 
@@ -239,8 +234,8 @@ def _imported(name: str) -> ModuleType:
             module = importlib.import_module(name)
         finally:
             nltk.download = download
-        for loaded, found in list(sys.modules.items()):
-            if loaded.partition(".")[0] == "textarena":
+        for known, found in list(sys.modules.items()):
+            if known.partition(".")[0] == "textarena":
                 _isolate(found)
         return module
 

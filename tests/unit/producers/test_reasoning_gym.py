@@ -16,8 +16,8 @@ from turnlog.environments import BadSource, Episode, Verdict
 from turnlog.infra.environments.sources import recipe
 from turnlog.plugins.reasoning_gym.answers import FORMULAS, LITERALS, AnswerFormat, is_safe
 from turnlog.plugins.reasoning_gym.calculator import USAGE, calculate
+from turnlog.plugins.reasoning_gym.process import ReasoningGymError, ReasoningGymProcess, reasoning_gym
 from turnlog.plugins.reasoning_gym.source import ReasoningGym
-from turnlog.plugins.reasoning_gym.workers import ReasoningGymError, ReasoningGymProcess, reasoning_gym
 from turnlog.schemas.events import Outcome
 
 SEED = 7
@@ -214,8 +214,8 @@ def test_an_answer_is_the_last_of_the_message() -> None:
     assert AnswerFormat.tags.answer_in("<answer>1") is None
     assert AnswerFormat.line.answer_in("Answer: 1\nAnswer: 2\n3") == "2\n3"
     assert AnswerFormat.line.answer_in("2") is None
-    for written in AnswerFormat:
-        assert written.answer_in(written.written("a b")) == "a b"
+    for style in AnswerFormat:
+        assert style.answer_in(style.format_answer("a b")) == "a b"
 
 
 @each(

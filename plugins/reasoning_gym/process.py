@@ -35,7 +35,7 @@ class Score:
 
     value: float
     fault: str = ""
-    """Why reasoning-gym could not score the answer, which then has 0; empty if it could."""
+    """Reason why reasoning-gym could not score the answer, which then has 0; empty if it could."""
 
 
 class ReasoningGymProcess:
