@@ -1,8 +1,8 @@
 """A tiny policy to begin with, for sums and differences of one-digit numbers (task `chain_sum` of reasoning-gym).
 
-Without a tool, the policy answers sums of two numbers: half of the demonstrations are right, the others use the wrong
-operator or forget how an answer is written. With the calculator, it computes up to four numbers step by step: it often
-stops after a step, or uses the wrong operator.
+Without a tool, the policy answers sums of two numbers: nearly half of the demonstrations are right; the others forget
+how an answer is written, or use the wrong operator. With the calculator, it computes up to four numbers step by step:
+it often stops after a step, or uses the wrong operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from turnlog.plugins.reasoning_gym.calculator import calculate
 from turnlog.plugins.reasoning_gym.process import reasoning_gym
 from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
 
-UNFORMATTED, WRONG_OPERATOR = 0.3, 0.25
+UNFORMATTED, WRONG_OPERATOR = 0.4, 0.15
 """Shares of the demonstrations without a tool that give the bare number, and that exchange + and -."""
 EARLY, WRONG_STEP = 0.25, 0.3
 """Shares of the steps with the calculator after which a demonstration answers too early, and that exchange + and -."""

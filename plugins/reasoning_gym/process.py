@@ -21,6 +21,9 @@ from typing import Any, Final
 
 WORKER: Final = Path(__file__).with_name("worker.py")
 SCORE_CPU_S: Final = 20
+"""Seconds of CPU time that the score of one answer may take."""
+IDLE_S: Final = 60.0
+"""Seconds without a request after which a process ends, because it takes some 200 MB."""
 SILENT_S: Final = 240.0
 """Seconds after which a process that has not answered is ended."""
 
@@ -41,9 +44,9 @@ class Score:
 class ReasoningGymProcess:
     """A worker process, started when it is first needed, and again after its death. Any thread may use it."""
 
-    def __init__(self, python: str, score_cpu_s: int = SCORE_CPU_S) -> None:
+    def __init__(self, python: str, score_cpu_s: int = SCORE_CPU_S, idle_s: float = IDLE_S) -> None:
         """Use this interpreter. The score of an answer may take `score_cpu_s` seconds of CPU time."""
-        self._python, self._cpu_s = python, score_cpu_s
+        self._python, self._cpu_s, self._idle_s = python, score_cpu_s, idle_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
@@ -77,7 +80,10 @@ class ReasoningGymProcess:
 
     def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
-            line = self._exchange(json.dumps(request) + "\n")
+            text = json.dumps(request) + "\n"
+            line = self._exchange(text)
+            if not line and self._process is not None and self._process.wait() == 0:
+                line = self._exchange(text)  # it had just ended because it was idle
             if not line:
                 raise self._death()
         answer: dict[str, Any] = json.loads(line)
@@ -92,7 +98,7 @@ class ReasoningGymProcess:
             self._end()
             environment = {"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"}
             self._process = subprocess.Popen(
-                [self._python, "-P", "-W", "ignore", str(WORKER)],
+                [self._python, "-P", "-W", "ignore", str(WORKER), str(self._idle_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

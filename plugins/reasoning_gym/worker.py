@@ -1,7 +1,8 @@
 """A process that makes entries of reasoning-gym and scores answers. `process.py` starts it, and talks to it by lines.
 
 It imports nothing of turnlog, so it runs on any interpreter that has reasoning-gym. A request is a line of JSON on its
-standard input, `{"do": NAME, ...}`; its answer is one on its standard output. It ends with its input.
+standard input, `{"do": NAME, ...}`; its answer is one on its standard output. A client sends one request at a time. The
+process ends with its input, and after an idle time, its argument in seconds.
 """
 
 import importlib.util
@@ -9,6 +10,7 @@ import json
 import math
 import os
 import resource
+import select
 import sys
 import types
 from typing import Any
@@ -74,15 +76,15 @@ class Worker:
         return {"entry": encode(self._dataset(request)[request["index"]])}
 
     def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the score of an answer. If it raises, and the entry's own answer does not, the answer is at fault. An
+        """Return the score of an answer. If it raises, and the entry's own answer is right, the answer is at fault. An
         answer that takes more than `cpu_s` seconds of CPU time ends this process (SIGXCPU)."""
         dataset, entry = self._dataset(request), decode(request["entry"])
         _allow_cpu(request["cpu_s"])
         try:
             return {"score": _number(dataset.score_answer(request["answer"], entry))}
         except Exception as error:
-            if entry["answer"] is not None:
-                _number(dataset.score_answer(entry["answer"], entry))
+            if entry["answer"] is not None and _number(dataset.score_answer(entry["answer"], entry)) < 1.0:
+                raise
             return {"score": 0.0, "unscorable": f"{type(error).__name__}: {error}"[:400]}
         finally:
             _allow_cpu(None)
@@ -112,12 +114,13 @@ def _allow_cpu(seconds: int | None) -> None:
 
 
 def main() -> None:
-    """Serve until the end of the input."""
+    """Serve until the end of the input, or until there was no request for as long as the argument says."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # reasoning-gym prints
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     worker = Worker()
-    for line in sys.stdin:
+    idle_s = float(sys.argv[1])
+    while select.select([sys.stdin], [], [], idle_s)[0] and (line := sys.stdin.readline()):
         request = json.loads(line)
         try:
             answer = getattr(worker, request["do"])(request)

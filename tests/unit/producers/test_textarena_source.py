@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 
 from tests.each import each
-from turnlog.environments import BadSource, Episode, played
-from turnlog.infra.environments.sources import recipe
+from turnlog.environments import BadSource, Episode, played, task_source
 from turnlog.infra.environments.tasks import acted_out
 from turnlog.plugins.textarena.source import TextArena, game_row
 from turnlog.schemas.events import Outcome
 
 
 def source(text: str) -> TextArena:
-    found = recipe(f"textarena {text}")
+    found = task_source(f"textarena {text}")
     assert isinstance(found, TextArena)
     return found
 
