@@ -17,6 +17,16 @@ def test_a_recipes_tiny_model_learns_by_steps_of_its_own_unless_the_user_says_ot
     assert (own.learning_rate, own.dtype) == (0.0, "auto")
 
 
+def test_sources_of_one_name_have_tokenizers_of_their_own_demonstrations(tmp_path: Path) -> None:
+    words = []
+    for tool in ("", " tool=calculator"):
+        text = f"reasoning-gym tasks=chain_sum max_terms=2 max_digits=1 format=line{tool}"
+        settings = from_tables({"feeder": {"recipe": text}}, {}, source="test")
+        model = Path(prepare_model(settings, {"XDG_CACHE_HOME": str(tmp_path)}).model.path)
+        words.append((model / "tokenizer.json").read_text())
+    assert words[0] != words[1]
+
+
 def test_what_a_killed_one_left_is_no_part_of_it_and_goes(tmp_path: Path) -> None:
     model, left = tmp_path / "model", tmp_path / "copy.part"
     for folder, name in ((model, "config.json"), (left, "half")):
