@@ -383,7 +383,7 @@ class CallRunner:
         if self._egress is None:  # only an agent gets here: other calls are refused
             self._egress = Egress.without_rules(self._settings.egress, self._blobs)
         assert sandbox.proxy is not None  # guaranteed by the shape's network
-        env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
+        env = {**request.sandbox.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider)}
         try:
             async with AsyncExitStack() as stack:
                 gateway = await self._gateway(stack, request, placement)

@@ -84,8 +84,6 @@ class Scheduler:
                 f"backend {pool.provider.name} does not serve network {spec.network[:80]!r}; "
                 f"it serves {', '.join(networks)}"
             )
-        if agent and pool.provider.name == "subprocess":
-            return "backend subprocess has the host's network, and an agent's program is to reach the gateway alone"
         if spec.network == "allowlist" and not self._egress and not agent:
             return "this worker does not serve network 'allowlist', since its [egress] allow names nothing"
         return _rules_flaw(spec) if spec.network == "allowlist" else ""

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from turnlog.plugins.e2b.relay import CA
 from turnlog.plugins.e2b.sandbox import E2bSandbox, end_machine
 from turnlog.plugins.e2b.service import (
     REQUEST_S,
@@ -44,14 +45,20 @@ class E2b:
     name = "e2b"
     costly = True
     sessions = True
-    networks: ClassVar[frozenset[str]] = frozenset({"none"})
-    """Networks served. "none" is enforced by allow_internet_access=False in the request for a machine; the worker's
-    egress proxy cannot be reached from there."""
+    networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
+    """Networks served. Every machine is requested with allow_internet_access=False. With "allowlist", connections to
+    the egress proxy are carried over the stream to the init (`relay`), so that the worker needs no address that the
+    service can reach."""
+    ca_inside = CA
+    """Path at which programs find the certificates for the egress proxy."""
 
-    def __init__(self, settings: SandboxSettings, connection: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, settings: SandboxSettings, connection: Mapping[str, str] | None = None, *, ca: Path | None = None
+    ) -> None:
         """Create the backend. `connection` has arguments for the SDK's calls that take precedence over its environment,
-        for a server of one's own."""
+        for a server of one's own; `ca` is a PEM file that programs with network "allowlist" trust."""
         self._settings = settings
+        self._ca = ca
         self._connection: Any = dict(connection or {})
         self.ttl_s = TTL_S
         """Seconds that a machine lives after the last contact of its worker."""
@@ -61,7 +68,7 @@ class E2b:
 
     @classmethod
     async def open(cls, settings: SandboxSettings, *, ca: Path | None = None, cache: Path | None = None) -> Self:
-        """Check that the SDK is installed and that the service accepts the key. `ca` and `cache` are not used. Raises
+        """Check that the SDK is installed and that the service accepts the key. `cache` is not used. Raises
         BackendUnavailable."""
         check_installed()
         key()
@@ -71,14 +78,22 @@ class E2b:
             await await_answer(AsyncSandbox.list(limit=1, request_timeout=REQUEST_S).next_items())
         except SandboxUnavailable as error:
             raise BackendUnavailable(f"{error}; {list_remedy(error)}") from error
-        return cls(settings)
+        return cls(settings, ca=ca)
 
     async def start(self, slot: int, shape: Shape) -> E2bSandbox:
         if shape.network not in self.networks:
-            raise SandboxUnavailable(f"network {shape.network!r}: the e2b backend has machines without network alone")
+            served = ", ".join(sorted(self.networks))
+            raise SandboxUnavailable(f"network {shape.network!r}: the e2b backend serves {served}")
         template = shape.image or self._settings.e2b_template
+        certificates = b""
+        if shape.network == "allowlist" and self._ca is not None:
+            certificates = await asyncio.to_thread(self._ca.read_bytes)
         machine = await self._create_machine(template)
-        stream = E2bStream()
+        try:
+            stream = E2bStream(shape.network, certificates)
+        except OSError as error:
+            await end_machine(machine)
+            raise SandboxUnavailable(f"the worker has no room for a machine's connections: {error}") from error
         sandbox = E2bSandbox(machine, stream, self.ttl_s, shape.disk_bytes)
         try:
             async with asyncio.timeout(START_S):

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from turnlog.plugins.e2b.service import REQUEST_S, await_answer, describe_error
 from turnlog.plugins.e2b.stream import E2bStream
 from turnlog.sandbox_workers.backends.connection import InitSandbox
-from turnlog.sandbox_workers.protocol import Command, Kind, SandboxDied, SandboxError, SandboxUnavailable
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    Execution,
+    Kind,
+    OnOutput,
+    SandboxDied,
+    SandboxError,
+    SandboxUnavailable,
+)
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 if TYPE_CHECKING:
@@ -57,10 +65,20 @@ class E2bSandbox(InitSandbox):
         """Wait for the init, keep the machine alive from now on, and record the files of its template in the places
         where a call could leave something. Raises SandboxDied."""
         await self.ready()
+        self.proxy = self._stream.tunnels.listener if self._stream.tunnels else None
         self._keeping = asyncio.create_task(self._keep())
         self._as_new = await self._traces()
         if self._as_new is None:
             raise SandboxDied("the template's folders for temporary files cannot be looked at")
+
+    async def exec(self, command: Command, limits: SandboxLimits, *, on_output: OnOutput | None = None) -> Execution:
+        if (tunnels := self._stream.tunnels) is None:
+            return await super().exec(command, limits, on_output=on_output)
+        tunnels.begin_call()
+        try:
+            return await super().exec(command, limits, on_output=on_output)
+        finally:
+            tunnels.end_call()
 
     async def reset(self) -> bool:
         """See Sandbox. The proof is a look at every other place where the user could have left a file."""

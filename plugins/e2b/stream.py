@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnlog.plugins.e2b import relay as e2b_relay
+from turnlog.plugins.e2b.relay import CERTIFICATES, INIT, MARK
 from turnlog.plugins.e2b.service import await_answer
+from turnlog.plugins.e2b.tunnels import Outbox, Tunnels
 from turnlog.sandbox_workers.backends.roots import loader_command, sent_program
 from turnlog.sandbox_workers.protocol import SandboxUnavailable
 
@@ -35,14 +37,20 @@ WORDS_BYTES = 65536
 FOLDERS = ("workspace", "tmp")
 """Writable folders in the home of the template's user, the workspace first."""
 PLACE = ("plain", "shared", "none")
-"""Arguments of `inside.init.main`: folders in place of file systems, a user that the relay shares, no proxy."""
+"""Arguments of `inside.init.main`: folders in place of file systems, a user that the relay shares, and no proxy of its
+own, since the relay has it."""
 
 
 class E2bStream:
     """A command in place of a process. It ends when its stream does."""
 
-    def __init__(self) -> None:
-        """Create it on the event loop."""
+    def __init__(self, network: str = "none", certificates: bytes = b"") -> None:
+        """Create it on the event loop. `certificates`: content of the relay's file CA, with network "allowlist"."""
+        self.network = network
+        self._certificates = certificates
+        self._outbox = Outbox(self._send)
+        self.tunnels = Tunnels(self._outbox) if network == "allowlist" else None
+        """Connections to the egress proxy; None without network."""
         self.pid = 0
         """Pid in the machine."""
         self.returncode: int | None = None
@@ -61,7 +69,7 @@ class E2bStream:
         reader, self._writer = await asyncio.open_connection(sock=self._pair)
         self._handle = await await_answer(
             machine.commands.run(
-                f"exec {relay()}",
+                f"exec {relay(self.network)}",
                 background=True,
                 stdin=True,
                 timeout=0,
@@ -71,11 +79,16 @@ class E2bStream:
             )
         )
         self.pid = self._handle.pid
-        for work in (self._inward(reader), self._watch()):
+        works = [self._inward(reader), self._watch()]
+        if self.tunnels is not None:
+            works.append(self._send_frames())
+        for work in works:
             task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await await_answer(self._handle.send_stdin(program()))
+        await self._send(program())
+        for start in range(0, len(self._certificates), PART_BYTES):
+            self._outbox.put(CERTIFICATES, body=self._certificates[start : start + PART_BYTES])
 
     def kill(self) -> None:
         """Drop the stream. The machine is ended by its owner."""
@@ -92,6 +105,8 @@ class E2bStream:
         """End both directions."""
         self.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.tunnels is not None:
+            await self.tunnels.close()
         if self._handle is not None:
             await self._handle.disconnect()
         with contextlib.suppress(OSError):
@@ -101,7 +116,18 @@ class E2bStream:
         """Copy from worker to machine."""
         with contextlib.suppress(OSError, SandboxUnavailable):
             while part := await reader.read(PART_BYTES):
-                await await_answer(self._handle.send_stdin(part))
+                if self.tunnels is None:
+                    await self._send(part)
+                else:
+                    await self._outbox.put(INIT, body=part).wait()
+        self._over()
+
+    async def _send(self, data: bytes) -> None:
+        await await_answer(self._handle.send_stdin(data))
+
+    async def _send_frames(self) -> None:
+        with contextlib.suppress(SandboxUnavailable):
+            await self._outbox.run()
         self._over()
 
     async def _outward(self, text: str) -> None:
@@ -113,7 +139,10 @@ class E2bStream:
             if len(self._line) > LINE_BYTES:
                 raise binascii.Error(f"a line of more than {LINE_BYTES} characters")
             for line in lines:
-                self._writer.write(binascii.a2b_base64(line, strict_mode=True))
+                if self.tunnels is not None and line.startswith(MARK):
+                    self.tunnels.take(line.removeprefix(MARK))
+                else:
+                    self._writer.write(binascii.a2b_base64(line, strict_mode=True))
             await self._writer.drain()
         except (binascii.Error, ValueError, OSError) as error:
             log.warning("giving up the stream of an E2B machine: %s", error)
@@ -147,9 +176,9 @@ class E2bStream:
         self._writer.close()
 
 
-def relay() -> str:
+def relay(network: str = "none") -> str:
     """Return the relay's command line, for a shell."""
-    words = json.dumps([FOLDERS, loader_command()])
+    words = json.dumps([FOLDERS, loader_command(), network])
     return shlex.join(["python3", "-s", "-c", Path(e2b_relay.__file__).read_text(), words])
 
 

@@ -255,7 +255,7 @@ class Rerunner:
         if self._egress is None or sandbox.proxy is None:
             return await placement.tool.run(sandbox, placement.limits, spec.env), ()
         assert call.completed is not None
-        env = {**spec.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider.name)}
+        env = {**spec.env, **self._egress.environment_of(sandbox.proxy, placement.pool.provider)}
         async with self._egress.serving(
             sandbox.proxy, allow=spec.allow, call_seq=call.request.call_seq, answers=call.completed.requests
         ) as asked:

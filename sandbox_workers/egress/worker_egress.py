@@ -36,6 +36,7 @@ from turnlog.sandbox_workers.egress.sources import (
     trust,
 )
 from turnlog.sandbox_workers.egress.way_out import WayOut, read_credentials
+from turnlog.sandbox_workers.protocol import Provider
 from turnlog.schemas.events import EgressRequest
 
 CA_INSIDE = "/etc/turnlog/ca.pem"
@@ -105,11 +106,14 @@ class Egress:
             async with cls.open(settings, blobs, Path(name)) as egress:
                 yield egress
 
-    def environment_of(self, proxy: socket.socket, backend: str) -> Mapping[str, str]:
+    def environment_of(self, proxy: socket.socket, provider: Provider) -> Mapping[str, str]:
         """Return `environment` for a sandbox of that backend with this listening socket. A subprocess has the host's
-        loopback, where the port is any free one, and the host's files; all others have their own."""
-        host, port = proxy.getsockname()[:2]
-        return self.environment(ca=str(self.ca) if backend == "subprocess" else CA_INSIDE, host=host, port=port)
+        loopback, where the port is any free one, and the host's files; all others have their own. A backend that shows
+        the certificates elsewhere than at CA_INSIDE has an attribute `ca_inside`."""
+        if provider.name == "subprocess":
+            host, port = proxy.getsockname()[:2]
+            return self.environment(ca=str(self.ca), host=host, port=port)
+        return self.environment(ca=getattr(provider, "ca_inside", CA_INSIDE))
 
     def environment(
         self, *, ca: str | None = CA_INSIDE, host: str = "127.0.0.1", port: int = PORT

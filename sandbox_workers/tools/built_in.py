@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from turnlog.infra.environments.tools import (
     find_tools,
     load_tool,
 )
-from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, QuotaExceeded
+from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, QuotaExceeded, Sandbox
 from turnlog.sandbox_workers.tools.tool import Call, Tool, ToolFailed, always
 from turnlog.schemas.events import SandboxLimits, SandboxSpec, ToolStatus
 
@@ -144,12 +145,21 @@ configuration."""
 
 async def agent(call: Call) -> Execution:
     """Write the agent's files and run it; the program is the whole agent."""
-    given = call.arguments
+    given, gateway = call.arguments, gateway_address(call.sandbox)
     for path, content in given["files"].items():
-        await call.sandbox.write(in_workspace(path), content.encode())
-    return await call.exec(
-        Command(kind=Kind.program, argv=tuple(given["argv"]), env={**SPOKEN_TO, **given["env"]}, agent=True)
-    )
+        await call.sandbox.write(in_workspace(path), content.replace(GATEWAY_INSIDE, gateway).encode())
+    argv = tuple(word.replace(GATEWAY_INSIDE, gateway) for word in given["argv"])
+    env = {name: value.replace(GATEWAY_INSIDE, gateway) for name, value in {**SPOKEN_TO, **given["env"]}.items()}
+    return await call.exec(Command(kind=Kind.program, argv=argv, env=env, agent=True))
+
+
+def gateway_address(sandbox: Sandbox) -> str:
+    """Return the base URL at which programs in the sandbox find the gateway: GATEWAY_INSIDE, except in a subprocess,
+    whose proxy listens on any free port of the host's loopback."""
+    if sandbox.proxy is None or sandbox.proxy.family != socket.AF_INET:
+        return GATEWAY_INSIDE
+    host, port = sandbox.proxy.getsockname()
+    return f"http://{host}:{port}"
 
 
 def at_the_gateway(arguments: Mapping[str, Any], spec: SandboxSpec, limits: SandboxLimits) -> str:

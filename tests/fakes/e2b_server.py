@@ -39,7 +39,8 @@ from turnlog.sandbox_workers.backends.bubblewrap import find
 from turnlog.sandbox_workers.backends.roots import interpreter, owned_prefix
 
 ENVD_VERSION = "0.6.7"
-TEMPLATES = frozenset({"base"})
+Template = Mapping[str, Path]
+"""Folders that its machines have in addition: path inside -> folder of this machine."""
 DEFAULT_TIMEOUT_S = 300
 
 HOME = "/user"
@@ -74,6 +75,10 @@ class LocalE2b:
         self.proceed = asyncio.Event()
         """Requests for a sandbox are answered once this is set."""
         self.proceed.set()
+        self.templates: dict[str, Template] = {"base": {}}
+        """Those that exist, by name."""
+        self.asked: list[str] = []
+        """The template of each machine."""
         self._parts = parts
         self._first_uid = first_uid
         self._ending: set[asyncio.Task[None]] = set()
@@ -90,13 +95,17 @@ class LocalE2b:
         asked = await request.json()
         self.arrived.set()
         template = asked["templateID"]
-        if template not in TEMPLATES:
+        if template not in self.templates:
             return _error(404, f"template '{template}' not found")
         if asked.get("allow_internet_access") is not False:
             return _error(400, "machines of this server have no internet access: set allow_internet_access to false")
         uid = self._first_uid + self.created if os.geteuid() == 0 else None
         self.created += 1
-        machine = Machine(self._parts, identity=uuid.uuid4().hex, uid=uid, metadata=asked.get("metadata") or {})
+        self.asked.append(template)
+        machine = Machine(
+            self._parts, self.templates[template], identity=uuid.uuid4().hex, uid=uid,
+            metadata=asked.get("metadata") or {},
+        )  # fmt: skip
         self.machines[machine.identity] = machine
         self._expire(machine, asked.get("timeout", DEFAULT_TIMEOUT_S))
         await self.proceed.wait()
@@ -239,7 +248,9 @@ class Parts:
 class Machine:
     """One running sandbox of the local server."""
 
-    def __init__(self, parts: Parts, *, identity: str, uid: int | None, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, parts: Parts, template: Template, *, identity: str, uid: int | None, metadata: Mapping[str, str]
+    ) -> None:
         """`uid`: host user of its processes; None: ours."""
         self.identity = identity
         self.metadata = dict(metadata)
@@ -248,6 +259,7 @@ class Machine:
         self.ended = asyncio.Event()
         """Nothing of it is left."""
         self._parts = parts
+        self._template = template
         self._uid = uid
         self._folder = Path(tempfile.mkdtemp(prefix=owned_prefix()))
         for name, mode in (("home", 0o700), ("etc", 0o755)):
@@ -296,6 +308,8 @@ class Machine:
             elif os.path.isdir(folder):
                 words += ["--ro-bind", folder, folder]
         words += ["--ro-bind", str(self._parts.python_root), PYTHON]
+        for inside, folder in self._template.items():
+            words += ["--ro-bind", str(folder), inside]
         words += ["--ro-bind", str(self._folder / "etc"), "/etc"]
         words += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
         words += ["--bind", str(self._folder / "home"), HOME, "--chdir", HOME]

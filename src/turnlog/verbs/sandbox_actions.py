@@ -242,7 +242,7 @@ async def _sandbox(
         stack.push_async_callback(sandbox.close)
         if egress is not None and sandbox.proxy is not None:
             await stack.enter_async_context(egress.serving(sandbox.proxy))
-            command = dataclasses.replace(command, env=egress.environment_of(sandbox.proxy, name))
+            command = dataclasses.replace(command, env=egress.environment_of(sandbox.proxy, provider))
         yield sandbox, command
 
 

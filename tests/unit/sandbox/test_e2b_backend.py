@@ -145,8 +145,8 @@ async def test_a_template_that_is_not_there_is_an_image_that_is_missing(provider
         await provider.start(0, Shape(image="absent", disk_bytes=1))
     with pytest.raises(ImageMissing):
         await provider.environment(Shape(image="absent", disk_bytes=1))
-    with pytest.raises(SandboxUnavailable, match="without network alone"):
-        await provider.start(0, Shape(network="allowlist", disk_bytes=1))
+    with pytest.raises(SandboxUnavailable, match="the e2b backend serves allowlist, none"):
+        await provider.start(0, Shape(network="host", disk_bytes=1))
 
 
 async def test_surroundings_are_asked_for_once(server: e2b_server.LocalE2b, provider: E2b) -> None:
