@@ -90,7 +90,7 @@ def inward(
         loader.write(len(data).to_bytes(4, "big") + data)
         loader.close()
         if listener is not None:
-            Tunnels(ours, listener).run()
+            RelayLoop(ours, listener).run()
         else:
             while True:
                 part = os.read(0, PART_BYTES)
@@ -134,7 +134,7 @@ def write_line(text: bytes) -> None:
             line = line[os.write(1, line) :]
 
 
-class Connection:
+class ProgramConnection:
     """A connection of a program to the proxy."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -152,7 +152,7 @@ class Connection:
         return reads | (selectors.EVENT_WRITE if self.waiting else 0)
 
 
-class Tunnels:
+class RelayLoop:
     """All connections, served by one thread, which also reads the relay's input."""
 
     def __init__(self, ours: socket.socket, listener: socket.socket) -> None:
@@ -163,7 +163,7 @@ class Tunnels:
         self.selector.register(0, selectors.EVENT_READ)
         self.selector.register(listener, selectors.EVENT_READ)
         self.accepts = True
-        self.open: dict[int, Connection] = {}
+        self.open: dict[int, ProgramConnection] = {}
         self.epoch = 0
         self.last = 0
         self.input = bytearray()
@@ -228,7 +228,7 @@ class Tunnels:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.last += 1
-        self.open[self.last] = Connection(connection)
+        self.open[self.last] = ProgramConnection(connection)
         self.selector.register(connection, selectors.EVENT_READ, self.last)
         send(OPEN, self.last, NUMBER.pack(self.epoch))
 
@@ -269,7 +269,7 @@ class Tunnels:
             return self.drop(number)
         return self.wait_for(number, about)
 
-    def wait_for(self, number: int, about: Connection) -> None:
+    def wait_for(self, number: int, about: ProgramConnection) -> None:
         """Tell the selector what the connection waits for."""
         interest = about.interest()
         known = about.socket.fileno() in self.selector.get_map()
