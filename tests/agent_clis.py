@@ -1,4 +1,5 @@
-"""Agents' CLIs from npm, each installed once, in the image `cli` of a folder of images for sandboxes."""
+"""Agents' CLIs, each installed once: those from npm in the image `cli` of a folder of images for sandboxes, those from
+PyPI in a virtual environment each."""
 
 from __future__ import annotations
 
@@ -23,6 +24,16 @@ PACKAGES = {
     "gemini-cli": ("@google/gemini-cli", "0.61.0", "gemini"),
 }
 """Name -> package, version, program."""
+PYTHON = {
+    "mini-swe-agent": ("mini-swe-agent", "2.4.6", "3.11", "mini"),
+    "openhands": ("openhands", "1.16.0", "3.12", "openhands"),
+    "terminus-2": ("harbor", "0.26.0", "3.12", "python3"),
+    "kimi-cli": ("kimi-cli", "1.51.0", "3.12", "kimi"),
+}
+"""Name -> package, version, Python that it needs, program."""
+UV = Path(__file__).parents[1] / ".cache/bootstrap/bin/uv"
+RESOLVED = "2026-11-27"
+"""What packages depend on is as their registry had it then."""
 
 
 def program(name: str) -> Path:
@@ -40,6 +51,36 @@ def program(name: str) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             pytest.skip(f"npm gives no {name}")
     return found
+
+
+def python_program(name: str) -> Path:
+    """The program of a Python package, installed unless that version was. Skips the test where the machine lacks its
+    Python, or no registry gives it."""
+    package, version, python, word = PYTHON[name]
+    interpreter = _interpreter(python)
+    if interpreter is None:
+        pytest.skip(f"Python {python} is not installed")
+    made = KEPT / "python" / f"{name}-{version}"
+    with _alone():
+        if not made.exists():
+            part = made.with_name("part")
+            shutil.rmtree(part, ignore_errors=True)
+            subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", interpreter, part], check=True)
+            install = [UV, "pip", "install", "--quiet", "--exclude-newer", RESOLVED, "--python", part]
+            if subprocess.run([*install, f"{package}=={version}"]).returncode:
+                shutil.rmtree(part, ignore_errors=True)
+                pytest.skip(f"no registry gives {name}")
+            part.rename(made)
+    return made / "bin" / word
+
+
+def _interpreter(version: str) -> str | None:
+    """A Python of that version, on PATH or of pyenv; the shims of pyenv may lead nowhere."""
+    found = [shutil.which(f"python{version}"), *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+    for each in filter(None, found):
+        if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0:
+            return str(each)
+    return None
 
 
 @contextmanager

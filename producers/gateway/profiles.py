@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
 from turnlog.producers.gateway.messages import Message
+from turnlog.producers.gateway.python_harnesses import PYTHON_HARNESSES
 
 GROUP = EntryPointGroup.HARNESS_PROFILES
 """Entry points: name = module:function."""
@@ -115,6 +116,7 @@ PROFILES: dict[str, Profile] = {
     "codex": codex,
     "opencode": opencode,
     "qwen_code": qwen_code,
+    **PYTHON_HARNESSES,
 }
 """Built-in profiles by their names in [gateway] harness."""
 USER_AGENTS = {"claude-cli/": "claude_code", "codex": "codex", "opencode/": "opencode", "QwenCode/": "qwen_code"}

@@ -12,6 +12,9 @@ from turnlog.infra.environments.episodes import SandboxAnswer as SandboxAnswer
 from turnlog.infra.environments.episodes import SandboxCall as SandboxCall
 from turnlog.infra.environments.episodes import TaskRow as TaskRow
 from turnlog.infra.environments.episodes import Verdict as Verdict
+from turnlog.infra.environments.ready_agents import ReadyOptions as ReadyOptions
+from turnlog.infra.environments.ready_agents import UnreadyAgent as UnreadyAgent
+from turnlog.infra.environments.ready_agents import ready_agent as ready_agent
 from turnlog.infra.environments.simulations import Played as Played
 from turnlog.infra.environments.simulations import Simulation as Simulation
 from turnlog.infra.environments.simulations import Step as Step

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent_clis import program
 from tests.fakes import e2b_server
 from tests.fakes.docker_engine import DockerServer
 from tests.fakes.memory_log import MemoryLog
@@ -25,7 +26,8 @@ from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import LOOKS, Programs
 from tests.unit.gateway.conftest import model_in
 from tests.unit.gateway.test_anthropic_messages import THINKS
-from turnlog.infra.environments.recipes import CommandAgent
+from turnlog.environments import CommandAgent, Task, TaskRow
+from turnlog.infra.environments.ready_agents import ready_agent
 from turnlog.infra.environments.tools import GATEWAY_INSIDE
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.roles.health import Health
@@ -81,10 +83,15 @@ while True:
 
 
 class InMachines(Repair):
-    """Repositories that Claude Code mends in machines of E2B."""
+    """Repositories that Claude Code mends in machines of E2B, each of the row's template."""
 
     agent: CommandAgent
     sandbox = dataclasses.replace(Repair.sandbox, backend="e2b", limits=LIMITS)
+
+    def task(self, row: TaskRow) -> Task:
+        task = super().task(row)
+        sandbox = dataclasses.replace(task.sandbox, image=row["metadata"]["image"])
+        return dataclasses.replace(task, sandbox=sandbox, verifier=dataclasses.replace(self.verifier, sandbox=sandbox))
 
 
 OFFERED = types.SimpleNamespace(in_machines=InMachines(), looking=Programs("looking"))
@@ -120,7 +127,7 @@ async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[e2b_server.L
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stand-in for a Docker daemon; the environment of a worker leads to it."""
     if os.geteuid():
-        pytest.skip("running as another user needs root")
+        pytest.skip("not started by root")
     images = {SANDBOX.docker_image: "/opt/python/bin:/usr/bin:/bin"}
     with DockerServer(tmp_path / "docker.sock", cache_directory(), images) as server:
         monkeypatch.setenv("DOCKER_HOST", server.url)
@@ -189,7 +196,7 @@ async def sees_no_token_and_reaches_the_gateway_alone(stage: Stage, offered: Any
         assert (finish.outcome, finish.reason) == (Outcome.completed, "")
         [rollout] = await stage.said(RolloutRequested)
         async with GatewayClient(stage.settings) as client:
-            secret, mac = (await client.open(rollout, recipe, 0)).token.split(".")
+            secret, mac = (await client.open(rollout, recipe.task(json.loads(rollout.task)), 0)).token.split(".")
     [episode] = recipe.judged
     left = folder / "left"
     await asyncio.to_thread(left.mkdir)
@@ -260,20 +267,38 @@ def template(tmp_path: Path) -> Path:
 async def test_every_sample_has_a_machine_and_its_diff_is_graded_in_a_clean_one(
     stage: Stage, offered: Any, service: e2b_server.LocalE2b, template: Path
 ) -> None:
-    recipe = offered.in_machines
-    service.templates["swe-1"] = {"/opt/claude": template}
-    program = "/opt/claude/claude"
-    recipe.agent = CommandAgent(name="claude-code", version="1", argv=lambda row: [program, "-p", "--", row["prompt"]])
-    recipe.sandbox = dataclasses.replace(InMachines.sandbox, image="swe-1")
+    offered.in_machines.agent = ready_agent("claude-code", path="/opt/claude")
     task, mends = bug()
-    for index in range(2):
-        await stage.request("g", index, recipe="in-machines", task=task, new_tokens=1000,
-                            max_context_tokens=ROOM, deadline_s=90.0)  # fmt: skip
-    evidence = await graded(stage, mends, samples=2)
-    assert [one["outcome"] for one in evidence] == ["resolved"] * 2, evidence
+    for image in ("swe-1", "swe-2"):
+        service.templates[image] = {"/opt/claude": template}
+        row = {**task, "metadata": {"image": image}}
+        for index in range(2):
+            await stage.request(
+                image, index, recipe="in-machines", task=row, new_tokens=1000, max_context_tokens=ROOM, deadline_s=90.0
+            )
+    evidence = await graded(stage, mends, samples=4)
+    assert [one["outcome"] for one in evidence] == ["resolved"] * 4, evidence
     assert service.machines == {}
     calls = await stage.said(ToolCallRequested)
-    assert sorted(one.tool for one in calls) == ["agent", "agent", *["python"] * 4]
-    assert set(service.asked) == {"swe-1"}
-    assert service.created >= len(calls)  # one to act, and clean ones to take the diff and to grade, for each
+    assert sorted((one.sandbox.image, one.tool) for one in calls) == [
+        (image, tool) for image in ("swe-1", "swe-2") for tool in (*["agent"] * 2, *["python"] * 4)
+    ]  # to act, to take the diff, and to grade
+    assert [service.asked.count(image) for image in ("swe-1", "swe-2")] >= [6, 6], "a machine for each"
     assert {turn.agent_path for turn in await stage.said(TurnCompleted)} == {"main"}
+
+
+@pytest.mark.long
+async def test_claude_code_itself_mends_a_repository_in_a_machine(
+    stage: Stage, offered: Any, service: e2b_server.LocalE2b
+) -> None:
+    found = program("claude-code").parents[1]
+    service.templates["claude"] = {"/opt/node_modules": found}
+    offered.in_machines.agent = ready_agent("claude-code", path="/opt/node_modules/.bin")
+    task, mends = bug()
+    row = {**task, "metadata": {"image": "claude"}}
+    await stage.request(
+        "g", recipe="in-machines", task=row, new_tokens=2000, max_turns=8, max_context_tokens=ROOM, deadline_s=120.0
+    )
+    [evidence] = await graded(stage, mends, samples=1)
+    assert evidence["outcome"] == "resolved"
+    assert service.machines == {}
