@@ -28,7 +28,7 @@ PYTHON = {
     "mini-swe-agent": ("mini-swe-agent", "2.4.6", "3.11", "mini"),
     "openhands": ("openhands", "1.16.0", "3.12", "openhands"),
     "terminus-2": ("harbor", "0.26.0", "3.12", "python3"),
-    "kimi-cli": ("kimi-cli", "1.51.0", "3.12", "kimi"),
+    "kimi-cli": ("kimi-cli", "1.51.0", "3.13", "kimi"),
 }
 """Name -> package, version, Python that it needs, program."""
 UV = Path(__file__).parents[1] / ".cache/bootstrap/bin/uv"

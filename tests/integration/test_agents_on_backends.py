@@ -9,15 +9,16 @@ import dataclasses
 import json
 import os
 import random
+import subprocess
 import types
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agent_clis import program
+from tests.agent_clis import program, python_program
 from tests.fakes import e2b_server
 from tests.fakes.docker_engine import DockerServer
 from tests.fakes.memory_log import MemoryLog
@@ -158,14 +159,14 @@ def bug() -> tuple[dict[str, Any], str]:
     return task, f"sed -i 's/{wrong['wrong']}/{wrong['right']}/' {name}.py"
 
 
-async def graded(stage: Stage, command: str, samples: int) -> list[dict[str, Any]]:
-    """The evidence of each sample's reward; the policy runs `command` and is done."""
+def runs(command: str, tool: str = "Bash", ends: str = "mended") -> Callable[[str], str]:
+    """The policy that runs a command by a tool, and then says `ends`."""
+    call = json.dumps({"name": tool, "arguments": {"command": command}})
+    return lambda prompt: ends if prompt.count("<|im_start|>assistant") > 1 else f"<tool_call>{call}</tool_call>"
 
-    def policy(prompt: str) -> str:
-        if prompt.count("<|im_start|>assistant") > 1:
-            return "mended"
-        return f"<tool_call>{json.dumps({'name': 'Bash', 'arguments': {'command': command}})}</tool_call>"
 
+async def graded(stage: Stage, policy: Callable[[str], str], samples: int) -> list[dict[str, Any]]:
+    """The evidence of each sample's reward."""
     stage.policy, stage.engine.context = policy, ROOM
     stage.answers = lambda request, count: None
     stage.settings = dataclasses.replace(
@@ -276,7 +277,7 @@ async def test_every_sample_has_a_machine_and_its_diff_is_graded_in_a_clean_one(
             await stage.request(
                 image, index, recipe="in-machines", task=row, new_tokens=1000, max_context_tokens=ROOM, deadline_s=90.0
             )
-    evidence = await graded(stage, mends, samples=4)
+    evidence = await graded(stage, runs(mends), samples=4)
     assert [one["outcome"] for one in evidence] == ["resolved"] * 4, evidence
     assert service.machines == {}
     calls = await stage.said(ToolCallRequested)
@@ -299,6 +300,33 @@ async def test_claude_code_itself_mends_a_repository_in_a_machine(
     await stage.request(
         "g", recipe="in-machines", task=row, new_tokens=2000, max_turns=8, max_context_tokens=ROOM, deadline_s=120.0
     )
-    [evidence] = await graded(stage, mends, samples=1)
+    [evidence] = await graded(stage, runs(mends), samples=1)
     assert evidence["outcome"] == "resolved"
     assert service.machines == {}
+
+
+def copied(source: Path, target: Path) -> None:
+    """Copy a folder, by hard links where it lies on the same file system."""
+    if subprocess.run(["cp", "-al", source, target], capture_output=True).returncode:
+        subprocess.run(["cp", "-a", source, target], check=True)
+
+
+@pytest.mark.long
+async def test_mini_swe_agent_itself_mends_a_repository_in_a_machine(
+    stage: Stage, offered: Any, service: e2b_server.LocalE2b, template: Path
+) -> None:
+    made = python_program("mini-swe-agent").parents[1]
+    interpreter = (made / "bin/python").resolve().parents[1]
+    readable = template / "python"  # others may not enter a user's home
+    await asyncio.to_thread(copied, interpreter, readable)
+    service.templates["mini"] = {"/opt/mini": made, str(interpreter): readable}
+    offered.in_machines.agent = ready_agent("mini-swe-agent", path="/opt/mini/bin")
+    task, mends = bug()
+    row = {**task, "metadata": {"image": "mini"}}
+    await stage.request(
+        "g", recipe="in-machines", task=row, new_tokens=2000, max_turns=8, max_context_tokens=ROOM, deadline_s=150.0
+    )
+    ends = json.dumps({"name": "bash", "arguments": {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}})
+    [evidence] = await graded(stage, runs(mends, "bash", f"<tool_call>{ends}</tool_call>"), samples=1)
+    assert evidence["outcome"] == "resolved"
+    assert {turn.agent_path for turn in await stage.said(TurnCompleted)} == {"main"}
