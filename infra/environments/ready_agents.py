@@ -56,7 +56,7 @@ class ReadyOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReadyAgent:
-    """How a program is started."""
+    """A program, and its start."""
 
     version: str
     """Version that was tested."""

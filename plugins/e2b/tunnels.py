@@ -1,4 +1,4 @@
-"""The worker's end of the connections that programs in a machine make to the egress proxy (`relay.RelayLoop` has theirs).
+"""The worker's end of the connections that programs in a machine make to the egress proxy (`RelayLoop` has theirs).
 
 A machine has no network. Its relay accepts on the machine's own loopback and carries each connection over the stream
 that also carries the init's frames. Here each becomes a connection to a socket of the worker, on which the proxy

@@ -124,7 +124,10 @@ def test_the_sessions_agent_name_says_which_harness_where_the_user_agent_does_no
 def test_the_setting_fixes_a_profile_or_none() -> None:
     assert path(CLAUDE | {"x-claude-code-agent-id": "a1"}, name="none") is None
     assert path({"x-parent-session-id": "p", "x-session-id": "c"}, name="opencode") == "agent/c"
-    with pytest.raises(UnknownHarness, match="auto, none, claude_code, codex, opencode, qwen_code"):
+    with pytest.raises(
+        UnknownHarness,
+        match="auto, none, claude_code, codex, kimi_cli, mini_swe_agent, opencode, openhands, qwen_code, ",
+    ):
         harness("cursor")
 
 

@@ -29,7 +29,7 @@ from turnlog.settings import Settings
 ROOM = 150_000
 """Tokens; most are system texts and tools, a token a character."""
 RECORDED = Path(__file__).parent / "harnesses"
-WRITES = "TURNLOG_WRITE_HARNESSES"
+WRITES = "TURNLOG_TEST_WRITE_HARNESSES"
 """Set, to record anew what the agents ask."""
 KEPT_HEADERS = ("user-agent",)
 KEPT_CHARACTERS = 90
