@@ -58,6 +58,8 @@ class Evidence:
     limit."""
     deaths: int = 0
     """Number of new sandboxes, alive just before the call, that have gone away under it, including the latest."""
+    killed: bool = False
+    """True if a process that runs the sandbox ended by a signal from inside while the machine around it went on."""
     stateful: bool = False
     """True if the call used a persistent interpreter, which is gone. Such a call cannot run again, and nobody may gain
     by that."""
@@ -85,7 +87,7 @@ def attribute_death(evidence: Evidence) -> Verdict | None:
         return None
     if evidence.silent:
         return ToolStatus.timeout, "wall_s"
-    if evidence.stateful or evidence.deaths >= DEATHS:
+    if evidence.killed or evidence.stateful or evidence.deaths >= DEATHS:
         return ToolStatus.tool_error, ENDED
     return None
 

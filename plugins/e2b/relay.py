@@ -29,6 +29,8 @@ CONTROL = 9
 KEPT = ("PATH", "LD_LIBRARY_PATH")
 """Variables of the template's environment that are passed on; the others may be none of the agent's business."""
 
+SIGNALLED = 128
+"""Exit code, less the number of the signal, of a relay whose init was ended by one."""
 PORT = 3128
 """Port of the egress proxy on a sandbox's own loopback."""
 CA = "/tmp/turnlog-ca.pem"
@@ -67,7 +69,8 @@ def main(folders: "list[str]", argv: "list[str]", network: str) -> int:
     assert init.stdin is not None
     threading.Thread(target=inward, args=(init.stdin, folders, ours, listener), daemon=True).start()
     outward(ours)
-    return init.wait()
+    code = init.wait()
+    return code if code >= 0 else SIGNALLED - code
 
 
 def listening() -> socket.socket:

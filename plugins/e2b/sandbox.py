@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 from typing import TYPE_CHECKING
@@ -96,9 +97,17 @@ class E2bSandbox(InitSandbox):
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
+        if self._stream.killed and await self._machine_runs():
+            self._evidence = dataclasses.replace(self._evidence, killed=True)
         await super().close()
         await self._stream.close()
         await end_machine(self.machine)
+
+    async def _machine_runs(self) -> bool:
+        try:
+            return await await_answer(self.machine.is_running(request_timeout=CLOSE_S))
+        except SandboxUnavailable:
+            return False
 
     async def _traces(self) -> bytes | None:
         source = f"ROOTS = {SHARED!r}\n{TRACES}"

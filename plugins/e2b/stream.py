@@ -54,6 +54,8 @@ class E2bStream:
         self.pid = 0
         """Pid in the machine."""
         self.returncode: int | None = None
+        self._reported = False
+        """True if `returncode` is what the service reported."""
         self.stderr = asyncio.StreamReader()
         self.control, self._pair = socket.socketpair()
         """The worker's end of the control socket."""
@@ -89,6 +91,13 @@ class E2bStream:
         await self._send(program())
         for start in range(0, len(self._certificates), PART_BYTES):
             self._outbox.put(CERTIFICATES, body=self._certificates[start : start + PART_BYTES])
+
+    @property
+    def killed(self) -> bool:
+        """True if the service reported that the relay, or the init in it, was ended by a signal. The worker sends
+        none."""
+        code = self.returncode
+        return self._reported and code is not None and not 0 <= code <= e2b_relay.SIGNALLED
 
     def kill(self) -> None:
         """Drop the stream. The machine is ended by its owner."""
@@ -154,8 +163,9 @@ class E2bStream:
             await await_answer(self._handle.wait())
             self.returncode = 0
         except SandboxUnavailable as error:
+            self._reported = hasattr(error.__cause__, "exit_code")
             self.returncode = getattr(error.__cause__, "exit_code", 1)
-            if not hasattr(error.__cause__, "exit_code"):
+            if not self._reported:
                 self._on_stderr(str(error))
         finally:
             self._over()

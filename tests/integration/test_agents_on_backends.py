@@ -24,7 +24,7 @@ from tests.fakes.docker_engine import DockerServer
 from tests.fakes.memory_log import MemoryLog
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
-from tests.integration.test_command_agents import LOOKS, Programs
+from tests.integration.test_command_agents import ASKS, LOOKS, Programs
 from tests.unit.gateway.conftest import model_in
 from tests.unit.gateway.test_anthropic_messages import THINKS
 from turnlog.environments import CommandAgent, Task, TaskRow
@@ -252,6 +252,26 @@ async def test_a_program_as_a_subprocess_finds_the_gateway_wherever_its_configur
         [finish] = await stage.finished(1, seconds=90)
     [episode] = recipe.judged
     assert (finish.outcome, finish.reason, episode.ended.output) == (Outcome.completed, "", "8\n8\n8\n")
+
+
+async def test_a_program_that_kills_what_runs_it_in_a_machine_does_not_get_another_attempt(
+    stage: Stage, offered: Any, service: e2b_server.LocalE2b
+) -> None:
+    """As by `pkill python3`: it would learn to void its episodes."""
+    recipe = offered.looking.runs(
+        ASKS + "ask()\nfor pid in range(2, 20):\n    if pid != os.getpid():\n        try: os.kill(pid, 9)\n"
+        "        except OSError: pass\n"
+    )
+    recipe.sandbox = dataclasses.replace(Programs.sandbox, backend="e2b")
+    stage.policy, stage.answers = lambda prompt: "8", lambda request, count: None
+    stage.settings = dataclasses.replace(
+        stage.settings, runner=dataclasses.replace(stage.settings.runner, tool_deadline_s=60.0)
+    )
+    await stage.request(recipe="looking")
+    async with working(stage), stage.gateway(), stage.running():
+        [finish] = await stage.finished(1, seconds=90)
+    assert (finish.outcome, finish.final, finish.reason) == (Outcome.agent_error, True, "sandbox_ended")
+    assert len(recipe.judged) == 1
 
 
 @pytest.fixture
