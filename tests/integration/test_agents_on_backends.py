@@ -159,9 +159,9 @@ def bug() -> tuple[dict[str, Any], str]:
     return task, f"sed -i 's/{wrong['wrong']}/{wrong['right']}/' {name}.py"
 
 
-def runs(command: str, tool: str = "Bash", ends: str = "mended") -> Callable[[str], str]:
-    """The policy that runs a command by a tool, and then says `ends`."""
-    call = json.dumps({"name": tool, "arguments": {"command": command}})
+def runs(command: str, tool: str = "Bash", ends: str = "mended", argument: str = "command") -> Callable[[str], str]:
+    """The policy that runs a command by a tool, which takes it as `argument`, and then says `ends`."""
+    call = json.dumps({"name": tool, "arguments": {argument: command}})
     return lambda prompt: ends if prompt.count("<|im_start|>assistant") > 1 else f"<tool_call>{call}</tool_call>"
 
 
@@ -309,20 +309,24 @@ async def test_every_sample_has_a_machine_and_its_diff_is_graded_in_a_clean_one(
 
 
 @pytest.mark.long
-async def test_claude_code_itself_mends_a_repository_in_a_machine(
-    stage: Stage, offered: Any, service: e2b_server.LocalE2b
+@pytest.mark.parametrize(
+    ("name", "tool", "argument"),
+    [("claude-code", "Bash", "command"), ("codex", "exec_command", "cmd"), ("opencode", "bash", "command")],
+)
+async def test_a_ready_agent_itself_mends_a_repository_in_a_machine(
+    stage: Stage, offered: Any, service: e2b_server.LocalE2b, name: str, tool: str, argument: str
 ) -> None:
-    found = program("claude-code").parents[1]
-    service.templates["claude"] = {"/opt/node_modules": found}
-    offered.in_machines.agent = ready_agent("claude-code", path="/opt/node_modules/.bin")
+    service.templates["npm"] = {"/opt/node_modules": program(name).parents[1]}
+    offered.in_machines.agent = ready_agent(name, path="/opt/node_modules/.bin")
     task, mends = bug()
-    row = {**task, "metadata": {"image": "claude"}}
+    row = {**task, "prompt": f"- {task['prompt']}", "metadata": {"image": "npm"}}  # a task may look like an option
     await stage.request(
-        "g", recipe="in-machines", task=row, new_tokens=2000, max_turns=8, max_context_tokens=ROOM, deadline_s=120.0
+        "g", recipe="in-machines", task=row, new_tokens=2000, max_turns=8, max_context_tokens=ROOM, deadline_s=150.0
     )
-    [evidence] = await graded(stage, runs(mends), samples=1)
+    [evidence] = await graded(stage, runs(mends, tool, argument=argument), samples=1)
     assert evidence["outcome"] == "resolved"
     assert service.machines == {}
+    assert {turn.agent_path for turn in await stage.said(TurnCompleted)} == {"main"}
 
 
 def copied(source: Path, target: Path) -> None:
