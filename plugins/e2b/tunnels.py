@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import contextlib
+import os
 import shutil
 import socket
 import tempfile
@@ -77,10 +78,13 @@ class Outbox:
 class Tunnels:
     """Connections of one machine. `listener` is what the proxy accepts on."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, within: Path | None = None) -> None:
+        """Create it, its socket in a new folder in `within`, or in that for temporary files. Raises OSError."""
         self._outbox = outbox
-        self._folder = Path(tempfile.mkdtemp(prefix=owned_prefix()))
-        self._path = str(self._folder / "proxy")
+        self._folder = Path(tempfile.mkdtemp(prefix=owned_prefix(), dir=within))
+        self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        # An address of a socket has at most 107 bytes, and a folder for temporary files may have a longer path.
+        self._path = f"/proc/self/fd/{self._descriptor}/proxy"
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(self._path)
         self.listener.listen(CONNECTIONS)
@@ -123,10 +127,13 @@ class Tunnels:
         self.end_call()
         await asyncio.gather(*ending, return_exceptions=True)
         self.listener.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _accept(self, number: int, epoch: int) -> None:
-        if epoch != self._epoch:
+        if not self._epoch or epoch != self._epoch:
             self._outbox.put(CLOSE, number)
             return
         if number in self._open or len(self._open) >= CONNECTIONS:

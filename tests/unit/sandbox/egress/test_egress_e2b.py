@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests.unit.sandbox.egress.test_egress_gateway import TOKEN, Upstream, upstr
 from tests.unit.sandbox.test_e2b_backend import READY, Lies
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.plugins.e2b import E2b
-from turnlog.plugins.e2b.relay import CREDIT, DATA, FRAME, NUMBER, OPEN, WINDOW
+from turnlog.plugins.e2b.relay import CLOSE, CREDIT, DATA, EPOCH, FRAME, NUMBER, OPEN, WINDOW
+from turnlog.plugins.e2b.tunnels import Outbox, Tunnels
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.egress import Egress, GatewayRelay
 from turnlog.sandbox_workers.protocol import Command, Kind, Sandbox, SandboxUnavailable, Shape
@@ -154,8 +156,6 @@ async def test_a_program_that_hangs_up_leaves_the_gateway_too(
 async def test_a_program_trusts_the_proxy_with_what_the_operator_allows(
     origin: Any, blobs: MemoryBlobs, settings: EgressSettings, tmp_path: Path
 ) -> None:
-    import dataclasses
-
     rules = dataclasses.replace(settings, allow=("GET *://origin.test:*/*",))
     async with (
         Egress.open(rules, blobs, tmp_path / "egress", resolve=origin.resolve) as egress,
@@ -185,8 +185,43 @@ def told(kind: int, number: int, body: bytes = b"", *, size: int | None = None) 
     return b"!" + base64.b64encode(frame) + b"\n"
 
 
-LATE = NUMBER.pack(0)
-"""The epoch while no call runs; a connection of it is none."""
+async def test_the_workers_end_needs_no_short_path_and_refuses_connections_of_another_call(tmp_path: Path) -> None:
+    """Addresses of sockets are shorter than paths of temporary files may be."""
+    sent, answered = [], asyncio.Event()
+
+    async def send(data: bytes) -> None:
+        sent.append(data)
+        if b"answered" in data:
+            answered.set()
+
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    outbox = Outbox(send)
+    tunnels, sending = Tunnels(outbox, within=folder), asyncio.create_task(outbox.run())
+
+    def take(*frame: Any) -> None:
+        tunnels.take(told(*frame).decode().strip().removeprefix("!"))
+
+    tunnels.begin_call()
+    take(OPEN, 7, NUMBER.pack(1))
+    take(DATA, 7, b"asked")
+    near, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(tunnels.listener), 10)
+    with near:
+        assert await asyncio.get_running_loop().sock_recv(near, 99) == b"asked"
+        await asyncio.get_running_loop().sock_sendall(near, b"answered")
+        await asyncio.wait_for(answered.wait(), 10)
+    assert sent[0] == FRAME.pack(EPOCH, 1, 0)
+    assert FRAME.pack(CREDIT, 7, 4) + NUMBER.pack(5) in b"".join(sent)
+    tunnels.end_call()
+    for epoch in (0, 1):  # late ones: of no call, and of the one that has ended
+        take(OPEN, 8 + epoch, NUMBER.pack(epoch))
+    tunnels.begin_call()
+    take(OPEN, 10, NUMBER.pack(1))
+    await outbox.put(DATA, 0).wait()
+    assert [FRAME.pack(CLOSE, number, 0) in b"".join(sent) for number in (8, 9, 10)] == [True] * 3
+    await tunnels.close()
+    sending.cancel()
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
