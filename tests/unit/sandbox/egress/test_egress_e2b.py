@@ -210,8 +210,7 @@ async def test_the_workers_end_needs_no_short_path_and_refuses_connections_of_an
         assert await asyncio.get_running_loop().sock_recv(near, 99) == b"asked"
         await asyncio.get_running_loop().sock_sendall(near, b"answered")
         await asyncio.wait_for(answered.wait(), 10)
-    assert sent[0] == FRAME.pack(EPOCH, 1, 0)
-    assert FRAME.pack(CREDIT, 7, 4) + NUMBER.pack(5) in b"".join(sent)
+    assert sent[0] == FRAME.pack(EPOCH, 1, 0) and FRAME.pack(CREDIT, 7, 4) + NUMBER.pack(5) in b"".join(sent)  # noqa: PT018
     tunnels.end_call()
     for epoch in (0, 1):  # late ones: of no call, and of the one that has ended
         take(OPEN, 8 + epoch, NUMBER.pack(epoch))
