@@ -202,6 +202,20 @@ def _kimi_cli(options: ReadyOptions, task: str) -> Sequence[str]:
     return ("kimi", *always, *options.arguments, f"--prompt={task}")
 
 
+def _kimi_code(options: ReadyOptions, task: str) -> Sequence[str]:
+    return ("kimi", "--output-format", "stream-json", *options.arguments, f"--prompt={task}")
+
+
+def _kimi_code_env(options: ReadyOptions) -> Mapping[str, str]:
+    return {
+        "KIMI_MODEL_NAME": options.model,
+        "KIMI_MODEL_PROVIDER_TYPE": "openai",
+        "KIMI_MODEL_BASE_URL": BASE_URL,
+        "KIMI_MODEL_API_KEY": KEY_INSIDE,
+        "KIMI_MODEL_MAX_CONTEXT_SIZE": str(options.context_tokens),
+    }
+
+
 READY_AGENTS: Final[Mapping[str, ReadyAgent]] = {
     "claude-code": ReadyAgent("2.1.329", _claude_code, _claude_code_env),
     "codex": ReadyAgent("0.171.0", _codex, _openai_env),
@@ -211,6 +225,7 @@ READY_AGENTS: Final[Mapping[str, ReadyAgent]] = {
     "openhands": ReadyAgent("1.16.0", _openhands, _openhands_env),
     "terminus-2": ReadyAgent("0.26.0", _terminus_2, _litellm_env),
     "kimi-cli": ReadyAgent("1.51.0", _kimi_cli, _openai_env),
+    "kimi-code": ReadyAgent("2.1.0", _kimi_code, _kimi_code_env),
 }
 UNSERVED: Final[Mapping[str, str]] = {
     "gemini-cli": "Gemini CLI speaks Google's API alone, which the gateway does not serve, and has no setting for "

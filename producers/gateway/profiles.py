@@ -119,7 +119,13 @@ PROFILES: dict[str, Profile] = {
     **PYTHON_HARNESSES,
 }
 """Built-in profiles by their names in [gateway] harness."""
-USER_AGENTS = {"claude-cli/": "claude_code", "codex": "codex", "opencode/": "opencode", "QwenCode/": "qwen_code"}
+USER_AGENTS = {
+    "claude-cli/": "claude_code",
+    "codex": "codex",
+    "opencode/": "opencode",
+    "QwenCode/": "qwen_code",
+    "kimi-code-cli/": "kimi_code",
+}
 """Prefix of each harness's User-Agent -> its profile."""
 
 

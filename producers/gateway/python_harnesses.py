@@ -1,9 +1,9 @@
-"""Harness profiles of agents written in Python: mini-swe-agent, OpenHands, Terminus-2, Kimi CLI.
+"""Harness profiles of agents written in Python (mini-swe-agent, OpenHands, Terminus-2, Kimi CLI), and of Kimi Code.
 
-Their OpenAI clients send no User-Agent of their own and no header about the agent, so `auto` selects them by the name
-that the session was opened with, and agents are told apart by their tools. A request for a summary is recognised by
-words of its last message. Sources: recorded traffic of mini-swe-agent 2.4.6, OpenHands 1.16.0, Terminus-2 of harbor
-0.26.0 and Kimi CLI 1.51.0 (tests/unit/gateway/harnesses).
+The OpenAI clients of the former send no User-Agent of their own and no header about the agent, so `auto` selects them
+by the name that the session was opened with. Agents are told apart by their tools, and a request for a summary is
+recognised by words of its last message. Sources: recorded traffic of mini-swe-agent 2.4.6, OpenHands 1.16.0, Terminus-2
+of harbor 0.26.0, Kimi CLI 1.51.0 and its successor Kimi Code 2.1.0 (tests/unit/gateway/harnesses).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from turnlog.producers.gateway.messages import Message
 
 MAIN = "main"
 SUMMARY, NO_TOOLS = "side/compaction", "side/no-tools"
-MAIN_SUMMARY = "main/compaction"
-"""A request for a summary that continues the history it is about."""
+CONTINUED_SUMMARY = "/compaction"
+"""End of the path of a request for a summary that continues the history of its agent."""
 OPENHANDS_SUMMARISES = "context-aware state summary"
 KIMI_SUMMARISES = "compact this conversation context"
+KIMI_CODE_SUMMARISES = "Create a handoff summary for the"
 TERMINUS_HANDS_OFF = (
     "You are about to hand off your work to another AI agent",
     "You are picking up work from a previous AI agent on this task",
@@ -40,34 +41,38 @@ def openhands(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
     """Recognise OpenHands' agents: only the main one can delegate, by the tool `task`."""
-    return _by_delegating_tool("task", OPENHANDS_SUMMARISES, tools, messages)
+    return _by_delegating_tool("task", (OPENHANDS_SUMMARISES,), tools, messages)
 
 
 def kimi_cli(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
-    """Recognise Kimi CLI's agents: only the main one can delegate, by the tool `Agent`."""
-    return _by_delegating_tool("Agent", KIMI_SUMMARISES, tools, messages)
+    """Recognise the agents of Kimi CLI and Kimi Code: only the main one can delegate, by the tool `Agent`."""
+    return _by_delegating_tool("Agent", (KIMI_SUMMARISES, KIMI_CODE_SUMMARISES), tools, messages)
 
 
 def terminus_2(
     headers: Mapping[str, str], system: str, tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
     """Recognise the one agent, which acts by the text of its messages, without tools, and its handing over."""
-    return MAIN_SUMMARY if text_of_last(messages).startswith(TERMINUS_HANDS_OFF) else MAIN
+    return MAIN + CONTINUED_SUMMARY if text_of_last(messages).startswith(TERMINUS_HANDS_OFF) else MAIN
 
 
 def _by_delegating_tool(
-    delegates: str, summarises: str, tools: Sequence[Any] | None, messages: Sequence[Message]
+    delegates: str, summarises: tuple[str, ...], tools: Sequence[Any] | None, messages: Sequence[Message]
 ) -> str | None:
     """Return the path of an agent of a harness whose sub-agents lack the tool `delegates`. Each sub-agent is named by
-    its task, since nothing else tells those that run at once apart."""
+    its task, since nothing else tells those that run at once apart. Requests for a summary have one of the words
+    `summarises`; a first request with tools has no history, whatever its words."""
+    compacts = any(words in text_of_last(messages) for words in summarises)
     if not tools:
-        return SUMMARY if summarises in text_of_last(messages) else NO_TOOLS
-    if delegates in map(_tool_name, tools):
-        return MAIN
-    task = next((text_of(message) for message in messages if message.role == "user"), "")
-    return f"agent/{hashlib.sha256(task.encode(errors='replace')).hexdigest()[:12]}"
+        return SUMMARY if compacts else NO_TOOLS
+    path = MAIN
+    if delegates not in map(_tool_name, tools):
+        task = next((text_of(message) for message in messages if message.role == "user"), "")
+        path = f"agent/{hashlib.sha256(task.encode(errors='replace')).hexdigest()[:12]}"
+    begun = any(message.role == "assistant" for message in messages)
+    return path + CONTINUED_SUMMARY if compacts and begun else path
 
 
 def _tool_name(tool: Any) -> str:
@@ -91,5 +96,6 @@ PYTHON_HARNESSES = {
     "openhands": openhands,
     "terminus_2": terminus_2,
     "kimi_cli": kimi_cli,
+    "kimi_code": kimi_cli,
 }
 """Profiles by their names in [gateway] harness."""

@@ -327,8 +327,8 @@ class GatewaySettings:
     its chat template. none: reasoning stays part of the text."""
     harness: str = "auto"
     """Profile that tells the agents of a session apart: auto (by User-Agent, else by the session's agent name), none,
-    claude_code, codex, opencode, qwen_code, mini_swe_agent, openhands, terminus_2, kimi_cli or an entry point of
-    turnlog.harness_profiles."""
+    claude_code, codex, opencode, qwen_code, mini_swe_agent, openhands, terminus_2, kimi_cli, kimi_code or an entry
+    point of turnlog.harness_profiles."""
     routed_experts: Literal["auto", "on", "off"] = "auto"
     """Whether to request routed experts (R3) from engines. auto: for a mixture of experts whose engine returns them, if
     engine.update is auto or abort. on: always, and fail the turn without them. off: never."""

@@ -126,7 +126,7 @@ def test_the_setting_fixes_a_profile_or_none() -> None:
     assert path({"x-parent-session-id": "p", "x-session-id": "c"}, name="opencode") == "agent/c"
     with pytest.raises(
         UnknownHarness,
-        match="auto, none, claude_code, codex, kimi_cli, mini_swe_agent, opencode, openhands, qwen_code, ",
+        match="auto, none, claude_code, codex, kimi_cli, kimi_code, mini_swe_agent, opencode, openhands, qwen_code, ",
     ):
         harness("cursor")
 
