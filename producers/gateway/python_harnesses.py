@@ -69,7 +69,7 @@ def _by_delegating_tool(
         return SUMMARY if compacts else NO_TOOLS
     path = MAIN
     if delegates not in map(_tool_name, tools):
-        task = next((text_of(message) for message in messages if message.role == "user"), "")
+        task = next((message.text for message in messages if message.role == "user"), "")
         path = f"agent/{hashlib.sha256(task.encode(errors='replace')).hexdigest()[:12]}"
     begun = any(message.role == "assistant" for message in messages)
     return path + CONTINUED_SUMMARY if compacts and begun else path
@@ -82,13 +82,7 @@ def _tool_name(tool: Any) -> str:
 
 def text_of_last(messages: Sequence[Message]) -> str:
     """Return the text of the last message if it is the user's, else an empty one."""
-    return text_of(messages[-1]) if messages and messages[-1].role == "user" else ""
-
-
-def text_of(message: Message) -> str:
-    """Return the text of a message, without images."""
-    content = message.template["content"]
-    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+    return messages[-1].text if messages and messages[-1].role == "user" else ""
 
 
 PYTHON_HARNESSES = {
