@@ -188,7 +188,8 @@ async def test_a_verifier_judges_the_files_that_the_agent_left_and_nothing_that_
         async with GatewayClient(role.settings) as gateway, client() as http:
             bench = Bench(
                 http=http, events=role.events, gateway=gateway, results=known, blobs=role.blobs,
-                request=request, recipe=RECIPE, session=OpenSession("verified", "", "", ""), asked={},
+                request=request, task=RECIPE.task({"prompt": "?"}),
+                session=OpenSession("verified", "", "", ""), asked={},
             )  # fmt: skip
             found = []
             for check, version in (("test $(cat answer) = 8 && ls", "1"), ("test $(cat answer) = 9", "2")):

@@ -156,7 +156,7 @@ async def test_every_request_of_a_session_goes_to_the_replica_that_opened_it(
 ) -> None:
     for number in range(4):  # connections are kept, so the Service is made to choose otherwise each time
         replicas.service.first = number % 2
-        session = await client.open(request(f"rollout-{number}"), RECIPE, 0)
+        session = await client.open(request(f"rollout-{number}"), RECIPE.task({"prompt": "?"}), 0)
         assert session.base_url in replicas.urls
         replicas.service.first = 1 - replicas.service.first
         await client.close()
@@ -174,7 +174,7 @@ async def test_every_request_of_a_session_goes_to_the_replica_that_opened_it(
 async def test_another_replica_passes_on_what_it_is_asked_while_the_owner_lives(
     replicas: Replicas, client: GatewayClient, rig: Rig
 ) -> None:
-    session = await client.open(request("rollout-0"), RECIPE, 0)
+    session = await client.open(request("rollout-0"), RECIPE.task({"prompt": "?"}), 0)
     first = await client.complete(session, [QUESTION], None, step=0)
     headers = {"authorization": f"Bearer {session.token}"}
     async with httpx.AsyncClient(base_url=replicas.other(session.base_url), headers=headers, timeout=30) as other:
@@ -193,17 +193,17 @@ async def test_another_replica_passes_on_what_it_is_asked_while_the_owner_lives(
         assert done.json()["outcome"] == "completed"
     replicas.service.first = replicas.urls.index(replicas.other(session.base_url))
     async with GatewayClient(runner_settings(rig.settings, replicas.service.url)) as late:
-        reopened = await late.open(request("rollout-1"), RECIPE, 0)
+        reopened = await late.open(request("rollout-1"), RECIPE.task({"prompt": "?"}), 0)
         replicas.service.first = replicas.urls.index(replicas.other(reopened.base_url))
     async with GatewayClient(runner_settings(rig.settings, replicas.service.url)) as later:
-        assert (await later.open(request("rollout-1"), RECIPE, 0)).base_url == reopened.base_url
+        assert (await later.open(request("rollout-1"), RECIPE.task({"prompt": "?"}), 0)).base_url == reopened.base_url
     assert {record for record, _ in await writers(rig)} == {"SessionStarted"}
 
 
 async def test_a_session_moves_when_its_owner_is_gone_and_stays_where_it_went(
     replicas: Replicas, client: GatewayClient, rig: Rig
 ) -> None:
-    session = await client.open(request("rollout-0"), RECIPE, 0)
+    session = await client.open(request("rollout-0"), RECIPE.task({"prompt": "?"}), 0)
     owner, heir = session.base_url, replicas.other(session.base_url)
     first = await client.complete(session, [QUESTION], None, step=0)
     await replicas.stop(owner)
@@ -218,7 +218,7 @@ async def test_a_session_moves_when_its_owner_is_gone_and_stays_where_it_went(
 
 
 async def test_a_request_that_was_passed_on_is_not_passed_on_again(replicas: Replicas, client: GatewayClient) -> None:
-    session = await client.open(request("rollout-0"), RECIPE, 0)
+    session = await client.open(request("rollout-0"), RECIPE.task({"prompt": "?"}), 0)
     headers = {"authorization": f"Bearer {session.token}", "turnlog-forwarded": "1"}
     async with httpx.AsyncClient(base_url=replicas.other(session.base_url), headers=headers) as other:
         refused: Any = await other.get(f"/sessions/{session.session_id}")
@@ -232,7 +232,7 @@ async def test_a_request_that_was_passed_on_is_not_passed_on_again(replicas: Rep
 async def test_a_client_that_leaves_the_one_it_asked_leaves_the_owner_too(
     replicas: Replicas, client: GatewayClient, rig: Rig
 ) -> None:
-    session = await client.open(request("rollout-0"), RECIPE, 0)
+    session = await client.open(request("rollout-0"), RECIPE.task({"prompt": "?"}), 0)
     engine = rig.engines["e0"]
     engine.holds_after = 1
     rig.script.says("a long answer")

@@ -25,7 +25,7 @@ REQUEST = RolloutRequested(
 async def test_the_runners_client_sends_tools_policy_and_root(rig: Any) -> None:
     gateway = GatewaySettings(url=rig.url, signing_key=rig.gateway.keys.first.decode())
     async with GatewayClient(dataclasses.replace(rig.settings, gateway=gateway)) as client:
-        await client.open(REQUEST, RECIPE, 0)
+        await client.open(REQUEST, RECIPE.task({"prompt": "?"}), 0)
     [started] = await rig.written("SessionStarted")
     assert (started.environment.name, started.environment.tools) == ("calc", {"python": "1"})
     assert len(started.environment.policy_sha256) == len(started.environment.root_sha256) == 64
