@@ -65,6 +65,7 @@ from turnlog.producers.gateway.errors import (
     GatewayError,
     GroupTooSmall,
     ImagesNotServed,
+    NoSideEngine,
     NotRecorded,
     TooLarge,
     TooSlow,
@@ -76,7 +77,7 @@ from turnlog.producers.gateway.openapi import document
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.formats import formats_of
 from turnlog.producers.gateway.planner import Planner
-from turnlog.producers.gateway.profiles import Harness, harness
+from turnlog.producers.gateway.profiles import Harness, harness, is_player
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionTail
 from turnlog.producers.gateway.requests import (
@@ -352,14 +353,15 @@ class Gateway:
         while True:
             session = await self.sessions.find(claims)
             asked = await self._read(dialect, body, session)
-            turn: Running | RecordedTurn | None = session.find_repeat(asked.sha256, key)
+            agent = session.started.agent.name
+            path = self.harness.agent_path(agent, headers, asked.raw, asked.tools, asked.messages)
+            turn: Running | RecordedTurn | None = session.find_repeat(asked.sha256, key, path)
             if turn is None:
-                agent = session.started.agent.name
-                path = self.harness.agent_path(agent, headers, asked.raw, asked.tools, asked.messages)
+                self._check_model(asked, path)
                 plan = await self.turns.plan(session, asked, claims, path)
                 if self.sessions.find_owned(session.id) is not session:
                     continue
-                turn = session.find_repeat(asked.sha256, key)  # its duplicate may have begun meanwhile
+                turn = session.find_repeat(asked.sha256, key, path)  # its duplicate may have begun meanwhile
                 if turn is None:
                     running = self.turns.start(session, asked, claims, plan, parent)
                     if key is not None:
@@ -367,6 +369,17 @@ class Gateway:
                     return session, asked, running
             REPEATS.inc()
             return session, asked, turn
+
+    def _check_model(self, asked: TurnRequest, path: str | None) -> None:
+        """Raise NoSideEngine if a player's model is neither the policy nor a side engine's: the policy must not answer
+        in the place of an opponent or a user that is missing."""
+        policy = self.role.settings.model.name
+        if is_player(path) and asked.model != policy and self.turns.side(asked) is None:
+            raise NoSideEngine(
+                f"{path} is to be played by model {asked.model!r}, which is not the policy ({policy!r}), and which no "
+                "pattern of [gateway] side_engines matches: name its engine there",
+                param="model",
+            )
 
     async def _read(self, dialect: Dialect, body: bytes, session: GatewaySession) -> TurnRequest:
         """Parse a request for a turn and store its images. Raises BadRequest, TooLarge, TooMany, ImagesNotServed,

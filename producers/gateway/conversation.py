@@ -463,16 +463,21 @@ class Conversation:
             strand.below.clear()
             strand.turns.clear()
 
-    def base_of(self, messages: Sequence[Message], named: TurnId | None = None) -> tuple[RecordedTurn | None, int]:
+    def base_of(
+        self, messages: Sequence[Message], named: TurnId | None = None, path: str | None = None
+    ) -> tuple[RecordedTurn | None, int]:
         """Return the turn whose messages and response are a prefix of `messages`, and the length of that prefix. The
-        turn `named` wins; then the longest prefix, then the turn whose calls have these ids, then the latest turn."""
+        turn `named` wins; then the longest prefix, then a turn of the agent `path`, then the turn whose calls have
+        these ids, then the latest turn."""
         passed = [(said, length) for length, said in enumerate(self.messages.walk(messages), 1) if said.answers]
         for said, length in reversed(passed):
             ids, latest = call_ids(messages[length - 1]), said.answers[::-1]
-            for turn in sorted(latest, key=lambda turn: call_ids(turn.response) != ids):
+            for turn in sorted(
+                latest, key=lambda turn: (path not in (None, turn.agent_path), call_ids(turn.response) != ids)
+            ):
                 if named in (None, turn.id) and _reasoning_agrees(turn, messages[:length]):
                     return turn, length
-        return self.base_of(messages) if named is not None else (None, 0)
+        return self.base_of(messages, path=path) if named is not None else (None, 0)
 
     def tokens(self, turn: RecordedTurn) -> Ids:
         """Return the ids of prompt + output."""
@@ -552,11 +557,15 @@ class Conversation:
             hashed.update(self.strands.plain(piece).data)
         return hashed
 
-    def find_repeat(self, request_sha256: str) -> RecordedTurn | None:
-        """Return the completed turn that an identical body requests again: no turn continues it, and this gateway has
-        not delivered it."""
-        turns = reversed(self._requested.get(request_sha256, ()))
-        return next((turn for turn in turns if turn.whole and not turn.continued and not turn.handed_over), None)
+    def find_repeat(self, request_sha256: str, path: str | None = None) -> RecordedTurn | None:
+        """Return the completed turn that an identical body of the same agent requests again: no turn continues it, and
+        this gateway has not delivered it. `path` is the agent's; None stands for any."""
+        turns = [turn for turn in self._requested.get(request_sha256, ()) if path in (None, turn.agent_path)]
+        return next((one for one in reversed(turns) if one.whole and not one.continued and not one.handed_over), None)
+
+    def last_turns(self) -> dict[str, RecordedTurn]:
+        """Return the newest completed turn of each agent that has a path."""
+        return {turn.agent_path: turn for turn in self.turns.values() if turn.whole and turn.agent_path is not None}
 
     def main_line(self) -> RecordedTurn | None:
         """Return the newest completed turn of the main agent. If no harness names the main agent, it is the lineage of

@@ -5,6 +5,7 @@ GatewayError
 │   ├── GroupTooSmall     the run's estimator compares more rollouts than the group has
 │   ├── PrefillNotServed  the last message is the assistant's and cannot be continued
 │   ├── ConstraintRefused a field would constrain what is sampled
+│   ├── NoSideEngine      a player names a model that no side engine serves
 │   └── UnknownPrevious   previous_response_id names no turn of the session
 ├── ImagesNotServed       400 the model, or its template, takes no images
 ├── ToolsNotServed        400 the model's chat template does not write calls or their results
@@ -82,6 +83,12 @@ class ConstraintRefused(BadRequest):
     """The message names the field, and the setting that ignores it instead."""
 
     code = "constraint_refused"
+
+
+class NoSideEngine(BadRequest):
+    """The message names the model, and the setting that names its engines."""
+
+    code = "no_side_engine"
 
 
 class UnknownPrevious(BadRequest):

@@ -116,7 +116,7 @@ class Planner:
         _check_prefill(request.messages[-1])
         self._check_tools(request, trains=policy and session.started.purpose is Purpose.train)
         window = self._window(claims)
-        base, kept, tools_sha256, prompt = await self._prompt(session, request, window)
+        base, kept, tools_sha256, prompt = await self._prompt(session, request, window, agent_path)
         ids, images, known, reason = prompt
         check_images_alone(ids, self.image_token, images)
         conversation = session.conversation
@@ -231,7 +231,7 @@ class Planner:
         return min(request.max_new_tokens or room, session.started.sampling.max_new_tokens, room)
 
     async def _prompt(
-        self, session: GatewaySession, request: TurnRequest, window: int
+        self, session: GatewaySession, request: TurnRequest, window: int, path: str | None = None
     ) -> tuple[RecordedTurn | None, int, str, Prompt]:
         """Return the base, the number of messages that it covers, the digest of the tools, and the prompt. Slow work
         runs off the event loop, and reads only what the loop never changes: known messages and turns."""
@@ -239,7 +239,7 @@ class Planner:
 
         def find_base() -> tuple[RecordedTurn | None, int, str, str]:
             self._check_length(request, window)
-            base, kept = conversation.base_of(request.messages, request.base)
+            base, kept = conversation.base_of(request.messages, request.base, path)
             tools_sha256 = tools_digest(request.tools)
             reason = "" if base is not None else conversation.reason_of_root(request.messages)
             if base is not None and base.tools_sha256 != tools_sha256:

@@ -18,14 +18,20 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
+from turnlog.infra.environments.players import NAME, PLAYER, UNTRAINED
 from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
+from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.python_harnesses import PYTHON_HARNESSES
 
 GROUP = EntryPointGroup.HARNESS_PROFILES
 """Entry points: name = module:function."""
 AUTO, NONE = "auto", "none"
+PATH_HEADER = "x-turnlog-agent-path"
+"""Header by which a client names the agent of a request itself. It takes precedence over every profile."""
+PATH_CHARACTERS = 256
+"""Maximum length of an agent path in that header."""
 MAIN = "main"
 TITLE, NO_TOOLS = "side/title", "side/no-tools"
 """Paths of requests outside the conversation: titles, and all other requests that a harness sends without tools."""
@@ -145,7 +151,9 @@ class Harness:
         messages: Sequence[Message],
     ) -> str | None:
         """Return the path of one request; None if no profile decides. `agent` is the session's agent name, `raw` the
-        messages as received."""
+        messages as received. Raises BadRequest if the request names a path that cannot be one."""
+        if (stated := headers.get(PATH_HEADER)) is not None:
+            return stated_path(stated)
         name = recognise_profile(agent, headers, self.profiles) if self.name == AUTO else self.name
         if name not in self.profiles:
             return None
@@ -160,6 +168,22 @@ def harness(name: str) -> Harness:
     if name not in (AUTO, NONE, *profiles):
         raise UnknownHarness(f"[gateway] harness is {name!r}; it must be auto, none, {', '.join(sorted(profiles))}")
     return Harness(name, {} if name == NONE else profiles)
+
+
+def stated_path(stated: str) -> str:
+    """Return the agent path in PATH_HEADER. Raises BadRequest."""
+    if len(stated) > PATH_CHARACTERS or not all(NAME.fullmatch(part) for part in stated.split("/")):
+        raise BadRequest(
+            f"{PATH_HEADER} must be names joined by `/`, each of 1 to 64 letters, digits, `_`, `.` or `-`, such as "
+            f"player/white, with at most {PATH_CHARACTERS} characters",
+            param=PATH_HEADER,
+        )
+    return stated
+
+
+def is_player(path: str | None) -> bool:
+    """Return whether an agent path is that of a player or of a user simulator."""
+    return path is not None and path.startswith((PLAYER, UNTRAINED))
 
 
 def recognise_profile(agent: str, headers: Mapping[str, str], profiles: Mapping[str, Profile]) -> str:

@@ -30,6 +30,7 @@ from turnlog.producers.gateway.errors import (
 )
 from turnlog.producers.gateway.owners import OwnedElsewhere, Owners
 from turnlog.producers.gateway.parsers.parser import Part
+from turnlog.producers.gateway.profiles import is_player
 from turnlog.producers.gateway.recovery import ConversationRecovery, SessionControlRecords, SessionTail, Sought
 from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest, RewardRequest
 from turnlog.schemas.events.sessions import RewardAssigned, SessionAdopted, SessionFinished, SessionStarted
@@ -197,10 +198,12 @@ class GatewaySession:
         self.next_index += 1
         return turn
 
-    def find_repeat(self, request_sha256: str, key: str | None) -> Running | RecordedTurn | None:
+    def find_repeat(
+        self, request_sha256: str, key: str | None, path: str | None = None
+    ) -> Running | RecordedTurn | None:
         """Return the turn that a request repeats, or None: the one under its Idempotency-Key, or the recorded one of an
-        identical body. A turn that was cut off is no answer, so its request is sampled anew. Raises KeyReused,
-        SessionEnded."""
+        identical body by the same agent. A turn that was cut off is no answer, so its request is sampled anew. Raises
+        KeyReused, SessionEnded."""
         if key is not None and key in self.by_key:
             sha256, running = self.by_key[key]
             if sha256 != request_sha256:
@@ -209,7 +212,7 @@ class GatewaySession:
                 raise SessionEnded(f"session {self.id} is being finished")
             if not running.cut_off:
                 return running
-        return self.conversation.find_repeat(request_sha256)
+        return self.conversation.find_repeat(request_sha256, path)
 
     def description(self) -> dict[str, Any]:
         """Return the body of GET /sessions/{id}: enough to continue the session, or to judge it."""
@@ -237,6 +240,13 @@ class GatewaySession:
             "failed": self.failed,
             "taken_over": self.epoch != self.started.event_id,
             "call_seq": sum(message.get("role") == "tool" for message in messages),
+            "players": [
+                {"agent_path": path, "messages": [raw for raw, _ in turn.messages()],
+                 "finish_reason": turn.finish_reason.value,
+                 "last_turn": {"epoch": turn.id.epoch, "index": turn.id.index}}
+                for path, turn in self.conversation.last_turns().items()
+                if is_player(path)
+            ],
         }  # fmt: skip
 
 
