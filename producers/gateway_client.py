@@ -7,6 +7,7 @@ GatewayClientError
 ├── GatewayRefused       401, 403: the key or token is wrong; the process must end
 ├── ContextExceeded      the conversation does not fit the context window: the session is truncated
 ├── RequestRejected      any other 4xx: the agent requested something impossible
+├── OpponentMissing      a player's model is served by no side engine
 ├── SessionOver          the session is finished already
 └── SessionMoved            another gateway owns the session now: open it again
 """
@@ -18,7 +19,7 @@ import dataclasses
 import logging
 import math
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -35,6 +36,7 @@ from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.roles.http_clients import for_turns
 from turnlog.infra.roles.tls import trusting
 from turnlog.infra.sandbox_root import RootError, root_sha256
+from turnlog.producers.gateway.profiles import PATH_HEADER
 from turnlog.producers.gateway.requests import SigningKeys
 from turnlog.sandbox_settings import LOCAL, EgressSettings
 from turnlog.schemas.events import Agent, Outcome, RolloutRequested, SandboxSpec
@@ -195,6 +197,10 @@ class RequestRejected(GatewayClientError):
     """The gateway cannot accept this request as it is."""
 
 
+class OpponentMissing(GatewayClientError):
+    """Remedy: name the engine of the model in [gateway] side_engines, and check that it runs."""
+
+
 class SessionOver(GatewayClientError):
     """Nothing can be added to the session."""
 
@@ -214,6 +220,29 @@ class OpenSession:
     """Token for the session's end, and for all else but turns."""
     agent_token: str = dataclasses.field(repr=False)
     """Token for the session's turns; the only one that an agent gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """What is on the log of one of several agents of a session."""
+
+    messages: tuple[Message, ...]
+    """Its conversation up to its last turn."""
+    finish_reason: str
+    """Finish reason of its last turn."""
+    last_turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Who takes a turn, in a session of several players."""
+
+    path: str
+    """Agent path of the turn."""
+    model: str
+    """Model that answers: the policy's name, or one that a side engine serves."""
+    busy_s: float = math.inf
+    """Seconds to wait for an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +277,8 @@ class SessionState:
     """True if another gateway owned it before."""
     silent: bool = False
     """True if it has no turn at the gateway that owns it now."""
+    players: Mapping[str, AgentState] = dataclasses.field(default_factory=dict)
+    """Agent path -> state of each player."""
 
     @property
     def failed_by_us(self) -> bool:
@@ -344,22 +375,28 @@ class GatewayClient:
             log.info("the state of session %s cannot be read now: %s", session.session_id, error)
             return None
 
-    async def complete(self, session: OpenSession, messages: list[Message], tools: Any, *, step: int) -> Completion:
-        """Return the next turn. The same step of a session is the same turn, however often it is requested. A gateway
-        of release v2 returns a turn that it cut off as an answer; another one is then requested with another body.
-        While the gateway answers that no engine serves, or that the log accepts no record, the request is repeated
-        without a limit, because waiting costs the session nothing and beginning anew would cost its turns. Raises
-        GatewayClientError."""
-        body: dict[str, Any] = {"model": self.model, "messages": messages}
+    async def complete(
+        self, session: OpenSession, messages: list[Message], tools: Any, *, step: int, speaker: Speaker | None = None
+    ) -> Completion:
+        """Return the next turn, of `speaker` in a session of several players. The same step of a speaker is the same
+        turn, however often it is requested. A gateway of release v2 returns a turn that it cut off as an answer;
+        another one is then requested with another body. While the gateway answers that no engine serves, or that the
+        log accepts no record, the request is repeated without a limit (that of the speaker), because waiting costs the
+        session nothing and beginning anew would cost its turns. Raises GatewayClientError."""
+        body: dict[str, Any] = {"model": speaker.model if speaker else self.model, "messages": messages}
         if tools:
             body["tools"] = tools
-        key, parts = f"{session.session_id}:{step}", 0
+        name = f"{session.session_id}:{speaker.path}:{step}" if speaker else f"{session.session_id}:{step}"
+        headers, parts = {"idempotency-key": name}, 0
+        if speaker is not None:
+            headers[PATH_HEADER] = speaker.path
+        busy_s = speaker.busy_s if speaker else math.inf
         while True:
-            answer = await self._of(session, "POST", COMPLETIONS, body, idempotency_key=key, busy_s=math.inf)
+            answer = await self._of(session, "POST", COMPLETIONS, body, headers=headers, busy_s=busy_s)
             if (turn := _completion(answer)).finish_reason not in CUT_OFF:
                 return turn
             parts += 1
-            key, body["metadata"] = f"{session.session_id}:{step}:{parts}", {"again": parts}
+            headers["idempotency-key"], body["metadata"] = f"{name}:{parts}", {"again": parts}
 
     async def finish(
         self,
@@ -369,20 +406,25 @@ class GatewayClient:
         *,
         final: bool,
         reward: bool,
-        judged: TurnId | None,
+        judged: TurnId | Sequence[TurnId] | None,
         step_rewards: int = 0,
+        players: Sequence[str] = (),
     ) -> None:
         """Finish the session; idempotent. `reward`: a reward is on the log or will be. `judged`: the last turn of what
-        it judges, on which the agent acted whether or not its delivery is known. `step_rewards`: number of turns that
-        have a reward of their own."""
-        expects = {"reward": reward, "step_rewards": step_rewards}
-        named = {"epoch": judged.epoch, "index": judged.index} if judged else None
+        it judges, or of each player, on which the agent acted whether or not its delivery is known. `step_rewards`:
+        number of turns that have a reward of their own. `players`: those that have."""
+        expects: dict[str, Any] = {"reward": reward, "step_rewards": step_rewards}
+        if players:  # a gateway of an earlier release does not know the field
+            expects["players"] = list(players)
+        named: Any = None
+        if judged is not None:
+            named = _named(judged) if isinstance(judged, TurnId) else [_named(turn) for turn in judged]
         body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects, "judged": named}
         await self._of(session, "POST", f"/sessions/{session.session_id}/finish", body)
 
     async def _of(
-        self, session: OpenSession, method: str, path: str, body: Any = None, *, idempotency_key: str = "",
-        busy_s: float | None = None,
+        self, session: OpenSession, method: str, path: str, body: Any = None, *,
+        headers: Mapping[str, str] | None = None, busy_s: float | None = None,
     ) -> HttpResponse:  # fmt: skip
         """Send a request about an open session to the gateway that owns it. If that gateway does not answer, or has
         lost the session, the one behind [gateway] url names the owner, or takes the session over. `busy_s` is the time
@@ -391,7 +433,7 @@ class GatewayClient:
         while True:
             try:
                 token = session.agent_token if path.startswith("/v1/") else session.token
-                return await self._once(method, session.base_url + path, token, body, idempotency_key)
+                return await self._once(method, session.base_url + path, token, body, headers)
             except EnginesBusy as error:
                 await busy.after(str(error))
             except (NoAnswer, SessionMoved) as error:
@@ -421,13 +463,13 @@ class GatewayClient:
             except (NoAnswer, EnginesBusy) as error:
                 await patience.after(str(error))
 
-    async def _once(self, method: str, url: str, credential: str, body: Any = None, key: str = "") -> HttpResponse:
+    async def _once(
+        self, method: str, url: str, credential: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> HttpResponse:
         """Send a request once. Raises NoAnswer, GatewayClientError."""
-        headers = {"authorization": f"Bearer {credential}", "content-type": "application/json"}
-        if key:
-            headers["idempotency-key"] = key
+        sent = {"authorization": f"Bearer {credential}", "content-type": "application/json", **(headers or {})}
         content = None if body is None else orjson.dumps(body)
-        answer = await self._http.request(method, url, headers, content)
+        answer = await self._http.request(method, url, sent, content)
         if answer.status < HTTPStatus.BAD_REQUEST:
             return answer
         raise refusal(answer)
@@ -473,7 +515,19 @@ def _state(answer: HttpResponse) -> SessionState:
         waited_s=math.fsum(turn.get("waited_s", 0.0) for turn in (*turns, *running)),
         taken_over=found.get("taken_over", False),
         silent=all(turn["epoch"] != found["epoch"] for turn in turns),
+        players={
+            one["agent_path"]: AgentState(
+                tuple(one["messages"]),
+                one["finish_reason"],
+                TurnId(one["last_turn"]["epoch"], one["last_turn"]["index"]),
+            )
+            for one in found.get("players", ())
+        },
     )
+
+
+def _named(turn: TurnId) -> dict[str, object]:
+    return {"epoch": turn.epoch, "index": turn.index}
 
 
 def _completion(answer: HttpResponse) -> Completion:
@@ -499,6 +553,8 @@ def refusal(answer: HttpResponse) -> GatewayClientError:
             return ContextExceeded(message)
         case _, "session_finished":
             return SessionOver(message)
+        case _, "no_side_engine":
+            return OpponentMissing(message)
         case _, "epoch_lost":
             return SessionMoved(message)
         case ((401 | 403), _):

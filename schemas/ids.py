@@ -57,6 +57,11 @@ def turn_event_id(record: str, session: str, epoch: str, index: int) -> str:
     return digest(record, session, epoch, index)
 
 
+def reward_id(session: str, verifier: str, version: str, player: str = "") -> str:
+    """Return the `event_id` of the RewardAssigned of a session, or of one of its players: judging again repeats it."""
+    return digest("RewardAssigned", session, verifier, version, *([player] if player else []))
+
+
 def call_id(session: str, epoch: str, turn: int, index: int, purpose: str) -> str:
     """Return the id of the index-th tool call of a turn; `purpose` is "agent" or "verify"."""
     return digest("call", session, epoch, turn, index, purpose)

@@ -31,6 +31,7 @@ REWARD = _object(
         "components": _field({"type": "object", "additionalProperties": {"type": "number"}}, "Its parts, for display."),
         "evidence": _field({}, "What the verifier saw, as any JSON."),
         "verifier": VERIFIER,
+        "player": _field(TEXT, "Player whose turns it is for; absent for the session as a whole."),
     },
     "value",
 )
@@ -72,8 +73,14 @@ FINISH = _object(
         "outcome": _field(OUTCOMES, "`infra_failure` and `cancelled` never train."),
         "reason": TEXT,
         "final": _field({"type": "boolean"}, "True if no other attempt at the rollout follows."),
-        "expects": _object({"reward": {"type": "boolean"}, "step_rewards": WHOLE}, about="What is still to come."),
-        "judged": _field(TURN, "The last turn that the verdict is about."),
+        "expects": _object(
+            {"reward": {"type": "boolean"}, "step_rewards": WHOLE, "players": {"type": "array", "items": TEXT}},
+            about="What is still to come. `players`: those with a reward of their own; no other player trains.",
+        ),
+        "judged": _field(
+            {"oneOf": [TURN, {"type": "array", "items": TURN}]},
+            "The last turn that the verdict is about, or that of each player.",
+        ),
         "reward": _field(REWARD, "The verdict, if it is already known."),
     },
     "outcome",

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from turnlog.infra.environments.players import NAME
 from turnlog.infra.run_folder import GATEWAY_KEY, kept_secret, present
 from turnlog.producers.gateway.errors import BadRequest, Unauthorized
 from turnlog.schemas import ids
@@ -193,6 +194,8 @@ class RewardRequest:
     evidence: bytes
     """JSON text."""
     verifier: Verifier
+    player: str = ""
+    """Player that it is for; empty for the session as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +206,8 @@ class FinishRequest:
     reason: str
     final: bool
     expects: Expects
-    judged: TurnId | None
-    """Last turn of what the reward judges."""
+    judged: tuple[TurnId, ...]
+    """Last turns of what the rewards judge: one, or that of each player."""
     reward: RewardRequest | None
     """The reward, if it is known already."""
 
@@ -260,8 +263,9 @@ def finish_request(body: bytes) -> FinishRequest:
         expects=Expects(
             reward=typed_field(expects, "reward", bool, reward is not None),
             step_rewards=typed_field(expects, "step_rewards", int, 0),
+            players=tuple(map(_player, typed_field(expects, "players", list, []))),
         ),
-        judged=_turn(typed_field(values, "judged", dict, None)),
+        judged=_judged(values.get("judged")),
         reward=None if reward is None else _reward(reward),
     )
 
@@ -282,12 +286,26 @@ def _reward(values: dict[str, Any]) -> RewardRequest:
         components={name: float(number) for name, number in components.items()},
         evidence=orjson.dumps(values.get("evidence")),
         verifier=Verifier(typed_field(by, "name", str, "outside"), typed_field(by, "version", str, "1")),
+        player=_player(values["player"]) if values.get("player") else "",
     )
 
 
-def _turn(values: dict[str, Any] | None) -> TurnId | None:
-    if values is None:
-        return None
+def _player(name: Any) -> str:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise BadRequest("a player must be a name of 1 to 64 letters, digits, `_`, `.` or `-`", param="player")
+    return name
+
+
+def _judged(stated: Any) -> tuple[TurnId, ...]:
+    """Return the turns of a field that holds one turn, a list of turns, or null."""
+    if isinstance(stated, list) and stated:
+        return tuple(map(_turn, stated))
+    return () if stated is None else (_turn(stated),)
+
+
+def _turn(values: Any) -> TurnId:
+    if not isinstance(values, dict):
+        raise BadRequest("judged must be dict, the epoch and index of a turn, or a list of these", param="judged")
     epoch, index = typed_field(values, "epoch", str, None), typed_field(values, "index", int, None)
     if epoch is None or index is None:
         raise BadRequest("judged must name a turn by epoch and index", param="judged")

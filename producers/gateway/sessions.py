@@ -35,7 +35,7 @@ from turnlog.producers.gateway.recovery import ConversationRecovery, SessionCont
 from turnlog.producers.gateway.requests import Claims, FinishRequest, OpenRequest, RewardRequest
 from turnlog.schemas.events.sessions import RewardAssigned, SessionAdopted, SessionFinished, SessionStarted
 from turnlog.schemas.events.turns import CUT_OFF
-from turnlog.schemas.ids import digest
+from turnlog.schemas.ids import digest, reward_id
 from turnlog.schemas.types import TurnId
 
 log = logging.getLogger(__name__)
@@ -316,11 +316,13 @@ class Sessions:
 
     async def reward(self, session: GatewaySession, request: RewardRequest) -> RewardAssigned:
         """Write a reward to the log. Raises BadRequest if the session was finished without expecting one."""
-        if session.finished is not None and not session.finished.expects.reward:
-            raise BadRequest(f"session {session.id} was finished without expecting a reward", param="value")
+        expects, player = session.finished.expects if session.finished is not None else None, request.player
+        if expects is not None and not (player in expects.players if player else expects.reward):
+            whose = f" of player {player}" if player else ""
+            raise BadRequest(f"session {session.id} was finished without expecting a reward{whose}", param="value")
         started, by = session.started, request.verifier
         event = RewardAssigned(
-            event_id=digest("RewardAssigned", session.id, by.name, by.version),
+            event_id=reward_id(session.id, by.name, by.version, player),
             run_id=started.run_id,
             group_id=started.group_id,
             session_id=session.id,
@@ -329,6 +331,7 @@ class Sessions:
             components=request.components,
             verifier=by,
             evidence=request.evidence,
+            player=player,
         )
         await self._events.append(event)
         return event
@@ -442,7 +445,7 @@ class Sessions:
         return event.event_id
 
     async def _finish(self, session: GatewaySession, request: FinishRequest) -> SessionFinished:
-        judged = await self._judged_turns(session, request.judged)
+        judged = [turn for last in request.judged for turn in await self._judged_turns(session, last)]
         for running in list(session.running.values()):
             running.gone.set()
         await asyncio.gather(*(running.task for running in session.running.values()), return_exceptions=True)
@@ -472,11 +475,9 @@ class Sessions:
         session.finished = counting
         return counting
 
-    async def _judged_turns(self, session: GatewaySession, turn_id: TurnId | None) -> tuple[TurnId, ...]:
+    async def _judged_turns(self, session: GatewaySession, turn_id: TurnId) -> tuple[TurnId, ...]:
         """Return the turn that the runner judged, and those that it continues. A turn that is not known is looked up on
         the log, because a gateway that had lost the session may have recorded it later. Raises BadRequest."""
-        if turn_id is None:
-            return ()
         turn = session.conversation.turns.get(turn_id)
         if turn is None:
             turn = (await self._read_conversation(session.started)).turns.get(turn_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from tests.each import each
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.profiles import PATH_HEADER, harness
+from turnlog.producers.gateway.requests import finish_request
 
 QUESTION = {"role": "user", "content": "your move"}
 
@@ -95,3 +97,45 @@ async def test_a_side_engine_plays_an_opponent(rig: Any) -> None:
     assert (turn.engine_id, turn.agent_path, turn.output_tokens, snapshot.output_ids) == (
         "side/http://side", "player/o", 5, b"",
     )  # fmt: skip
+
+
+async def test_each_player_is_rewarded_once_and_only_if_the_finish_expects_it(rig: Any) -> None:
+    session = await rig.open()
+    lasts = [(await move(rig, session, f"player/{name}")).json()["turnlog"] for name in ("x", "o", "gone")]
+    url, headers = f"/sessions/{session['session_id']}", {"authorization": f"Bearer {session['token']}"}
+    x = {"value": 1.0, "player": "x"}
+    assert (await rig.http.post(f"{url}/reward", json=x, headers=headers)).status_code == 201
+    judged = [{"epoch": turn["epoch"], "index": turn["index"]} for turn in lasts[:2]]
+    finish = {"outcome": "completed", "expects": {"reward": False, "players": ["x", "o"]}, "judged": judged}
+    assert (await rig.http.post(f"{url}/finish", json=finish, headers=headers)).status_code == 200
+    for value, status in (
+        ({"value": 0.5, "player": "o"}, 201),
+        ({"value": 1.0, "player": "z"}, 400),
+        ({"value": 1.0}, 400),
+    ):
+        answer = await rig.http.post(f"{url}/reward", json=value, headers=headers)
+        assert (answer.status_code, value) == (status, value)
+    rewards = await rig.written("RewardAssigned")
+    assert [(reward.player, reward.value) for reward in rewards] == [("x", 1.0), ("o", 0.5)]
+    assert len({reward.event_id for reward in rewards}) == 2
+    [finished] = await rig.written("SessionFinished")
+    assert (finished.expects.players, finished.expects.reward) == (("x", "o"), False)
+
+
+@each(
+    ("body", "param"),
+    [
+        ({"expects": {"players": ["a/b"]}}, "player"),
+        ({"expects": {"players": [7]}}, "player"),
+        ({"expects": {"players": "x"}}, "players"),
+        ({"judged": ["x"]}, "judged"),
+        ({"judged": 3}, "judged"),
+        ({"judged": [{"epoch": "e"}]}, "judged"),
+        ({"reward": {"value": 1.0, "player": "a/b"}}, "player"),
+        ({"reward": {"value": 1.0, "player": 7}}, "player"),
+    ],
+)
+def test_a_finish_that_names_no_player_is_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        finish_request(json.dumps({"outcome": "completed", **body}).encode())
+    assert refused.value.param == param
