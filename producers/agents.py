@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +28,15 @@ from turnlog.infra.environments.episodes import (
 from turnlog.infra.environments.sources import call_recipe
 from turnlog.infra.environments.tasks import Opening, Task, with_opening
 from turnlog.infra.environments.tools import AGENT
-from turnlog.producers.gateway_client import GatewayClient, OpenSession, SessionState
+from turnlog.producers.gateway_client import (
+    Completion,
+    GatewayClient,
+    GatewayFailed,
+    OpenSession,
+    SessionMoved,
+    SessionState,
+    Speaker,
+)
 from turnlog.producers.tool_calls import NO_TOOL, UNBEGUN, NoWorker, ToolCalls, answer_of, opening_id
 from turnlog.schemas.events import Outcome, RolloutRequested, ToolCallCompleted, ToolStatus
 from turnlog.schemas.ids import call_id
@@ -36,6 +45,8 @@ from turnlog.schemas.types import TurnId
 log = logging.getLogger(__name__)
 TURNS = Counter("turnlog_runner_turns", "Turns taken by agents")
 TOOL_CALLS = Counter("turnlog_runner_tool_calls", "Tool calls answered", ["status"])
+STEP_REPEATS = 4
+"""Maximum number of requests for one step; its session may move between gateways."""
 OBEY_S = 5.0
 """Seconds that a cancelled function has to end; after that it is left alone."""
 LAST_LINES = 2000
@@ -85,6 +96,18 @@ class Attempt:
     patience_s: float
     """Seconds to wait for the answer of a call that must end at once."""
 
+    async def complete(
+        self, messages: list[Message], tools: Sequence[dict[str, Any]], *, step: int, speaker: Speaker | None = None
+    ) -> Completion:
+        """Return the next turn. A session that moved to another gateway is opened again and continues there. Raises
+        GatewayClientError."""
+        for _ in range(STEP_REPEATS):
+            try:
+                return await self.gateway.complete(self.session, messages, tools, step=step, speaker=speaker)
+            except SessionMoved:
+                self.session = await self.gateway.open(self.request, self.task, self.number)
+        raise GatewayFailed(f"session {self.session.session_id}: no gateway keeps it for step {step}")
+
     async def call(self, call: SandboxCall, name: str) -> ToolCallCompleted:
         """Run a tool call, and return its answer. Raises ToolUnanswered, ToolBroken."""
         done = await self.calls.call(call, name)
@@ -100,8 +123,8 @@ class Actor(Protocol):
     """Acts in one session."""
 
     @property
-    def judged_turn(self) -> TurnId | None:
-        """Last turn of what the reward judges; None for all that was delivered."""
+    def judged_turn(self) -> TurnId | Sequence[TurnId] | None:
+        """Last turn of what the reward judges, or that of each player; None for all that was delivered."""
         ...
 
     @property

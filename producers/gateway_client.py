@@ -160,7 +160,9 @@ class Connections:
             raise NoAnswer(f"{url}: {type(error).__name__} {error}".rstrip()) from error
 
 
-WANTING = frozenset({"engines_unavailable", "log_unavailable"})
+NO_ENGINE: Final = "engines_unavailable"
+"""Error code of a turn that no engine could serve."""
+WANTING = frozenset({NO_ENGINE, "log_unavailable"})
 """Error codes of turns that no engine could serve or no log could accept."""
 AGENT: Final = Agent("turnlog-white-box", "1")
 COMPLETIONS: Final = "/v1/chat/completions"
@@ -179,6 +181,11 @@ class GatewayUnavailable(GatewayClientError, Unreachable):
 class EnginesBusy(GatewayUnavailable):
     """No engine serves the requested weights, the log accepts no record, the session sends too many requests, or a
     proxy does not reach the gateway."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        """Error code of the gateway; empty for a proxy's answer."""
 
 
 class GatewayFailed(GatewayClientError):
@@ -239,10 +246,8 @@ class Speaker:
 
     path: str
     """Agent path of the turn."""
-    model: str
-    """Model that answers: the policy's name, or one that a side engine serves."""
-    busy_s: float = math.inf
-    """Seconds to wait for an engine."""
+    model: str = ""
+    """Model that answers, which a side engine serves; empty for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,18 +386,21 @@ class GatewayClient:
         """Return the next turn, of `speaker` in a session of several players. The same step of a speaker is the same
         turn, however often it is requested. A gateway of release v2 returns a turn that it cut off as an answer;
         another one is then requested with another body. While the gateway answers that no engine serves, or that the
-        log accepts no record, the request is repeated without a limit (that of the speaker), because waiting costs the
-        session nothing and beginning anew would cost its turns. Raises GatewayClientError."""
-        body: dict[str, Any] = {"model": speaker.model if speaker else self.model, "messages": messages}
+        log accepts no record, the request is repeated without a limit, because waiting costs the session nothing and
+        beginning anew would cost its turns. Only a side engine is given up after the patience. Raises
+        GatewayClientError."""
+        model = speaker.model if speaker else ""
+        body: dict[str, Any] = {"model": model or self.model, "messages": messages}
         if tools:
             body["tools"] = tools
         name = f"{session.session_id}:{speaker.path}:{step}" if speaker else f"{session.session_id}:{step}"
         headers, parts = {"idempotency-key": name}, 0
         if speaker is not None:
             headers[PATH_HEADER] = speaker.path
-        busy_s = speaker.busy_s if speaker else math.inf
         while True:
-            answer = await self._of(session, "POST", COMPLETIONS, body, headers=headers, busy_s=busy_s)
+            answer = await self._of(
+                session, "POST", COMPLETIONS, body, headers=headers, busy_s=math.inf, opponent=model != ""
+            )
             if (turn := _completion(answer)).finish_reason not in CUT_OFF:
                 return turn
             parts += 1
@@ -424,18 +432,20 @@ class GatewayClient:
 
     async def _of(
         self, session: OpenSession, method: str, path: str, body: Any = None, *,
-        headers: Mapping[str, str] | None = None, busy_s: float | None = None,
+        headers: Mapping[str, str] | None = None, busy_s: float | None = None, opponent: bool = False,
     ) -> HttpResponse:  # fmt: skip
         """Send a request about an open session to the gateway that owns it. If that gateway does not answer, or has
         lost the session, the one behind [gateway] url names the owner, or takes the session over. `busy_s` is the time
-        for which EnginesBusy is waited out, if it differs from the patience. Raises GatewayClientError."""
+        for which EnginesBusy is waited out, if it differs from the patience. With `opponent`, a side engine answers,
+        and OpponentMissing is raised if it serves nobody for longer than the patience. Raises GatewayClientError."""
         patience, busy = RetryBackoff(self._patience_s), RetryBackoff(self._patience_s if busy_s is None else busy_s)
+        absent = RetryBackoff(self._patience_s, OpponentMissing)
         while True:
             try:
                 token = session.agent_token if path.startswith("/v1/") else session.token
                 return await self._once(method, session.base_url + path, token, body, headers)
             except EnginesBusy as error:
-                await busy.after(str(error))
+                await (absent if opponent and error.code == NO_ENGINE else busy).after(str(error))
             except (NoAnswer, SessionMoved) as error:
                 if isinstance(error, SessionMoved) and session.base_url == self.url:
                     raise
@@ -478,18 +488,18 @@ class GatewayClient:
 class RetryBackoff:
     """Growing pauses between repeats, up to a total time."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float, error: type[GatewayClientError] = GatewayUnavailable) -> None:
+        self._limit_s, self._error = limit_s, error
         self._since: float | None = None
         """Time of the first trouble."""
         self._pause_s = FIRST_PAUSE_S
 
     async def after(self, trouble: str) -> None:
-        """Pause before the next repeat. Raises GatewayUnavailable once the total time is exceeded."""
+        """Pause before the next repeat. Raises the error once the total time is exceeded."""
         now = asyncio.get_running_loop().time()
         self._since = now if self._since is None else self._since
         if now - self._since > self._limit_s:
-            raise GatewayUnavailable(f"{trouble}; gave up after {self._limit_s:g} s ([runner] gateway_patience_s)")
+            raise self._error(f"{trouble}; gave up after {self._limit_s:g} s ([runner] gateway_patience_s)")
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
@@ -564,7 +574,7 @@ def refusal(answer: HttpResponse) -> GatewayClientError:
         case _, "weight_version_gone":
             return GatewayFailed(message)
         case ((408 | 425 | 429 | 503), _) | ((502 | 504), ""):  # without a code it comes from a proxy in front
-            return EnginesBusy(message)
+            return EnginesBusy(message, _code(answer))
         case status, _ if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             return GatewayFailed(message)
         case _:

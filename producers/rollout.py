@@ -36,10 +36,12 @@ from turnlog.producers.gateway_client import (
     GatewayFailed,
     GatewayUnavailable,
     OpenSession,
+    OpponentMissing,
     RequestRejected,
     SessionOver,
     SessionState,
 )
+from turnlog.producers.players import GameLoop, UserLoop, recorded_moves
 from turnlog.producers.tool_calls import NoWorker, ToolCalls, ToolResults, ToolUnanswered, first_workspace
 from turnlog.producers.tool_loop import ToolLoop
 from turnlog.producers.verdicts import Bench
@@ -143,20 +145,24 @@ class Rollout:
         raise AssertionError("unreachable")
 
     async def settle(self, owed: Owed) -> None:
-        """Judge, and write the reward. Raises GatewayClientError, LogUnavailable."""
-        record = await owed.bench.verdict(owed.verifier, owed.episode)
-        await self.events.append(record)
-        REWARDS.labels(type(record).__name__).inc()
-        if isinstance(record, RewardAssigned):
-            REWARD_SUM.inc(max(record.value, 0.0))
+        """Judge, and write the reward, then those of the players. Raises GatewayClientError, LogUnavailable."""
+        for record in await owed.bench.verdicts(owed.verifier, owed.episode):
+            await self.events.append(record)
+            if not record.player:
+                REWARDS.labels(type(record).__name__).inc()
+                if isinstance(record, RewardAssigned):
+                    REWARD_SUM.inc(max(record.value, 0.0))
 
     def _still_owed(self, session: OpenSession, state: SessionState) -> Owed | None:
         """Return the late reward of a session that another owner finished. Whether that owner wrote it is not checked:
         of two, the first on the log counts."""
         if state.outcome not in LIVE or not is_late(self._task.verifier):
             return None
+        players = {name: tuple(messages) for name, messages in recorded_moves(self._task, state)[0].items()}
         messages = tuple(call_recipe(self.source.name, acted_out, self._task, state.messages))
-        episode = Episode(task=self._task.row, messages=messages, outcome=state.outcome, reason=state.reason)
+        episode = Episode(
+            task=self._task.row, messages=messages, outcome=state.outcome, reason=state.reason, players=players
+        )
         return Owed(self._bench(session, {}), self._task.verifier, episode)
 
     async def _attempt(
@@ -188,6 +194,7 @@ class Rollout:
                 outcome=ending.outcome,
                 reason=ending.reason,
                 ended=actor.command_end,
+                players=actor.conversations if isinstance(actor, GameLoop) else {},
             )
             owed = Owed(self._bench(session, calls.asked), actor.verifier, episode)
             steps = await self._steps(owed)
@@ -203,6 +210,7 @@ class Rollout:
             reward=not failed,
             judged=None if failed else actor.judged_turn,
             step_rewards=steps,
+            players=() if failed else self._task.trained_players,
         )
         if self._task.opening is not None:
             await calls.close()
@@ -284,7 +292,7 @@ class Rollout:
             return SessionEnding(Outcome.truncated, "context")
         except RequestRejected as error:
             return SessionEnding(Outcome.agent_error, str(error))
-        except (GatewayFailed, GatewayUnavailable, ToolUnanswered, ToolBroken, BrokenRecipe) as error:
+        except (GatewayFailed, GatewayUnavailable, OpponentMissing, ToolUnanswered, ToolBroken, BrokenRecipe) as error:
             return SessionEnding(Outcome.infra_failure, f"{type(error).__name__}: {error}")
 
 
@@ -298,6 +306,10 @@ def _actor(attempt: Attempt, state: SessionState | None) -> Actor:
     agent = attempt.task.agent
     if isinstance(agent, CommandAgent):
         return CommandActor(attempt, agent)
+    if attempt.task.game is not None:
+        return GameLoop(attempt, state)
+    if attempt.task.user is not None:
+        return UserLoop(attempt, state)
     return ToolLoop(attempt, state) if agent is None else FunctionActor(attempt, agent, state)
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from turnlog.infra.blobs import Blobs
-from turnlog.infra.environments.episodes import Message, SandboxAnswer, SandboxCall
+from turnlog.infra.environments.episodes import Message, SandboxAnswer, SandboxCall, text_of
 from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
-from turnlog.infra.environments.tasks import Task, text_of
+from turnlog.infra.environments.tasks import Task
 from turnlog.infra.environments.tools import AGENT, MCP_TOOL
 from turnlog.infra.environments.workspaces import FilesUnusable, store_files
 from turnlog.infra.event_log import EventLog

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from turnlog.infra.environments.episodes import Judged, Message, SandboxCall
 from turnlog.infra.environments.simulations import OVER, Played
@@ -23,13 +23,10 @@ from turnlog.producers.agents import (
     cut_off,
     opening_from,
 )
-from turnlog.producers.gateway_client import GatewayFailed, SessionMoved, SessionState
+from turnlog.producers.gateway_client import SessionState, Speaker
 from turnlog.producers.tool_calls import answer_of, opening_id, task_call, text_call, text_call_id
 from turnlog.schemas.events import Outcome, ToolCallCompleted
 from turnlog.schemas.types import TurnId
-
-STEP_REPEATS: Final = 4
-"""Maximum number of requests for one step; its session may move between gateways."""
 
 
 @dataclass(slots=True)
@@ -52,6 +49,8 @@ class ToolLoop:
     Actor."""
 
     command_end = None
+    speaker: Speaker | None = None
+    """Who takes its turns, if others speak in its session, too."""
 
     def __init__(self, attempt: Attempt, state: SessionState | None) -> None:
         self._attempt, self._state = attempt, state
@@ -102,7 +101,11 @@ class ToolLoop:
                     return SessionEnding(Outcome.truncated, "max_new_tokens")
                 calls, action = messages[-1].get("tool_calls") or (), text_call(self._task, messages[-1])
                 if not calls and action is None:
-                    return SessionEnding(Outcome.completed)
+                    reply = await self._reply()
+                    if isinstance(reply, SessionEnding):
+                        return reply
+                    messages.append(reply)
+                    continue
                 if conversation.steps >= limits.max_turns and not self._task.interactive:
                     return SessionEnding(Outcome.truncated, "max_turns")
                 if calls:
@@ -142,26 +145,21 @@ class ToolLoop:
         return opening_from(task, await self._run(task.opening, opening_id(self._attempt.session.session_id)))
 
     async def _step(self) -> None:
-        """Take one turn. A session that moved to another gateway is opened again and continues there."""
-        attempt, conversation, self._stepping = self._attempt, self._conversation, True
-        for _ in range(STEP_REPEATS):
-            try:
-                turn = await attempt.gateway.complete(
-                    attempt.session, conversation.messages, self._tools, step=conversation.steps
-                )
-                break
-            except SessionMoved:
-                attempt.session = await attempt.gateway.open(attempt.request, attempt.task, attempt.number)
-        else:
-            raise GatewayFailed(
-                f"session {attempt.session.session_id}: no gateway keeps it for step {conversation.steps}"
-            )
+        """Take one turn."""
+        conversation, self._stepping = self._conversation, True
+        turn = await self._attempt.complete(
+            conversation.messages, self._tools, step=conversation.steps, speaker=self.speaker
+        )
         self._stepping = False
         self._spent_s += turn.own_s
         conversation.messages.append(turn.message)
         conversation.finish_reason, conversation.last_turn = turn.finish_reason, turn.turn
         conversation.steps += 1
         TURNS.inc()
+
+    async def _reply(self) -> Message | SessionEnding:
+        """Return what follows a message that is no action: the end of the session."""
+        return SessionEnding(Outcome.completed)
 
     async def _answer(self, call: Message) -> Message:
         """Return the tool message that answers one call. Raises ToolUnanswered, ToolBroken, BrokenRecipe."""

@@ -71,34 +71,47 @@ PARTS = ("capture", "grade")
 async def verdict(
     verifier: Judged, episode: Episode, request: RolloutRequested, means: Means
 ) -> RewardAssigned | RewardFailed:
-    """Return the record of the reward. Its event_id depends on session and verifier alone, so that judging again
-    repeats it.
+    """Return the record of the session's reward; see `verdicts`."""
+    return (await verdicts(verifier, episode, request, means, ()))[0]
 
-    Any exception of foreign code, a reward that is not finite, and evidence that is no JSON become a RewardFailed."""
+
+async def verdicts(
+    verifier: Judged, episode: Episode, request: RolloutRequested, means: Means, players: Sequence[str]
+) -> list[RewardAssigned | RewardFailed]:
+    """Return the record of the session's reward, then that of each of `players`. Their event_ids depend on session,
+    verifier and player alone, so that judging again repeats them.
+
+    Any exception of foreign code, a reward that is not finite, and evidence that is no JSON become a RewardFailed; so
+    does a verdict that rewards some of the players only, for those that it leaves out."""
     by, session_id = _by(verifier), means.session_id
+    about = {name: getattr(request, name) for name in ("run_id", "group_id", "floor")}
+    about |= {"session_id": session_id, "verifier": by}
+
+    def failed(cause: str, player: str = "") -> RewardFailed:
+        parts = [session_id, by.name, by.version, *([player] if player else [])]
+        return RewardFailed(event_id=ids.digest("RewardFailed", *parts), cause=cause, player=player, **about)
+
     try:
         found = await judge(verifier, episode, means)
-    except NoVerdict as failed:
-        return RewardFailed(
-            event_id=ids.digest("RewardFailed", session_id, by.name, by.version),
-            run_id=request.run_id,
-            group_id=request.group_id,
-            session_id=session_id,
-            floor=request.floor,
-            verifier=by,
-            cause=str(failed),
+    except NoVerdict as error:
+        return [failed(str(error), player) for player in ("", *players)]
+    evidence = canonical_text(found.evidence, spaces=True).encode()
+    records: list[RewardAssigned | RewardFailed] = []
+    for player in ("", *players):
+        if player and found.players and player not in found.players:
+            records.append(failed(f"{Cause.garbage.value}: the verdict has no reward of player {player!r}", player))
+            continue
+        records.append(
+            RewardAssigned(
+                event_id=ids.reward_id(session_id, by.name, by.version, player),
+                value=found.players.get(player, found.value),
+                components=found.components if not player else {},
+                evidence=evidence if not player else b"{}",
+                player=player,
+                **about,
+            )
         )
-    return RewardAssigned(
-        event_id=ids.digest("RewardAssigned", session_id, by.name, by.version),
-        run_id=request.run_id,
-        group_id=request.group_id,
-        session_id=session_id,
-        floor=request.floor,
-        value=found.value,
-        components=found.components,
-        verifier=by,
-        evidence=canonical_text(found.evidence, spaces=True).encode(),
-    )
+    return records
 
 
 def _by(verifier: Judged) -> Verifier:
@@ -123,6 +136,10 @@ class Bench:
     async def verdict(self, verifier: Judged, episode: Episode) -> RewardAssigned | RewardFailed:
         """Return the record of the reward; see the function of this name. Raises GatewayClientError, LogUnavailable."""
         return await verdict(verifier, episode, self.request, self._means(episode))
+
+    async def verdicts(self, verifier: Judged, episode: Episode) -> list[RewardAssigned | RewardFailed]:
+        """Return the records of all rewards of the session; see the function of this name. Raises as `verdict`."""
+        return await verdicts(verifier, episode, self.request, self._means(episode), self.task.trained_players)
 
     async def step_rewards(self, verifier: Judged, episode: Episode) -> list[StepRewardAssigned]:
         """Return the reward of each turn whose steps the environment answered, if the verifier requests step rewards.

@@ -230,7 +230,11 @@ class Rerun:
             each = found[session]
             episode = _episode(each, said, rows.get(each.group_id, {}), reasons)
             try:
-                episodes[session] = await asyncio.to_thread(_acted_out, each.recipe, episode)
+                acted = await asyncio.to_thread(_acted_out, each.recipe, episode)
+                if acted is None:
+                    self.verdicts.left["it is a game of several players"] += 1
+                else:
+                    episodes[session] = acted
             except sources.BrokenRecipe as broken:
                 self._note(each, self._by(each, episode.task), NoVerdict(Cause.crashed, str(broken)))
         return episodes
@@ -299,13 +303,17 @@ def _episode(
     return Episode(task=task, messages=messages, outcome=each.outcome, reason=reason)
 
 
-def _acted_out(name: str, episode: Episode) -> Episode:
-    """Append the answers of a simulation to the last turn's tool calls. Raises BrokenRecipe."""
+def _acted_out(name: str, episode: Episode) -> Episode | None:
+    """Append the answers of a simulation to the last turn's tool calls. Return None for a game of several players,
+    because a row holds one conversation. Raises BrokenRecipe."""
     try:
         source = sources.task_source(name)
     except sources.UnknownRecipe:
         return episode  # a verifier given by --verifier can judge sessions of a recipe that is not installed here
-    messages = sources.call_recipe(source.name, acted_out, _task(source, episode.task), episode.messages)
+    task = _task(source, episode.task)
+    if task.game is not None:
+        return None
+    messages = sources.call_recipe(source.name, acted_out, task, episode.messages)
     return dataclasses.replace(episode, messages=tuple(messages))
 
 

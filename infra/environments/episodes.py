@@ -61,6 +61,8 @@ class Episode:
     """Limit that a truncated session hit, or a program's exit status; empty otherwise."""
     ended: CommandEnd | None = None
     """Result of an agent that is a program; None for other agents."""
+    players: Mapping[str, tuple[Message, ...]] = field(default_factory=dict)
+    """Conversation of each player by its name, in a task of several players."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Verdict:
     value: float
     components: dict[str, float] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
+    players: dict[str, float] = field(default_factory=dict)
+    """Reward of each player that is trained, in a task of several players; empty if all of them get `value`."""
 
 
 class Judged(Protocol):
@@ -97,3 +101,11 @@ class FunctionVerifier:
     """Seconds after which the function is abandoned and recorded as RewardFailed."""
     late: bool = False
     """True if the session is finished before the reward is known."""
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message: its content, or the text blocks of it."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(block.get("text", "") for block in content if block.get("type") == "text")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Message = dict[str, Any]
-"""An OpenAI chat message."""
+from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Message, TaskRow, Verdict, text_of
+
 POLICY = "policy"
 """Player.model of a player that the policy itself plays."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -196,9 +196,23 @@ def check_players(players: Sequence[Player]) -> None:
         raise GameError(f"Task.players is {names}: a game needs at least one player, each with a name of its own")
 
 
-def text_of(message: Message) -> str:
-    """Return the text of an assistant message."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(block.get("text") or "") for block in content if isinstance(block, dict))
-    return content or ""
+def game_verifier(
+    game: Callable[[TaskRow], Game],
+    players: Callable[[TaskRow], Sequence[Player]],
+    *,
+    name: str = "game",
+    version: str = "1",
+) -> FunctionVerifier:
+    """Return a verifier that repeats the game of an episode and takes its rewards: for each trained player its own, for
+    the session the mean of these. The rewards of all players are components."""
+
+    def judge(episode: Episode) -> Verdict:
+        if not episode.players:
+            raise GameError("the episode holds no conversations of players")
+        played = PlayedGame(game(episode.task), players(episode.task), episode.players)
+        rewards = played.rewards()
+        trained = {name: value for name, value in rewards.items() if played.players[name].trains}
+        mean = math.fsum(trained.values()) / len(trained) if trained else 0.0
+        return Verdict(mean, rewards, {"moves": played.moves, "over": played.turn is None}, trained)
+
+    return FunctionVerifier(name, version, judge)

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from turnlog.infra.environments import terminus_launcher
 from turnlog.infra.environments.agents import CommandAgent
-from turnlog.infra.environments.episodes import TaskRow
-from turnlog.infra.environments.tasks import prompt_messages, text_of
+from turnlog.infra.environments.episodes import TaskRow, text_of
+from turnlog.infra.environments.tasks import prompt_messages
 from turnlog.infra.environments.tools import GATEWAY_INSIDE, KEY_INSIDE
 
 BASE_URL: Final = f"{GATEWAY_INSIDE}/v1"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from turnlog.infra.environments.agents import CommandAgent, FunctionAgent
-from turnlog.infra.environments.episodes import Judged, Message, SandboxAnswer, SandboxCall, TaskRow
+from turnlog.infra.environments.episodes import Judged, Message, SandboxAnswer, SandboxCall, TaskRow, text_of
+from turnlog.infra.environments.players import Game, GameError, Player, UserSimulator, game_verifier
 from turnlog.infra.environments.simulations import NO_OBJECT, Played, Simulation, object_of
 from turnlog.infra.environments.tools import BUILT_IN
 from turnlog.infra.environments.warm_starts import WarmStart
@@ -96,6 +97,12 @@ class Task:
     `turnlog.infra.environments.workspaces.store_files`."""
     simulation: Callable[[], Simulation] | None = None
     """Environment in the runner's process, in place of a sandbox."""
+    players: tuple[Player, ...] = ()
+    """Players of `game`, in place of one agent."""
+    game: Callable[[], Game] | None = None
+    """Game in the runner's process that asks the players for their moves."""
+    user: UserSimulator | None = None
+    """Model that speaks as the user: it answers the agent's messages without tool calls."""
     tool_call: Callable[[str, str], SandboxCall | str] = built_in_call
     """Maps a parsed tool call (name, and the JSON text that the model wrote) to the sandbox. A string is an answer that
     needs no sandbox, for example to a call of an unknown tool."""
@@ -115,6 +122,20 @@ class Task:
     """Maximum number of turns, if the task has a lower limit than [feeder] max_turns."""
     deadline_s: float | None = None
     """Seconds that the agent may spend, if the task has a lower limit than [feeder] deadline_s."""
+
+    def __post_init__(self) -> None:
+        if (self.game is not None) != bool(self.players):
+            raise GameError("Task.players and Task.game go together: set both, or neither")
+        beside = {"agent": self.agent, "text_action": self.text_action, "game": self.game}
+        if self.user is not None and (others := [name for name, value in beside.items() if value is not None]):
+            raise GameError(f"Task.user answers the built-in loop: it cannot be combined with {', '.join(others)}")
+        if self.game is not None and any((self.agent, self.simulation, self.opening, self.tools)):
+            raise GameError("Task.game asks for texts: it cannot be combined with agent, simulation, opening or tools")
+
+    @property
+    def trained_players(self) -> tuple[str, ...]:
+        """Names of the players of its game that train, each by a reward of its own."""
+        return tuple(player.name for player in self.players if player.trains)
 
     @property
     def interactive(self) -> bool:
@@ -166,7 +187,8 @@ class Recipe:
     and what else differs from the defaults.
 
     Optional attributes and methods beside those below, all described at Task: `agent`, `workspace`, `files(row)`,
-    `simulation(row)`, `sandbox_tools`, `text_action(text)`, `solution(row)`.
+    `simulation(row)`, `sandbox_tools`, `text_action(text)`, `solution(row)`, `game(row)` (the verifier is then its
+    rewards by default), and `players` and `user`, which may be functions of the row.
     """
 
     name: str
@@ -202,8 +224,12 @@ class Recipe:
 
     def task(self, row: TaskRow) -> Task:
         """Return the task of a row, from the attributes and methods of this recipe."""
-        simulation, files, solution = (getattr(self, name, None) for name in ("simulation", "files", "solution"))
+        simulation, files, solution, game = (
+            getattr(self, name, None) for name in ("simulation", "files", "solution", "game")
+        )
         verifier: Judged | None = getattr(self, "verifier", None)
+        if verifier is None and game is not None:
+            verifier = game_verifier(game, lambda row: tuple(self._of_row("players", row) or ()))
         if verifier is None:
             raise NotImplementedError(f"recipe {self.name!r} has no verifier: define the attribute `verifier`")
         return Task(
@@ -219,11 +245,18 @@ class Recipe:
             workspace=getattr(self, "workspace", None),
             files=None if files is None else files(row),
             simulation=None if simulation is None else lambda: simulation(row),
+            players=tuple(self._of_row("players", row) or ()),
+            game=None if game is None else lambda: game(row),
+            user=self._of_row("user", row),
             tool_call=self.tool_call,
             text_action=getattr(self, "text_action", None),
             observe=lambda call, answer: Observation(self.tool_answer(answer.ok, answer.output.encode())),
             solution=None if solution is None else solution(row),
         )
+
+    def _of_row(self, name: str, row: TaskRow) -> Any:
+        stated = getattr(self, name, None)
+        return stated(row) if callable(stated) else stated
 
     def _sandbox_tools(self) -> tuple[str, ...]:
         stated: tuple[str, ...] | None = getattr(self, "sandbox_tools", None)
@@ -278,14 +311,6 @@ def _act_by_text(task: Task, game: Played, message: Message) -> Any:
     """Take the action of a message without tool calls. Return the content that answers it, or None if it is none."""
     action = None if task.text_action is None else task.text_action(text_of(message))
     return game.act(action.tool, action.arguments) if isinstance(action, SandboxCall) else action
-
-
-def text_of(message: Message) -> str:
-    """Return the text of a message: its content, or the text blocks of it."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(block.get("text", "") for block in content if block.get("type") == "text")
 
 
 def played(source: TaskSource, row: TaskRow, messages: Sequence[Message]) -> Played | None:

@@ -12,6 +12,13 @@ from turnlog.infra.environments.episodes import SandboxAnswer as SandboxAnswer
 from turnlog.infra.environments.episodes import SandboxCall as SandboxCall
 from turnlog.infra.environments.episodes import TaskRow as TaskRow
 from turnlog.infra.environments.episodes import Verdict as Verdict
+from turnlog.infra.environments.players import Game as Game
+from turnlog.infra.environments.players import GameError as GameError
+from turnlog.infra.environments.players import NextMove as NextMove
+from turnlog.infra.environments.players import PlayedGame as PlayedGame
+from turnlog.infra.environments.players import Player as Player
+from turnlog.infra.environments.players import UserSimulator as UserSimulator
+from turnlog.infra.environments.players import game_verifier as game_verifier
 from turnlog.infra.environments.ready_agents import ReadyOptions as ReadyOptions
 from turnlog.infra.environments.ready_agents import UnreadyAgent as UnreadyAgent
 from turnlog.infra.environments.ready_agents import ready_agent as ready_agent

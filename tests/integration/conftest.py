@@ -85,6 +85,8 @@ class Stage:
     """The worker says that it begins with a call, as real ones do."""
     executed: Counter[str] = dataclasses.field(default_factory=Counter)
     blobs: MemoryBlobs = dataclasses.field(default_factory=MemoryBlobs)
+    sides: dict[str, MemoryEngine] = dataclasses.field(default_factory=dict)
+    """Auxiliary engines by URL."""
     runner: asyncio.Task[None] | None = None
     """The runner that was started last."""
     others: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
@@ -160,7 +162,7 @@ class Stage:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("127.0.0.1", int(url.rpartition(":")[2])))
             with contextlib.closing(listener):
-                gateway = await Gateway.create(role, url, connect=lambda _: self.engine)
+                gateway = await Gateway.create(role, url, connect=lambda url: self.sides.get(url, self.engine))
                 gateway.engines.clock = clock
                 async with gateway.current(), serving(gateway, listener):
                     yield

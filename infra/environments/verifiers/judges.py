@@ -156,11 +156,14 @@ def validate_reward(found: Any) -> Verdict:
     if not isinstance(found, Verdict):
         raise NoVerdict(Cause.garbage, f"the verifier returned {type(found).__name__}, not a Verdict")
     try:
-        value, components = float(found.value), {str(name): float(part) for name, part in found.components.items()}
+        value, components, players = (
+            float(found.value),
+            *({str(name): float(part) for name, part in parts.items()} for parts in (found.components, found.players)),
+        )
     except Exception as error:  # foreign values may raise anything when they are read
         raise NoVerdict(Cause.garbage, f"the verdict cannot be read: {type(error).__name__}") from error
-    if not all(math.isfinite(part) for part in (value, *components.values())):
-        raise NoVerdict(Cause.garbage, f"the reward or a component of it is not finite: {value}, {components}")
+    if not all(math.isfinite(part) for part in (value, *components.values(), *players.values())):
+        raise NoVerdict(Cause.garbage, f"the reward or a part of it is not finite: {value}, {components}, {players}")
     if len(json.dumps(components)) > EVIDENCE_BYTES:
         raise NoVerdict(Cause.garbage, f"{len(components)} components are more than {EVIDENCE_BYTES} bytes hold")
     try:
@@ -168,8 +171,8 @@ def validate_reward(found: Any) -> Verdict:
     except Exception as error:  # as above, RecursionError among them
         raise NoVerdict(Cause.garbage, f"the evidence is no JSON: {error}") from error
     if len(evidence) > EVIDENCE_BYTES:
-        return Verdict(value, components, {"bytes": len(evidence), "end": tail(evidence, SAID_CHARS)})
-    return Verdict(value, components, found.evidence)
+        return Verdict(value, components, {"bytes": len(evidence), "end": tail(evidence, SAID_CHARS)}, players)
+    return Verdict(value, components, found.evidence, players)
 
 
 async def foreign(timeout_s: float, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -273,6 +276,13 @@ async def _by_sum(verifier: WeightedSum, episode: Episode, means: Means) -> Verd
         sum(weight * verdicts[part.name].value for part, weight in verifier.parts),
         components,
         {part.name: {"weight": weight, "evidence": verdicts[part.name].evidence} for part, weight in verifier.parts},
+        {
+            player: sum(
+                weight * verdicts[part.name].players.get(player, verdicts[part.name].value)
+                for part, weight in verifier.parts
+            )
+            for player in dict.fromkeys(name for verdict in verdicts.values() for name in verdict.players)
+        },
     )
 
 

@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from tests.each import each
-from turnlog.infra.environments.players import (
-    Game,
+from tests.fakes.number_game import NumberGame
+from turnlog.environments import (
+    Episode,
     GameError,
     NextMove,
     PlayedGame,
     Player,
+    Recipe,
+    Task,
     UserSimulator,
-    check_players,
+    Verdict,
+    game_verifier,
 )
+from turnlog.infra.environments.players import check_players
+from turnlog.schemas.events import Outcome
 
-
-class Countdown:
-    """Two players take 1 or 2 from a number; who takes the last wins. No number is a lost game."""
-
-    def __init__(self, number: int = 4, **faults: Any) -> None:
-        self.left, self.faults, self.won = number, faults, {"a": 0.0, "b": 0.0}
-
-    def reset(self) -> NextMove:
-        return NextMove("a", self.faults.get("first", f"{self.left} left"))
-
-    def step(self, player: str, action: str) -> NextMove | None:
-        other = "b" if player == "a" else "a"
-        if action not in ("1", "2"):
-            self.won[other] = 1.0
-            return None
-        self.left -= int(action)
-        if self.left <= 0:
-            self.won[player] = 1.0
-            return None
-        return NextMove(self.faults.get("next", other), f"{self.left} left")
-
-    def rewards(self) -> Mapping[str, float]:
-        return self.faults.get("rewards", self.won)
-
-
-game: Game = Countdown()
 PLAYERS = (Player(name="a", system="You are a."), Player(name="b"))
 
 
@@ -64,7 +43,7 @@ WHOLE = {
 
 
 def test_each_player_sees_its_own_conversation_and_the_game_says_whose_turn_it_is() -> None:
-    played = PlayedGame(Countdown(), PLAYERS)
+    played = PlayedGame(NumberGame(), PLAYERS)
     for name, text in (("a", "1"), ("b", "2"), ("a", "1")):
         assert played.turn is not None
         assert played.turn.name == name
@@ -76,7 +55,7 @@ def test_each_player_sees_its_own_conversation_and_the_game_says_whose_turn_it_i
 @each(("moves_of_a", "moves_of_b", "turn"), [(0, 0, "a"), (1, 0, "b"), (1, 1, "a"), (2, 1, None)])
 def test_what_is_recorded_at_any_move_is_enough_to_continue(moves_of_a: int, moves_of_b: int, turn: str | None) -> None:
     recorded = {"a": WHOLE["a"][: 1 + 2 * moves_of_a], "b": WHOLE["b"][: 2 * moves_of_b]}
-    played = PlayedGame(Countdown(), PLAYERS, recorded)
+    played = PlayedGame(NumberGame(), PLAYERS, recorded)
     assert (played.turn.name if played.turn else None) == turn
     while played.turn is not None:
         played.play(says({"a": "1", "b": "2"}[played.turn.name]))
@@ -85,7 +64,7 @@ def test_what_is_recorded_at_any_move_is_enough_to_continue(moves_of_a: int, mov
 
 def test_a_game_that_shows_something_else_than_was_recorded_is_named_and_not_continued() -> None:
     with pytest.raises(GameError, match="not deterministic: at move 0 player 'a' was shown '4 left', and now '5 left'"):
-        PlayedGame(Countdown(5), PLAYERS, WHOLE)
+        PlayedGame(NumberGame(5), PLAYERS, WHOLE)
 
 
 @each(
@@ -99,13 +78,13 @@ def test_a_game_that_shows_something_else_than_was_recorded_is_named_and_not_con
 )
 def test_a_faulty_game_is_an_error_and_no_reward(faults: dict[str, Any], why: str) -> None:
     def play() -> None:
-        played = PlayedGame(Countdown(1, **faults), PLAYERS)
+        played = PlayedGame(NumberGame(1, **faults), PLAYERS)
         while played.turn is not None:
             played.play(says("1"))
         played.rewards()
 
     def play_longer() -> None:
-        PlayedGame(Countdown(9, **faults), PLAYERS).play(says("1"))
+        PlayedGame(NumberGame(9, **faults), PLAYERS).play(says("1"))
 
     with pytest.raises(GameError, match=why):
         play_longer() if "next" in faults else play()
@@ -116,7 +95,7 @@ def test_an_opponent_needs_no_reward_and_a_side_engine_never_trains() -> None:
     assert [player.trains for player in players] == [True, False]
     assert not Player(name="c", trained=False).trains
     assert [player.path for player in players] == ["player/a", "player/b"]
-    assert PlayedGame(Countdown(rewards={"a": 1.0}), players).rewards() == {"a": 1.0}
+    assert PlayedGame(NumberGame(rewards={"a": 1.0}), players).rewards() == {"a": 1.0}
 
 
 @each("names", [(), ("a", "a"), ("a/b",), ("",), ("x" * 65,), ("ä",)])
@@ -126,10 +105,10 @@ def test_players_have_names_of_their_own_that_a_path_can_hold(names: tuple[str, 
 
 
 def test_text_blocks_of_a_move_are_joined() -> None:
-    played = PlayedGame(Countdown(2), PLAYERS)
+    played = PlayedGame(NumberGame(2), PLAYERS)
     played.play({"role": "assistant", "content": [{"type": "text", "text": "2"}]})
     assert (played.turn, played.rewards()) == (None, {"a": 1.0, "b": 0.0})
-    silent = PlayedGame(Countdown(2), PLAYERS)
+    silent = PlayedGame(NumberGame(2), PLAYERS)
     silent.play({"role": "assistant", "content": None})
     assert silent.rewards() == {"a": 0.0, "b": 1.0}
 
@@ -157,3 +136,52 @@ def test_what_a_simulator_saw_is_the_beginning_of_what_it_sees_next() -> None:
         now = USER.conversation(said)
         assert now[: len(before)] == before
         before = now
+
+
+class Duel(Recipe):
+    name = "duel"
+
+    def players(self, row: Any) -> tuple[Player, ...]:
+        return PLAYERS
+
+    def game(self, row: Any) -> NumberGame:
+        return NumberGame(row["number"])
+
+
+def test_a_recipe_of_a_game_is_judged_by_the_game_of_the_row() -> None:
+    task = Duel().task({"prompt": "-", "number": 4})
+    assert (task.players, task.trained_players) == (PLAYERS, ("a", "b"))
+    assert task.game is not None
+    assert task.game().reset() == NextMove("a", "4 left")
+    played = {name: tuple(messages) for name, messages in WHOLE.items()}
+    episode = Episode(task=task.row, messages=(), outcome=Outcome.completed, reason="", players=played)
+    verdict: Verdict = task.verifier.judge(episode)  # type: ignore[attr-defined] # a FunctionVerifier
+    assert (verdict.value, verdict.players, verdict.components) == (0.5, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0})
+    assert verdict.evidence == {"moves": {"a": 2, "b": 1}, "over": True}
+
+
+def test_the_session_reward_is_the_mean_of_those_who_train() -> None:
+    players = (Player(name="a", system="You are a."), Player(name="b", model="big"))
+    verifier = game_verifier(lambda row: NumberGame(), lambda row: players)
+    played = {name: tuple(messages) for name, messages in WHOLE.items()}
+    episode = Episode(task={}, messages=(), outcome=Outcome.completed, reason="", players=played)
+    assert (verifier.judge(episode).value, verifier.judge(episode).players) == (1.0, {"a": 1.0})
+    with pytest.raises(GameError, match="no conversations"):
+        verifier.judge(Episode(task={}, messages=(), outcome=Outcome.completed, reason=""))
+
+
+@each(
+    ("parts", "why"),
+    [
+        ({"players": PLAYERS}, "go together"),
+        ({"game": NumberGame}, "go together"),
+        ({"game": NumberGame, "players": PLAYERS, "tools": ({},)}, "asks for texts"),
+        ({"game": NumberGame, "players": PLAYERS, "user": USER}, "combined with game"),
+        ({"user": USER, "text_action": lambda text: None}, "combined with text_action"),
+    ],
+)
+def test_what_does_not_fit_together_is_no_task(parts: dict[str, Any], why: str) -> None:
+    task = Duel().task({"prompt": "-", "number": 4})
+    about = {"id": "t", "row": {}, "messages": (), "verifier": task.verifier, "environment": task.environment}
+    with pytest.raises(GameError, match=why):
+        Task(**about, **parts)
