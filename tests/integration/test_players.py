@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import types
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ from tests.fakes.memory_engine import MemoryEngine
 from tests.fakes.number_game import NumberGame
 from tests.fakes.offers import offering
 from tests.integration.conftest import CALL, QUESTION, Stage, staged
+from tests.unit.gateway.conftest import model_in
 from turnlog.environments import Episode, FunctionVerifier, Player, Recipe, TaskRow, UserSimulator, Verdict
 from turnlog.plugins.recipes.calc import Calc
+from turnlog.plugins.textarena.self_play import players_source
 from turnlog.processors.core.fold.group import FoldRules, GroupFold
 from turnlog.schemas import ids, topics
 from turnlog.schemas.events import (
@@ -480,3 +483,26 @@ async def test_a_user_that_ends_before_it_began_is_our_failure(stage: Stage, off
     first, _ = await finish(stage, 2)
     assert first.outcome is Outcome.infra_failure
     assert "ended the conversation before the agent spoke" in first.reason
+
+
+async def test_a_game_of_textarena_is_played_by_the_policy_against_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    async with staged(model_in(folder, room=8192), tmp_path) as stage:
+        stage.engine.context = 8192
+        stage.settings = dataclasses.replace(stage.settings, engine=EngineSettings(context=8192))
+        cells = {"Player 0": iter("012"), "Player 1": iter("345")}
+        stage.policy = lambda prompt: f"[{next(cells['Player 0' if 'You are Player 0' in prompt else 'Player 1'])}]"
+        [row] = itertools.islice(players_source("TicTacToe-v0", seed="7").tasks(0), 1)
+        await stage.request(recipe="textarena-players game=TicTacToe-v0", task=row, max_context_tokens=8192)
+        async with stage.gateway(), stage.running():
+            [finished] = await stage.finished(1)
+        assert (finished.outcome, finished.expects.players) == (Outcome.completed, ("player-0", "player-1"))
+        turns = await stage.said(TurnCompleted)
+        assert [said(turn) for turn in turns] == [
+            (f"player/player-{number % 2}", f"[{cell}]") for number, cell in enumerate("03142")
+        ]
+        assert await rewards(stage) == [("", 0.0), ("player-0", 1.0), ("player-1", -1.0)]
+        [tree], _, _ = await folded(stage)
+        assert (tree.books.masked, tree.books.trained) == ({}, sum(turn.output_tokens for turn in turns))
+        assert {lineage.player for lineage in tree.lineages} == {"player-0", "player-1"}
