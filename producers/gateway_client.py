@@ -231,18 +231,18 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """What is on the log of one of several agents of a session."""
+    """State on the log of one of several agents of a session."""
 
     messages: tuple[Message, ...]
-    """Its conversation up to its last turn."""
+    """The agent's conversation up to its last turn."""
     finish_reason: str
-    """Finish reason of its last turn."""
+    """Finish reason of the last turn."""
     last_turn: TurnId
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """Who takes a turn, in a session of several players."""
+    """Speaker of a turn, in a session of several."""
 
     path: str
     """Agent path of the turn."""
@@ -282,8 +282,8 @@ class SessionState:
     """True if another gateway owned it before."""
     silent: bool = False
     """True if it has no turn at the gateway that owns it now."""
-    players: Mapping[str, AgentState] = dataclasses.field(default_factory=dict)
-    """Agent path -> state of each player."""
+    players: Mapping[str, AgentState] | None = None
+    """Agent path -> state of each player; None at a gateway of an earlier release, which does not know players."""
 
     @property
     def failed_by_us(self) -> bool:
@@ -426,7 +426,7 @@ class GatewayClient:
             expects["players"] = list(players)
         named: Any = None
         if judged is not None:
-            named = _named(judged) if isinstance(judged, TurnId) else [_named(turn) for turn in judged]
+            named = _turn_name(judged) if isinstance(judged, TurnId) else [_turn_name(turn) for turn in judged]
         body = {"outcome": outcome.value, "reason": reason, "final": final, "expects": expects, "judged": named}
         await self._of(session, "POST", f"/sessions/{session.session_id}/finish", body)
 
@@ -525,18 +525,20 @@ def _state(answer: HttpResponse) -> SessionState:
         waited_s=math.fsum(turn.get("waited_s", 0.0) for turn in (*turns, *running)),
         taken_over=found.get("taken_over", False),
         silent=all(turn["epoch"] != found["epoch"] for turn in turns),
-        players={
-            one["agent_path"]: AgentState(
-                tuple(one["messages"]),
-                one["finish_reason"],
-                TurnId(one["last_turn"]["epoch"], one["last_turn"]["index"]),
-            )
-            for one in found.get("players", ())
-        },
+        players=_players(found["players"]) if "players" in found else None,
     )
 
 
-def _named(turn: TurnId) -> dict[str, object]:
+def _players(found: Sequence[Mapping[str, Any]]) -> dict[str, AgentState]:
+    return {
+        one["agent_path"]: AgentState(
+            tuple(one["messages"]), one["finish_reason"], TurnId(one["last_turn"]["epoch"], one["last_turn"]["index"])
+        )
+        for one in found
+    }
+
+
+def _turn_name(turn: TurnId) -> dict[str, object]:
     return {"epoch": turn.epoch, "index": turn.index}
 
 

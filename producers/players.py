@@ -17,6 +17,7 @@ from turnlog.infra.environments.tasks import Task
 from turnlog.processors.core.lineages import MAIN
 from turnlog.producers.agents import TURNS, Attempt, SessionEnding, cut_off
 from turnlog.producers.gateway_client import (
+    AgentState,
     Completion,
     ContextExceeded,
     GatewayFailed,
@@ -52,17 +53,29 @@ async def speak(
         raise GatewayFailed(f"player {name!r} (model {model!r}): {error}") from error
 
 
-def recorded_moves(task: Task, state: SessionState) -> tuple[dict[str, list[Message]], set[str]]:
+def recorded_moves(task: Task, states: Mapping[str, AgentState]) -> tuple[dict[str, list[Message]], set[str]]:
     """Return the conversations of a game's players on the log, and the names of those whose last message is left out:
     it was cut off at max_new_tokens, so that it is no move."""
     recorded, cut = {}, set()
     for player in task.players:
-        if (one := state.players.get(player.path)) is not None:
+        if (one := states.get(player.path)) is not None:
             recorded[player.name] = list(one.messages)
             if player.trains and one.finish_reason == FinishReason.length:
                 recorded[player.name].pop()
                 cut.add(player.name)
     return recorded, cut
+
+
+async def players_on_log(attempt: Attempt, state: SessionState | None) -> Mapping[str, AgentState]:
+    """Return the state of each player by its agent path. Raises GatewayClientError, GatewayFailed from a gateway of an
+    earlier release: it would take the turns of all players for those of one agent."""
+    found = state or await attempt.gateway.state(attempt.session)
+    if found.players is None:
+        raise GatewayFailed(
+            f"the gateway at {attempt.session.base_url} is of a release that does not know players: replace it by one "
+            "of this release"
+        )
+    return found.players
 
 
 class GameLoop:
@@ -73,10 +86,12 @@ class GameLoop:
     command_end = None
 
     def __init__(self, attempt: Attempt, state: SessionState | None) -> None:
-        self._attempt, self._name = attempt, attempt.task.environment.name
-        self._recorded, self._unplayed = recorded_moves(attempt.task, state) if state else ({}, set())
+        self._attempt, self._state, self._name = attempt, state, attempt.task.environment.name
         self._game: PlayedGame | None = None
-        self._last = {path: one.last_turn for path, one in state.players.items()} if state else {}
+        self._unplayed: set[str] = set()
+        """Players whose last message is no move, see `recorded_moves`."""
+        self._last: dict[str, TurnId] = {}
+        """Last turn of each player, by its agent path."""
         self._spent_s = state.own_s if state else 0.0
         self._stepping = False
         self._playing_since: float | None = None
@@ -122,9 +137,11 @@ class GameLoop:
 
     async def _begin(self) -> PlayedGame:
         """Set the game up, and repeat the moves that are on the log. Raises BrokenRecipe."""
-        task = self._attempt.task
+        task, states = self._attempt.task, await players_on_log(self._attempt, self._state)
         assert task.game is not None
-        self._game = await self._play(_set_up, task.game, task.players, self._recorded)
+        recorded, self._unplayed = recorded_moves(task, states)
+        self._last = {path: one.last_turn for path, one in states.items()}
+        self._game = await self._play(_set_up, task.game, task.players, recorded)
         return self._game
 
     async def _move(self, game: PlayedGame, player: Player) -> SessionEnding | None:
@@ -168,6 +185,7 @@ class UserLoop(ToolLoop):
     speaker = Speaker(MAIN)
 
     async def _begin(self) -> None:
+        await players_on_log(self._attempt, self._state)
         await super()._begin()
         messages = self._conversation.messages
         if not messages or messages[-1]["role"] == "system":

@@ -158,7 +158,8 @@ class Rollout:
         of two, the first on the log counts."""
         if state.outcome not in LIVE or not is_late(self._task.verifier):
             return None
-        players = {name: tuple(messages) for name, messages in recorded_moves(self._task, state)[0].items()}
+        moves, _ = recorded_moves(self._task, state.players or {})
+        players = {name: tuple(messages) for name, messages in moves.items()}
         messages = tuple(call_recipe(self.source.name, acted_out, self._task, state.messages))
         episode = Episode(
             task=self._task.row, messages=messages, outcome=state.outcome, reason=state.reason, players=players

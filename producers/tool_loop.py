@@ -50,7 +50,7 @@ class ToolLoop:
 
     command_end = None
     speaker: Speaker | None = None
-    """Who takes its turns, if others speak in its session, too."""
+    """Speaker of its turns, if others speak in its session, too."""
 
     def __init__(self, attempt: Attempt, state: SessionState | None) -> None:
         self._attempt, self._state = attempt, state

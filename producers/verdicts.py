@@ -87,19 +87,19 @@ async def verdicts(
     about = {name: getattr(request, name) for name in ("run_id", "group_id", "floor")}
     about |= {"session_id": session_id, "verifier": by}
 
-    def failed(cause: str, player: str = "") -> RewardFailed:
+    def failure(cause: str, player: str = "") -> RewardFailed:
         parts = [session_id, by.name, by.version, *([player] if player else [])]
         return RewardFailed(event_id=ids.digest("RewardFailed", *parts), cause=cause, player=player, **about)
 
     try:
         found = await judge(verifier, episode, means)
     except NoVerdict as error:
-        return [failed(str(error), player) for player in ("", *players)]
+        return [failure(str(error), player) for player in ("", *players)]
     evidence = canonical_text(found.evidence, spaces=True).encode()
     records: list[RewardAssigned | RewardFailed] = []
     for player in ("", *players):
         if player and found.players and player not in found.players:
-            records.append(failed(f"{Cause.garbage.value}: the verdict has no reward of player {player!r}", player))
+            records.append(failure(f"{Cause.garbage.value}: the verdict has no reward of player {player!r}", player))
             continue
         records.append(
             RewardAssigned(

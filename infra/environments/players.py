@@ -23,6 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PLAYER, UNTRAINED = "player/", "side/player/"
 """Start of the agent path of a player of a game, and of a user simulator, which never trains."""
 STOP = "###STOP###"
+"""Default text by which a simulated user ends the conversation."""
 
 
 class GameError(Exception):
@@ -34,9 +35,9 @@ class Player:
     """A player of a game."""
 
     name: str
-    """Its role, the same in every rollout of a task: its trajectories are compared with those of the same role."""
+    """The role, the same in every rollout of a task: trajectories are compared with those of the same role."""
     system: str = ""
-    """Its system prompt; empty for none. Only this player sees it."""
+    """System prompt, which only this player sees; empty for none."""
     model: str = POLICY
     """The policy, or a model name that a pattern of [gateway] side_engines matches."""
     trained: bool = True
@@ -59,13 +60,13 @@ class UserSimulator:
     next message of the user. It sees the texts of both, and none of the agent's system prompt, tools and calls."""
 
     system: str
-    """Its system prompt: who it is, what it wants, and that it writes `stop` when it has nothing more to say."""
+    """System prompt: who the user is and wants, and that it writes `stop` when it has nothing more to say."""
     model: str = POLICY
-    """As Player.model. The policy does not learn from what it says as the user."""
+    """Model of the user, as in Player. The policy does not learn from its messages as the user."""
     stop: str = STOP
     """Text by which it ends the conversation; the message that holds it does not reach the agent."""
     opening: str = "Hi! How can I help you today?"
-    """What the simulator is told first if the conversation does not begin with a message of the agent."""
+    """First message to the simulator, if the conversation does not begin with one of the agent."""
     name: str = "user"
 
     @property
@@ -89,7 +90,7 @@ class UserSimulator:
 
 @dataclass(frozen=True, slots=True)
 class NextMove:
-    """What a game waits for: a message of `player`."""
+    """Move that a game waits for: a message of `player`."""
 
     player: str
     """Name of the player."""

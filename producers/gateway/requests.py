@@ -265,7 +265,7 @@ def finish_request(body: bytes) -> FinishRequest:
             step_rewards=typed_field(expects, "step_rewards", int, 0),
             players=tuple(map(_player, typed_field(expects, "players", list, []))),
         ),
-        judged=_judged(values.get("judged")),
+        judged=_last_turns(values.get("judged")),
         reward=None if reward is None else _reward(reward),
     )
 
@@ -296,7 +296,7 @@ def _player(name: Any) -> str:
     return name
 
 
-def _judged(stated: Any) -> tuple[TurnId, ...]:
+def _last_turns(stated: Any) -> tuple[TurnId, ...]:
     """Return the turns of a field that holds one turn, a list of turns, or null."""
     if isinstance(stated, list) and stated:
         return tuple(map(_turn, stated))

@@ -322,9 +322,8 @@ async def test_a_game_that_breaks_is_our_failure_and_no_reward(stage: Stage, off
     offered.recipe, stage.policy = Duel(next="third"), lambda prompt: "1"
     finishes = await finish(stage, 2)
     assert {one.outcome for one in finishes} == {Outcome.infra_failure}
-    assert finishes[0].reason.startswith(
-        "BrokenRecipe: recipe 'duel': play raises GameError: the game asks 'third' for a move"
-    )
+    assert finishes[0].reason.startswith("BrokenRecipe: recipe 'duel': ")
+    assert "raises GameError: the game asks 'third' for a move" in finishes[0].reason
     assert await rewards(stage) == []
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
+from tests.fakes.number_game import NumberGame
+from tests.fakes.offers import offering
 from tests.fakes.sessions import GroupName, Shape, whole_group
 from tests.unit.infra.test_verifiers import Service, a_judge, by_length, service  # noqa: F401
 from turnlog import cli
@@ -26,10 +28,12 @@ from turnlog.consumers.replay.rejudge import (
     NoSuchRows,
     NotRerunnable,
     NoVerifier,
+    Rejudged,
     Rerun,
     Verdicts,
     verifier_at,
 )
+from turnlog.environments import Player, Recipe
 from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Verdict
 from turnlog.infra.environments.sources import UnknownRecipe
 from turnlog.infra.environments.verifiers import EnvironmentVerifier, SandboxVerifier, WeightedSum
@@ -310,3 +314,32 @@ def test_rows_that_no_rerun_gives_are_refused_before_anybody_judges(tmp_path: Pa
     ):
         with pytest.raises(error, match=said):
             rows_asked(cli.parser().parse_args(["log", "reward", "rerun", *words]))
+
+
+class Duel(Recipe):
+    name = "example"
+    players = (Player(name="a"), Player(name="b"))
+
+    def messages(self, task: Any) -> list[Any]:
+        return []
+
+    def game(self, row: Any) -> NumberGame:
+        return NumberGame()
+
+
+DUEL = Duel()
+
+
+async def test_sessions_of_a_game_keep_the_rewards_of_their_players(
+    trained_run: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trained_run()
+    await recorded(made)
+    with offering(tmp_path, monkeypatch, "duel", {"example": f"{__name__}:DUEL"}):
+        verdicts = await Rerun(made.role(), EXACT).run()
+    assert (verdicts.found, dict(verdicts.left)) == ({}, {"it is a game of several players": 6})
+    [*_, reward] = [event for event in await made.read(topics.SESSIONS) if isinstance(event, RewardAssigned)]
+    other = Verdicts({reward.session_id: Rejudged(reward.session_id, EXACT, 0.0, Verdict(1.0))})
+    assert other.substitute_event(reward).value == 1.0
+    of_player = dataclasses.replace(reward, player="a")
+    assert other.substitute_event(of_player) is of_player, "it is no reward of the session"

@@ -53,6 +53,7 @@ WORDS = sorted({
     "expects", "reward", "step_rewards", "judged", "epoch", "index", "rollout_id", "group_id", "run_id", "floor",
     "purpose", "agent", "environment", "sampling", "limits", "max_context_tokens", "stop_token_ids", "version", "image",
     "group_size", "attempt", "rollout_index", "min_weight_version", "pin_weight_version", "task_id", "max_new_tokens",
+    "players", "player",
     *Outcome, "data:image/png;base64,AAAA", "data:image/png;base64,\u00e9", f"blob:{'0' * 64};9;image/png",
     f"blob:{'0' * 64};{'9' * 5000};image/png", "train", "{}", "[", "a\nb\x1b[2J", "",
 })  # fmt: skip
