@@ -160,7 +160,10 @@ class Rollout:
             return None
         moves, _ = recorded_moves(self._task, state.players or {})
         players = {name: tuple(messages) for name, messages in moves.items()}
-        messages = tuple(call_recipe(self.source.name, acted_out, self._task, state.messages))
+        if players:
+            messages = players.get(self._task.players[0].name, ())
+        else:
+            messages = tuple(call_recipe(self.source.name, acted_out, self._task, state.messages))
         episode = Episode(
             task=self._task.row, messages=messages, outcome=state.outcome, reason=state.reason, players=players
         )

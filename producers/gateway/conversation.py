@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from orjson import dumps as _json
 
+from turnlog.infra.environments.players import UNTRAINED
 from turnlog.processors.core.lineages import MAIN
 from turnlog.processors.core.turns import Ids, common
 from turnlog.producers.gateway.images import within
@@ -573,8 +574,9 @@ class Conversation:
         named = [turn for turn in self.turns.values() if turn.whole and turn.agent_path in ("", MAIN)]
         if named:
             return named[-1]
-        first = next(iter(self.turns.values()), None)
-        for turn in reversed(self.turns.values()):
+        others = [turn for turn in self.turns.values() if not (turn.agent_path or "").startswith(UNTRAINED)]
+        first = next(iter(others), None)  # a simulated user may speak before the agent
+        for turn in reversed(others):
             if first is None or not turn.whole:
                 continue
             if turn.root.summary is not None or turn.root.asked is first.root.asked:

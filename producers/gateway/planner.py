@@ -132,7 +132,7 @@ class Planner:
         shown = tuple(EngineImage(request.images[one.image.sha256].url, one.position, one.tokens) for one in images)
         return TurnPlan(
             base, kept, ids, known, images, shown, boundary, reason, tools_sha256, limit, agent_path, grammar, policy,
-            quoted_summary(conversation.turns, request.messages) if base is None else None, stored,
+            quoted_summary(conversation.turns, request.messages, agent_path) if base is None else None, stored,
         )  # fmt: skip
 
     def _check_tools(self, request: TurnRequest, *, trains: bool) -> None:

@@ -11,6 +11,7 @@ from itertools import islice
 
 from turnlog.producers.gateway.conversation import RecordedTurn
 from turnlog.producers.gateway.messages import Message
+from turnlog.producers.gateway.profiles import is_player
 from turnlog.schemas.types import TurnId
 
 TAGS = ("summary", "state_snapshot")
@@ -21,16 +22,19 @@ NEWEST = 32
 """Number of turns that are considered, so that a session of many conversations costs no more."""
 
 
-def quoted_summary(turns: dict[TurnId, RecordedTurn], messages: Sequence[Message]) -> TurnId | None:
+def quoted_summary(
+    turns: dict[TurnId, RecordedTurn], messages: Sequence[Message], path: str | None = None
+) -> TurnId | None:
     """Return the newest turn whose whole answer, or the tagged part of it, stands in one of a root's messages; None if
     there is none.
 
-    Answers that were cut off, that call tools, or that another turn continues are no summaries. Messages that the turn
-    was itself shown, such as a common system text, quote nothing."""
+    Answers that were cut off, that call tools, that another turn continues, or that are another player's than the agent
+    `path` are no summaries: a game tells its players what the others said. Messages that the turn was itself shown,
+    such as a common system text, quote nothing."""
     long = [one for one in messages if one.characters >= LEAST]
     ends = (turn for turn in reversed(turns.values()) if turn.whole and not turn.continued)
     for turn in islice(ends, NEWEST if long else 0):
-        if turn.response_raw.get("tool_calls"):
+        if turn.response_raw.get("tool_calls") or (is_player(turn.agent_path) and turn.agent_path != path):
             continue
         quoting = _quoting(turn.response.text, long)
         if quoting and {one.digest for one in quoting} - {one.digest for _, one in turn.messages()[:-1]}:

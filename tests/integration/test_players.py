@@ -35,7 +35,6 @@ from turnlog.schemas.events import (
     SessionFinished,
     SessionStarted,
     TokenSnapshot,
-    ToolCallRequested,
     TurnCompleted,
     TurnTreeAssembled,
 )
@@ -107,6 +106,22 @@ def with_side(stage: Stage, policy: Callable[[str], str]) -> MemoryEngine:
     gateway = dataclasses.replace(stage.settings.gateway, side_engines=(f"big={BIG}",))
     stage.settings = dataclasses.replace(stage.settings, gateway=gateway)
     return engine
+
+
+def killing(stage: Stage, at: int) -> Callable[[Callable[[str], str]], Callable[[str], str]]:
+    """Return what makes policies of a stage kill its runner at the turn number `at` of all of them, 0 for never."""
+    turns = itertools.count(1)
+
+    def wrap(policy: Callable[[str], str]) -> Callable[[str], str]:
+        def answer(prompt: str) -> str:
+            if next(turns) == at:
+                assert stage.runner is not None
+                stage.runner.cancel()
+            return policy(prompt)
+
+        return answer
+
+    return wrap
 
 
 async def finish(stage: Stage, sessions: int = 1, task: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -195,17 +210,7 @@ async def rewards_of(stage: Stage, index: int) -> list[tuple[str, float]]:
 async def test_a_runner_killed_at_any_move_is_followed_by_one_that_continues_the_game(
     stage: Stage, offered: types.SimpleNamespace, move: int, gateway_dies: bool
 ) -> None:
-    plays, asked = in_order(WON), 0
-
-    def policy(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        if asked == move:
-            assert stage.runner is not None
-            stage.runner.cancel()
-        return plays(prompt)
-
-    offered.recipe, stage.policy = Duel(), policy
+    offered.recipe, stage.policy = Duel(), killing(stage, move)(in_order(WON))
     await stage.request(recipe="offered", task=TASK)
     async with stage.gateway():
         async with stage.running() as (task, _):
@@ -354,7 +359,10 @@ async def test_a_verdict_that_forgets_a_player_fails_for_that_player_alone(
     assert (failed.player, failed.cause) == ("second", "garbage: the verdict has no reward of player 'second'")
 
 
-async def test_a_verdict_without_players_is_shared_by_them(stage: Stage, offered: types.SimpleNamespace) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_late_verdict_without_players_is_shared_by_them_also_under_another_runner(
+    stage: Stage, offered: types.SimpleNamespace, dies: bool
+) -> None:
     seen: list[Episode] = []
 
     def judge(episode: Episode) -> Verdict:
@@ -364,12 +372,24 @@ async def test_a_verdict_without_players_is_shared_by_them(stage: Stage, offered
     offered.recipe = Duel(verifier=FunctionVerifier("shared", "1", judge, late=True))
     stage.policy = in_order(WON)
     await stage.request(recipe="offered", task=TASK)
-    async with stage.gateway(), stage.running(), asyncio.timeout(20):
-        while len(await stage.said(RewardAssigned)) < 3:
-            await stage.broker.changed(1)
-    assert await rewards(stage) == [("", 0.5), ("first", 0.5), ("second", 0.5)]
-    assert {name: len(messages) for name, messages in seen[0].players.items()} == {"first": 5, "second": 3}
-    assert seen[0].messages == seen[0].players["first"]
+    async with stage.gateway():
+        if dies:
+            async with stage.running() as (task, log):
+                log.dies_at = log.points + 1
+                await asyncio.wait([task], timeout=20)
+                assert task.exception() is not None
+            assert len(await stage.said(SessionFinished)) == 1
+        async with stage.running(), asyncio.timeout(20):
+            while len(await stage.said(RewardAssigned)) < 3:
+                await stage.broker.changed(1)
+    assert set(await rewards(stage)) == {("", 0.5), ("first", 0.5), ("second", 0.5)}
+    assert len(seen) == 1 + dies
+    for episode in seen:
+        assert [message["content"] for message in episode.players["first"] if message["role"] == "assistant"] == [
+            "1", "1",
+        ]  # fmt: skip
+        assert [message["content"] for message in episode.players["second"] if message["role"] == "assistant"] == ["2"]
+        assert episode.messages == episode.players["first"]
 
 
 USER = UserSimulator(system="You are the user.")
@@ -389,17 +409,7 @@ async def test_a_simulated_user_answers_the_agent_until_it_has_nothing_more_to_s
     stage: Stage, offered: types.SimpleNamespace, kill: int
 ) -> None:
     """`kill`: at which turn the runner is killed, 0 for never."""
-    offered.recipe, asked = Served(USER), 0
-
-    def policy(prompt: str) -> str:
-        nonlocal asked
-        asked += 1
-        if asked == kill:
-            assert stage.runner is not None
-            stage.runner.cancel()
-        return shop(prompt)
-
-    stage.policy = policy
+    offered.recipe, stage.policy = Served(USER), killing(stage, kill)(shop)
     await stage.request(recipe="offered", task={"prompt": QUESTION, "answer": "8, so?"})
     async with stage.gateway():
         if kill:
@@ -434,16 +444,27 @@ async def check_only_main_trains(stage: Stage, finished: SessionFinished) -> Non
     assert tree.books.sampled == sum(outputs.values())
 
 
+@pytest.mark.parametrize("kill", range(5))
 async def test_a_simulated_user_on_a_side_engine_begins_where_the_task_has_no_message(
-    stage: Stage, offered: types.SimpleNamespace
+    stage: Stage, offered: types.SimpleNamespace, kill: int
 ) -> None:
+    """`kill`: at which turn runner and gateway are killed, 0 for never."""
     recipe = offered.recipe = Served(dataclasses.replace(USER, model="big", opening="Hello?"))
     system = {"role": "system", "content": "You are a shop."}
     recipe.messages = lambda row: [system]  # type: ignore[method-assign]
-    side, stage.policy = with_side(stage, lambda prompt: QUESTION if "so?" not in prompt else "###STOP###"), shop
-    [finished] = await finish(stage)
+    counted = killing(stage, kill)
+    with_side(stage, counted(lambda prompt: QUESTION if "so?" not in prompt else "###STOP###"))
+    stage.policy = counted(shop)
+    await stage.request(recipe="offered", task={"prompt": "-", "answer": "8, so?"})
+    if kill:
+        async with stage.gateway(), stage.running() as (task, _):
+            await asyncio.wait([task], timeout=20)
+            assert task.cancelled()
+    async with stage.gateway(), stage.running():
+        [finished] = await stage.finished(1)
     assert finished.outcome is Outcome.completed
-    turns = await stage.said(TurnCompleted)
+    known = {turn.turn: turn for turn in await stage.said(TurnCompleted)}
+    turns = [known[turn] for turn in finished.turns]
     assert [(turn.agent_path, turn.engine_id) for turn in turns] == [
         ("side/player/user", f"side/{BIG}"), ("main", "e"), ("main", "e"), ("side/player/user", f"side/{BIG}"),
     ]  # fmt: skip
@@ -453,8 +474,8 @@ async def test_a_simulated_user_on_a_side_engine_begins_where_the_task_has_no_me
     ]  # fmt: skip
     assert turns[3].base_turn == turns[0].turn, "the simulator's conversation continues"
     assert [one.output_ids for one in await stage.said(TokenSnapshot) if one.turn == turns[0].turn] == [b""]
-    assert len(side.requests) == 2
-    assert len(await stage.said(ToolCallRequested)) == 1
+    assert set(stage.executed.values()) == {1}
+    assert await rewards(stage) == [("", 1.0)]
 
 
 async def test_an_agent_that_has_used_its_turns_is_truncated_unless_the_user_has_nothing_more_to_say(

@@ -139,3 +139,15 @@ def test_a_finish_that_names_no_player_is_refused(body: dict[str, Any], param: s
     with pytest.raises(BadRequest) as refused:
         finish_request(json.dumps({"outcome": "completed", **body}).encode())
     assert refused.value.param == param
+
+
+async def test_what_a_game_quotes_of_another_player_is_no_summary(rig: Any) -> None:
+    session = await rig.open()
+    text = "I take the seventh cell of the board."
+    rig.script.says(text)
+    await move(rig, session, "player/x")
+    for path in ("player/o", "main", "side/player/user"):
+        await move(rig, session, path, {"role": "user", "content": f"{path}, x said: {text}"})
+    await move(rig, session, "player/x", {"role": "user", "content": f"Compacted: {text}"})
+    turns = await rig.written("TurnCompleted")
+    assert [turn.summary_turn for turn in turns] == [None, None, None, None, turns[0].turn]
