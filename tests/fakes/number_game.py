@@ -10,7 +10,7 @@ from turnlog.environments import Game, NextMove
 
 class NumberGame:
     """See the module docstring. No number is a lost game. `faults` make it break its contract: what it shows first,
-    whom it asks next, and which rewards it returns."""
+    whom it asks next, which rewards it returns, and what it does at each move."""
 
     def __init__(self, number: int = 4, names: tuple[str, str] = ("a", "b"), **faults: Any) -> None:
         self.left, self.names, self.faults = number, names, faults
@@ -23,6 +23,7 @@ class NumberGame:
     def step(self, player: str, action: str) -> NextMove | None:
         """See Game."""
         other = self.names[1 - self.names.index(player)]
+        self.faults.get("at_each_move", lambda: None)()
         if action not in ("1", "2"):
             self.won[other] = 1.0
             return None

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,6 +297,28 @@ async def test_a_player_at_a_limit_truncates_the_session_by_its_name_and_all_are
         assert finished.expects.players == ("first", "second")
         assert moves in (None, len(finished.turns))
         assert await rewards(stage) == [("", 0.0), ("first", 0.0), ("second", 0.0)]
+
+
+async def test_a_game_that_computes_beyond_the_deadline_is_cut_off_and_judged(
+    stage: Stage, offered: types.SimpleNamespace
+) -> None:
+    judging = threading.Event()
+    played: list[int] = []
+
+    def compute() -> None:
+        played.append(1)
+        if len(played) == 2:  # of the session itself; the verifier repeats what was played
+            judging.wait(20)
+
+    def judge(episode: Episode) -> Verdict:
+        judging.set()
+        return Verdict(0.25, {"moves": float(sum(map(len, episode.players.values())))})
+
+    offered.recipe = Duel(verifier=FunctionVerifier("late", "1", judge), at_each_move=compute)
+    stage.policy = lambda prompt: "1"
+    [finished] = await finish(stage, task={"prompt": "-", "number": 9}, deadline_s=0.5)
+    assert (finished.outcome, finished.reason, len(finished.turns)) == (Outcome.truncated, "deadline", 2)
+    assert await rewards(stage) == [("", 0.25), ("first", 0.25), ("second", 0.25)]
 
 
 @pytest.mark.parametrize("dead", [False, True])

@@ -105,3 +105,14 @@ def test_a_game_without_an_end_gives_everybody_0() -> None:
     recipe: Any = players_source("TicTacToe-v0")
     task = recipe.task({"prompt": "-", "game": "TicTacToe-v0", "seed": 1, "players": 2, "seat": 0})
     assert PlayedGame(task.game(), task.players).rewards() == {"player-0": 0.0, "player-1": 0.0}
+
+
+def test_three_players_take_part() -> None:
+    recipe = players_source("LiarsDice-v0", players="3")
+    task = recipe.task({"prompt": "-", "game": "LiarsDice-v0", "seed": 1, "players": 3, "seat": 0})
+    assert task.game is not None
+    played = PlayedGame(task.game(), task.players)
+    for number in range(1, 4):
+        assert played.turn is not None
+        played.play({"role": "assistant", "content": f"[Bid: {number}, 6]"})
+    assert played.moves == {"player-0": 1, "player-1": 1, "player-2": 1}
