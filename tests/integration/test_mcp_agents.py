@@ -15,7 +15,7 @@ import pytest
 
 from tests.fakes.offers import offering
 from tests.integration.conftest import Stage
-from tests.integration.test_command_agents import ASKS, offered, outcomes, stage, working  # noqa: F401
+from tests.integration.test_command_agents import ASKS, offered, outcomes, stage, until, working  # noqa: F401
 from tests.mcp_servers.upstream import environment, http_server
 from turnlog.environments import AgentSession, Episode, FunctionAgent, FunctionVerifier, Recipe, Verdict
 from turnlog.infra.embedded.ports import free_ports
@@ -27,6 +27,7 @@ from turnlog.schemas.events import (
     SandboxLimits,
     SandboxSpec,
     SessionStarted,
+    ToolCallCancelled,
     ToolCallCompleted,
     ToolCallRequested,
     ToolStatus,
@@ -92,22 +93,28 @@ async def calls(stage: Stage) -> list[tuple[Any, ...]]:  # noqa: F811
 
 
 async def test_a_model_calls_the_tools_of_a_server_by_calls_on_the_log(stage: Stage, bring: Any) -> None:  # noqa: F811
-    turns = iter([call("add", a=3, b=5), call("count", name="y"), "8"])
+    turns = iter([call("add", a=3, b=5), call("count", name="y"), call("peek", name="y"), "8"])
     stage.policy = lambda prompt: next(turns)
     async with reference(stage) as server, working(stage), stage.gateway(), stage.running():
         bring(Asked(server))
         await stage.request(recipe="asked", new_tokens=200, max_context_tokens=8000, deadline_s=60.0)
         assert await outcomes(stage, 1) == [(Outcome.completed, True, "")]
+        await until(stage, ToolCallCancelled)
     [reward] = await stage.said(RewardAssigned)
     assert reward.value == 1.0
     assert await calls(stage) == [
         ("", "list", None, None, "ok", "add"),
         ("", "call", "add", "read_only", "ok", "8"),
         ("", "call", "count", "unsafe", "ok", "y is 1"),
+        ("", "call", "peek", "read_only", "ok", '{\n  "count": 1\n}'),
     ]
+    touched = [json.loads(one.arguments).get("touched") for one in await stage.said(ToolCallRequested)]
+    assert touched == [None, False, False, True], "the runner tells what a new session with the server would lack"
+    [over] = await stage.said(ToolCallCancelled)
+    assert over.reason == "session_over"
     [started] = await stage.said(SessionStarted)
     assert started.environment.tools["mcp"] == "1"
-    assert len(await stage.said(TurnCompleted)) == 3
+    assert len(await stage.said(TurnCompleted)) == 4
 
 
 async def test_a_function_has_the_listed_tools_and_maps_its_calls(stage: Stage, bring: Any) -> None:  # noqa: F811
