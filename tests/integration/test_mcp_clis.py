@@ -17,7 +17,7 @@ from turnlog.plugins.mcp import mcp_config
 from turnlog.schemas.events import Outcome, SandboxSpec, ToolCallCompleted, ToolCallRequested
 
 pytestmark = pytest.mark.long
-TOOLS = {"claude-code": "mcp__ref__count", "codex": "mcp__ref__count", "opencode": "ref_count"}
+TOOLS = {"claude-code": "mcp__ref__count", "opencode": "ref_count"}
 """Name that a CLI gives to the tool `count` of the server `ref`."""
 
 
