@@ -187,13 +187,13 @@ class OpenEnvServer:
         except (EnvironmentSilent, EnvironmentLost, EnvironmentRaised) as error:
             raise ServerUnreachable(f"{self.url} is not healthy: {error}") from error
         if not isinstance(answer, dict) or answer.get("status") not in ("healthy", "degraded"):
-            raise ServerUnreachable(f"{self.url} is not healthy: {_shown(answer)}")
+            raise ServerUnreachable(f"{self.url} is not healthy: {_excerpt(answer)}")
 
     async def schema(self) -> dict[str, Any]:
         """Return the JSON schemas of the server's `action`, `observation` and `state`. Raises OpenEnvError."""
         answer = await self._ask("GET", "/schema", None, None)
         if not isinstance(answer, dict) or not isinstance(answer.get("action"), dict):
-            raise EnvironmentGarbage(f"{self.url}/schema has no schema of the action: {_shown(answer)}")
+            raise EnvironmentGarbage(f"{self.url}/schema has no schema of the action: {_excerpt(answer)}")
         return answer
 
     async def state(self) -> Any:
@@ -242,12 +242,12 @@ class OpenEnvServer:
             ended = "in its answer" if connected else "before it answered"
             raise EnvironmentLost(f"{method} {self.url}{path}: the connection ended {ended}: {error}") from error
         if status != 200:
-            raise EnvironmentRaised(str(status), f"{method} {self.url}{path} is answered {status}: {_shown(said)}")
+            raise EnvironmentRaised(str(status), f"{method} {self.url}{path} is answered {status}: {_excerpt(said)}")
         return parse_json(said)
 
 
 class OpenEnvSession:
-    """One environment of a server, over one WebSocket. One request at a time."""
+    """An environment of a server, over a WebSocket of its own. It takes one request at a time."""
 
     def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.url = url
@@ -270,7 +270,7 @@ class OpenEnvSession:
 
     @property
     def over(self) -> OpenEnvError | None:
-        """Why no request can be made any more; None while the connection stands."""
+        """The error by which no request can be made any more; None while the connection stands."""
         return self._over
 
     async def reset(self, options: Mapping[str, Any], *, timeout_s: float) -> OpenEnvStep:
@@ -357,7 +357,7 @@ def parse_message(text: str | bytes, expected: str) -> Any:
             raise EnvironmentFull(f"the server takes no more sessions: {said[:SHOWN]}")
         raise EnvironmentRaised(code, said[:4096] + _describe_errors(data.get("errors")))
     if kind != expected or data is None:
-        raise EnvironmentGarbage(f"the server's answer is no message of type {expected!r}: {_shown(text)}")
+        raise EnvironmentGarbage(f"the server's answer is no message of type {expected!r}: {_excerpt(text)}")
     return data
 
 
@@ -365,23 +365,23 @@ def parse_step(data: Any) -> OpenEnvStep:
     """Parse an observation. Raises EnvironmentGarbage for one without observation, or with a reward that is no finite
     number."""
     if not isinstance(data, dict) or "observation" not in data:
-        raise EnvironmentGarbage(f"the server's answer holds no observation: {_shown(data)}")
+        raise EnvironmentGarbage(f"the server's answer holds no observation: {_excerpt(data)}")
     reward, done, metadata = data.get("reward"), data.get("done", False), data.get("metadata")
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise EnvironmentGarbage(f"the reward is no finite number: {_shown(reward)}")
+        raise EnvironmentGarbage(f"the reward is no finite number: {_excerpt(reward)}")
     if not isinstance(done, bool) or not isinstance(metadata, dict | None):
-        raise EnvironmentGarbage(f'"done" must be true or false, and "metadata" an object: {_shown(data)}')
+        raise EnvironmentGarbage(f'"done" must be true or false, and "metadata" an object: {_excerpt(data)}')
     return OpenEnvStep(data["observation"], None if reward is None else float(reward), done, metadata or {})
 
 
 def parse_rpc(answer: Any) -> Any:
     """Return the result of a JSON-RPC answer. Raises EnvironmentRaised, EnvironmentGarbage."""
     if not isinstance(answer, dict):
-        raise EnvironmentGarbage(f"no JSON-RPC answer: {_shown(answer)}")
+        raise EnvironmentGarbage(f"no JSON-RPC answer: {_excerpt(answer)}")
     if isinstance(error := answer.get("error"), dict):
         raise EnvironmentRaised(str(error.get("code", "")), str(error.get("message", ""))[:4096])
     if "result" not in answer:
-        raise EnvironmentGarbage(f"a JSON-RPC answer without result: {_shown(answer)}")
+        raise EnvironmentGarbage(f"a JSON-RPC answer without result: {_excerpt(answer)}")
     return answer["result"]
 
 
@@ -390,7 +390,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
-        raise EnvironmentGarbage(f"the server's answer is not JSON ({error}): {_shown(text)}") from None
+        raise EnvironmentGarbage(f"the server's answer is not JSON ({error}): {_excerpt(text)}") from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -423,6 +423,6 @@ def _describe_errors(errors: Any) -> str:
     return "".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"

@@ -42,11 +42,11 @@ class ServerPlace(Protocol):
         """Connect to an environment of its own. Raises OpenEnvError."""
         ...
 
-    def full(self) -> None:
+    def note_full(self) -> None:
         """Note that the server takes no more sessions."""
         ...
 
-    def disconnected(self) -> None:
+    def note_disconnect(self) -> None:
         """Note that the last connection is closed."""
         ...
 
@@ -70,10 +70,10 @@ class RemotePlace:
     async def connect(self, *, timeout_s: float) -> OpenEnvSession:
         return await OpenEnvSession.connect(self.server.url, self.server.network, timeout_s=min(timeout_s, CONNECT_S))
 
-    def full(self) -> None:
+    def note_full(self) -> None:
         """See ServerPlace. There is no other server."""
 
-    def disconnected(self) -> None:
+    def note_disconnect(self) -> None:
         """See ServerPlace. Nothing is counted."""
 
     def output(self) -> str:
@@ -122,7 +122,7 @@ async def open_place(named: Any, context: CallContext) -> ServerPlace:
         sandboxes, shared = context.server_sandboxes, context.shared
         if sandboxes is None or shared is None:
             raise InfraFailed(ServerNotStarted.reason, "servers are started by sandbox workers only")
-        servers: StartedServers = await shared.open(NAME, lambda: _started(sandboxes))
+        servers: StartedServers = await shared.open(NAME, lambda: _new_servers(sandboxes))
         return StartedPlace(named, servers)
     if context.way_out is None:
         raise InfraFailed(
@@ -138,5 +138,5 @@ async def open_place(named: Any, context: CallContext) -> ServerPlace:
         raise InfraFailed(NotAllowed.reason, f"{named} was refused: {error}") from error
 
 
-async def _started(sandboxes: ServerSandboxes) -> StartedServers:
+async def _new_servers(sandboxes: ServerSandboxes) -> StartedServers:
     return StartedServers(sandboxes)

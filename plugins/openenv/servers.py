@@ -54,7 +54,7 @@ class ServerNotStarted(OpenEnvError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """How a server is started; of equal plans, sessions share the servers."""
+    """Settings by which a server is started. Sessions with equal plans share servers."""
 
     command: tuple[str, ...]
     """Program and arguments; {port} stands for the port."""
@@ -83,7 +83,7 @@ class StartedServer:
         self._network = DirectNetwork(RelayConnector(self._idle))
         self.server = OpenEnvServer(f"http://localhost:{plan.port or PORT}", self._network)
         self.ended = ""
-        """How it ended; empty while it runs."""
+        """Description of its end; empty while it runs."""
         self._running = asyncio.create_task(self._run())
         self._healthy = asyncio.create_task(self._become_healthy())
 
@@ -258,11 +258,11 @@ class StartedPlace:
             started.sessions -= 1
             raise
 
-    def full(self) -> None:
+    def note_full(self) -> None:
         if self._started is not None:
             self._started.capacity = max(1, self._started.sessions - 1)
 
-    def disconnected(self) -> None:
+    def note_disconnect(self) -> None:
         if self._started is not None:
             self._started.sessions -= 1
 

@@ -97,17 +97,17 @@ class OpenEnvSource:
             text_action=self._text if self.actions == "text" else None,
             observe=self._observe,
             opening=SandboxCall(TOOL, reset),
-            opened=self._opened,
+            opened=self._opening,
             max_turns=self.turns,
         )
 
-    def _opened(self, answer: SandboxAnswer) -> Opening:
+    def _opening(self, answer: SandboxAnswer) -> Opening:
         said = json.loads(answer.output)
-        shown: Message = {"role": "user", "content": self._shown(said["observation"])}
+        shown: Message = {"role": "user", "content": self._visible_text(said["observation"])}
         if self.actions == "text":
             return Opening((shown,))
         if self.actions == "tools":
-            return Opening((shown,), tuple(_declared(tool) for tool in said.get("tools", ())))
+            return Opening((shown,), tuple(_mcp_declaration(tool) for tool in said.get("tools", ())))
         about = said["action_schema"].get("description") or "Take one action in the environment."
         return Opening((shown,), (declaration(ACT, about, action_parameters(said["action_schema"])),))
 
@@ -131,11 +131,11 @@ class OpenEnvSource:
         try:
             said = json.loads(answer.output)
             done = bool(said["terminated"] or said["truncated"])
-            return Observation(self._shown(said["observation"]), done)
+            return Observation(self._visible_text(said["observation"]), done)
         except (ValueError, KeyError, TypeError, RecursionError):  # an error, which the model reads as it is
             return Observation(answer.output)
 
-    def _shown(self, observation: Any) -> str:
+    def _visible_text(self, observation: Any) -> str:
         """Return what the model reads: the observation's text field alone in text mode if it has one, or its JSON
         without empty metadata."""
         if not isinstance(observation, dict):
@@ -168,7 +168,7 @@ def _without_titles(schema: Any, *, names: bool = False) -> Any:
     }
 
 
-def _declared(tool: Any) -> dict[str, Any]:
+def _mcp_declaration(tool: Any) -> dict[str, Any]:
     """Return the declaration of an MCP tool, whose schema has the name `inputSchema` or `input_schema`."""
     schema = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
     return declaration(tool["name"], tool.get("description") or "", schema)

@@ -81,7 +81,7 @@ class EpisodeConnection:
         self.place = place
         self.session: OpenEnvSession | None = None
         self.over = ""
-        """Why no action can be taken, for the model; empty while an episode runs."""
+        """Text for the model that says why no action can be taken; empty while an episode runs."""
         self.lost: OpenEnvError | None = None
         """The failure that ended the environment, through no fault of the agent."""
 
@@ -98,7 +98,7 @@ class EpisodeConnection:
                 step = await self.session.reset(options, timeout_s=max(0.1, until - loop.time()))
             except (EnvironmentFull, EnvironmentLost, ServerUnreachable) as error:
                 if isinstance(error, EnvironmentFull) and self.session is not None:
-                    self.place.full()
+                    self.place.note_full()
                 await self._disconnect()
                 lost += isinstance(error, EnvironmentLost)
                 if lost >= LOST_RESETS or loop.time() + pause >= until:
@@ -147,7 +147,7 @@ class EpisodeConnection:
         if (session := self.session) is not None:
             self.session = None
             await session.close()
-            self.place.disconnected()
+            self.place.note_disconnect()
 
     @staticmethod
     def _ending(step: OpenEnvStep) -> str:
@@ -195,14 +195,14 @@ async def _reset(call: Call, episode: EpisodeConnection | None) -> Execution:
     if episode is None or (named is not None and named != episode.place.named):
         await connections.drop(NAME)
         place = await open_place(named, call.context)
-        episode = await connections.open(NAME, lambda: _made(EpisodeConnection(place)))
+        episode = await connections.open(NAME, lambda: _new_episode(place))
         first = True
     else:
         first = False
     options = {**given.get("options", {}), **({"seed": given["seed"]} if "seed" in given else {})}
     try:
         step = await episode.begin(options, within_s=call.limits.wall_s)
-        more = await _described(episode, call.limits.wall_s) if given.get("describe", False) else {}
+        more = await _describe(episode, call.limits.wall_s) if given.get("describe", False) else {}
     except EnvironmentRaised as error:
         if not first:
             raise ToolFailed(f"the environment refuses the reset: {error}") from error
@@ -213,7 +213,7 @@ async def _reset(call: Call, episode: EpisodeConnection | None) -> Execution:
     return _answer(call, step, more)
 
 
-async def _described(episode: EpisodeConnection, timeout_s: float) -> dict[str, Any]:
+async def _describe(episode: EpisodeConnection, timeout_s: float) -> dict[str, Any]:
     """Return the schema of actions, and the environment's MCP tools if it has any. Raises OpenEnvError."""
     schema = (await episode.place.server.schema())["action"]
     if episode.session is None:
@@ -226,8 +226,8 @@ async def _described(episode: EpisodeConnection, timeout_s: float) -> dict[str, 
     return {"action_schema": schema, **({"tools": tools} if tools else {})}
 
 
-async def _made(episode: EpisodeConnection) -> EpisodeConnection:
-    return episode
+async def _new_episode(place: ServerPlace) -> EpisodeConnection:
+    return EpisodeConnection(place)
 
 
 def _failure(place: ServerPlace, error: OpenEnvError) -> InfraFailed:
