@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Counter
 
-from turnlog.infra.environments.agents import AgentError, AgentSession, CommandAgent, FunctionAgent
+from turnlog.infra.environments.agents import AgentError, AgentSession, CommandAgent, FunctionAgent, TruncatedRun
 from turnlog.infra.environments.episodes import (
     CommandEnd,
     FunctionVerifier,
@@ -232,6 +232,7 @@ class FunctionActor:
             messages=(*task.messages, *opening.messages),
             tools=opened.tools,
             tool_call=lambda name, text: call_recipe(task.environment.name, opened.tool_call, name, text),
+            max_turns=attempt.request.limits.max_turns,
             call=self._call,
         )
         self._began = asyncio.get_running_loop().time()
@@ -279,14 +280,21 @@ class FunctionActor:
                 lines = "".join(traceback.format_exception(said))[-LAST_LINES:]
                 return SessionEnding(Outcome.infra_failure, f"agent {self._agent.name}: {lines}")
             case Verdict():
-                self.verifier = FunctionVerifier(self._agent.name, self._agent.version, lambda _: said)
+                self._judged_by(said)
                 return SessionEnding(Outcome.completed)
+            case TruncatedRun(reason, verdict):
+                if verdict is not None:
+                    self._judged_by(verdict)
+                return SessionEnding(Outcome.truncated, reason)
             case None:
                 return SessionEnding(Outcome.completed)
         return SessionEnding(
             Outcome.infra_failure,
-            f"agent {self._agent.name} returned {type(said).__name__}: it returns a Verdict or None",
+            f"agent {self._agent.name} returned {type(said).__name__}: it returns a Verdict, a TruncatedRun or None",
         )
+
+    def _judged_by(self, verdict: Verdict) -> None:
+        self.verifier = FunctionVerifier(self._agent.name, self._agent.version, lambda _: verdict)
 
     async def _call(self, call: SandboxCall) -> SandboxAnswer:
         """Run one call at a time, however the function makes them. Raises ToolUnanswered, ToolBroken."""

@@ -27,6 +27,8 @@ class AgentSession:
     task: TaskRow
     tools: tuple[dict[str, Any], ...]
     """Tool declarations of the task, and of the servers that its opening call has listed."""
+    max_turns: int
+    """Maximum number of turns of the session: the gateway refuses further ones."""
     call: Callable[[SandboxCall], Awaitable[SandboxAnswer]]
     """Runs a call in the session's sandbox. Its exceptions do not count as a failure of the agent: the session
     is retried."""
@@ -48,17 +50,27 @@ class AgentError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class TruncatedRun:
+    """Result of an agent's function that a limit of its own ended: the session ends as `truncated`."""
+
+    reason: str
+    """Name of the limit."""
+    verdict: Verdict | None = None
+    """Reward of what was done until then; None if the recipe's verifier judges."""
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionAgent:
     """An agent written with any framework, which runs in the runner's process and its event loop.
 
-    It returns None, so that the recipe's verifier judges, or the Verdict. Exceptions other than AgentError do not count
+    It returns None, so that the recipe's verifier judges, or the Verdict, or a TruncatedRun. Exceptions other than AgentError do not count
     as a failure of the agent: the session ends as `infra_failure` and is retried, as after the death of its runner. If
     the gateway refused a turn because of a limit, the session is `truncated`.
     """
 
     name: str
     version: str
-    run: Callable[[AgentSession], Awaitable[Verdict | None]]
+    run: Callable[[AgentSession], Awaitable[Verdict | TruncatedRun | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

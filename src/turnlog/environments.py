@@ -4,6 +4,7 @@ from turnlog.infra.environments.agents import AgentError as AgentError
 from turnlog.infra.environments.agents import AgentSession as AgentSession
 from turnlog.infra.environments.agents import CommandAgent as CommandAgent
 from turnlog.infra.environments.agents import FunctionAgent as FunctionAgent
+from turnlog.infra.environments.agents import TruncatedRun as TruncatedRun
 from turnlog.infra.environments.episodes import CommandEnd as CommandEnd
 from turnlog.infra.environments.episodes import Episode as Episode
 from turnlog.infra.environments.episodes import FunctionVerifier as FunctionVerifier

@@ -18,7 +18,7 @@ from tests.fakes.offers import offering
 from tests.integration.conftest import QUESTION, Stage
 from tests.unit.gateway.test_gateway_images import CAT, PAD, shows, vision
 from tests.unit.gateway.test_gateway_images import TEMPLATE as SEEING
-from turnlog.infra.environments.agents import AgentError, AgentSession, FunctionAgent
+from turnlog.infra.environments.agents import AgentError, AgentSession, FunctionAgent, TruncatedRun
 from turnlog.infra.environments.episodes import Episode, FunctionVerifier, SandboxCall, TaskRow, Verdict
 from turnlog.infra.environments.simulations import Step
 from turnlog.infra.environments.tasks import Recipe, acted_out, played
@@ -28,6 +28,7 @@ from turnlog.schemas.events import (
     EngineRegistered,
     Outcome,
     RewardAssigned,
+    SessionFinished,
     SessionStarted,
     ToolCallRequested,
     ToolStatus,
@@ -114,6 +115,23 @@ async def test_a_function_may_say_the_verdict_itself(stage: Stage, acts: Callabl
     [reward] = await stage.said(RewardAssigned)
     assert (reward.value, reward.verifier.name, reward.verifier.version) == (0.25, "mine", "7")
     assert json.loads(reward.evidence) == {"won": "a quarter"}
+
+
+@pytest.mark.parametrize("verdict", [Verdict(0.5), None])
+async def test_a_function_may_say_that_a_limit_of_its_own_ended_it(
+    stage: Stage, acts: Callable[[Acts], None], verdict: Verdict | None
+) -> None:
+    async def gives_up(session: AgentSession) -> TruncatedRun:
+        assert session.max_turns == 4
+        await ask(session)
+        return TruncatedRun("too many moves", verdict)
+
+    acts(gives_up)
+    assert await outcomes(stage, 1) == [(Outcome.truncated, True)]
+    [end] = await stage.said(SessionFinished)
+    [reward] = await stage.said(RewardAssigned)
+    assert end.reason == "too many moves"
+    assert (reward.value, reward.verifier.name) == ((0.5, "mine") if verdict else (0.0, "last"))
 
 
 async def broken(session: AgentSession) -> None:
