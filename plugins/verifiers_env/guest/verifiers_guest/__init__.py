@@ -1,0 +1,1 @@
+"""Code that runs in the environment's interpreter, with verifiers and without turnlog."""
