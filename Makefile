@@ -154,6 +154,7 @@ lock: $(UV)  ## resolve all locks again
 	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/frameworks.lock
 	@$(filter-out pyproject.toml,$(COMPILE)) -c locks/all.lock --group sbom -o locks/sbom.lock
 	@echo 'verifiers[ta]==0.4.0' | $(filter-out pyproject.toml,$(COMPILE)) - -o locks/verifiers.lock  # of tests: users bring their own
+	@echo 'verifiers==0.3.1' | $(filter-out pyproject.toml,$(COMPILE)) - -o locks/verifiers-classic.lock
 
 clean:  ## remove the environment and caches, keep runs
 	@rm -rf .venv .cache build dist *.egg-info src/*.egg-info

@@ -152,9 +152,9 @@ class Driver:
     def _handle(self, asked: dict[str, Any]) -> None:
         match asked["op"]:
             case "open":
-                self._contained(None, lambda: self._open(asked))
+                self._run_foreign(None, lambda: self._open(asked))
             case "tasks":
-                rows = threading.Thread(target=self._contained, args=(None, lambda: self._tasks(asked)), daemon=True)
+                rows = threading.Thread(target=self._run_foreign, args=(None, lambda: self._tasks(asked)), daemon=True)
                 rows.start()
             case "run":
                 self.running[asked["id"]] = asyncio.create_task(self._run(asked))
@@ -163,7 +163,7 @@ class Driver:
                 if (task := self.running.get(asked["id"])) is not None:
                     task.cancel()
 
-    def _contained(self, name: Any, do: Callable[[], None]) -> None:
+    def _run_foreign(self, name: Any, do: Callable[[], None]) -> None:
         """Run foreign code, and answer `failed` for whatever it raises, SystemExit included."""
         try:
             do()
@@ -171,9 +171,10 @@ class Driver:
             self.channel.answer("failed", id=name, error=describe(error))
 
     def _open(self, asked: dict[str, Any]) -> None:
+        from verifiers_guest.classic import ClassicEnvironment, is_classic
         from verifiers_guest.tasksets import TasksetEnvironment
 
-        self.environment = TasksetEnvironment(asked)
+        self.environment = (ClassicEnvironment if is_classic(asked["env"]) else TasksetEnvironment)(asked)
         self.channel.answer("ready", **self.environment.about())
 
     def _tasks(self, asked: dict[str, Any]) -> None:
@@ -193,6 +194,7 @@ class Driver:
 
 
 def main() -> None:
+    """Serve the requests of standard input until it ends."""
     supervise()
     channel = Channel()
     sys.path.append(str(Path(__file__).with_name("guest")))

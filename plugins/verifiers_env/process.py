@@ -76,7 +76,7 @@ class EpisodeFailed(EnvironmentProcessError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentOptions:
-    """Which environment runs, and where."""
+    """Name, configuration and interpreter of an environment."""
 
     env: str
     """Id of the package, as `vf-eval` takes it; `ENV+TASKSET` for an environment paired with a taskset."""
@@ -219,7 +219,7 @@ class EnvironmentProcess:
         """Run an episode, and return its answer. If this is cancelled, the episode is cancelled as well; a process that
         does not obey is killed. Raises EpisodeFailed, ProcessDied."""
         if self.dead:
-            raise self._died()
+            raise self._death()
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -272,7 +272,7 @@ class EnvironmentProcess:
         self.dead = True
         await self._process.wait()
         await asyncio.wait({self._reading[1]}, timeout=1.0)
-        died = self._died()
+        died = self._death()
         for waiting in (self._opened, *self._answers.values()):
             if not waiting.done():
                 waiting.set_exception(died)
@@ -307,7 +307,7 @@ class EnvironmentProcess:
             text = text.replace(key, "***")
         return text
 
-    def _died(self) -> ProcessDied:
+    def _death(self) -> ProcessDied:
         said = "\n".join(self._said).strip()
         how = self._why or f"it ended with status {self._process.returncode}"
         return ProcessDied(
@@ -317,7 +317,7 @@ class EnvironmentProcess:
 
 
 class EnvironmentProcesses:
-    """One process for each event loop, started when it is first used, and again after it has died."""
+    """Processes of an environment: one for each event loop, started at its first use, and again after its death."""
 
     def __init__(self, options: EnvironmentOptions) -> None:
         self.options = options
@@ -333,6 +333,13 @@ class EnvironmentProcesses:
         if self._started is None or self._is_over(self._started):
             self._started = loop.create_task(self._start(), name=f"start of {self.options.env}")
         return await asyncio.shield(self._started)
+
+    async def stop(self) -> None:
+        """Kill the process, if one runs in this event loop."""
+        if self._loop is asyncio.get_running_loop() and self._started is not None:
+            await asyncio.wait({self._started})
+            if not self._started.cancelled() and self._started.exception() is None:
+                await self._started.result().stop()
 
     def _is_over(self, started: asyncio.Task[EnvironmentProcess]) -> bool:
         if not started.done():

@@ -72,7 +72,7 @@ def _reason(answer: Mapping[str, Any]) -> str:
     return "\n".join(filter(None, ["the environment scored nothing: " + "; ".join(said), last]))
 
 
-def _unscored(_: Episode) -> Verdict:
+def _refuse_to_judge(_: Episode) -> Verdict:
     raise EpisodeUnscored(
         "the session was cut off before the environment scored it: give its roles limits of their own, below [feeder] "
         "deadline_s and max_context_tokens; the environment scores what they end"
@@ -82,7 +82,7 @@ def _unscored(_: Episode) -> Verdict:
 class VerifiersEnvironment(Recipe):
     """Tasks and episodes of one environment package. The options are described in docs/environments/verifiers.md."""
 
-    verifier = FunctionVerifier("verifiers", "1", _unscored)
+    verifier = FunctionVerifier("verifiers", "1", _refuse_to_judge)
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, Sessio
 from turnlog.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
-LOCK, KEPT, UV = ROOT / "locks/verifiers.lock", ROOT / ".cache/verifiers", ROOT / ".cache/bootstrap/bin/uv"
+KEPT, UV = ROOT / ".cache/verifiers", ROOT / ".cache/bootstrap/bin/uv"
 PACKAGES = ROOT / "tests/verifiers_env/packages"
 WORDS = "cat dog goat frog tiger"
 CONTEXT = 1 << 15
@@ -39,13 +39,25 @@ SECRET, MARK = "key-of-the-session-4711", "verifiers-environment-test"
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """The interpreter of an environment with verifiers, which is made once."""
-    made = KEPT / hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]
+    """The interpreter of an environment with verifiers."""
+    return installed("verifiers")
+
+
+@pytest.fixture(scope="session")
+def classic_python() -> Path:
+    """The interpreter of an environment with the last verifiers that has the older interface."""
+    return installed("verifiers-classic")
+
+
+def installed(lock: str) -> Path:
+    """Install a lock, unless that was done before, and return the interpreter."""
+    file, kept = ROOT / f"locks/{lock}.lock", KEPT / lock
+    made = kept / hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     if not made.exists():
-        shutil.rmtree(KEPT, ignore_errors=True)
-        part = KEPT / "part"
+        shutil.rmtree(kept, ignore_errors=True)
+        part = kept / "part"
         subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
-        sync = [UV, "pip", "sync", "--quiet", "--compile-bytecode", "--require-hashes", "--python", part, LOCK]
+        sync = [UV, "pip", "sync", "--quiet", "--compile-bytecode", "--require-hashes", "--python", part, file]
         if subprocess.run(sync).returncode:
             pytest.skip("no registry gives verifiers")
         part.rename(made)
@@ -129,7 +141,9 @@ async def play(stage: Stage, text: str, rows: Sequence[Mapping[str, Any]], **lim
         limits = {"max_context_tokens": CONTEXT, "max_turns": 40, "deadline_s": 120.0, **limits}
         await stage.request(f"g{number}", recipe=text, task=dict(row), new_tokens=200, **limits)
     async with stage.gateway(), stage.running():
-        return await stage.finished(len(rows), 200)
+        ended = await stage.finished(len(rows), 280)
+    await task_source(text).processes.stop()  # type: ignore[attr-defined]
+    return ended
 
 
 @pytest.mark.long
@@ -199,6 +213,56 @@ async def test_several_turns_a_tool_and_a_judge_of_its_own_reward_as_in_the_upst
     assert (len(turns), {turn.agent_path for turn in turns}) == (9, {"main"})
 
 
+CLASSIC = """
+import asyncio, json, sys
+import openai, verifiers as vf
+from verifiers.clients import OpenAIChatCompletionsClient
+async def main():
+    env = vf.load_environment("lab_classic", bonus=0.25)
+    client = OpenAIChatCompletionsClient(openai.AsyncOpenAI(base_url=sys.argv[1], api_key="k"))
+    found = await env.generate(env.get_dataset(), client, "policy")
+    return [{"answer": one["answer"], "reward": one["reward"], "metrics": one["metrics"]} for one in found["outputs"]]
+print(json.dumps(asyncio.run(main())), file=open(sys.argv[2], "w"))
+"""
+
+
+@pytest.mark.long
+async def test_the_older_interface_rewards_as_its_own_runner_does_but_for_rewards_that_raise(
+    stage: Stage, classic_python: Path, tmp_path: Path
+) -> None:
+    def policy(prompt: str) -> str:
+        if "Count to 3 " in prompt and "counted" in prompt:
+            return "no idea"
+        return counting(prompt).replace("lab_count", "count")
+
+    async with scripted_openai(policy) as url:
+        command = [classic_python, "-c", CLASSIC, url, tmp_path / "upstream.json"]
+        done = await asyncio.create_subprocess_exec(*map(str, command), stderr=asyncio.subprocess.PIPE)
+        _, said = await done.communicate()
+    assert done.returncode == 0, said.decode()[-3000:]
+    expected = {one["answer"]: one for one in json.loads((tmp_path / "upstream.json").read_text())}
+    text = source(classic_python, "lab_classic", args={"bonus": 0.25})
+    rows = sorted(first_rows(text, 10), key=lambda row: row["data"]["answer"])
+    stage.policy = policy
+    stage.settings = dataclasses.replace(
+        stage.settings, runner=dataclasses.replace(stage.settings.runner, max_attempts=1)
+    )
+    ended = {end.session_id: end for end in await play(stage, text, rows)}
+    groups = {one.session_id: one.group_id for one in await stage.said(SessionStarted)}
+    [failed] = [end for name, end in ended.items() if groups[name] == "g0"]
+    assert failed.outcome is Outcome.infra_failure
+    assert "Error calling reward function right: a bug of the reward" in failed.reason
+    assert expected["0"]["metrics"]["right"] == 0.0, "upstream counts it as 0"
+    rewards = {groups[one.session_id]: one for one in await stage.said(RewardAssigned)}
+    for answer in ("1", "2", "3"):
+        found, one = rewards[f"g{answer}"], expected[answer]
+        assert found.value == pytest.approx(one["reward"])
+        measured = {name: found.components[f"metric/{name}"] for name in one["metrics"]}
+        assert measured == pytest.approx(one["metrics"])
+    assert len({one.value for one in rewards.values()}) == 2
+
+
+@pytest.mark.long
 async def test_a_limit_of_turns_truncates_the_session_and_the_environment_scores_what_was_done(
     stage: Stage, python: Path
 ) -> None:
@@ -211,6 +275,7 @@ async def test_a_limit_of_turns_truncates_the_session_and_the_environment_scores
     assert len(await stage.said(TurnCompleted)) == 3
 
 
+@pytest.mark.long
 async def test_another_role_that_asks_the_policy_is_a_side_call_and_is_not_rewarded(stage: Stage, python: Path) -> None:
     def both(prompt: str) -> str:
         if "role-playing a USER" in prompt:
@@ -273,8 +338,7 @@ async def bench(python: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     async with scripted_openai(counting) as url:
         bench = Bench(text, url)
         yield bench
-        with contextlib.suppress(NotStarted):
-            await (await bench.source.processes.current()).stop()  # type: ignore[attr-defined]
+        await bench.source.processes.stop()  # type: ignore[attr-defined]
         task_source.cache_clear()
 
 
@@ -312,6 +376,7 @@ async def test_a_killed_driver_fails_its_episodes_by_name_and_the_next_episode_s
         await bench.play(misbehaving(rows, "leave"))
 
 
+@pytest.mark.long
 async def test_an_episode_is_cancelled_at_the_deadline_and_an_environment_that_blocks_is_killed(bench: Bench) -> None:
     rows = first_rows_of(bench)
     good = await bench.play(rows[0])
@@ -334,7 +399,7 @@ async def test_no_process_of_an_environment_has_the_key_and_none_is_left_behind(
     assert not [said for said in marked().values() if SECRET in "".join(said)]
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
-    await (await bench.source.processes.current()).stop()  # type: ignore[attr-defined]
+    await bench.source.processes.stop()  # type: ignore[attr-defined]
     await until(lambda: not marked())
 
 
@@ -347,6 +412,7 @@ asyncio.run(source.agent.run(session))
 """
 
 
+@pytest.mark.long
 async def test_the_environment_ends_with_its_runner_even_if_that_is_killed(bench: Bench, python: Path) -> None:
     rows = first_rows_of(bench)
     text = source(python, "lab_counting") + ",TEST_MARK"

@@ -41,7 +41,7 @@ class RunningEpisode:
     refused: str = ""
     """Error code of the last request of the trained role, if the gateway refused it."""
     unreachable: str = ""
-    """Why the gateway gave no answer to a request; empty if it always did."""
+    """Error of the last request that the gateway did not answer; empty if it answered all."""
     main: str | None = None
     """Id of the trace whose turns are the main lineage."""
     others: int = 0

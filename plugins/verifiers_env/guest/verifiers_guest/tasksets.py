@@ -20,7 +20,7 @@ ENTRIES, NAME = 100, 200
 """Maximum number of rewards, and of metrics, of one trace, and of characters of a name."""
 
 
-class Refused(Exception):
+class EnvironmentRefused(Exception):
     """The environment cannot run as it is configured. The message says what to change."""
 
 
@@ -39,20 +39,22 @@ class TasksetEnvironment:
             fields = vf.taskset_config_type(taskset_id).model_fields
             if "split" not in fields:
                 known = ", ".join(sorted(set(fields) - {"task", "id", "system_prompt"})) or "none of its own"
-                raise Refused(
+                raise EnvironmentRefused(
                     f"taskset {taskset_id!r} has no splits (its options: {known}); choose tasks by "
                     'args=\'{"select": {"include": {"idx": ["0:100"]}}}\''
                 )
             taskset["split"] = asked["split"]
         config = vf.resolve_env_config(raw)
-        self.config = self._placed(config, args, asked["harness"])
+        self.config = self._place_roles(config, args, asked["harness"])
         self.env = vf.load_environment(self.config)
         self.roles = list(self._roles(self.config))
         self.task_class = type(self.env.taskset).task_type()
         self.data_class = self.task_class.data_type()
         if excluded := [name for name, field in self.data_class.model_fields.items() if field.exclude]:
-            raise Refused(f"{self.data_class.__name__} leaves {excluded} out of its JSON, so its tasks cannot be sent")
-        self.version = _version(type(self.env.taskset).__module__.partition(".")[0])
+            raise EnvironmentRefused(
+                f"{self.data_class.__name__} leaves {excluded} out of its JSON, so its tasks cannot be sent"
+            )
+        self.version = version_of(type(self.env.taskset).__module__.partition(".")[0])
         self.relay = Relay()
         self._served = contextlib.AsyncExitStack()
         self._start = asyncio.Lock()
@@ -64,9 +66,9 @@ class TasksetEnvironment:
 
         return dict(agent_config_fields(config))
 
-    def _placed(self, config: Any, args: dict[str, Any], harness: str) -> Any:
+    def _place_roles(self, config: Any, args: dict[str, Any], harness: str) -> Any:
         """Give every role a harness and a runtime on this machine, as far as neither its author nor `args` chose one.
-        Raises Refused for a harness that would run the model's commands outside any sandbox."""
+        Raises EnvironmentRefused for a harness that would run the model's commands outside any sandbox."""
         import verifiers.v1 as vf
 
         update = {}
@@ -77,7 +79,7 @@ class TasksetEnvironment:
                 chosen = vf.harness_config_type(harness or "null").model_validate({"id": harness or "null"})
             local = "runtime" not in stated and spec.runtime == vf.PrimeConfig()
             if local and vf.load_harness(chosen).EXECUTES_CODE:
-                raise Refused(
+                raise EnvironmentRefused(
                     f"harness {chosen.id!r} of role {name!r} executes what the model writes, and has no sandbox here: "
                     f'name one by args=\'{{"{name}": {{"runtime": {{"type": "docker"}}}}}}\', '
                     'or {"type": "subprocess"} to run it as the user of the runner'
@@ -106,7 +108,9 @@ class TasksetEnvironment:
     def task(self, row: dict[str, Any]) -> Any:
         """Build the task from its row, as upstream's environment server does."""
         if not isinstance(row.get("data"), dict):
-            raise Refused("the row has no object `data`: leave [feeder] dataset empty, so that the taskset writes it")
+            raise EnvironmentRefused(
+                "the row has no object `data`: leave [feeder] dataset empty, so that the taskset writes it"
+            )
         return self.task_class(self.data_class.model_validate(row["data"]), self.config.taskset.task)
 
     async def open(self) -> None:
@@ -139,7 +143,7 @@ class TasksetEnvironment:
         context = vf.ModelContext(model=asked["model"], client=client)
         (slot,) = self.env.slots(task)
         try:
-            found = await self._limited(asked.get("max_turns")).run_slot(slot, context, on_trace=seat)
+            found = await self._limit_turns(asked.get("max_turns")).run_slot(slot, context, on_trace=seat)
         finally:
             for name in minted:
                 self.relay.seats.pop(name, None)
@@ -152,7 +156,7 @@ class TasksetEnvironment:
             "traces": [_trace(trace, episode) for trace in found.traces],
         }
 
-    def _limited(self, max_turns: int | None) -> Any:
+    def _limit_turns(self, max_turns: int | None) -> Any:
         """Return the environment, with the session's limit of turns for the roles that have none of their own."""
         roles = self._roles(self.config)
         limits = {name: spec.max_turns or max_turns for name, spec in roles.items()}
@@ -165,20 +169,20 @@ class TasksetEnvironment:
         return env
 
     def _trained_role(self, asked: str) -> str:
-        """Return the role whose traces are the policy's. Raises Refused."""
+        """Return the role whose traces are the policy's. Raises EnvironmentRefused."""
         if asked and asked not in self.roles:
-            raise Refused(f"role={asked}: the environment's roles are {', '.join(self.roles)}")
+            raise EnvironmentRefused(f"role={asked}: the environment's roles are {', '.join(self.roles)}")
         if asked or len(self.roles) == 1:
             return asked or self.roles[0]
         own = [name for name, spec in self._roles(self.config).items() if spec.client is None and spec.model is None]
         if len(own) != 1:
-            raise Refused(
+            raise EnvironmentRefused(
                 f"the environment has the roles {', '.join(self.roles)}: say which one is trained by role=NAME"
             )
         return own[0]
 
 
-def _version(module: str) -> str:
+def version_of(module: str) -> str:
     """Return the versions of the packages that play: the taskset's, and verifiers'."""
     packages = {*metadata.packages_distributions().get(module, [])[:1], "verifiers"}
     return " ".join(f"{package}=={metadata.version(package)}" for package in sorted(packages))
