@@ -63,9 +63,9 @@ class TruncatedRun:
 class FunctionAgent:
     """An agent written with any framework, which runs in the runner's process and its event loop.
 
-    It returns None, so that the recipe's verifier judges, or the Verdict, or a TruncatedRun. Exceptions other than AgentError do not count
-    as a failure of the agent: the session ends as `infra_failure` and is retried, as after the death of its runner. If
-    the gateway refused a turn because of a limit, the session is `truncated`.
+    It returns None, so that the recipe's verifier judges, or the Verdict, or a TruncatedRun. Exceptions other than
+    AgentError do not count as a failure of the agent: the session ends as `infra_failure` and is retried, as after the
+    death of its runner. If the gateway refused a turn because of a limit, the session is `truncated`.
     """
 
     name: str

@@ -109,7 +109,8 @@ class ClassicEnvironment:
             self.env.max_turns = asked["max_turns"]
         name, episode = uuid.uuid4().hex, RunningEpisode(asked["base_url"], asked["api_key"], ROLE)
         self.relay.seats[name] = Seat(episode, "main")
-        _swallowed.set(swallowed := [])
+        swallowed: list[str] = []
+        _swallowed.set(swallowed)
         try:
             async with AsyncOpenAI(
                 base_url=self.relay.url,
