@@ -174,3 +174,11 @@ def test_a_game_that_reads_data_of_nltk_is_refused_where_they_are_missing() -> N
 def test_an_unknown_game_is_refused_by_name() -> None:
     with pytest.raises(match="'Nope-v0'"):
         TextGame("Nope-v0", 1)
+
+
+def test_the_share_that_countdown_exchanges_with_its_reason_is_a_number() -> None:
+    game = TextGame("Countdown-v0", 1)
+    for _ in range(2):
+        game.act("[9 9 +]")
+    assert game.done
+    assert 0.0 < game.rewards[0] < 1.0
