@@ -97,7 +97,7 @@ class E2bSandbox(InitSandbox):
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
-        if self._stream.killed and await self._machine_runs():
+        if self._stream.ended_by_signal and await self._machine_runs():
             self._evidence = dataclasses.replace(self._evidence, killed=True)
         await super().close()
         await self._stream.close()

@@ -93,7 +93,7 @@ class E2bStream:
             self._outbox.put(CERTIFICATES, body=self._certificates[start : start + PART_BYTES])
 
     @property
-    def killed(self) -> bool:
+    def ended_by_signal(self) -> bool:
         """True if the service reported that the relay, or the init in it, was ended by a signal. The worker sends
         none."""
         code = self.returncode
