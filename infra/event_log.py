@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import Counter
 
@@ -22,6 +22,18 @@ from turnlog.schemas.ids import dead_letter_id
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES, TOPIC_OF
 
 log = logging.getLogger(__name__)
+
+
+class EventSink(Protocol):
+    """Takes events that a runner or a sandbox worker writes."""
+
+    async def append(self, event: Event) -> tuple[int, int]:
+        """Take an event, wait until it is durable, and return (partition, offset)."""
+        ...
+
+    async def submit(self, event: Event) -> Awaitable[tuple[int, int]]:
+        """Take an event, which fixes its order, and return an awaitable for its position."""
+        ...
 
 
 class EventLog:

@@ -26,7 +26,7 @@ from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Judge
 from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
 from turnlog.infra.environments.tasks import Task, TaskSource, acted_out
 from turnlog.infra.environments.verifiers.kinds import is_late
-from turnlog.infra.event_log import EventLog
+from turnlog.infra.event_log import EventSink
 from turnlog.infra.roles import log_lines
 from turnlog.producers.agents import WAITED, Actor, Attempt, CommandActor, FunctionActor, SessionEnding, ToolBroken
 from turnlog.producers.gateway_client import (
@@ -82,7 +82,7 @@ class Rollout:
     source: TaskSource
     settings: RunnerSettings
     gateway: GatewayClient
-    events: EventLog
+    events: EventSink
     results: ToolResults
     blobs: Blobs
     http: httpx.AsyncClient

@@ -21,7 +21,7 @@ from turnlog.infra.environments.sources import BrokenRecipe, call_recipe
 from turnlog.infra.environments.tasks import Task
 from turnlog.infra.environments.tools import AGENT, MCP_TOOL
 from turnlog.infra.environments.workspaces import FilesUnusable, store_files
-from turnlog.infra.event_log import EventLog
+from turnlog.infra.event_log import EventSink
 from turnlog.schemas import ids
 from turnlog.schemas.events import (
     RolloutRequested,
@@ -126,7 +126,7 @@ class ToolResults:
 class ToolCalls:
     """The calls of one session, in order: `call_seq` counts those that reached a sandbox."""
 
-    events: EventLog
+    events: EventSink
     results: ToolResults
     request: RolloutRequested
     session_id: str

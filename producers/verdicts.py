@@ -32,7 +32,7 @@ from turnlog.infra.environments.verifiers.judges import (
 )
 from turnlog.infra.environments.verifiers.kinds import PatchVerifier, SandboxVerifier, rewarding_steps
 from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
-from turnlog.infra.event_log import EventLog
+from turnlog.infra.event_log import EventSink
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.tool_calls import (
     UNBEGUN,
@@ -123,7 +123,7 @@ class Bench:
     """Everything that is needed to judge one session."""
 
     http: httpx.AsyncClient
-    events: EventLog
+    events: EventSink
     gateway: GatewayClient
     results: ToolResults
     blobs: Blobs

@@ -13,14 +13,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import Counter, Histogram
 
-from turnlog.infra.blobs import BlobError
+from turnlog.infra.blobs import BlobError, Blobs
 from turnlog.infra.environments.tools import AGENT
+from turnlog.infra.event_log import EventSink
+from turnlog.infra.log import Record
 from turnlog.infra.roles.credentials import CredentialKeys, CredentialUnusable
-from turnlog.infra.roles.role import Role
+from turnlog.infra.roles.health import Health
 from turnlog.infra.roles.tls import TlsFileUnusable
 from turnlog.sandbox_workers.agent_calls import RecordedCalls, blamed_on_servers
 from turnlog.sandbox_workers.calls import (
@@ -65,6 +67,7 @@ from turnlog.schemas.events import EgressRequest, ToolCallCompleted, ToolCallReq
 from turnlog.schemas.events.tools import UNISOLATED
 from turnlog.schemas.topics import INLINE_LIMIT_BYTES
 from turnlog.schemas.types import BlobRef
+from turnlog.settings import Settings
 
 if TYPE_CHECKING:
     from turnlog.sandbox_workers.egress import Egress, GatewayRelay
@@ -90,11 +93,44 @@ class NoSandboxInTime(Exception):
     """No sandbox was leased in time: the call was cancelled, or its deadline passed. Look at the call again."""
 
 
+class CallHost(Protocol):
+    """Parts of a role that running calls needs."""
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of the worker."""
+        ...
+
+    @property
+    def events(self) -> EventSink:
+        """Takes the records of calls that began or are answered."""
+        ...
+
+    @property
+    def blobs(self) -> Blobs:
+        """Store of workspaces and long outputs."""
+        ...
+
+    @property
+    def health(self) -> Health:
+        """Readiness of the worker."""
+        ...
+
+    @property
+    def instance(self) -> str:
+        """Name of the worker in its records."""
+        ...
+
+    async def park(self, record: Record, cause: Exception) -> None:
+        """Dead-letter the request of a call that cannot be run."""
+        ...
+
+
 class CallRunner:
     """Answers one call at a time per session, and as many sessions at once as the pools have slots."""
 
     def __init__(
-        self, role: Role, pools: SandboxPools, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
+        self, role: CallHost, pools: SandboxPools, catch_up: CatchUp, clock: Callable[[], float], egress: Egress | None
     ) -> None:
         settings = role.settings
         self._events = role.events

@@ -270,10 +270,10 @@ def prompt_messages(row: TaskRow) -> list[Message]:
 
 
 def task_id(row: TaskRow) -> str:
-    """Return the row's `id`, or else a hash of the row."""
-    found = row.get("id")
-    if isinstance(found, str | int) and found != "":
-        return str(found)
+    """Return the row's `id`, `task_id` or `instance_id`, or else a hash of the row."""
+    for key in ("id", "task_id", "instance_id"):
+        if isinstance(found := row.get(key), str | int) and found != "":
+            return str(found)
     return hashlib.sha256(canonical_text(dict(row), ascii_only=False).encode()).hexdigest()[:16]
 
 

@@ -14,8 +14,17 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from turnlog.environments import Demonstration, Episode, FunctionVerifier, Recipe, SandboxCall, TaskRow, Verdict
-from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
+from turnlog.environments import (
+    Demonstration,
+    Episode,
+    FunctionVerifier,
+    Message,
+    Recipe,
+    SandboxCall,
+    TaskRow,
+    Verdict,
+)
+from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating, solving_call
 from turnlog.schemas.events.sessions import Outcome
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 from turnlog.schemas.json_depth import deeper_than
@@ -103,6 +112,10 @@ class Calc(Recipe):
     def tool_answer(self, ok: bool, output: bytes) -> str:
         """Return what was printed, or `error`."""
         return output.decode(errors="replace").strip() if ok else ERROR
+
+    def solution(self, task: TaskRow) -> list[Message]:
+        """Return the call of the expression, and the answer."""
+        return [solving_call("calc", {"expr": task["expr"]}), {"role": "assistant", "content": task["answer"]}]
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
         """Yield fresh random tasks forever."""

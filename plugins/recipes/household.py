@@ -25,7 +25,7 @@ from turnlog.environments import (
     Verdict,
     played,
 )
-from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
+from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating, solving_call
 
 PLACES: Final = ("bed", "desk", "fridge", "shelf", "sink", "sofa")
 THINGS: Final = ("apple", "book", "cup", "key", "lamp", "pen", "plate", "soap")
@@ -138,6 +138,12 @@ class Household(Recipe):
         parameters = {"type": "object", "properties": {"do": {"type": "string"}}, "required": ["do"]}
         about = "go PLACE, take THING or put THING."
         return ({"type": "function", "function": {"name": "act", "description": about, "parameters": parameters}},)
+
+    def solution(self, task: TaskRow) -> list[Message]:
+        """Return the shortest way: fetch the thing from where it lies, and put it where it belongs."""
+        thing = task["thing"]
+        ways = (f"go {task['lies'][thing]}", f"take {thing}", f"go {task['goal']}", f"put {thing}")
+        return [solving_call("act", {"do": way}) for way in ways]
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
         """Yield fresh random tasks forever."""

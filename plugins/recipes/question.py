@@ -212,6 +212,10 @@ class Question(Recipe):
             return ASKS
         return "\n".join(library().search(query)) or "nothing fits"
 
+    def solution(self, task: TaskRow) -> list[Message]:
+        """Return the answer."""
+        return [{"role": "assistant", "content": f"Answer: {task['answer']}"}]
+
     def tasks(self, seed: int) -> Iterator[TaskRow]:
         """Yield fresh random questions forever."""
         generator = random.Random(f"question tasks {seed}")

@@ -25,7 +25,7 @@ from typing import Any, Final
 from turnlog.environments import Demonstration, Message, Recipe, TaskRow
 from turnlog.infra.environments.tools import tool_declarations
 from turnlog.infra.environments.verifiers.kinds import PROTECTED, Grading, PatchVerifier
-from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating
+from turnlog.plugins.recipes.warm_start import TinyWarmStart, demonstrate_call, imitating, solving_call
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
 PROMPT: Final = """\
@@ -120,6 +120,13 @@ class Repair(Recipe):
             if whole:
                 read["files"] = read_folder(folder)
         return read
+
+    def solution(self, task: TaskRow) -> list[Message] | None:
+        """Return the call that applies the row's `patch`; None if it has none."""
+        if not task.get("patch"):
+            return None
+        command = {"command": 'git apply --unsafe-paths --directory="$PWD" -', "stdin": task["patch"]}
+        return [solving_call("shell", command), {"role": "assistant", "content": "Mended."}]
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
         """Yield every bug once, in an order given by the seed, and then again under other names."""

@@ -57,6 +57,12 @@ def demonstrate_call(name: str, arguments: Mapping[str, Any], answer: str) -> li
     return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": answer}]
 
 
+def solving_call(name: str, arguments: Mapping[str, Any]) -> Message:
+    """Return a tool call of a solution."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
 def imitating(messages: Sequence[Message]) -> Demonstration:
     """Return a conversation of which all assistant messages are trained, including wrong ones."""
     return Demonstration(tuple(messages), tuple(message["role"] == "assistant" for message in messages))

@@ -25,6 +25,7 @@ from turnlog.verbs import (
     dataset,
     dead_letters,
     engines,
+    env,
     gc,
     index,
     models,
@@ -200,7 +201,7 @@ def _completion(_: Settings, arguments: argparse.Namespace) -> int:
 
 
 FAMILIES = (
-    start, run, status, dashboard, books, session, index, models, dataset, replay, archive, engines, dead_letters,
+    start, run, status, dashboard, books, session, index, models, dataset, replay, archive, engines, dead_letters, env,
     catalogue, gc, roles, sandbox, outlets,
 )  # fmt: skip
 VERBS: tuple[Verb, ...] = (
