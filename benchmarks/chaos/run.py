@@ -34,6 +34,8 @@ SHARED = frozenset(
         "dying_loader",
         "kept",
         "noting",
+        "noting_server",
+        "stepping",
         "scripted_loop",
         "soak",
         "soak_looks",

@@ -140,7 +140,7 @@ class Processes:
                 self.start(name)
 
 
-def requested(settings: Settings, kind: str, number: int) -> RolloutRequested:
+def requested(settings: Settings, kind: str, number: int, recipe: str = noting.RECIPE.name) -> RolloutRequested:
     """The rollout of a task, as a feeder asks for it. Each of a group has a task of its own, so that an effect tells
     whose it is."""
     group, index = f"{kind}-{number // GROUP_SIZE}", number % GROUP_SIZE
@@ -148,24 +148,24 @@ def requested(settings: Settings, kind: str, number: int) -> RolloutRequested:
     return RolloutRequested(
         event_id=rollout, run_id=settings.run.id, group_id=group, floor=0, task_id=group, rollout_id=rollout,
         rollout_index=index, group_size=GROUP_SIZE, draw=0, dataset="chaos", dataset_epoch=0, index=0,
-        recipe=noting.RECIPE.name, purpose=Purpose.train, task=json.dumps({"prompt": f"task {number}"}).encode(),
+        recipe=recipe, purpose=Purpose.train, task=json.dumps({"prompt": f"task {number}"}).encode(),
         sampling=Sampling(max_new_tokens=160), min_weight_version=0,
         limits=Limits(max_turns=8, max_context_tokens=2048, deadline_s=PATIENCE_S),
     )  # fmt: skip
 
 
-async def ask(role: Role, story: Story) -> None:
+async def ask(role: Role, story: Story, recipe: str = noting.RECIPE.name) -> None:
     """Keep OPEN rollouts open until there is enough."""
     while not story.enough:
         if story.open < OPEN:
             for _ in range(GROUP_SIZE):
-                await begin(role, story, STRUCK, len(story.requested))
+                await begin(role, story, STRUCK, len(story.requested), recipe)
         await asyncio.sleep(0.02)
 
 
-async def begin(role: Role, story: Story, kind: str, number: int) -> None:
+async def begin(role: Role, story: Story, kind: str, number: int, recipe: str = noting.RECIPE.name) -> None:
     """One more rollout."""
-    request = requested(role.settings, kind, number)
+    request = requested(role.settings, kind, number, recipe)
     story.requested[request.rollout_id] = kind, number
     await role.events.append(request)
 
