@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.environments.openenv_servers import upstream_python
 from turnlog.settings import Settings
 
 CHAOS = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos"
@@ -115,4 +116,16 @@ def test_whatever_kills_loaders_an_engine_answers_by_weights_that_an_event_names
     assert line["detail"]["struck"] == dict.fromkeys((*fetches[:kills], *swaps[:kills]), 1)
     assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
     assert line["detail"]["answers"] > 0
+    assert line["ok"], line
+
+
+@pytest.mark.long
+def test_no_step_of_an_environment_is_lost_or_taken_twice_whoever_is_killed(live_settings: Settings) -> None:
+    """The suite kills runners between steps in memory (test_runner_environments.py), and workers and servers of OpenEnv
+    in test_openenv.py."""
+    upstream_python()  # made before the time runs
+    line = told(live_settings, "environments.py", "--kills", "1")
+    assert line["kills"] == 4
+    assert (line["lost"], line["twice"], line["skipped"], line["identical"]) == (0, 0, 0, True)
+    assert line["detail"]["steps"]
     assert line["ok"], line
