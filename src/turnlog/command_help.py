@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from turnlog.setting_types import did_you_mean
 
 GROUPS = {
-    "Start": ("demo", "recipe", "warm-start", "up", "run", "down"),
+    "Start": ("demo", "recipe", "env", "warm-start", "up", "run", "down"),
     "Look": ("status", "dashboard", "log"),
     "Data": ("dataset", "export", "replay", "sft"),
     "Operate": ("doctor", "engines", "sandbox", "topics", "schemas", "gc", "health", "completion"),

@@ -72,7 +72,7 @@ class LocalEvents:
         self._pending: dict[str, Pending] = {}
         self._offsets = count()
         self._tasks: set[asyncio.Task[None]] = set()
-        host = LocalHost(settings, self, blobs, Health("env"), "env")
+        host = LocalHost(settings, self, blobs, Health("sandbox"), "env")
         self._clock = asyncio.get_running_loop().time
         self._runner = CallRunner(host, pools, self._catch_up, self._clock, egress)
 
@@ -136,25 +136,30 @@ class ScriptedGateway(GatewayClient):
     """Script by rollout_id, which is also the id of its only session."""
 
     async def open(self, request: RolloutRequested, task: Task, attempt: int) -> OpenSession:
+        """Return the session of the rollout, whose script begins anew. Raises RequestRejected."""
         if attempt >= MOST_ATTEMPTS:
             raise RequestRejected(f"no sandbox was free in {attempt} attempts: see [sandbox] slots")
         self.scripts[request.rollout_id].taken = 0
         return OpenSession(request.rollout_id, self.url, "", "local")
 
     def seal_token(self, session: OpenSession, call_id: str) -> str:
+        """Return the token, sealed for the worker in this process."""
         keys = CredentialKeys(self.settings.sandbox.credential_key, Path(self.settings.run.directory))
         return keys.encrypt_token(session.agent_token, call_id)
 
     async def state(self, session: OpenSession) -> SessionState:
+        """Return the number of turns that were taken, at least one."""
         # A program or a function that took no turn counts as one that did not act, whereas here it need not.
         turns = max(1, self.scripts[session.session_id].taken)
         names = tuple(TurnId(EPOCH, index) for index in range(turns))
         return SessionState(False, Outcome.completed, (), "", None, turns=turns, turn_ids=names)
 
     async def glimpse(self, session: OpenSession) -> SessionState | None:
+        """Return the same as `state`."""
         return await self.state(session)
 
     async def complete(self, session: OpenSession, messages: list[Message], tools: Any, *, step: int) -> Completion:
+        """Return the next turn of the script, or an empty message."""
         script = self.scripts[session.session_id]
         said = dict(script.messages[script.taken]) if script.taken < len(script.messages) else {"content": ""}
         turn = TurnId(EPOCH, script.taken)
@@ -177,5 +182,6 @@ class ScriptedGateway(GatewayClient):
         judged: TurnId | None,
         step_rewards: int = 0,
     ) -> None:
+        """Note how the session ended."""
         script = self.scripts[session.session_id]
         script.outcome, script.reason = outcome, reason

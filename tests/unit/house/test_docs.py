@@ -94,6 +94,7 @@ WITHOUT_A_LOG = {
     "schemas",
     "health",
     "recipe",
+    "env",
     "completion",
 }
 """Verbs that ask no broker, or an embedded one, which asks nobody who they are."""
