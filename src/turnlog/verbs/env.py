@@ -16,8 +16,8 @@ Examples:
 """
 CHECK_EPILOG = """\
 Each task is tried twice, as in training but without a model: once by its own solution, which must be rewarded with 1,
-and once by an agent that does nothing, which must be rewarded with 0. Neither Kafka nor an engine is needed; sandboxes
-are started as [sandbox] says.
+and once by an agent that does nothing, which must be rewarded with 0 or less. Neither Kafka nor an engine is needed;
+sandboxes are started as [sandbox] says.
 
 Examples:
   turnlog env check calc

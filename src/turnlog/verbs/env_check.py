@@ -68,8 +68,10 @@ class TrialResult:
 
     @property
     def ok(self) -> bool:
-        """True if the reward is the one that a sound task gives."""
-        return self.reward is not None and abs(self.reward - self.wanted) <= SAME
+        """True if the reward is one that a sound task gives: 1 for its solution, 0 or less for doing nothing."""
+        if self.reward is None:
+            return False
+        return self.reward <= SAME if self.wanted == 0.0 else abs(self.reward - self.wanted) <= SAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

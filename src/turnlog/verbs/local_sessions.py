@@ -19,7 +19,14 @@ from turnlog.infra.environments.tasks import Task
 from turnlog.infra.log import Record
 from turnlog.infra.roles.credentials import CredentialKeys
 from turnlog.infra.roles.health import Health
-from turnlog.producers.gateway_client import Completion, GatewayClient, OpenSession, RequestRejected, SessionState
+from turnlog.producers.gateway_client import (
+    Completion,
+    GatewayClient,
+    OpenSession,
+    RequestRejected,
+    SessionState,
+    Speaker,
+)
 from turnlog.producers.tool_calls import ToolResults
 from turnlog.sandbox_workers.call_runner import CallRunner
 from turnlog.sandbox_workers.calls import Pending, ToolCallPartitionTask
@@ -152,14 +159,16 @@ class ScriptedGateway(GatewayClient):
         # A program or a function that took no turn counts as one that did not act, whereas here it need not.
         turns = max(1, self.scripts[session.session_id].taken)
         names = tuple(TurnId(EPOCH, index) for index in range(turns))
-        return SessionState(False, Outcome.completed, (), "", None, turns=turns, turn_ids=names)
+        return SessionState(False, Outcome.completed, (), "", None, turns=turns, turn_ids=names, players={})
 
     async def glimpse(self, session: OpenSession) -> SessionState | None:
         """Return the same as `state`."""
         return await self.state(session)
 
-    async def complete(self, session: OpenSession, messages: list[Message], tools: Any, *, step: int) -> Completion:
-        """Return the next turn of the script, or an empty message."""
+    async def complete(
+        self, session: OpenSession, messages: list[Message], tools: Any, *, step: int, speaker: Speaker | None = None
+    ) -> Completion:
+        """Return the next turn of the script, or an empty message. Players share the script."""
         script = self.scripts[session.session_id]
         said = dict(script.messages[script.taken]) if script.taken < len(script.messages) else {"content": ""}
         turn = TurnId(EPOCH, script.taken)
@@ -179,8 +188,9 @@ class ScriptedGateway(GatewayClient):
         *,
         final: bool,
         reward: bool,
-        judged: TurnId | None,
+        judged: TurnId | Sequence[TurnId] | None,
         step_rewards: int = 0,
+        players: Sequence[str] = (),
     ) -> None:
         """Note how the session ended."""
         script = self.scripts[session.session_id]
