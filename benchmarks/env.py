@@ -99,7 +99,8 @@ class OpenEnvAdapter:
     @asynccontextmanager
     async def open(cls) -> AsyncIterator[OpenEnvAdapter]:
         """Start the server; an episode is longer than any round."""
-        async with guessing(sessions=4 * SESSIONS) as server, contextlib.aclosing(DirectNetwork()) as network:
+        places = 2 * (ROUNDS + 1) * SESSIONS
+        async with guessing(sessions=places) as server, contextlib.aclosing(DirectNetwork()) as network:
             yield cls(server.url, server.process.pid, network)
 
     def opening(self, session: int) -> dict[str, Any]:

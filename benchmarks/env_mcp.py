@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import row  # noqa: F401 - by which `tests` is found
 
 from tests.mcp_servers.upstream import environment, http_server
 from turnlog.infra.embedded.ports import free_ports
