@@ -1,4 +1,4 @@
-"""Where a session's environment is: at a server that is reached by URL, or at one that the worker starts."""
+"""Places of a session's environment: a server that is reached by URL, or one that the worker starts."""
 
 from __future__ import annotations
 
