@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from verifiers_guest.relay import SESSION_HEADER, TEXT, Relay, RunningEpisode, Seat
+from verifiers_guest.relay import SESSION_HEADER, TEXT, ModelRelay, RunningEpisode, Seat
 from verifiers_guest.tasksets import ENTRIES, NAME, EnvironmentRefused, version_of
 
 ROLE = "agent"
@@ -78,7 +78,7 @@ class ClassicEnvironment:
         self.version = version_of(module_of(asked["env"]))
         for name in ("verifiers", "verifiers.legacy"):
             logging.getLogger(name).addHandler(SwallowedErrors(logging.ERROR))
-        self.relay = Relay()
+        self.relay = ModelRelay()
         self._start = asyncio.Lock()
 
     def about(self) -> dict[str, Any]:

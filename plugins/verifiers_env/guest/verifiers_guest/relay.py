@@ -47,7 +47,7 @@ class RunningEpisode:
     others: int = 0
 
 
-class Relay:
+class ModelRelay:
     """A local HTTP endpoint between the environment's model client and the gateway. It adds the session's key, so that
     no client of the environment has it, and the agent path of the trace that a request belongs to."""
 

@@ -12,7 +12,7 @@ import itertools
 from importlib import metadata
 from typing import Any
 
-from verifiers_guest.relay import TEXT, Relay, RunningEpisode, Seat
+from verifiers_guest.relay import TEXT, ModelRelay, RunningEpisode, Seat
 
 LIMIT_STOPS = frozenset({"max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed"})
 """Stop conditions of a trace that a limit ended, beside those that end in `_timeout` (`Trace.is_truncated`)."""
@@ -55,7 +55,7 @@ class TasksetEnvironment:
                 f"{self.data_class.__name__} leaves {excluded} out of its JSON, so its tasks cannot be sent"
             )
         self.version = version_of(type(self.env.taskset).__module__.partition(".")[0])
-        self.relay = Relay()
+        self.relay = ModelRelay()
         self._served = contextlib.AsyncExitStack()
         self._start = asyncio.Lock()
         self._started, self._unlimited = False, True
