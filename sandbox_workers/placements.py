@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import posixpath
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from turnlog.infra.environments.tools import AGENT
 from turnlog.sandbox_settings import EgressSettings, SandboxSettings
@@ -58,12 +60,14 @@ class Scheduler:
     def placement(self, request: ToolCallRequested) -> Placement | Refusal:
         """Return how the call is run, or why it is refused."""
         spec = request.sandbox
-        if said := _limits_flaw(request) or _env_flaw(spec):
+        if said := _limits_flaw(request) or _env_flaw(spec) or _folders_flaw(spec):
             return Refusal("sandbox", said)
         pool = self._pools.pool(spec.backend)
         if pool is None:
             served = ", ".join(self._pools.served_backends)
             return Refusal("backend", f"this worker does not serve backend {spec.backend[:80]!r}; it serves {served}")
+        if spec.folders and not pool.provider.places:
+            return Refusal("sandbox", f"backend {pool.provider.name} serves no `folders`, only /workspace")
         agent = request.tool == AGENT.name
         if said := self._network_flaw(spec, pool, agent=agent):
             return Refusal("network", said)
@@ -71,7 +75,7 @@ class Scheduler:
         tool = prepared(request.tool, request.arguments, spec, limits, argument_bytes=self._argument_bytes)
         if isinstance(tool, Refusal):
             return tool
-        shape = Shape(image=spec.image, network=spec.network, disk_bytes=limits.disk_bytes)
+        shape = Shape(image=spec.image, network=spec.network, disk_bytes=limits.disk_bytes, folders=tuple(spec.folders))
         placement = Placement(tool, pool, shape, limits)
         if placement.interpreter and not pool.provider.sessions:
             return Refusal("tool", f"{request.tool} needs a persistent interpreter; {pool.provider.name} has none")
@@ -115,6 +119,26 @@ def _env_flaw(spec: SandboxSpec) -> str:
     return f"env has {size} characters, {MOST_ENV_BYTES} are allowed" if size > MOST_ENV_BYTES else ""
 
 
+MOST_FOLDERS = 32
+
+
+def _folders_flaw(spec: SandboxSpec) -> str:
+    """Return why these folders cannot make up a workspace, or ""."""
+    if len(spec.folders) > MOST_FOLDERS:
+        return f"{len(spec.folders)} folders, {MOST_FOLDERS} are allowed"
+    for number, folder in enumerate(spec.folders):
+        if folder == "." and number == 0:
+            continue
+        if not folder.startswith("/") or folder == "/" or posixpath.normpath(folder) != folder or "\0" in folder:
+            return f"folder {folder[:80]!r} is no absolute path below /, or the first and `.`"
+        if any(PurePosixPath(folder).is_relative_to(top) for top in SYSTEM):
+            return f"folder {folder[:80]!r} belongs to the sandbox itself"
+    return ""
+
+
+SYSTEM = ("/proc", "/sys", "/dev", "/tmp", "/etc/turnlog", "/opt/python", "/opt/init", "/opt/loader", "/opt/image")
+
+
 class EnvironmentDigests:
     """Environment hashes; a backend is asked once per image and network."""
 
@@ -124,12 +148,14 @@ class EnvironmentDigests:
 
     async def sha256(self, provider: Provider, shape: Shape, spec: SandboxSpec) -> str:
         """Return the environment's hash as hex sha256. Raises ImageMissing."""
-        name = provider.name, shape.image, shape.network, spec.allow
+        name = provider.name, shape.image, shape.network, spec.allow, shape.folders
         if name in self._known:
             self._known.move_to_end(name)
             return self._known[name]
         about: dict[str, object] = {"backend": provider.name, "network": shape.network}
         about["made_of"] = dict(await provider.environment(shape))
+        if shape.folders:
+            about["folders"] = list(shape.folders)
         if shape.network == "allowlist":
             about["rules"] = {**self._rules, "of_the_task": list(spec.allow)}
         found = self._known[name] = environment_digest(about)

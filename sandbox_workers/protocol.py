@@ -195,6 +195,9 @@ class Shape:
     image: str | None = None
     network: str = "none"
     disk_bytes: int
+    folders: tuple[str, ...] = ()
+    """See SandboxSpec. Paths of the workspace are then relative to /, and `read` and `write` also take absolute ones;
+    those without a leading / are relative to the first folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +300,8 @@ class Provider(Protocol):
     """Values of SandboxSpec.network that the backend serves."""
     costly: bool
     """True if its sandboxes are paid for by the second; then none is started before a call needs it."""
+    places: bool
+    """True if it serves `Shape.folders`."""
 
     async def start(self, slot: int, shape: Shape) -> Sandbox:
         """Start a new empty sandbox in slot `slot` (one host user per slot). Raises SandboxUnavailable,

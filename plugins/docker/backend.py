@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from turnlog.plugins.docker.sandbox import (
-    FOLDERS,
     PRYING,
     REMEDY,
     ContainerSandbox,
@@ -35,6 +34,7 @@ from turnlog.plugins.docker.sandbox import (
 )
 from turnlog.sandbox_settings import SandboxSettings
 from turnlog.sandbox_workers.backends import seccomp
+from turnlog.sandbox_workers.inside.attached import UNFIT as UNFIT_FOLDER
 from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
@@ -62,6 +62,7 @@ class Docker:
 
     name = "docker"
     costly = False
+    places = True
     sessions = True
     networks = frozenset({"none"})
 
@@ -118,7 +119,7 @@ class Docker:
                 await self._prepare_container(sandbox, arguments["name"], shape)
         except (TimeoutError, SandboxDied, OSError) as error:
             said = await sandbox.last_words()
-            if UNFIT in said:
+            if UNFIT in said or UNFIT_FOLDER in said:
                 raise ImageMissing(f"{image}: {said}") from error
             raise SandboxUnavailable(f"{image}: {said or error or 'its init was not ready in time'}") from error
         except BaseException:
@@ -169,7 +170,7 @@ class Docker:
             if state["ExitCode"] == NOT_FOUND:
                 raise ImageMissing(f"{image} has no python3 on its PATH, and sandboxes need one") from error
             raise
-        return ContainerSandbox(self._client, container, ContainerStream(attached, pid), shape.disk_bytes)
+        return ContainerSandbox(self._client, container, ContainerStream(attached, pid), shape)
 
     async def _prepare_container(self, sandbox: ContainerSandbox, name: str, shape: Shape) -> None:
         """Prepare a container: first its listener, while there is no init yet that would take this for a call's, then
@@ -179,10 +180,12 @@ class Docker:
         if shape.network == "allowlist":
             proxy = await asyncio.to_thread(listening_in, sandbox.process.pid, name)
         try:
-            await asyncio.to_thread(sandbox.stream.sendall, program(self._filter, *FOLDERS))
+            await asyncio.to_thread(sandbox.stream.sendall, program(self._filter, shape))
             await sandbox.ready()
         finally:
             sandbox.proxy = proxy
+        if shape.folders:  # never reset; and its root may list descriptors of the init, but open none
+            return
         if self._guarded is None:
             self._guarded = await is_init_protected(sandbox, self._probe)
             if not self._guarded:

@@ -22,6 +22,7 @@ import ctypes
 import dataclasses
 import errno
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -85,6 +86,15 @@ ENVIRONMENT = {
     **FORGETFUL,
 }
 """Variables added to the image's own; the hash seed makes re-runs alike."""
+
+
+FOREIGN = {name: value for name, value in ENVIRONMENT.items() if name not in ("HOME", "USER", "LANG")}
+"""Variables added for a workspace in folders of the image, whose programs expect what the image sets."""
+ROOTS_RIGHTS = [
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID", "SYS_CHROOT",
+]  # fmt: skip
+"""Capabilities for a workspace in folders of the image: its programs run as root there, as under `docker run`, so that
+package managers work. None of them reaches beyond the container."""
 
 
 def connect() -> Any:
@@ -158,15 +168,15 @@ def container_arguments(
     daemon: Daemon, settings: SandboxSettings, slot: int, shape: Shape, ca: Path | None
 ) -> dict[str, Any]:
     """Return the arguments of the SDK's create_container. `ca`: a file of the daemon's machine to be shown as CA."""
-    uid, called = FIRST_UID + slot, name(slot)
+    uid, called = 0 if shape.folders else FIRST_UID + slot, name(slot)
+    own = {"environment": FOREIGN} if shape.folders else {"environment": ENVIRONMENT, "working_dir": WORKSPACE}
     return {
         "image": shape.image or settings.docker_image,
         "name": called,
         "hostname": "sandbox",
         "entrypoint": entrypoint(called),
         "user": f"{uid}:{uid}",
-        "working_dir": WORKSPACE,
-        "environment": ENVIRONMENT,
+        **own,
         "stdin_open": True,
         "labels": {LABEL: boot_id()},
         "healthcheck": {"Test": ["NONE"]},
@@ -177,25 +187,30 @@ def container_arguments(
 def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shape, ca: Path | None) -> dict[str, Any]:
     """Return the arguments of the SDK's create_host_config."""
     # noexec is Docker's default for a tmpfs, but programs must run from a workspace.
-    options = f"rw,exec,nosuid,nodev,size={shape.disk_bytes},mode=0700,uid={uid},gid={uid}"
+    mode = "1777" if shape.folders else "0700"
+    options = f"rw,exec,nosuid,nodev,size={shape.disk_bytes},mode={mode},uid={uid},gid={uid}"
     memory = settings.memory_bytes + shape.disk_bytes + BASELINE_BYTES  # a tmpfs is charged to its container
     bounds: dict[str, Any] = {"mem_limit": memory, "memswap_limit": memory}
     if daemon.about.get("CpuCfsQuota"):
         bounds["nano_cpus"] = int(settings.cpus * 1e9)
-    return bounds | {
-        "cap_drop": ["ALL"],
-        "ipc_mode": "private",
-        "log_config": {"Type": "none"},  # otherwise the daemon would write every frame to its disk
-        "mounts": [{"Type": "bind", "Source": str(ca), "Target": CA, "ReadOnly": True}] if ca else [],
-        "network_mode": "none",
-        "pids_limit": settings.pids + BASELINE_PIDS,
-        "read_only": True,
-        "restart_policy": {"Name": "no"},
-        "runtime": daemon.runtime,
-        "security_opt": ["no-new-privileges"],
-        "sysctls": IPC,
-        "tmpfs": dict.fromkeys(FOLDERS, options),
-    }
+    return (
+        bounds
+        | {
+            "cap_drop": ["ALL"],
+            "cap_add": ROOTS_RIGHTS if shape.folders else [],
+            "ipc_mode": "private",
+            "log_config": {"Type": "none"},  # otherwise the daemon would write every frame to its disk
+            "mounts": [{"Type": "bind", "Source": str(ca), "Target": CA, "ReadOnly": True}] if ca else [],
+            "network_mode": "none",
+            "pids_limit": settings.pids + BASELINE_PIDS,
+            "read_only": not shape.folders,
+            "restart_policy": {"Name": "no"},
+            "runtime": daemon.runtime,
+            "security_opt": ["no-new-privileges"],
+            "sysctls": IPC,
+            "tmpfs": dict.fromkeys(FOLDERS[1:] if shape.folders else FOLDERS, options),
+        }
+    )
 
 
 async def sweep(client: Any) -> int:
@@ -220,10 +235,12 @@ def entrypoint(name: str) -> list[str]:
     return loader_command(name)
 
 
-def program(denied: bytes, *folders: str) -> bytes:
+def program(denied: bytes, shape: Shape | None = None) -> bytes:
     """Encode what is sent first: arguments of `inside.attached.main`, a seccomp filter (or nothing) and the writable
     folders."""
-    return sent_program("attached", base64.b64encode(denied).decode(), *folders)
+    roots = () if shape is None else shape.folders
+    folders = () if shape is None else FOLDERS[1:] if roots else FOLDERS
+    return sent_program("attached", base64.b64encode(denied).decode(), json.dumps(roots), *folders)
 
 
 def fingerprint() -> str:
@@ -265,8 +282,9 @@ RUNTIME = "runc"
 class ContainerSandbox(InitSandbox):
     """A container, removed when it is closed."""
 
-    def __init__(self, client: Any, container: str, stream: ContainerStream, disk_bytes: int) -> None:
-        super().__init__(stream, stream.control, lambda: None, EXIT_S, disk_bytes=disk_bytes)
+    def __init__(self, client: Any, container: str, stream: ContainerStream, shape: Shape) -> None:
+        super().__init__(stream, stream.control, lambda: None, EXIT_S, disk_bytes=shape.disk_bytes)
+        self._layered = bool(shape.folders)
         self.container = container
         """Id of the container."""
         self.guarded = True
@@ -284,8 +302,9 @@ class ContainerSandbox(InitSandbox):
             raise SandboxDied(f"{error}; {how}", error.evidence) from error
 
     async def reset(self) -> bool:
-        """See Sandbox. A reset is never proved if an earlier call could have forged the answer."""
-        return self.guarded and await super().reset()
+        """See Sandbox. A reset is never proved if an earlier call could have forged the answer, or could write to the
+        container's own layer."""
+        return self.guarded and not self._layered and await super().reset()
 
     async def close(self) -> None:
         await super().close()

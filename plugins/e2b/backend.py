@@ -44,6 +44,7 @@ class E2b:
 
     name = "e2b"
     costly = True
+    places = False
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
     """Networks served. Every machine is requested with allow_internet_access=False. With "allowlist", connections to

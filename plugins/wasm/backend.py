@@ -164,6 +164,7 @@ class Wasm:
 
     name = "wasm"
     costly = False
+    places = False
     sessions = False
     shell = False
     networks: ClassVar[frozenset[str]] = frozenset({"none"})

@@ -23,8 +23,10 @@ from turnlog.sandbox_workers.backends import roots, seccomp
 from turnlog.sandbox_workers.backends.cgroups import Cgroups, bounds_of
 from turnlog.sandbox_workers.backends.connection import InitSandbox, init_command, own_account, start_sandbox
 from turnlog.sandbox_workers.backends.roots import InterpreterCopy, executable, init_program, interpreter, loader
+from turnlog.sandbox_workers.inside.workspace import outermost
 from turnlog.sandbox_workers.inside.zygote import CAPABILITIES, EMPTY, NOTHING
-from turnlog.sandbox_workers.protocol import BackendUnavailable, SandboxUnavailable, Shape
+from turnlog.sandbox_workers.inside.zygote import IMAGE as SHOWN
+from turnlog.sandbox_workers.protocol import BackendUnavailable, ImageMissing, SandboxUnavailable, Shape
 
 OLDEST = (0, 8)
 """First version with --disable-userns."""
@@ -37,6 +39,8 @@ REMEDY = (
 WORKSPACE = "/workspace"
 FOLDERS = (WORKSPACE, "/tmp", "/dev/shm")
 """Writable folders, each a tmpfs of at most `disk_bytes`."""
+UNSERVED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc")
+"""Folders below / that a workspace cannot have, because the root shows them as links, or as one of ours."""
 PYTHON_HOME = "/opt/python"
 INIT_HOME = "/opt/init"
 LOADER_HOME = "/opt/loader"
@@ -67,6 +71,7 @@ class Bubblewrap:
 
     name = "bubblewrap"
     costly = False
+    places = True
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
 
@@ -110,6 +115,8 @@ class Bubblewrap:
         return backend
 
     async def start(self, slot: int, shape: Shape) -> InitSandbox:
+        if unserved := [path for path in shape.folders if path == "." or path.split("/")[1] in UNSERVED]:
+            raise ImageMissing(f"bubblewrap cannot have {unserved[0]!r} as a folder of the workspace: name others")
         image = None if shape.image is None else await self._image(shape.image)
         with contextlib.ExitStack() as held:
             filters = None if self._layers is None else len(self._layers[0]).to_bytes(4, "big") + b"".join(self._layers)
@@ -226,22 +233,39 @@ def command(
     words += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
     for name in CAPABILITIES:
         words += ["--cap-add", name]
-    for name, value in _environment(image).items():
+    home = {"HOME": shape.folders[0]} if shape.folders else {}
+    for name, value in {**_environment(image), **home}.items():
         words += ["--setenv", name, value]
     words += [*(_system() if image is None else roots.root_arguments(image.root)), *_ours(parts, image)]
     if ca is not None:
         words += ["--perms", "0444", "--ro-bind-data", str(ca), f"/etc/{roots.CA}"]
     words += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in (*FOLDERS, EMPTY):
+    places = outermost(list(shape.folders))
+    folders = (*places, *FOLDERS[1:]) if places else FOLDERS
+    for folder in (*folders, EMPTY):
         words += ["--dir", folder]
+    for number, folder in enumerate(places):
+        if image is not None and not _leaves(image.root, folder):
+            words += ["--ro-bind", str(image.root / folder[1:]), f"{SHOWN}/{number}"]
     words += ["--ro-bind", os.devnull, NOTHING]
     # bwrap's own / and /dev are tmpfs without a size: left writable they would be a way around the limit.
     words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
     python = [f"{PYTHON_HOME}/bin/{parts.python}"]
     if image is not None:
         python = [f"{LOADER_HOME}/{image.loader}", "--library-path", f"{PYTHON_HOME}/lib:{LOADER_HOME}", *python]
-    arguments = [str(-1 if seccomp is None else seccomp), str(shape.disk_bytes), shape.network, *FOLDERS]
+    arguments = [str(-1 if seccomp is None else seccomp), str(shape.disk_bytes), shape.network]
+    arguments += [next(iter(shape.folders), ""), str(len(places)), *folders]
     return [*words, "--", *init_command(python, orders, *arguments, program="zygote")]
+
+
+def _leaves(root: Path, folder: str) -> bool:
+    """Return whether an image has no such folder, or one that a link leads to: on the host it could lead anywhere."""
+    path = root
+    for name in folder[1:].split("/"):
+        path /= name
+        if path.is_symlink() or not path.is_dir():
+            return True
+    return False
 
 
 def _environment(image: Image | None) -> dict[str, str]:

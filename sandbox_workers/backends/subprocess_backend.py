@@ -31,6 +31,7 @@ class Subprocess:
 
     name = "subprocess"
     costly = False
+    places = False
     sessions = True
     networks: ClassVar[frozenset[str]] = frozenset({"none", "allowlist"})
     """Networks served, though both are advice here: proxy variables point to the proxy, but nothing prevents other

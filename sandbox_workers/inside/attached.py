@@ -16,8 +16,11 @@ from turnlog.sandbox_workers.inside import init
 from turnlog.sandbox_workers.inside.frames import HEADER, Control, frame, write_all
 from turnlog.sandbox_workers.inside.observables import empty
 from turnlog.sandbox_workers.inside.processes import InitEnvironment
+from turnlog.sandbox_workers.inside.workspace import outermost
 from turnlog.sandbox_workers.inside.zygote import deny
 
+UNFIT = "this image's working directory is"
+"""Start of the message about a working directory that cannot be a workspace."""
 ENGINES = ("HOSTNAME",)
 """Variables that a container engine adds and that no sandbox should have."""
 Events = Mapping[str, tuple[tuple[str, str], ...]]
@@ -62,11 +65,13 @@ class Pipes(Control):
         write_all(self._write, data)
 
 
-def main(denied: str, *folders: str) -> None:
-    """Install the seccomp filter, then run the init. `denied` is a BPF program for seccomp(2) in base64, or empty;
-    `folders` are the writable ones, workspace first."""
+def main(denied: str, roots: str, *folders: str) -> None:
+    """Install the seccomp filter, then run the init. `denied` is a BPF program for seccomp(2) in base64, or empty.
+    `folders` are the writable ones, workspace first. `roots`: a JSON list of the folders of the image that make up the
+    workspace instead; those that do not exist are made."""
     for name in ENGINES:
         os.environ.pop(name, None)
+    cwd, places = workspace_roots(json.loads(roots))
     empty(
         InitEnvironment(list(folders), own_user=True, namespace=True)
     )  # runtimes copy an image's mode, and may copy its files
@@ -75,7 +80,22 @@ def main(denied: str, *folders: str) -> None:
             deny(base64.b64decode(denied))
         except OSError as error:
             raise SystemExit(f"the seccomp filter was refused: {error}") from error
-    init.run(Pipes(), "namespace", "own", "none", *folders)
+    init.run(Pipes(), "namespace", "own", "none", *folders, roots=places, cwd=cwd)
+
+
+def workspace_roots(paths: list[str]) -> tuple[str, tuple[str, ...]]:
+    """Make the folders that make up the workspace. Return the working directory and the outermost of them. `.` is the
+    container's working directory. Raises SystemExit."""
+    if not paths:
+        return "", ()
+    cwd = os.getcwd() if paths[0] == "." else paths[0]
+    if cwd == "/":
+        raise SystemExit(f"{UNFIT} /: give it a WORKDIR, or the task a [environment] workdir")
+    roots = outermost([cwd, *paths[1:]])
+    for path in (*roots, cwd):
+        os.makedirs(path, exist_ok=True)
+    os.chdir(cwd)
+    return cwd, roots
 
 
 def apply_limits(head: dict[str, Any], before: dict[str, int], now: dict[str, int]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from turnlog.sandbox_workers.inside.child import PR_SET_DUMPABLE, become, begin_
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, exactly, receive_head, send
 from turnlog.sandbox_workers.inside.interpreter import Interpreter
 from turnlog.sandbox_workers.inside.observables import listener
-from turnlog.sandbox_workers.inside.workspace import PathRefused, Walk, parts, refusal
+from turnlog.sandbox_workers.inside.workspace import PathRefused, Walk, locate, parts, refusal
 
 # Imported for the calls, so that the modules that agents' code uses most are warm.
 import collections, datetime, decimal, fractions, functools, itertools, json, math, re, statistics, string  # isort: skip # noqa: E401, F401
@@ -54,12 +54,21 @@ def main(control: str, *arguments: str) -> None:
     run(Socket(int(control)), *arguments)
 
 
-def run(control: Control, namespace: str, own_user: str, network: str, *folders: str) -> None:
+def run(
+    control: Control,
+    namespace: str,
+    own_user: str,
+    network: str,
+    *folders: str,
+    roots: tuple[str, ...] = (),
+    cwd: str = "",
+) -> None:
     """Serve until the worker is gone.
 
     Arguments: "namespace" or "plain"; "own" or "shared" user; network "none" or "allowlist"; the writable folders. With
-    "allowlist" the worker gets a socket that listens on our loopback, and we retain no descriptor of it."""
-    place = InitEnvironment(list(folders), own_user == "own", namespace == "namespace")
+    "allowlist" the worker gets a socket that listens on our loopback, and we retain no descriptor of it. `roots` and
+    `cwd`: see InitEnvironment."""
+    place = InitEnvironment([*roots, *folders], own_user == "own", namespace == "namespace", roots, cwd)
     if place.namespace != (os.getpid() == 1):
         raise SystemExit("a sandbox's init must be pid 1 exactly when it has a pid namespace")
     if any(os.stat(folder).st_uid != os.getuid() for folder in folders):
@@ -175,10 +184,11 @@ class Service:
                 self.interpreter = call.interpreter
 
     def _folder(self, path: str) -> Walk:
-        walk = Walk(self.place.folders[0])
+        root, within = locate(self.place, path)
+        walk = Walk(root)
         try:
-            if path:
-                walk.down(parts(path), path)
+            if within:
+                walk.down(parts(within), path)
         except OSError as error:
             walk.__exit__()
             raise refusal(error, path) from error
@@ -203,7 +213,7 @@ class Service:
 
     def _restore(self, head: dict[str, Any], body: bytes) -> Answer:
         entries = json.loads(body)
-        workspace.check(entries, head["disk_bytes"])
+        workspace.check(entries, head["disk_bytes"], self.place.roots)
         self._end()
         send(self.control, {"go": True})
         contents = workspace.Contents(self.control, receive_head(self.control)[1])

@@ -221,9 +221,10 @@ def reset_folder_times(place: InitEnvironment) -> None:
         os.utime(folder, (0, 0))
 
 
-def empty(place: InitEnvironment) -> None:
-    """Remove everything from the writable folders, including their own attributes. Raises OSError, RecursionError."""
-    for folder in place.folders:
+def empty(place: InitEnvironment, folders: list[str] | None = None) -> None:
+    """Remove everything from the writable folders, or from some of them, including their own attributes. Raises
+    OSError, RecursionError."""
+    for folder in place.folders if folders is None else folders:
         os.chmod(folder, 0o700)
         for name in os.listxattr(folder):
             if name.startswith(AGENTS):

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from typing import NamedTuple
 
 INODE_BYTES = 1024
@@ -39,6 +40,11 @@ class InitEnvironment(NamedTuple):
     """True if nobody else has our user id, so that a limit on its number of processes limits only ours."""
     namespace: bool
     """True if we are pid 1 of a pid namespace."""
+    roots: tuple[str, ...] = ()
+    """Folders that make up the workspace, whose paths are then relative to /; none of them lies in another. Without
+    any, the workspace is the first of `folders`."""
+    cwd: str = ""
+    """Working directory below one of `roots`."""
 
 
 class ProcessInfo(NamedTuple):
@@ -178,11 +184,31 @@ def disk(place: InitEnvironment) -> DiskUsage:
         return DiskUsage(sum(tree_bytes(folder) for folder in place.folders), full=False)
     used, full = 0, False
     for folder in place.folders:
+        if folder in place.roots and os.stat(folder).st_dev == os.stat("/").st_dev:
+            used += _layer_bytes(folder)  # part of the root, such as a container's own layer
+            continue
         figures = os.statvfs(folder)
         free = figures.f_bavail * figures.f_frsize
         used += figures.f_blocks * figures.f_frsize - free + (figures.f_files - figures.f_ffree) * INODE_BYTES
         full = full or not free
     return DiskUsage(used, full)
+
+
+_layers: dict[str, tuple[float, int]] = {}
+"""Time until which the size of a folder of the root is not counted again, and the size."""
+REST = 20
+"""Share of the time in which such folders are not being counted, as a multiple of that in which they are."""
+
+
+def _layer_bytes(folder: str) -> int:
+    """Return the bytes used by a folder of the root, as of a moment ago: a large one takes a while to count."""
+    until, size = _layers.get(folder, (0.0, 0))
+    now = time.monotonic()
+    if now >= until:
+        size = tree_bytes(folder)
+        end = time.monotonic()
+        _layers[folder] = end + REST * (end - now), size
+    return size
 
 
 def tree_bytes(folder: str) -> int:

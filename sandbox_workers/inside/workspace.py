@@ -57,14 +57,57 @@ def index(place: InitEnvironment, disk_bytes: int) -> list[Entry]:
     found: list[Entry] = []
     left = [disk_bytes, NAME_BYTES]
     try:
-        with _root(place) as root:
-            for entry in _below(root, "", left):
-                found.append(entry)
-                if len(found) > MOST_ENTRIES:
-                    raise PathRefused(f"the workspace holds more than {MOST_ENTRIES} files, too many to be kept")
+        for entry in _tree(place, left):
+            found.append(entry)
+            if len(found) > MOST_ENTRIES:
+                raise PathRefused(f"the workspace holds more than {MOST_ENTRIES} files, too many to be kept")
     except OSError as error:
         raise refusal(error, found[-1]["path"] if found else "") from error
     return sorted(found, key=lambda entry: str(entry["path"]))
+
+
+def _tree(place: InitEnvironment, left: list[int]) -> Iterator[Entry]:
+    if not place.roots:
+        with _open(place.folders[0]) as root:
+            yield from _below(root, "", left)
+    for above in sorted(_above(place.roots)):
+        yield _folder_entry(above, 0o755)
+    for path in place.roots:
+        with _open(path) as root:
+            yield _within(_folder_entry(path[1:], os.fstat(root).st_mode & 0o777), left)
+            yield from _below(root, f"{path[1:]}/", left)
+
+
+def _above(roots: tuple[str, ...]) -> set[str]:
+    """Return the folders above those that make up the workspace, as a snapshot names them."""
+    parents = [path[1:].split("/")[:-1] for path in roots]
+    return {"/".join(names[: count + 1]) for names in parents for count in range(len(names))}
+
+
+def _folder_entry(path: str, mode: int) -> Entry:
+    return {"path": path, "kind": "folder", "mode": mode, "size": 0, "target": "", "stamp": ""}
+
+
+def outermost(paths: list[str]) -> tuple[str, ...]:
+    """Return the folders that lie in none of the others, each once."""
+    found = dict.fromkeys(paths)
+    return tuple(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+
+
+def locate(place: InitEnvironment, path: str) -> tuple[str, str]:
+    """Return the folder that holds a path of the workspace, and the path relative to it. Raises PathRefused."""
+    if not place.roots:
+        return place.folders[0], path
+    path = path if path.startswith("/") else f"{place.cwd}/{path}".rstrip("/")
+    for root in place.roots:
+        if f"{path}/".startswith(f"{root}/"):
+            return root, path[len(root) :].lstrip("/")
+    raise PathRefused(f"{format_path(path)} lies in none of the folders {', '.join(place.roots)}")
+
+
+def _stored(place: InitEnvironment, path: str) -> str:
+    """Return the path of an entry of a snapshot as `read` and `write` take it."""
+    return f"/{path}" if place.roots else path
 
 
 def read_many(place: InitEnvironment, paths: list[str], most: int) -> list[bytes]:
@@ -73,7 +116,7 @@ def read_many(place: InitEnvironment, paths: list[str], most: int) -> list[bytes
     found = []
     for path in paths:
         try:
-            found.append(read(place, path, most))
+            found.append(read(place, _stored(place, path), most))
         except Locked:
             found.append(_read_locked_file(place, path, most))
         most -= len(found[-1])
@@ -82,10 +125,11 @@ def read_many(place: InitEnvironment, paths: list[str], most: int) -> list[bytes
 
 def _read_locked_file(place: InitEnvironment, path: str, most: int) -> bytes:
     """Read a file whose owner has removed the right to read it."""
-    *above, name = exact(path)
+    root, within = locate(place, _stored(place, path))
+    *above, name = exact(within)
     try:
         with contextlib.ExitStack() as held:
-            folder = held.enter_context(_root(place))
+            folder = held.enter_context(_open(root))
             for part in above:
                 mode = os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode
                 folder = held.enter_context(_open_with_rights(folder, part, mode, 0o700, os.O_DIRECTORY))
@@ -96,8 +140,8 @@ def _read_locked_file(place: InitEnvironment, path: str, most: int) -> bytes:
 
 
 @contextlib.contextmanager
-def _root(place: InitEnvironment) -> Iterator[int]:
-    root = os.open(place.folders[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _open(folder: str) -> Iterator[int]:
+    root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield root
     finally:
@@ -170,8 +214,9 @@ def _stamp(descriptor: int) -> str:
     return digest.hexdigest()
 
 
-def check(entries: list[Entry], disk_bytes: int) -> None:
-    """Check that the entries are a workspace that fits. Raises PathRefused, Quota."""
+def check(entries: list[Entry], disk_bytes: int, roots: tuple[str, ...] = ()) -> None:
+    """Check that the entries are a workspace that fits. `roots`: see InitEnvironment. Raises PathRefused, Quota."""
+    above = _above(roots)
     if len(entries) > MOST_ENTRIES:
         raise PathRefused(f"{len(entries)} entries, more than the {MOST_ENTRIES} of a workspace")
     kinds: dict[str, str] = {"": "folder"}
@@ -188,11 +233,19 @@ def check(entries: list[Entry], disk_bytes: int) -> None:
             raise PathRefused(f"{format_path(path)}: a link and nothing else has a target")
         if len(os.fsencode(entry["target"])) > LONGEST_PATH:
             raise PathRefused(f"{format_path(path)}: its target is too long")
+        if roots and not _is_below(path, entry["kind"], roots, above):
+            raise PathRefused(f"{format_path(path)} lies in none of the folders {', '.join(roots)}")
         kinds[path] = entry["kind"]
         names += len(path) + len(entry["target"])
     needed = sum(map(_cost, entries))
     if needed > disk_bytes or names > NAME_BYTES:
         raise Quota(f"{len(entries)} entries of {needed} bytes do not fit the workspace's {disk_bytes}")
+
+
+def _is_below(path: str, kind: str, roots: tuple[str, ...], above: set[str]) -> bool:
+    if path in above or f"/{path}" in roots:
+        return kind == "folder"
+    return any(f"/{path}".startswith(f"{root}/") for root in roots)
 
 
 class Contents:
@@ -223,12 +276,16 @@ class Contents:
 
 
 def restore(place: InitEnvironment, entries: list[Entry], contents: Contents) -> None:
-    """Empty the workspace and fill it with checked entries. Raises PathRefused, Quota, ControlClosed."""
+    """Empty the workspace and fill it with checked entries. A folder of `place.roots` that is no entry itself is left
+    as it is. Raises PathRefused, Quota, ControlClosed."""
     path = ""
     try:
-        empty(place)
-        root = os.open(place.folders[0], FOLDER)
+        given = {f"/{entry['path']}" for entry in entries} if place.roots else set()
+        there = {*_above(place.roots), *(folder[1:] for folder in place.roots)}
+        empty(place, [folder for folder in place.folders if folder not in place.roots or folder in given])
+        root = os.open("/" if place.roots else place.folders[0], FOLDER)
         try:
+            entries = [entry for entry in entries if entry["path"] not in there]
             for entry in entries:
                 path = entry["path"]
                 _put(root, entry, contents)
@@ -254,12 +311,46 @@ def _put(root: int, entry: Entry, contents: Contents) -> None:
             os.close(descriptor)
 
 
+def copy_tree(source: str, target: str) -> None:
+    """Copy folders, files and links with their modes into an existing folder. What cannot be read, and what is neither,
+    is left out. Raises OSError."""
+    with os.scandir(source) as entries:
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        path, mode = f"{target}/{entry.name}", stat.S_IMODE(entry.stat(follow_symlinks=False).st_mode)
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), path)
+        elif entry.is_dir():
+            os.mkdir(path, 0o700)
+            with contextlib.suppress(PermissionError):
+                copy_tree(entry.path, path)
+            os.chmod(path, mode & 0o777)
+        elif entry.is_file():
+            with contextlib.suppress(PermissionError):
+                _copy_file(entry.path, path, mode & 0o777)
+
+
+def _copy_file(source: str, target: str, mode: int) -> None:
+    descriptor = os.open(source, os.O_RDONLY | PLAIN)
+    try:
+        copy = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PLAIN, 0o600)
+        try:
+            while part := os.read(descriptor, 1 << 20):
+                fill(copy, part)
+            os.fchmod(copy, mode)
+        finally:
+            os.close(copy)
+    finally:
+        os.close(descriptor)
+
+
 def read(place: InitEnvironment, path: str, most: int, *, offset: int = 0, size: int | None = None) -> bytes:
     """Return the bytes of a plain file of at most `most` bytes: all of them, or `size` from `offset` on. Raises
     PathRefused, Missing, Locked."""
-    *above, name = _split_file_path(path)
+    root, within = locate(place, path)
+    *above, name = _split_file_path(within)
     try:
-        with Walk(place.folders[0]) as walk:
+        with Walk(root) as walk:
             walk.down(above, path)
             name = walk.last(name, path)
             descriptor = os.open(name, os.O_RDONLY | PLAIN, dir_fd=walk.here)
@@ -288,12 +379,13 @@ def plain_content(descriptor: int, path: str, most: int, offset: int = 0, size: 
 def write(place: InitEnvironment, path: str, content: bytes, mode: int, disk_bytes: int, *, follow: bool) -> None:
     """Replace or create a file by one rename. `follow`: write the file that links lead to, which retains its mode.
     Raises PathRefused, Quota."""
-    *above, name = _split_file_path(path)
+    root, within = locate(place, path)
+    *above, name = _split_file_path(within)
     held = disk(place)
     if held.full or held.used + len(content) > disk_bytes:
         raise Quota(f"{format_path(path)}: {len(content)} bytes more do not fit the workspace's {disk_bytes}")
     try:
-        with Walk(place.folders[0]) as walk:
+        with Walk(root) as walk:
             walk.down(above, path, make=True)
             if follow:
                 name = walk.last(name, path, make=True)

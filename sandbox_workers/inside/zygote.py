@@ -23,6 +23,7 @@ from turnlog.sandbox_workers.inside import init
 from turnlog.sandbox_workers.inside.child import prctl
 from turnlog.sandbox_workers.inside.frames import Control, ControlClosed, Socket, frame
 from turnlog.sandbox_workers.inside.processes import InitEnvironment
+from turnlog.sandbox_workers.inside.workspace import copy_tree
 
 REFUSED = "a sandbox cannot have namespaces of its own"
 
@@ -62,6 +63,8 @@ PASSED_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
 """Bytes of the message by which a control socket comes."""
 EMPTY, NOTHING = "/opt/empty", "/opt/nothing"
 """A folder and a device of the root that cover others: read-only, and no device can be opened there."""
+IMAGE = "/opt/image"
+"""Folder of the root that shows the image's own content of the workspace's folders, by their numbers."""
 _libc = ctypes.CDLL(None, use_errno=True)
 # Looked up before the first fork: the first use of a name makes an object, which each init would do again.
 _capset, _chdir, _close, _ioctl, _kill = _libc.capset, _libc.chdir, _libc.close, _libc.ioctl, _libc.kill
@@ -72,17 +75,19 @@ Step = tuple[Callable[..., int], tuple[object, ...], str]
 """Function of the C library, its arguments, and what it is about."""
 
 
-def main(orders: str, filter_fd: str, disk_bytes: str, network: str, *paths: str) -> None:
+def main(orders: str, filter_fd: str, disk_bytes: str, network: str, cwd: str, count: str, *paths: str) -> None:
     """Fork an init for every order, until the worker is gone.
 
     `orders`: descriptor of the socket by which control sockets come. `filter_fd`: descriptor of two BPF programs for
     seccomp(2), for us and, in addition, for inits, after the length of the first; or -1. `paths`: the writable folders,
-    each of at most `disk_bytes`."""
+    each of at most `disk_bytes`. The first `count` of them are the workspace's, each with a copy of what IMAGE has
+    there under its number, and `cwd` is the working directory in them."""
     own, denied = _filters(int(filter_fd))
     if os.getpid() != 1:  # otherwise kill(-1) would end more than sandboxes
         raise SystemExit("the zygote of a slot's sandboxes must be pid 1")
     folders = list(paths)
-    place = InitEnvironment(folders, own_user=True, namespace=True)
+    roots = tuple(folders[: int(count)])
+    place = InitEnvironment(folders, True, True, roots, cwd)
     init.protect(place)
     rehearse(place)
     init.freeze()
@@ -166,6 +171,7 @@ def _serve(control: int, place: InitEnvironment, network: str, steps: list[Step]
     code = 1
     try:
         set_up_namespaces(steps, denied)
+        fill_roots(place)
         init.serve(Socket(control), place, network, forked=True)
         code = 0
     except OSError as error:
@@ -252,6 +258,19 @@ def set_up_namespaces(steps: list[Step], denied: bytes) -> None:
     _drop_capabilities()
     if denied:
         deny(denied)
+
+
+def fill_roots(place: InitEnvironment) -> None:
+    """Copy what the image has in the folders that make up the workspace, and enter the working directory. Raises
+    OSError."""
+    for number, root in enumerate(place.roots):
+        source = f"{IMAGE}/{number}"
+        if os.path.isdir(source):
+            copy_tree(source, root)
+            os.utime(root, (0, 0))
+    if place.roots:
+        os.makedirs(place.cwd, exist_ok=True)
+        os.chdir(place.cwd)
 
 
 def deny(program: bytes) -> None:

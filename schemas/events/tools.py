@@ -68,6 +68,9 @@ class SandboxSpec:
     """Network rules of this task, in the form of [egress] allow."""
     env: dict[str, str] = field(default_factory=dict)
     """Variables added to the environment of every call. Never put secrets here, since the log stores them."""
+    folders: tuple[str, ...] = ()
+    """Absolute folders that make up the workspace in place of /workspace, with what the image has there; the first is
+    the working directory, and `.` stands for the image's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,11 @@ import socket
 import socketserver
 import struct
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +37,8 @@ Answer = tuple[int, object]
 
 HEADER = struct.Struct(">BxxxL")
 PYTHON_HOME = "/opt/python"
+ROOT_UID = 19_999
+"""Host user of a container's root, as under a daemon with user namespaces."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
@@ -116,7 +120,7 @@ class Listener(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 class DockerServer:
     """A context in which `url` is a daemon's address."""
 
-    def __init__(self, socket_path: Path, cache: Path, images: dict[str, str]) -> None:
+    def __init__(self, socket_path: Path, cache: Path, images: dict[str, str | FakeImage]) -> None:
         """`images`: the PATH of each, in which python3 is looked for; `cache` as of the local backends."""
         self.url = f"unix://{socket_path}"
         self.boxes = Boxes(cache, images)
@@ -225,6 +229,8 @@ class Container:
         self._exhausted = False
         self.refused = 0
         """ExitCode of a start that failed."""
+        self.layer: Path | None = None
+        """Folder on the host of what its own layer holds, if it may write there."""
 
     @property
     def state(self) -> str:
@@ -294,6 +300,8 @@ class Container:
         with contextlib.suppress(ApiError):
             self.kill()
         self._started.set()
+        if self.layer is not None:
+            shutil.rmtree(self.layer, ignore_errors=True)
 
     def _pump(self, stream: int, output: IO[bytes]) -> None:
         with output:
@@ -310,13 +318,22 @@ class Container:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
 
+@dataclass(frozen=True)
+class FakeImage:
+    """An image beyond this machine's /usr: its PATH, its WORKDIR, and files by their absolute paths."""
+
+    path: str
+    workdir: str = "/"
+    files: dict[str, str] = field(default_factory=dict)
+
+
 class Boxes:
     """All containers, and the names of images."""
 
-    def __init__(self, cache: Path, images: dict[str, str]) -> None:
+    def __init__(self, cache: Path, images: dict[str, str | FakeImage]) -> None:
         self._bwrap = find(cache)
         self._python = interpreter(cache)
-        self._images = images
+        self._images = {name: FakeImage(image) if isinstance(image, str) else image for name, image in images.items()}
         self._boxes: dict[str, Container] = {}
         # bwrap dies with the thread that started it (PR_SET_PDEATHSIG), so it is one that stays.
         self._starter = ThreadPoolExecutor(1)
@@ -351,14 +368,29 @@ class Boxes:
 
     def start(self, box: Container) -> None:
         """As `docker start`. Raises ApiError."""
-        path = self._images[box.config["Image"]]
+        path = self._images[box.config["Image"]].path
         program = box.config["Entrypoint"][0]
         if not shutil.which(program, path=path.replace(PYTHON_HOME, str(self._python.root))):
             box.refused = 127
             raise ApiError(400, f'OCI runtime create failed: exec: "{program}": executable file not found in $PATH')
-        uid = int(box.config["User"].partition(":")[0])
+        uid = int(box.config["User"].partition(":")[0]) or ROOT_UID
         user = {"user": uid, "group": uid, "extra_groups": []} if os.geteuid() == 0 else {}
-        self._starter.submit(box.run, self._argv(box.config, path), user).result()
+        layer = self._layer(box, uid) if not box.config["HostConfig"]["ReadonlyRootfs"] else None
+        self._starter.submit(box.run, self._argv(box.config, path, layer), user).result()
+
+    def _layer(self, box: Container, uid: int) -> Path:
+        """A folder with the image's own files, which belong to the container's user."""
+        box.layer = Path(tempfile.mkdtemp(prefix="turnlog-fake-layer-"))
+        image = self._images[box.config["Image"]]
+        for path, text in {**image.files, f"{image.workdir}/.": ""}.items():
+            target = box.layer / path[1:]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not path.endswith("/."):
+                target.write_text(text)
+        if os.geteuid() == 0:
+            for path in (box.layer, *box.layer.rglob("*")):
+                os.chown(path, uid, uid)
+        return box.layer
 
     def remove(self, key: str) -> None:
         """As `docker rm -f`. Raises ApiError."""
@@ -372,7 +404,7 @@ class Boxes:
             self.remove(box.id)
         self._starter.shutdown()
 
-    def _argv(self, config: dict[str, Any], path: str) -> list[str]:
+    def _argv(self, config: dict[str, Any], path: str, layer: Path | None = None) -> list[str]:
         host = config["HostConfig"]
         uid, gid = config["User"].split(":")
         words = [str(self._bwrap), "--unshare-all", "--unshare-user", "--uid", uid, "--gid", gid, "--disable-userns",
@@ -391,8 +423,11 @@ class Boxes:
                   "/etc/alternatives", "--proc", "/proc", "--dev", "/dev"]  # fmt: skip
         for mount in host.get("Mounts") or ():
             words += ["--ro-bind", mount["Source"], mount["Target"]]
+        for top in sorted(layer.iterdir()) if layer is not None else ():
+            words += ["--bind", str(top), f"/{top.name}"]
         for folder, options in host["Tmpfs"].items():
             asked = dict(option.partition("=")[::2] for option in options.split(","))
             words += ["--perms", asked["mode"], "--size", asked["size"], "--tmpfs", folder]
         words += ["--remount-ro", "/dev", "--remount-ro", "/"] if host["ReadonlyRootfs"] else []
-        return [*words, "--chdir", config["WorkingDir"], "--", *config["Entrypoint"]]
+        workdir = config.get("WorkingDir") or self._images[config["Image"]].workdir
+        return [*words, "--chdir", workdir, "--", *config["Entrypoint"]]

@@ -46,6 +46,7 @@ class Memory:
 
     name = "memory"
     costly = False
+    places = False
     sessions = False
     networks = frozenset({"none"})
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fakes.docker_engine import DockerServer
+from tests.fakes.docker_engine import DockerServer, FakeImage
 from turnlog.infra.sandbox_root import cache_directory
 from turnlog.plugins.docker.backend import Docker, filter_for, known_runtime
 from turnlog.plugins.docker.sandbox import (
@@ -386,3 +386,26 @@ async def test_a_first_process_that_ends_at_once_is_said_with_its_last_words(
         await docker.start(0, SHAPE)
     await docker.close()
     assert server.boxes.all() == []
+
+
+async def test_a_workspace_in_the_images_folders_begins_with_their_content_and_is_never_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = FakeImage("/opt/python/bin:/usr/bin:/bin", "/app", {"/app/seed.txt": "from the image"})
+    bare = FakeImage("/opt/python/bin:/usr/bin:/bin")
+    with DockerServer(tmp_path / "docker.sock", cache_directory(), {IMAGE: task, "bare:1": bare}) as server:
+        monkeypatch.setenv("DOCKER_HOST", server.url)
+        backend = await Docker.open(settings())
+        sandbox = await backend.start(0, Shape(disk_bytes=4 << 20, folders=(".", "/logs")))
+        [box] = server.boxes.all()
+        host = box.config["HostConfig"]
+        assert (box.config["User"], host["ReadonlyRootfs"], "SYS_ADMIN" in host["CapAdd"]) == ("0:0", False, False)
+        assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges"])
+        done = await sandbox.exec(Command(kind=Kind.shell, source="pwd; cat seed.txt; id -u"), LIMITS)
+        assert done.output == b"/app\nfrom the image0\n"
+        assert [entry.path for entry in await sandbox.index()] == ["app", "app/seed.txt", "logs"]
+        assert not await sandbox.reset()
+        await sandbox.close()
+        with pytest.raises(ImageMissing, match="working directory is /: give it a WORKDIR"):
+            await backend.start(0, Shape(image="bare:1", disk_bytes=4 << 20, folders=(".", "/logs")))
+        await backend.close()

@@ -126,3 +126,31 @@ async def test_the_subprocess_backend_has_no_images() -> None:
     for asked in (backend.start(0, shape("bare")), backend.environment(shape("bare"))):
         with pytest.raises(ImageMissing, match="bubblewrap or docker"):
             await asked
+
+
+async def test_folders_of_the_workspace_begin_with_what_the_image_has_there(backend: Bubblewrap, images: Path) -> None:
+    app = images / "bare/app"
+    (app / "src").mkdir(parents=True)
+    (app / "src/run").write_text("code")
+    (app / "src/run").chmod(0o755)
+    (app / "link").symlink_to("src/run")
+    placed = Shape(image="bare", disk_bytes=8 << 20, folders=("/app", "/logs"))
+    sandbox = await backend.start(0, placed)
+    try:
+        entries = {entry.path: (entry.kind.value, entry.mode) for entry in await sandbox.index()}
+        assert entries == {
+            "app": ("folder", 0o700), "app/link": ("link", 0o777), "app/src": ("folder", 0o755),
+            "app/src/run": ("file", 0o755), "logs": ("folder", 0o700),
+        }  # fmt: skip
+        await sandbox.write("src/run", b"changed")
+        assert await sandbox.reset()
+        assert await sandbox.read("src/run", most=100) == b"code"
+    finally:
+        await sandbox.close()
+    assert (app / "src/run").read_text() == "code"
+
+
+@pytest.mark.parametrize("folder", [".", "/etc", "/lib/x"])
+async def test_a_folder_that_bubblewrap_cannot_serve_is_refused_by_name(backend: Bubblewrap, folder: str) -> None:
+    with pytest.raises(ImageMissing, match=f"cannot have '{folder}'"):
+        await backend.start(0, Shape(image="bare", disk_bytes=8 << 20, folders=(folder,)))
