@@ -57,7 +57,7 @@ class Mortal:
     """A real backend whose sandboxes go away in the middle of their first `deaths` calls."""
 
     def __init__(self, real: Provider, deaths: int) -> None:
-        self.name, self.sessions, self.networks = real.name, real.sessions, real.networks
+        self.name, self.sessions, self.networks, self.places = real.name, real.sessions, real.networks, real.places
         self.real = real
         self.deaths = deaths
         self.shapes: list[Shape] = []
