@@ -32,6 +32,7 @@ from turnlog.infra.environments.verifiers.judges import (
 )
 from turnlog.infra.environments.verifiers.kinds import PatchVerifier, SandboxVerifier, rewarding_steps
 from turnlog.infra.environments.verifiers.patches import Trees, grade_patch
+from turnlog.infra.environments.workspaces import NotAWorkspace, fetch_manifest, join_trees, put
 from turnlog.infra.event_log import EventSink
 from turnlog.producers.gateway_client import GatewayClient, OpenSession
 from turnlog.producers.tool_calls import (
@@ -185,6 +186,8 @@ class Bench:
             return await self._by_patch(verifier, episode)
         calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
         workspace = (self._last_workspace() or await self._first(episode)) if verifier.workspace else None
+        if verifier.arrange is not None:
+            workspace = await self._arranged(verifier, episode, workspace)
         found = await patiently(
             lambda attempt: self._ran(verifier, calls, workspace, attempt), timeout_s=None, attempts=verifier.attempts
         )
@@ -194,7 +197,25 @@ class Bench:
         said = await foreign(verifier.timeout_s, verifier.judge, episode, answers)
         if not isinstance(said, Verdict):
             raise NoVerdict(Cause.garbage, f"judge of {verifier.name} returned {type(said).__name__}, not a Verdict")
-        return Verdict(said.value, said.components, {**_evidence(calls, found), "evidence": said.evidence})
+        files = {} if workspace is None else {"files": {"sha256": workspace.sha256, "size": workspace.size}}
+        return Verdict(said.value, said.components, {**_evidence(calls, found), **files, "evidence": said.evidence})
+
+    async def _arranged(
+        self, verifier: SandboxVerifier, episode: Episode, workspace: BlobRef | None
+    ) -> BlobRef | None:
+        """Return the workspace of the files that the verifier chooses. Raises NoVerdict, StoreUnavailable."""
+        assert verifier.arrange is not None
+        try:
+            there = () if workspace is None else (await fetch_manifest(workspace, self.blobs)).files
+            by_path = {stored.entry.path: stored for stored in there}
+            chosen = await foreign(verifier.timeout_s, verifier.arrange, episode, tuple(by_path))
+            moved = [
+                dataclasses.replace(by_path[old], entry=dataclasses.replace(by_path[old].entry, path=new))
+                for new, old in chosen.items()
+            ]
+            return await put(join_trees({"": moved}), self.blobs)
+        except (NotAWorkspace, KeyError) as error:
+            raise NoVerdict(Cause.sandbox, f"the session's files cannot be arranged: {error}") from error
 
     async def _ran(
         self, verifier: SandboxVerifier, calls: Sequence[SandboxCall], workspace: BlobRef | None, attempt: int

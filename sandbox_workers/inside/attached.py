@@ -94,6 +94,7 @@ def workspace_roots(paths: list[str]) -> tuple[str, tuple[str, ...]]:
     roots = outermost([cwd, *paths[1:]])
     for path in (*roots, cwd):
         os.makedirs(path, exist_ok=True)
+    os.environ["IMAGE_WORKDIR"] = os.getcwd()
     os.chdir(cwd)
     return cwd, roots
 

@@ -44,6 +44,7 @@ from turnlog.infra.environments.verifiers import HttpVerifier as HttpVerifier
 from turnlog.infra.environments.verifiers import JudgeVerifier as JudgeVerifier
 from turnlog.infra.environments.verifiers import PatchVerifier as PatchVerifier
 from turnlog.infra.environments.verifiers import SandboxVerifier as SandboxVerifier
+from turnlog.infra.environments.verifiers import StagedVerifier as StagedVerifier
 from turnlog.infra.environments.verifiers import WeightedSum as WeightedSum
 from turnlog.infra.environments.warm_starts import Demonstration as Demonstration
 from turnlog.infra.environments.warm_starts import TinyModel as TinyModel

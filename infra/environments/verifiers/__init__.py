@@ -11,4 +11,5 @@ from turnlog.infra.environments.verifiers.kinds import HttpVerifier as HttpVerif
 from turnlog.infra.environments.verifiers.kinds import JudgeVerifier as JudgeVerifier
 from turnlog.infra.environments.verifiers.kinds import PatchVerifier as PatchVerifier
 from turnlog.infra.environments.verifiers.kinds import SandboxVerifier as SandboxVerifier
+from turnlog.infra.environments.verifiers.kinds import StagedVerifier as StagedVerifier
 from turnlog.infra.environments.verifiers.kinds import WeightedSum as WeightedSum

@@ -38,6 +38,7 @@ from turnlog.infra.environments.verifiers.kinds import (
     JudgeVerifier,
     PatchVerifier,
     SandboxVerifier,
+    StagedVerifier,
     WeightedSum,
     why_not_live,
 )
@@ -284,6 +285,18 @@ async def _by_sum(verifier: WeightedSum, episode: Episode, means: Means) -> Verd
             for player in dict.fromkeys(name for verdict in verdicts.values() for name in verdict.players)
         },
     )
+
+
+async def _by_stages(verifier: StagedVerifier, episode: Episode, means: Means) -> Verdict:
+    verdicts: list[Verdict] = []
+    for place, part in enumerate(verifier.parts):
+        try:
+            verdicts.append(await judge(part, episode, means))
+        except NoVerdict as error:
+            raise NoVerdict(error.cause, f"part {part.name}: {error}") from error
+        if not await foreign(verifier.timeout_s, verifier.proceed, place, verdicts[-1]):
+            break
+    return await foreign(verifier.timeout_s, verifier.combine, verdicts)
 
 
 async def _by_environment(verifier: EnvironmentVerifier, episode: Episode, means: Means) -> Verdict:
@@ -569,4 +582,5 @@ JUDGES: dict[type, Judge] = {
     JudgeVerifier: _by_model,
     EnvironmentVerifier: _by_environment,
     WeightedSum: _by_sum,
+    StagedVerifier: _by_stages,
 }

@@ -40,6 +40,9 @@ class SandboxVerifier:
     workspace: bool = True
     """True: begin with the files that the session's last call left (`durable_workspace` of the environment's sandbox),
     or with the environment's initial files. False: begin with no files."""
+    arrange: Callable[[Episode, Sequence[str]], Mapping[str, str]] | None = None
+    """Chooses and moves the files that the calls begin with: given the paths of the session's last workspace, returns
+    new path -> path. Without it they begin with all of them."""
     timeout_s: float = 300.0
     """Maximum seconds for the answer of one call, including its wait for a sandbox."""
     attempts: int = 2
@@ -202,6 +205,24 @@ class WeightedSum:
         return any(is_late(part) for part, _ in self.parts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedVerifier:
+    """Verifiers that judge one after the other, as long as each lets the next one judge, such as those of a task in
+    several steps. If one of them fails, there is no reward."""
+
+    name: str
+    version: str
+    parts: tuple[Judged, ...]
+    proceed: Callable[[int, Verdict], bool]
+    """Returns whether the part after this one judges; the arguments are a part's place and its verdict."""
+    combine: Callable[[Sequence[Verdict]], Verdict]
+    """Computes the verdict from those of the parts that judged, in order; at least one."""
+    timeout_s: float = 300.0
+    """Maximum seconds for `proceed` and for `combine`."""
+    late: bool = False
+    """See SandboxVerifier."""
+
+
 def is_late(verifier: Judged) -> bool:
     """Whether the session is finished before the reward is there."""
     return bool(getattr(verifier, "late", False))
@@ -242,8 +263,12 @@ def why_not_live(verifier: JudgeVerifier) -> str:
 def _comparing(verifier: Judged) -> JudgeVerifier | None:
     if isinstance(verifier, JudgeVerifier):
         return verifier if verifier.opponents else None
-    parts = verifier.parts if isinstance(verifier, WeightedSum) else ()
-    return next((found for part, _ in parts if (found := _comparing(part)) is not None), None)
+    parts: Sequence[Judged] = ()
+    if isinstance(verifier, WeightedSum):
+        parts = [part for part, _ in verifier.parts]
+    elif isinstance(verifier, StagedVerifier):
+        parts = verifier.parts
+    return next((found for part in parts if (found := _comparing(part)) is not None), None)
 
 
 class JudgedGroup:

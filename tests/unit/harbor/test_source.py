@@ -1,0 +1,210 @@
+"""The source `harbor`: its options, and what a row becomes: image, folders, limits and network per task and phase."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.each import each
+from tests.harbor_tasks import STEPS, TASK, write_task
+from turnlog.environments import BadSource, CommandAgent, SandboxVerifier, StagedVerifier, Task
+from turnlog.infra.environments.sources import recipe
+from turnlog.plugins.harbor.agents import AGENTS
+from turnlog.plugins.harbor.source import EVERYTHING, source
+
+DOCKER = """
+[environment]
+docker_image = "python:3.11-slim"
+cpus = 2
+memory_mb = 512
+storage_mb = 64
+network_mode = "allowlist"
+allowed_hosts = ["pypi.org", "*.example.com", "2001:db8::1"]
+env = {MODE = "fast", LEVEL = "${LEVEL:-3}"}
+[[environment.mcp_servers]]
+name = "files"
+url = "http://mcp:8000/sse"
+[agent]
+timeout_sec = 100
+[verifier]
+timeout_sec = 50
+env = {JUDGE = "strict"}
+network_mode = "no-network"
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Task]:
+    """The task of a folder with these files; options of the source in `options`."""
+
+    def make(changed: dict[str, str], **options: str) -> Task:
+        folder = write_task(tmp_path / "task", {**TASK, **changed})
+        found = source(path=str(folder), **options)
+        [row] = found.rows
+        return found.task(json.loads(json.dumps(row)))
+
+    return make
+
+
+def plan(agent: Any) -> dict[str, Any]:
+    assert isinstance(agent, CommandAgent)
+    assert not callable(agent.files)
+    [text] = agent.files.values()
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_a_task_has_the_image_limits_and_network_of_each_phase(made: Callable[..., Task]) -> None:
+    task = made({"task.toml": DOCKER}, keep="/srv /etc")
+    spec, verifier = task.call_sandbox, task.verifier
+    assert isinstance(verifier, SandboxVerifier)
+    assert (spec.backend, spec.image) == ("docker", "python:3.11-slim")
+    assert spec.folders == (".", "/logs", "/root", "/srv", "/etc")
+    assert spec.env == {"HOME": "/root", "MODE": "fast", "LEVEL": "3"}
+    assert (spec.limits.wall_s, spec.limits.cpu_s) == (100.0, 200.0)
+    assert (spec.limits.memory_bytes, spec.limits.disk_bytes) == (512 << 20, 64 << 20)
+    assert (spec.network, spec.allow) == (
+        "allowlist", ("* *://pypi.org:*/*", "* *://*.example.com:*/*", "* *://[2001:db8::1]:*/*"),
+    )  # fmt: skip
+    assert task.deadline_s == 100.0
+    judging = verifier.sandbox
+    assert (judging.network, judging.limits.wall_s, judging.limits.cpu_s) == ("none", 50.0, 100.0)
+    assert judging.env == {**spec.env, "JUDGE": "strict"}
+    assert judging.folders == (*spec.folders, "/tests")
+    assert task.row["mcp_servers"][0]["url"] == "http://mcp:8000/sse"
+    assert task.environment.image == "python:3.11-slim"
+
+
+def test_a_separate_verifier_has_a_container_of_its_own(made: Callable[..., Task]) -> None:
+    toml = DOCKER + 'environment_mode = "separate"\n[verifier.environment]\ndocker_image = "judge:1"\nmemory_mb = 99\n'
+    verifier = made({"task.toml": toml}).verifier
+    assert isinstance(verifier, SandboxVerifier)
+    assert (verifier.sandbox.image, verifier.sandbox.folders) == ("judge:1", ("/logs", "/tests"))
+    assert verifier.sandbox.limits.memory_bytes == 99 << 20
+    assert verifier.sandbox.env == {"HOME": "/root", "JUDGE": "strict"}
+
+
+def test_public_tasks_may_reach_what_the_worker_grants_unless_the_source_says_none(made: Callable[..., Task]) -> None:
+    public, none = made({}), made({}, network="none")
+    for task, rules in ((public, (EVERYTHING,)), (none, ())):
+        assert isinstance(task.verifier, SandboxVerifier)
+        assert (task.call_sandbox.network, task.call_sandbox.allow) == ("allowlist", rules)
+        assert (task.verifier.sandbox.network, task.verifier.sandbox.allow) == ("allowlist" if rules else "none", rules)
+
+
+def test_a_dockerfile_is_an_image_by_its_content_or_files_of_the_first_workspace(
+    made: Callable[..., Task], tmp_path: Path
+) -> None:
+    image = made({}).sandbox.image
+    assert image is not None
+    assert image.startswith("turnlog-harbor/task:")
+    assert made({"environment/adds.py": "changed"}).sandbox.image != image
+    assert made({}, install="apt-get install -y python3").sandbox.image not in (None, image)
+    bare = made({}, backend="bubblewrap")
+    assert (bare.sandbox.image, bare.sandbox.folders[0]) == (None, "/app")
+    assert bare.files is not None
+    assert base64.b64decode(bare.files["app/adds.py"]["base64"]).decode() == TASK["environment/adds.py"]
+    named = made({}, backend="bubblewrap", image="slim")
+    assert (named.sandbox.image, named.files) == ("slim", None)
+    unpacked = made({"environment/Dockerfile": "FROM x\nWORKDIR /app\nRUN make\n"}, backend="bubblewrap")
+    assert str(unpacked.sandbox.image).startswith("harbor-")
+
+
+@each("name", list(AGENTS))
+def test_every_agent_is_started_with_the_instruction(made: Callable[..., Task], name: str) -> None:
+    toml = TASK["task.toml"] + '[environment.healthcheck]\ncommand = "true"\n'
+    task = made({"task.toml": toml}, agent=name, program="/opt/cli/it")
+    [step] = plan(task.agent)["steps"]
+    assert step["argv"][0] == "/opt/cli/it"
+    assert "Make /app/adds.py add, and say so in /app/said.\n" in step["argv"]
+    assert step["env"] == dict(AGENTS[name].env)
+    assert plan(task.agent)["healthcheck"]["command"] == "true"
+
+
+def test_agents_get_user_skills_and_what_is_collected_after_them(made: Callable[..., Task]) -> None:
+    toml = '[agent]\nuser = "nobody"\n[environment]\nskills_dir = "/skills"\n[[verifier.collect]]\ncommand = "dump"\n'
+    about = plan(made({"task.toml": toml}).agent)
+    [step] = about["steps"]
+    assert (step["user"], about["copies"]) == ("nobody", [["/skills", "~/.claude/skills"]])
+    assert step["collect"] == [{"command": "dump", "timeout_sec": 60.0, "user": ""}]
+
+
+def test_the_solution_is_a_program_that_no_agent_sees(made: Callable[..., Task]) -> None:
+    task = made({})
+    [step] = plan(task.solution)["steps"]
+    assert (step["files"][0][0], step["removed"]) == ("/solution", ["/solution"])
+    assert plan(task.agent)["steps"][0]["files"] == []
+    assert made({}, agent="oracle").agent == task.solution
+    loop = made({}, agent="loop")
+    assert loop.agent is None
+    assert [tool["function"]["name"] for tool in loop.tools] == list(loop.sandbox_tools)
+
+
+def test_steps_have_a_program_and_a_verifier_each(tmp_path: Path) -> None:
+    found = source(path=str(write_task(tmp_path / "steps", STEPS)), backend="bubblewrap")
+    task = found.task(found.rows[0])
+    assert isinstance(task.verifier, StagedVerifier)
+    assert [part.name for part in task.verifier.parts] == ["step one", "step two"]
+    first, second = plan(task.agent)["steps"]
+    assert (first["timeout_sec"], first["setup"], second["setup"]) == (20.0, False, True)
+    assert [target for target, _ in second["files"]] == [""]
+    assert task.deadline_s == 40.0
+    assert [step["argv"][:2] for step in plan(task.solution)["steps"]] == [["bash", "-c"]] * 2
+
+
+@each(
+    ("options", "why"),
+    [
+        ({}, "give path=FOLDER, or registry=FILE and dataset="),
+        ({"path": "x", "registry": "y"}, "give path=FOLDER"),
+        ({"registry": "y"}, "dataset=NAME@VERSION"),
+        ({"path": "/nowhere"}, "no folder in it has a task.toml"),
+        ({"path": "TASKS", "tasks": "z*"}, "tasks=z*: none of the 1 task folders"),
+        ({"path": "TASKS", "agent": "vim"}, "agent=vim: it must be one of claude-code, codex"),
+        ({"path": "TASKS", "agent": "program"}, "agent=program needs program=COMMAND"),
+        ({"path": "TASKS", "backend": "wasm"}, "backend=wasm: it must be one of docker, bubblewrap"),
+        ({"path": "TASKS", "keep": "srv"}, "keep=srv: it must be an absolute path"),
+        ({"path": "TASKS", "network": "all"}, "network=all: it must be one of task, none"),
+        ({"path": "TASKS", "colour": "red"}, "the options of harbor are path, agent"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_with_what_is_legal(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, str], why: str
+) -> None:
+    tasks = tmp_path_factory.mktemp("tasks")
+    write_task(tasks / "one", TASK)
+    words = [f"{key}={tasks if value == 'TASKS' else value}" for key, value in options.items()]
+    with pytest.raises(BadSource) as raised:
+        recipe(" ".join(["harbor", *words]))
+    assert why in str(raised.value)
+
+
+@each(
+    ("toml", "options", "why"),
+    [
+        ('[agent]\nuser = "nobody"', {"backend": "bubblewrap"}, "bubblewrap has one user"),
+        ('[environment]\ndocker_image = "x"', {"backend": "bubblewrap"}, "needs the image's working directory"),
+        ('[environment]\nenv = {A = "${HARBOR_TEST_NONE}"}', {}, "pass it by env=HARBOR_TEST_NONE"),
+        ("[environment]\nspeed = 1", {"strict": "yes"}, "keys that Harbor 0.25 does not know: environment.speed"),
+    ],
+)
+def test_what_a_backend_lacks_is_refused_before_the_run(
+    tmp_path_factory: pytest.TempPathFactory, toml: str, options: dict[str, str], why: str
+) -> None:
+    folder = write_task(tmp_path_factory.mktemp("task"), {**TASK, "task.toml": toml})
+    with pytest.raises(BadSource) as raised:
+        source(path=str(folder), **options)
+    assert why in str(raised.value)
+    assert "task.toml" in str(raised.value)
+
+
+def test_variables_are_passed_on_by_name_alone(made: Callable[..., Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARBOR_TEST", "value")
+    toml = '[environment]\nenv = {A = "${HARBOR_TEST:-none}"}'
+    assert made({"task.toml": toml}).sandbox.env["A"] == "none"
+    assert made({"task.toml": toml}, env="HARBOR_TEST").sandbox.env["A"] == "value"
