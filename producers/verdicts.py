@@ -187,7 +187,7 @@ class Bench:
         calls = await foreign(verifier.timeout_s, _calls_of, verifier, episode)
         workspace = (self._last_workspace() or await self._first(episode)) if verifier.workspace else None
         if verifier.arrange is not None:
-            workspace = await self._arranged(verifier, episode, workspace)
+            workspace = await self._arrange_files(verifier, episode, workspace)
         found = await patiently(
             lambda attempt: self._ran(verifier, calls, workspace, attempt), timeout_s=None, attempts=verifier.attempts
         )
@@ -200,7 +200,7 @@ class Bench:
         files = {} if workspace is None else {"files": {"sha256": workspace.sha256, "size": workspace.size}}
         return Verdict(said.value, said.components, {**_evidence(calls, found), **files, "evidence": said.evidence})
 
-    async def _arranged(
+    async def _arrange_files(
         self, verifier: SandboxVerifier, episode: Episode, workspace: BlobRef | None
     ) -> BlobRef | None:
         """Return the workspace of the files that the verifier chooses. Raises NoVerdict, StoreUnavailable."""

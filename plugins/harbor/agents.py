@@ -104,7 +104,7 @@ def command_agent(
         plan["copies"].append([skills, f"~/{agent.skills}"])
     for step in plan["steps"]:
         step["env"] = dict(agent.env)
-    return _driven(name, agent.version, plan)
+    return _driver_agent(name, agent.version, plan)
 
 
 def solution_agent(
@@ -123,7 +123,7 @@ def solution_agent(
         step["files"].append([SOLUTION, pack_data(packs[name])])
         step["removed"].append(SOLUTION)
         step["env"] = dict(env)
-    return _driven("oracle", "1", plan)
+    return _driver_agent("oracle", "1", plan)
 
 
 def plan_of(
@@ -168,7 +168,7 @@ def user_text(user: str | int | None) -> str:
     return "" if user in (None, "root", 0, "0") else str(user)
 
 
-def _driven(name: str, version: str, plan: Mapping[str, Any]) -> CommandAgent:
+def _driver_agent(name: str, version: str, plan: Mapping[str, Any]) -> CommandAgent:
     return CommandAgent(
         name=name, version=version, argv=["python3", "-c", DRIVER, PLAN], files={PLAN: json.dumps(plan)}
     )

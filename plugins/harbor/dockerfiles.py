@@ -1,4 +1,4 @@
-"""What a Dockerfile says without being built: its working directory, and the files that it copies.
+"""The working directory and the copied files of a Dockerfile that is not built.
 
 A Dockerfile whose only instructions are FROM, WORKDIR, COPY or ADD of local files, and CMD can be served by a root file
 system: its base image is the root, and its files are the first workspace.
@@ -24,7 +24,7 @@ class Instruction:
     """An instruction of a Dockerfile."""
 
     word: str
-    """Its name in upper case."""
+    """Name of the instruction, in upper case."""
     rest: str
 
 
@@ -67,11 +67,11 @@ def copied_files(path: Path) -> dict[str, Any]:
         if one.word == "WORKDIR":
             workdir /= one.rest.strip("\"'")
         if one.word in ("COPY", "ADD"):
-            files |= _copied(path, one, workdir)
+            files |= _copy_sources(path, one, workdir)
     return files
 
 
-def _copied(path: Path, one: Instruction, workdir: PurePosixPath) -> Mapping[str, Any]:
+def _copy_sources(path: Path, one: Instruction, workdir: PurePosixPath) -> Mapping[str, Any]:
     words = [word for word in one.rest.split() if not word.startswith("--")]
     said = f"{path}: {one.word} {one.rest}"
     if len(words) < 2 or one.rest.lstrip().startswith("[") or "--from" in one.rest or "$" in one.rest:

@@ -66,13 +66,19 @@ def task_image(task: str, base: str | None, context: Path, install: str, build_s
 
 
 def prepare(
-    images: Iterable[TaskImage], client: Any, report: Callable[[str], None] = lambda line: None, *, roots: str = ""
+    images: Iterable[TaskImage],
+    client: Any,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    roots: str = "",
+    network: str = "",
 ) -> None:
     """Pull or build those images that the daemon of `client` (docker.APIClient) does not have. With `roots`, the folder
-    of [sandbox] image_folder, also unpack them there. Blocks. Raises BadImage."""
+    of [sandbox] image_folder, also unpack them there. `network`: network of builds, as in `docker build --network`;
+    empty for the daemon's default. Blocks. Raises BadImage."""
     for image in dict.fromkeys(images):
-        if _inspected(client, image.name) is None:
-            _obtain(client, image, report)
+        if _inspect(client, image.name) is None:
+            _obtain(client, image, report, network)
         if roots and not (Path(roots) / image.root).is_dir():
             report(f"unpack {image.name}")
             _unpack(client, image, Path(roots))
@@ -80,13 +86,13 @@ def prepare(
 
 def image_workdir(client: Any, name: str) -> str:
     """Return the working directory of an image; `/` if it sets none. Raises BadImage."""
-    found = _inspected(client, name)
+    found = _inspect(client, name)
     if found is None:
         raise BadImage(f"image {name!r} is not there: prepare the source first")
     return str((found.get("Config") or {}).get("WorkingDir") or "/")
 
 
-def _inspected(client: Any, name: str) -> Mapping[str, Any] | None:
+def _inspect(client: Any, name: str) -> Mapping[str, Any] | None:
     import docker  # type: ignore[import-untyped]
 
     try:
@@ -98,8 +104,8 @@ def _inspected(client: Any, name: str) -> Mapping[str, Any] | None:
     return found
 
 
-def _obtain(client: Any, image: TaskImage, report: Callable[[str], None]) -> None:
-    if image.base and _inspected(client, image.base) is None:
+def _obtain(client: Any, image: TaskImage, report: Callable[[str], None], network: str) -> None:
+    if image.base and _inspect(client, image.base) is None:
         report(f"pull {image.base}")
         _follow(client.pull, f"image {image.base!r} cannot be pulled", "check its name, and the registry's login",
                 image.base, stream=True, decode=True)  # fmt: skip
@@ -107,12 +113,12 @@ def _obtain(client: Any, image: TaskImage, report: Callable[[str], None]) -> Non
     if image.context:
         base = image.name if not image.install else f"{image.name}-base"
         report(f"build {base} from {image.context}")
-        _build(client, image, tag=base, path=image.context)
+        _build(client, image, tag=base, path=image.context, network_mode=network or None)
     if image.install:
         report(f"build {image.name}: {image.install}")
-        user = (_inspected(client, base) or {}).get("Config", {}).get("User") or "root"
+        user = (_inspect(client, base) or {}).get("Config", {}).get("User") or "root"
         text = f"FROM {base}\nUSER root\nRUN {image.install}\nUSER {user}\n"
-        _build(client, image, tag=image.name, fileobj=io.BytesIO(text.encode()))
+        _build(client, image, tag=image.name, fileobj=io.BytesIO(text.encode()), network_mode=network or None)
 
 
 def _build(client: Any, image: TaskImage, **what: Any) -> None:

@@ -75,11 +75,26 @@ class Harbor:
     name = "harbor"
     version = "1"
 
-    def __init__(self, folders: Sequence[Path], options: HarborOptions, *, strict: bool = False) -> None:
-        """Read the folders. Raises BadTaskFolder."""
-        self._options = options
+    def __init__(
+        self, folders: Sequence[Path], options: HarborOptions, *, strict: bool = False, skip: bool = False
+    ) -> None:
+        """Read the folders. `strict` refuses keys that the format does not have, `skip` leaves out tasks that cannot be
+        served, with a warning. Raises BadTaskFolder, also if none is left."""
+        self.options = options
+        """Choices that hold for all tasks."""
         self._images: dict[TaskImage, None] = {}
-        self.rows = tuple(self._row(read_task_folder(folder), strict) for folder in folders)
+        rows, refused = [], ""
+        for folder in folders:
+            try:
+                rows.append(self._row(read_task_folder(folder), strict))
+            except BadTaskFolder as error:
+                if not skip:
+                    raise
+                refused = str(error)
+                log.warning("task %s is left out: %s", folder.name, error)
+        if not rows:
+            raise BadTaskFolder(f"none of {len(folders)} tasks can be served; the last one: {refused}")
+        self.rows = tuple(rows)
         """A row for each folder, in their order."""
 
     def tasks(self, seed: int) -> Iterator[TaskRow]:
@@ -91,10 +106,12 @@ class Harbor:
     def write_dataset(self, path: Path, count: int, seed: int) -> None:
         write_rows(path, itertools.islice(self.tasks(seed), count))
 
-    def prepare(self, client: Any, report: Callable[[str], None] = lambda line: None, *, roots: str = "") -> None:
+    def prepare(
+        self, client: Any, report: Callable[[str], None] = lambda line: None, *, roots: str = "", network: str = ""
+    ) -> None:
         """Pull and build the images of all tasks; see `images.prepare`. Raises BadImage."""
-        unpacked = roots if self._options.backend == "bubblewrap" else ""
-        prepare(self._images, client, report, roots=unpacked)
+        unpacked = roots if self.options.backend == "bubblewrap" else ""
+        prepare(self._images, client, report, roots=unpacked, network=network)
 
     def task(self, row: TaskRow) -> Task:
         """Return the task of a row. Raises BadTaskFolder."""
@@ -106,7 +123,7 @@ class Harbor:
             if strict:
                 raise BadTaskFolder(f"{said}; correct them, or leave out strict=yes")
             log.warning("%s; they are ignored", said)
-        options, table = self._options, folder.table
+        options, table = self.options, folder.table
         row = dict(folder.row)
         row["options"] = {**dataclasses.asdict(options), "keep": list(options.keep), "env": list(options.env)}
         row["env"] = {
@@ -129,7 +146,7 @@ class Harbor:
 
     def _image(self, folder: TaskFolder, table: EnvironmentTable, context: Path) -> tuple[str | None, str]:
         """Return the image of a container as its sandbox names it, and its working directory, or ""."""
-        options, dockerfile = self._options, context / "Dockerfile"
+        options, dockerfile = self.options, context / "Dockerfile"
         built = table.docker_image is None
         workdir = table.workdir or (workdir_of(dockerfile) if built else None) or options.workdir
         if options.image:
@@ -165,7 +182,7 @@ class Harbor:
                 found[name] = value
                 continue
             variable, default = template.groups()
-            if variable in self._options.env and variable in os.environ:
+            if variable in self.options.env and variable in os.environ:
                 found[name] = os.environ[variable]
             elif default is not None:
                 found[name] = default
@@ -363,12 +380,13 @@ def source(
     network: str = "task",
     reward: str = MAIN_KEY,
     strict: str = "no",
+    unserved: str = "refuse",
 ) -> Harbor:
     """Make a source of the options, which docs/environments/harbor.md describes. Raises BadSource."""
     known = (*AGENTS, "program", "oracle", "loop")
     for key, value, legal in (
         ("agent", agent, known), ("backend", backend, BACKENDS), ("network", network, ("task", "none")),
-        ("strict", strict, ("yes", "no")),
+        ("strict", strict, ("yes", "no")), ("unserved", unserved, ("refuse", "skip")),
     ):  # fmt: skip
         if value not in legal:
             raise BadSource(f"{key}={value}: it must be one of {', '.join(legal)}")
@@ -393,7 +411,7 @@ def source(
         chosen = [folder for folder in folders if fnmatchcase(folder.name, tasks)]
         if not chosen:
             raise BadTaskFolder(f"tasks={tasks}: none of the {len(folders)} task folders has such a name")
-        return Harbor(chosen, options, strict=strict == "yes")
+        return Harbor(chosen, options, strict=strict == "yes", skip=unserved == "skip")
     except BadTaskFolder as error:
         raise BadSource(str(error)) from error
 

@@ -139,7 +139,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTable:
-    """One of [[steps]]."""
+    """A step of the task, from [[steps]]."""
 
     name: str
     agent: AgentTable = field(default_factory=AgentTable)

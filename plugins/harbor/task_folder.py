@@ -111,12 +111,11 @@ def bundles_tests(path: Path, table: TaskTable, step: StepTable | None) -> Path 
 
 def _check_environment(path: Path, table: TaskTable) -> None:
     for folder in (path / "environment", path / "tests"):
-        for name in ("docker-compose.yaml", "docker-compose.yml"):
-            if (folder / name).exists():
-                raise BadTaskFolder(
-                    f"{folder / name}: a task with services of its own cannot be served, since a sandbox is one "
-                    "container: leave the task out by tasks=, or move the services into its image"
-                )
+        if (compose := folder / "docker-compose.yaml").exists():
+            raise BadTaskFolder(
+                f"{compose}: a task with services of its own cannot be served, since a sandbox is one container: leave "
+                "the task out, or move the services into its image"
+            )
     if not table.environment.docker_image and not (path / "environment/Dockerfile").is_file():
         raise BadTaskFolder(f"{path}/environment/Dockerfile is missing, and [environment] docker_image names no image")
 

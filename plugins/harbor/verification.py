@@ -42,7 +42,7 @@ sys.exit(subprocess.run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a verifier of a task, or of one step, needs."""
+    """Everything that a verifier of a task, or of one step, needs."""
 
     row: Mapping[str, Any]
     table: TaskTable
@@ -180,11 +180,13 @@ def verifier_of(judgements: Sequence[Judgement]) -> SandboxVerifier | StagedVeri
     return StagedVerifier(
         name="steps", version=VERSION, parts=tuple(parts),
         proceed=lambda place, verdict: passes_gate(steps[place], verdict.components),
-        combine=_combined(steps, strategy, key),
+        combine=_combine_function(steps, strategy, key),
     )  # fmt: skip
 
 
-def _combined(steps: Sequence[StepTable], strategy: str | None, key: str) -> Callable[[Sequence[Verdict]], Verdict]:
+def _combine_function(
+    steps: Sequence[StepTable], strategy: str | None, key: str
+) -> Callable[[Sequence[Verdict]], Verdict]:
     def combine(verdicts: Sequence[Verdict]) -> Verdict:
         if not any(verdict.components for verdict in verdicts):
             total = Verdict(0.0)

@@ -105,7 +105,7 @@ def locate(place: InitEnvironment, path: str) -> tuple[str, str]:
     raise PathRefused(f"{format_path(path)} lies in none of the folders {', '.join(place.roots)}")
 
 
-def _stored(place: InitEnvironment, path: str) -> str:
+def _absolute(place: InitEnvironment, path: str) -> str:
     """Return the path of an entry of a snapshot as `read` and `write` take it."""
     return f"/{path}" if place.roots else path
 
@@ -116,7 +116,7 @@ def read_many(place: InitEnvironment, paths: list[str], most: int) -> list[bytes
     found = []
     for path in paths:
         try:
-            found.append(read(place, _stored(place, path), most))
+            found.append(read(place, _absolute(place, path), most))
         except Locked:
             found.append(_read_locked_file(place, path, most))
         most -= len(found[-1])
@@ -125,7 +125,7 @@ def read_many(place: InitEnvironment, paths: list[str], most: int) -> list[bytes
 
 def _read_locked_file(place: InitEnvironment, path: str, most: int) -> bytes:
     """Read a file whose owner has removed the right to read it."""
-    root, within = locate(place, _stored(place, path))
+    root, within = locate(place, _absolute(place, path))
     *above, name = exact(within)
     try:
         with contextlib.ExitStack() as held:

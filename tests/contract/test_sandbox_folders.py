@@ -11,7 +11,7 @@ from turnlog.sandbox_workers.protocol import Command, FileRefused, Kind, Provide
 from turnlog.schemas.events import SandboxLimits, ToolStatus
 
 pytestmark = pytest.mark.needs("places")
-FOLDERS = ("/app/deep", "/logs", "/work", "/app")
+FOLDERS = ("/app/deep", "/logs", "/place", "/app")
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ async def output(sandbox: Sandbox, limits: SandboxLimits, command: str) -> str:
 async def test_calls_find_the_folders_at_their_own_paths(placed: Sandbox, limits: SandboxLimits) -> None:
     await placed.write("here", b"1")
     await placed.write("/logs/verifier/reward.txt", b"0.5")
-    said = await output(placed, limits, "pwd; cat here /logs/verifier/reward.txt; echo 2 >/app/new; echo 3 >/work/x")
+    said = await output(placed, limits, "pwd; cat here /logs/verifier/reward.txt; echo 2 >/app/new; echo 3 >/place/x")
     assert said == "/app/deep\n10.5"
     assert await placed.read("/app/new", most=10) == b"2\n"
     paths = [entry.path for entry in await placed.index()]
     assert paths == ["app", "app/deep", "app/deep/here", "app/new", "logs", "logs/verifier",
-                     "logs/verifier/reward.txt", "work", "work/x"]  # fmt: skip
-    assert await placed.read_files(["app/new", "work/x"], most=100) == (b"2\n", b"3\n")
+                     "logs/verifier/reward.txt", "place", "place/x"]  # fmt: skip
+    assert await placed.read_files(["app/new", "place/x"], most=100) == (b"2\n", b"3\n")
     for path in ("/etc/passwd", "/", "/tmp/x", "/app/../etc/x", "/application"):
         with pytest.raises(FileRefused):
             await placed.write(path, b"x")
@@ -53,10 +53,10 @@ async def test_a_workspace_goes_on_in_another_sandbox(
     await placed.close()
     other = await provider.start(1, Shape(disk_bytes=disk_bytes, folders=FOLDERS))
     await other.write("/app/old", b"gone")
-    await other.write("/work/old", b"gone")
+    await other.write("/place/old", b"gone")
     await other.restore(entries, contents)
-    assert await output(other, limits, "cat /app/a/one /logs/two; ls /app /work; stat -c %a /app/a/one") == (
-        "one\ntwo\n/app:\na\ndeep\n\n/work:\n750\n"
+    assert await output(other, limits, "cat /app/a/one /logs/two; ls /app /place; stat -c %a /app/a/one") == (
+        "one\ntwo\n/app:\na\ndeep\n\n/place:\n750\n"
     )
     assert [entry.path for entry in await other.index()] == [entry.path for entry in entries]
     await other.close()
@@ -69,7 +69,14 @@ async def test_a_folder_that_a_workspace_does_not_name_stays_as_it_is(placed: Sa
     await placed.restore(
         (folder, FileEntry(path="logs/new", kind=FileKind.file, mode=0o644, size=1)), {"logs/new": b"2"}
     )
-    assert [entry.path for entry in await placed.index()] == ["app", "app/deep", "app/kept", "logs", "logs/new", "work"]
+    assert [entry.path for entry in await placed.index()] == [
+        "app",
+        "app/deep",
+        "app/kept",
+        "logs",
+        "logs/new",
+        "place",
+    ]
     outside = FileEntry(path="srv", kind=FileKind.folder, mode=0o755)
     with pytest.raises(FileRefused, match="lies in none of the folders"):
         await placed.restore((outside,), {})

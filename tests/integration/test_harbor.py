@@ -16,7 +16,7 @@ from tests.harbor_tasks import STEPS, TASK, write_task
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import ASKS, BLOBS, stage, until, working  # noqa: F401
 from turnlog.environments import TaskSource
-from turnlog.infra.environments.sources import join_source, recipe
+from turnlog.infra.environments.sources import join_source, task_source
 from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, SessionFinished, ToolCallRequested
 
 AGENT = (
@@ -42,11 +42,11 @@ def harbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
             "tasks", {"path": str(tmp_path / "tasks"), "backend": "bubblewrap", "agent": "program",
                       "program": PROGRAM, "network": "none", **options},
         )  # fmt: skip
-        return text, recipe(text)
+        return text, task_source(text)
 
     with offering(tmp_path, monkeypatch, "tasks", {"tasks": "turnlog.plugins.harbor.source:source"}):
         yield make
-    recipe.cache_clear()
+    task_source.cache_clear()
 
 
 @asynccontextmanager

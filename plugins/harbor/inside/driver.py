@@ -94,12 +94,12 @@ def run_program(step: dict[str, Any], *, alone: bool) -> int:
     if step["user"]:
         env["HOME"] = account(step["user"]).pw_dir
     if alone:
-        return waited(
+        return wait_for(
             subprocess.Popen(step["argv"], env=env, start_new_session=True, **user_options(step["user"])), step
         )
     path = f"{LOGS}/agent/{step['name']}.txt"
     with open(path, "wb") as output:
-        code = waited(
+        code = wait_for(
             subprocess.Popen(
                 step["argv"], env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, **user_options(step["user"]),
@@ -112,7 +112,7 @@ def run_program(step: dict[str, Any], *, alone: bool) -> int:
     return code
 
 
-def waited(process: Any, step: dict[str, Any]) -> int:
+def wait_for(process: Any, step: dict[str, Any]) -> int:
     """Wait for a program, and end it with its group when its time is over. Return its exit status."""
     try:
         code: int = process.wait(step["timeout_sec"])
@@ -146,7 +146,7 @@ def shell(command: str, timeout_s: float, user: str = "") -> int:
         ["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True, **options,
     )  # fmt: skip
-    return waited(process, {"name": "hook", "timeout_sec": timeout_s})
+    return wait_for(process, {"name": "hook", "timeout_sec": timeout_s})
 
 
 def wait_until_healthy(check: dict[str, Any] | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.each import each
 from tests.harbor_tasks import STEPS, TASK, write_task
 from turnlog.environments import BadSource, CommandAgent, SandboxVerifier, StagedVerifier, Task
-from turnlog.infra.environments.sources import recipe
+from turnlog.infra.environments.sources import task_source
 from turnlog.plugins.harbor.agents import AGENTS
 from turnlog.plugins.harbor.source import EVERYTHING, source
 
@@ -24,7 +24,7 @@ cpus = 2
 memory_mb = 512
 storage_mb = 64
 network_mode = "allowlist"
-allowed_hosts = ["pypi.org", "*.example.com", "2001:db8::1"]
+allowed_hosts = ["index.example.org", "*.example.com", "2001:db8::1"]
 env = {MODE = "fast", LEVEL = "${LEVEL:-3}"}
 [[environment.mcp_servers]]
 name = "files"
@@ -69,7 +69,7 @@ def test_a_task_has_the_image_limits_and_network_of_each_phase(made: Callable[..
     assert (spec.limits.wall_s, spec.limits.cpu_s) == (100.0, 200.0)
     assert (spec.limits.memory_bytes, spec.limits.disk_bytes) == (512 << 20, 64 << 20)
     assert (spec.network, spec.allow) == (
-        "allowlist", ("* *://pypi.org:*/*", "* *://*.example.com:*/*", "* *://[2001:db8::1]:*/*"),
+        "allowlist", ("* *://index.example.org:*/*", "* *://*.example.com:*/*", "* *://[2001:db8::1]:*/*"),
     )  # fmt: skip
     assert task.deadline_s == 100.0
     judging = verifier.sandbox
@@ -180,7 +180,7 @@ def test_options_that_cannot_be_used_are_refused_with_what_is_legal(
     write_task(tasks / "one", TASK)
     words = [f"{key}={tasks if value == 'TASKS' else value}" for key, value in options.items()]
     with pytest.raises(BadSource) as raised:
-        recipe(" ".join(["harbor", *words]))
+        task_source(" ".join(["harbor", *words]))
     assert why in str(raised.value)
 
 

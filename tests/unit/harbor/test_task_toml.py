@@ -26,7 +26,7 @@ cpus = 1.5
 memory_mb = 512
 storage_mb = 1024
 network_mode = "allowlist"
-allowed_hosts = ["PyPI.org.", "*.example.com", "192.0.2.1", "2001:DB8:0::1"]
+allowed_hosts = ["Index.Example.ORG.", "*.example.com", "192.0.2.1", "2001:DB8:0::1"]
 workdir = "/app"
 skills_dir = "/skills"
 env = {A = "${B:-c}"}
@@ -73,7 +73,7 @@ def test_every_table_is_read_and_older_keys_become_those_of_today() -> None:
     table = parsed(WHOLE)
     environment, verifier = table.environment, table.verifier.environment
     assert (environment.os, environment.cpus, environment.memory_mb) == ("linux", 1.5, 512)
-    assert environment.allowed_hosts == ["pypi.org", "*.example.com", "192.0.2.1", "2001:db8::1"]
+    assert environment.allowed_hosts == ["index.example.org", "*.example.com", "192.0.2.1", "2001:db8::1"]
     assert environment.mcp_servers[0].transport == "streamable-http"
     assert environment.healthcheck is not None
     assert environment.healthcheck.retries == 3
