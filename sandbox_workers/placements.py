@@ -136,7 +136,7 @@ def _folders_flaw(spec: SandboxSpec) -> str:
     return ""
 
 
-SYSTEM = ("/proc", "/sys", "/dev", "/tmp", "/etc/turnlog", "/opt/python", "/opt/init", "/opt/loader", "/opt/image")
+SYSTEM = ("/proc", "/sys", "/dev", "/etc/turnlog", "/opt/python", "/opt/init", "/opt/loader", "/opt/image")
 
 
 class EnvironmentDigests:

@@ -208,7 +208,7 @@ def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shap
             "runtime": daemon.runtime,
             "security_opt": ["no-new-privileges"],
             "sysctls": IPC,
-            "tmpfs": dict.fromkeys(FOLDERS[1:] if shape.folders else FOLDERS, options),
+            "tmpfs": dict.fromkeys(FOLDERS[2:] if shape.folders else FOLDERS, options),
         }
     )
 

@@ -240,8 +240,9 @@ def command(
     if ca is not None:
         words += ["--perms", "0444", "--ro-bind-data", str(ca), f"/etc/{roots.CA}"]
     words += ["--proc", "/proc", "--dev", "/dev"]
-    places = outermost(list(shape.folders))
-    folders = (*places, *FOLDERS[1:]) if places else FOLDERS
+    above = [top for top in FOLDERS[1:] if any(path.startswith(f"{top}/") for path in shape.folders)]
+    places = outermost([*shape.folders, *above])
+    folders = (*places, *(path for path in FOLDERS[1:] if path not in places)) if places else FOLDERS
     for folder in (*folders, EMPTY):
         words += ["--dir", folder]
     for number, folder in enumerate(places):

@@ -72,9 +72,10 @@ def main(denied: str, roots: str, *folders: str) -> None:
     for name in ENGINES:
         os.environ.pop(name, None)
     cwd, places = workspace_roots(json.loads(roots))
-    empty(
-        InitEnvironment(list(folders), own_user=True, namespace=True)
-    )  # runtimes copy an image's mode, and may copy its files
+    for folder in folders if places else ():  # an image need not have one
+        os.makedirs(folder, 0o1777, exist_ok=True)
+    if not places:  # runtimes copy an image's mode, and may copy its files
+        empty(InitEnvironment(list(folders), own_user=True, namespace=True))
     if denied:
         try:
             deny(base64.b64decode(denied))

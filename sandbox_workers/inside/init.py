@@ -68,7 +68,8 @@ def run(
     Arguments: "namespace" or "plain"; "own" or "shared" user; network "none" or "allowlist"; the writable folders. With
     "allowlist" the worker gets a socket that listens on our loopback, and we retain no descriptor of it. `roots` and
     `cwd`: see InitEnvironment."""
-    place = InitEnvironment([*roots, *folders], own_user == "own", namespace == "namespace", roots, cwd)
+    others = [folder for folder in folders if folder not in roots]
+    place = InitEnvironment([*roots, *others], own_user == "own", namespace == "namespace", roots, cwd)
     if place.namespace != (os.getpid() == 1):
         raise SystemExit("a sandbox's init must be pid 1 exactly when it has a pid namespace")
     if any(os.stat(folder).st_uid != os.getuid() for folder in folders):

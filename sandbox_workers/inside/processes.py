@@ -184,7 +184,7 @@ def disk(place: InitEnvironment) -> DiskUsage:
         return DiskUsage(sum(tree_bytes(folder) for folder in place.folders), full=False)
     used, full = 0, False
     for folder in place.folders:
-        if folder in place.roots and os.stat(folder).st_dev == os.stat("/").st_dev:
+        if place.roots and os.stat(folder).st_dev == os.stat("/").st_dev:
             used += _layer_bytes(folder)  # part of the root, such as a container's own layer
             continue
         figures = os.statvfs(folder)

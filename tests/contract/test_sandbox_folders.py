@@ -90,3 +90,14 @@ async def test_a_call_that_fills_a_folder_meets_its_limit(
     done = await placed.exec(command, limited(disk_bytes=2 << 20))
     assert (done.status, done.reason) == (ToolStatus.resource_limit, "disk_bytes")
     await placed.close()
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/tmp/deep/er"])
+async def test_the_temporary_folder_may_be_part_of_the_workspace(
+    provider: Provider, limits: SandboxLimits, disk_bytes: int, folder: str
+) -> None:
+    sandbox = await provider.start(0, Shape(disk_bytes=disk_bytes, folders=(folder, "/logs")))
+    assert await output(sandbox, limits, "pwd; echo 1 >x; echo 2 >/tmp/y; cat /tmp/y") == f"{folder}\n2\n"
+    assert f"{folder[1:]}/x" in [entry.path for entry in await sandbox.index()]
+    assert await sandbox.read("x", most=10) == b"1\n"
+    await sandbox.close()

@@ -26,6 +26,7 @@ from turnlog.sandbox_workers.inside import attached
 from turnlog.sandbox_workers.inside.attached import Events
 from turnlog.sandbox_workers.inside.frames import HEADER
 from turnlog.sandbox_workers.inside.interpreter import waited_for
+from turnlog.sandbox_workers.protocol import Shape
 
 ANSWER = {"status": "tool_error", "reason": "", "exit_code": 137}
 
@@ -97,7 +98,8 @@ def test_a_child_is_waited_for_where_there_is_no_pidfd() -> None:
 
 
 def test_the_program_is_the_same_for_every_container_and_named_by_its_hash() -> None:
-    assert program(b"", "/workspace") == program(b"", "/workspace")
+    shape = Shape(disk_bytes=1, folders=("/app",))
+    assert program(b"", shape) == program(b"", shape) != program(b"", Shape(disk_bytes=1))
     assert entrypoint("a")[:-1] == entrypoint("b")[:-1]
     assert len(fingerprint()) == 64
 
