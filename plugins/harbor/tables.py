@@ -37,7 +37,7 @@ class Healthcheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class McpServer:
+class McpServerTable:
     """An MCP server for the agent."""
 
     name: str
@@ -71,7 +71,7 @@ class EnvironmentTable:
     gpus: int | None = None
     gpu_types: list[str] | None = None
     tpu: Tpu | None = None
-    mcp_servers: list[McpServer] = field(default_factory=list)
+    mcp_servers: list[McpServerTable] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     """Variables of the container; `${NAME}` and `${NAME:-default}` are replaced from the environment."""
     skills_dir: str | None = None

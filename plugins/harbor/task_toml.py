@@ -28,7 +28,7 @@ from turnlog.plugins.harbor.tables import (
     Artifact,
     EnvironmentTable,
     Healthcheck,
-    McpServer,
+    McpServerTable,
     NetworkMode,
     StepTable,
     TaskTable,
@@ -258,7 +258,7 @@ class _Checks:
             if not (math.isfinite(value) and value >= 0):
                 self._refuse(f"{place}.{key}", f"{value} is no number of seconds")
 
-    def _server(self, place: str, server: McpServer) -> None:
+    def _server(self, place: str, server: McpServerTable) -> None:
         if server.transport == "stdio":
             if not server.command:
                 self._refuse(f"{place}.command", "a server with transport 'stdio' needs one")
