@@ -26,6 +26,7 @@ from turnlog.infra.sandbox_root import tree_sha256
 from turnlog.plugins.harbor.agents import AGENTS, command_agent, solution_agent
 from turnlog.plugins.harbor.dockerfiles import copied_files, workdir_of
 from turnlog.plugins.harbor.images import TaskImage, prepare, task_image
+from turnlog.plugins.harbor.kept_folders import named_folders, texts_of
 from turnlog.plugins.harbor.packs import INLINE_BYTES
 from turnlog.plugins.harbor.registry import registry_folders
 from turnlog.plugins.harbor.rewards import MAIN_KEY
@@ -130,6 +131,7 @@ class Harbor:
             "environment": self._env(folder, "environment.env", table.environment.env),
             "solution": self._env(folder, "solution.env", table.solution.env),
         }
+        row["keep"] = named_folders(texts_of(folder.path), bubblewrap=options.backend == "bubblewrap")
         row["mcp_servers"] = [dataclasses.asdict(server) for server in table.environment.mcp_servers]
         row["image"], row["workdir"] = self._image(folder, table.environment, folder.path / "environment")
         if row["image"] is None:
@@ -301,8 +303,8 @@ def _folders(row: TaskRow, workdir: str) -> tuple[str, ...]:
     """Return the folders of the agent's sandbox that are kept, the working directory first."""
     options = row["options"]
     own = ("/solution",) if options["backend"] == "bubblewrap" else ()
-    kept = (workdir or ".", *KEPT, *options["keep"], *own)
-    return tuple(dict.fromkeys(kept))
+    kept = dict.fromkeys((workdir or ".", *KEPT, *options["keep"], *row["keep"], *own))
+    return tuple(kept)
 
 
 def _judgement(

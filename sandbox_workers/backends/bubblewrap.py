@@ -115,7 +115,7 @@ class Bubblewrap:
         return backend
 
     async def start(self, slot: int, shape: Shape) -> InitSandbox:
-        if unserved := [path for path in shape.folders if path == "." or path.split("/")[1] in UNSERVED]:
+        if unserved := [path for path in shape.folders if path in (".", "/opt") or path.split("/")[1] in UNSERVED]:
             raise ImageMissing(f"bubblewrap cannot have {unserved[0]!r} as a folder of the workspace: name others")
         image = None if shape.image is None else await self._image(shape.image)
         with contextlib.ExitStack() as held:

@@ -64,7 +64,7 @@ def test_a_task_has_the_image_limits_and_network_of_each_phase(made: Callable[..
     spec, verifier = task.call_sandbox, task.verifier
     assert isinstance(verifier, SandboxVerifier)
     assert (spec.backend, spec.image) == ("docker", "python:3.11-slim")
-    assert spec.folders == (".", "/logs", "/root", "/srv", "/etc")
+    assert spec.folders == (".", "/logs", "/root", "/srv", "/etc", "/app")
     assert spec.env == {"HOME": "/root", "MODE": "fast", "LEVEL": "3"}
     assert (spec.limits.wall_s, spec.limits.cpu_s) == (100.0, 200.0)
     assert (spec.limits.memory_bytes, spec.limits.disk_bytes) == (512 << 20, 64 << 20)
@@ -208,3 +208,15 @@ def test_variables_are_passed_on_by_name_alone(made: Callable[..., Task], monkey
     toml = '[environment]\nenv = {A = "${HARBOR_TEST:-none}"}'
     assert made({"task.toml": toml}).sandbox.env["A"] == "none"
     assert made({"task.toml": toml}, env="HARBOR_TEST").sandbox.env["A"] == "value"
+
+
+def test_the_folders_of_paths_that_a_task_names_are_kept(made: Callable[..., Task]) -> None:
+    told = "Read `/data/in/a.csv`, write /srv/report/out.json (see http://host/api/v1/x, /etc/nginx/nginx.conf).\n"
+    files = {"instruction.md": told, "tests/check.py": "open('/opt/result.txt'), '/dev/null', '/usr/bin/env', '/x'\n"}
+    kept = ["/data/in", "/etc/nginx", "/opt", "/srv/report"]
+    docker, bubblewrap = made(files), made(files, backend="bubblewrap")
+    assert [path for path in docker.sandbox.folders if path in kept] == kept
+    assert not {"/dev", "/usr/bin", "/host/api/v1", "/api/v1"} & set(docker.sandbox.folders)
+    assert set(bubblewrap.sandbox.folders) == {"/app", "/logs", "/root", "/data/in", "/srv/report", "/solution"}
+    assert isinstance(docker.verifier, SandboxVerifier)
+    assert set(docker.sandbox.folders) < set(docker.verifier.sandbox.folders)

@@ -150,7 +150,7 @@ async def test_folders_of_the_workspace_begin_with_what_the_image_has_there(back
     assert (app / "src/run").read_text() == "code"
 
 
-@pytest.mark.parametrize("folder", [".", "/etc", "/lib/x"])
+@pytest.mark.parametrize("folder", [".", "/etc", "/lib/x", "/opt"])
 async def test_a_folder_that_bubblewrap_cannot_serve_is_refused_by_name(backend: Bubblewrap, folder: str) -> None:
     with pytest.raises(ImageMissing, match=f"cannot have '{folder}'"):
         await backend.start(0, Shape(image="bare", disk_bytes=8 << 20, folders=(folder,)))
