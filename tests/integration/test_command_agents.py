@@ -228,7 +228,7 @@ async def test_a_program_sees_no_token_and_reaches_the_gateway_alone(
             assert await outcomes(stage, 1) == [(Outcome.completed, True, "")]
             [request] = await stage.said(RolloutRequested)
             async with GatewayClient(stage.settings) as client:
-                token = (await client.open(request, offered.a, 0)).token
+                token = (await client.open(request, offered.a.task({"prompt": "?"}), 0)).token
         host.shutdown()
     await left(tmp_path / "left", offered.a.judged[0])
     reached = json.loads((tmp_path / "left/reached").read_text())
