@@ -100,7 +100,7 @@ class WayOut:
         """Return the text without the credentials, which a server might echo."""
         for headers in self._credentials.values():
             for value in headers.values():
-                for secret in {value, value.rpartition(" ")[2]}:
+                for secret in (value, value.rpartition(" ")[2]):
                     if len(secret) >= LEAST_SECRET:
                         text = text.replace(secret, "[credential]")
         return text
