@@ -433,7 +433,7 @@ async def test_a_simulated_user_answers_the_agent_until_it_has_nothing_more_to_s
 ) -> None:
     """`kill`: at which turn the runner is killed, 0 for never."""
     offered.recipe, stage.policy = Served(USER), killing(stage, kill)(shop)
-    await stage.request(recipe="offered", task={"prompt": QUESTION, "answer": "8, so?"})
+    await stage.request(recipe="offered", task={"prompt": QUESTION, "expr": "3+5", "answer": "8, so?"})
     async with stage.gateway():
         if kill:
             async with stage.running() as (task, _):
@@ -441,7 +441,7 @@ async def test_a_simulated_user_answers_the_agent_until_it_has_nothing_more_to_s
                 assert task.cancelled()
         async with stage.running():
             [finished] = await stage.finished(1)
-    assert (finished.outcome, finished.expects.players) == (Outcome.completed, ())
+    assert (finished.outcome, finished.expects.players) == (Outcome.completed, ()), finished.reason
     turns = {turn.turn: turn for turn in await stage.said(TurnCompleted)}
     paths = [turns[turn].agent_path for turn in finished.turns]
     assert paths == ["main", "main", "side/player/user", "main", "main", "side/player/user"]
@@ -478,7 +478,7 @@ async def test_a_simulated_user_on_a_side_engine_begins_where_the_task_has_no_me
     counted = killing(stage, kill)
     with_side(stage, counted(lambda prompt: QUESTION if "so?" not in prompt else "###STOP###"))
     stage.policy = counted(shop)
-    await stage.request(recipe="offered", task={"prompt": "-", "answer": "8, so?"})
+    await stage.request(recipe="offered", task={"prompt": "-", "expr": "3+5", "answer": "8, so?"})
     if kill:
         async with stage.gateway(), stage.running() as (task, _):
             await asyncio.wait([task], timeout=20)
@@ -505,7 +505,7 @@ async def test_an_agent_that_has_used_its_turns_is_truncated_unless_the_user_has
     stage: Stage, offered: types.SimpleNamespace
 ) -> None:
     offered.recipe, stage.policy = Served(USER), shop
-    [finished] = await finish(stage, task={"prompt": QUESTION, "answer": "8"}, max_turns=2)
+    [finished] = await finish(stage, task={"prompt": QUESTION, "expr": "3+5", "answer": "8"}, max_turns=2)
     assert (finished.outcome, finished.reason, len(finished.turns)) == (Outcome.truncated, "max_turns", 3)
 
 
@@ -513,7 +513,7 @@ async def test_a_simulated_user_whose_engine_is_absent_fails_the_session_by_name
     stage: Stage, offered: types.SimpleNamespace
 ) -> None:
     offered.recipe, stage.policy = Served(dataclasses.replace(USER, model="big")), shop
-    first, second = await finish(stage, 2, task={"prompt": QUESTION, "answer": "8"})
+    first, second = await finish(stage, 2, task={"prompt": QUESTION, "expr": "3+5", "answer": "8"})
     assert (first.outcome, second.outcome, second.final) == (Outcome.infra_failure, Outcome.infra_failure, True)
     assert first.reason.startswith("OpponentMissing: player 'user' (model 'big'): ")
     assert await rewards(stage) == []
@@ -523,7 +523,7 @@ async def test_a_user_that_ends_before_it_began_is_our_failure(stage: Stage, off
     recipe = offered.recipe = Served(USER)
     recipe.messages = lambda row: []  # type: ignore[method-assign]
     stage.policy = lambda prompt: "###STOP###"
-    first, _ = await finish(stage, 2)
+    first, _ = await finish(stage, 2, task={"prompt": "-", "expr": "3+5", "answer": "8"})
     assert first.outcome is Outcome.infra_failure
     assert "ended the conversation before the agent spoke" in first.reason
 
