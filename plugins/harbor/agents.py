@@ -1,4 +1,4 @@
-"""Agents of a Harbor task: command-line agents by name, the task's own solution, and the plan by which they are run.
+"""Agents of a Harbor task: ready agents by name, the task's own solution, and the plan by which they are run.
 
 The program of an agent belongs to the image (docs/environments/harbor.md). `inside/driver.py` starts it.
 """
@@ -8,103 +8,51 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from turnlog.environments import CommandAgent
-from turnlog.infra.environments.tools import GATEWAY_INSIDE, KEY_INSIDE
+from turnlog.infra.environments.ready_agents import READY_AGENTS, ReadyOptions
 from turnlog.plugins.harbor.packs import pack_data
 from turnlog.plugins.harbor.tables import StepTable, TaskTable
 
 DRIVER: Final = (Path(__file__).parent / "inside/driver.py").read_text()
 PLAN: Final = "/logs/turnlog/plan.json"
 SOLUTION: Final = "/solution"
-WINDOW: Final = 120_000
-"""Tokens that a client is told the policy's context has; the gateway enforces the real limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class CliAgent:
-    """A command-line agent."""
-
-    program: str
-    """Name of the program on the image's PATH."""
-    version: str
-    argv: Callable[[str, str], Sequence[str]]
-    """Returns the words of the command for program and instruction."""
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    skills: str = ""
-    """Folder, below the home, that the agent reads skills from; empty if it reads none."""
-
-
-def _codex(program: str, text: str) -> Sequence[str]:
-    provider = f'{{name="turnlog",base_url="{GATEWAY_INSIDE}/v1",env_key="OPENAI_API_KEY",wire_api="responses"}}'
-    return [
-        program, "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox",
-        "-c", "model=policy", "-c", "model_provider=turnlog", "-c", f"model_context_window={WINDOW}",
-        "-c", f"model_providers.turnlog={provider}", "-c", 'web_search="disabled"',
-        "-c", "analytics.enabled=false", text,
-    ]  # fmt: skip
-
-
-def _opencode_config() -> str:
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "turnlog",
-        "options": {"baseURL": f"{GATEWAY_INSIDE}/v1", "apiKey": KEY_INSIDE},
-        "models": {"policy": {"name": "policy", "limit": {"context": WINDOW, "output": 4096}}},
-    }
-    about = {"model": "turnlog/policy", "small_model": "turnlog/policy", "autoupdate": False, "share": "disabled"}
-    return json.dumps({**about, "permission": {"*": "allow"}, "provider": {"turnlog": provider}})
-
-
-AGENTS: Final[Mapping[str, CliAgent]] = {
-    "claude-code": CliAgent(
-        "claude", "2.1.329",
-        lambda program, text: [program, "-p", text, "--permission-mode", "bypassPermissions"],
-        {"IS_SANDBOX": "1", "DISABLE_AUTOUPDATER": "1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "ANTHROPIC_MODEL": "policy"},
-        ".claude/skills",
-    ),
-    "codex": CliAgent("codex", "0.171.0", _codex, {}, ".agents/skills"),
-    "opencode": CliAgent(
-        "opencode", "1.18.33",
-        lambda program, text: [program, "run", "--format", "json", "--title", "task", "-m", "turnlog/policy", text],
-        {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1",
-         "OPENCODE_CONFIG_CONTENT": _opencode_config()},
-        ".config/opencode/skills",
-    ),
-    "qwen-code": CliAgent(
-        "qwen", "0.1", lambda program, text: [program, "--yolo", "--auth-type", "openai", "-p", text],
-        {"OPENAI_MODEL": "policy"}, ".qwen/skills",
-    ),
-    "mini-swe-agent": CliAgent(
-        "mini", "2.4.6",
-        lambda program, text: [program, "-y", "--exit-immediately", "-m", "openai/policy", "-t", text],
-        {"MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1", "MSWEA_COST_TRACKING": "ignore_errors",
-         "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_BASE": f"{GATEWAY_INSIDE}/v1"},
-    ),
-}  # fmt: skip
-"""Agents by the name that the option `agent` takes."""
+SKILLS: Final[Mapping[str, str]] = {
+    "claude-code": ".claude/skills",
+    "codex": ".agents/skills",
+    "opencode": ".config/opencode/skills",
+    "qwen-code": ".qwen/skills",
+}
+"""Folder, below the home, that an agent reads skills from. Agents without an entry read none."""
 
 
 def command_agent(
-    name: str, program: str, row: Mapping[str, Any], table: TaskTable, folders: Sequence[str]
+    row: Mapping[str, Any], table: TaskTable, folders: Sequence[str], options: Mapping[str, Any]
 ) -> CommandAgent:
-    """Return a command-line agent for a task. `program` is its path in the image if it is not on PATH; for the agent
-    `program` it is a shell command, to which the instruction is added. `folders` are those that are kept."""
-    agent = AGENTS.get(name) or CliAgent("", "1", lambda program, text: [*shlex.split(program), text])
+    """Return the agent that the options of a source name, for a task. Their `program` is its path in the image if it is
+    not on PATH; for the agent `program` it is a shell command, to which the instruction is added. `folders` are those
+    that are kept."""
+    name, program = options["agent"], options["program"]
     prompts = [step["prompt"] for step in row.get("steps") or ()] or [row["prompt"]]
-    argvs = [list(agent.argv(program or agent.program, text)) for text in prompts]
+    env: Mapping[str, str] = {}
+    if name == "program":
+        version, argvs = "1", [[*shlex.split(program), text] for text in prompts]
+    else:
+        ready, chosen = READY_AGENTS[name], ReadyOptions(context_tokens=options["context_tokens"])
+        version, env = ready.version, ready.env(chosen)
+        argvs = [list(ready.argv(chosen, text)) for text in prompts]
+        if program:
+            argvs = [[program, *argv[1:]] for argv in argvs]
     plan = plan_of(row, table, argvs, folders)
     skills = table.environment.skills_dir
-    if skills and agent.skills:
-        plan["copies"].append([skills, f"~/{agent.skills}"])
+    if skills and name in SKILLS:
+        plan["copies"].append([skills, f"~/{SKILLS[name]}"])
     for step in plan["steps"]:
-        step["env"] = dict(agent.env)
-    return _driver_agent(name, agent.version, plan)
+        step["env"] = dict(env)
+    return _driver_agent(name, version, plan)
 
 
 def solution_agent(

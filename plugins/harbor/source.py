@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnlog.environments import BadSource, CommandAgent, Task, TaskRow, tool_declarations
+from turnlog.infra.environments.ready_agents import READY_AGENTS, UNSERVED, ReadyOptions
 from turnlog.infra.environments.tasks import write_rows
 from turnlog.infra.sandbox_root import tree_sha256
-from turnlog.plugins.harbor.agents import AGENTS, command_agent, solution_agent
+from turnlog.plugins.harbor.agents import command_agent, solution_agent
 from turnlog.plugins.harbor.dockerfiles import copied_files, workdir_of
 from turnlog.plugins.harbor.images import TaskImage, prepare, task_image
 from turnlog.plugins.harbor.kept_folders import named_folders, texts_of
@@ -61,6 +62,7 @@ class HarborOptions:
     agent: str
     backend: str
     program: str
+    context_tokens: int
     image: str
     workdir: str
     keep: tuple[str, ...]
@@ -242,7 +244,7 @@ def make_task(row: TaskRow) -> Task:
     if options["agent"] == "oracle":
         agent = solution
     elif options["agent"] != "loop":
-        agent = command_agent(options["agent"], options["program"], row, table, folders)
+        agent = command_agent(row, table, folders, options)
     judgements = [
         _judgement(row, table, step, about, folders) for step, about in zip(steps, row["verifiers"], strict=True)
     ]
@@ -374,6 +376,7 @@ def source(
     dataset: str = "",
     checkouts: str = "",
     program: str = "",
+    context_tokens: str = str(ReadyOptions().context_tokens),
     image: str = "",
     workdir: str = "",
     keep: str = "",
@@ -385,13 +388,17 @@ def source(
     unserved: str = "refuse",
 ) -> Harbor:
     """Make a source of the options, which docs/environments/harbor.md describes. Raises BadSource."""
-    known = (*AGENTS, "program", "oracle", "loop")
+    if agent in UNSERVED:
+        raise BadSource(f"agent={agent}: {UNSERVED[agent]}")
+    known = (*READY_AGENTS, "program", "oracle", "loop")
     for key, value, legal in (
         ("agent", agent, known), ("backend", backend, BACKENDS), ("network", network, ("task", "none")),
         ("strict", strict, ("yes", "no")), ("unserved", unserved, ("refuse", "skip")),
     ):  # fmt: skip
         if value not in legal:
             raise BadSource(f"{key}={value}: it must be one of {', '.join(legal)}")
+    if not re.fullmatch("[1-9][0-9]*", context_tokens):
+        raise BadSource(f"context_tokens={context_tokens}: it must be a number of tokens above 0")
     if agent == "program" and not program:
         raise BadSource(
             "agent=program needs program=COMMAND: the command in the image, to which the instruction is added"
@@ -402,8 +409,9 @@ def source(
         if value and not value.startswith("/"):
             raise BadSource(f"{key}={value}: it must be an absolute path in the image")
     options = HarborOptions(
-        agent=agent, backend=backend, program=program, image=image, workdir=workdir, keep=tuple(keep.split()),
-        install=install, env=tuple(env.split()), network=network, reward=reward,
+        agent=agent, backend=backend, program=program, context_tokens=int(context_tokens), image=image,
+        workdir=workdir, keep=tuple(keep.split()), install=install, env=tuple(env.split()), network=network,
+        reward=reward,
     )  # fmt: skip
     try:
         if registry:

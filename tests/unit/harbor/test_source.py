@@ -13,8 +13,8 @@ import pytest
 from tests.each import each
 from tests.harbor_tasks import STEPS, TASK, write_task
 from turnlog.environments import BadSource, CommandAgent, SandboxVerifier, StagedVerifier, Task
+from turnlog.infra.environments.ready_agents import READY_AGENTS, ReadyOptions
 from turnlog.infra.environments.sources import task_source
-from turnlog.plugins.harbor.agents import AGENTS
 from turnlog.plugins.harbor.source import EVERYTHING, source
 
 DOCKER = """
@@ -115,14 +115,17 @@ def test_a_dockerfile_is_an_image_by_its_content_or_files_of_the_first_workspace
     assert str(unpacked.sandbox.image).startswith("harbor-")
 
 
-@each("name", list(AGENTS))
+@each("name", list(READY_AGENTS))
 def test_every_agent_is_started_with_the_instruction(made: Callable[..., Task], name: str) -> None:
     toml = TASK["task.toml"] + '[environment.healthcheck]\ncommand = "true"\n'
-    task = made({"task.toml": toml}, agent=name, program="/opt/cli/it")
+    task = made({"task.toml": toml}, agent=name, program="/opt/cli/it", context_tokens="32000")
     [step] = plan(task.agent)["steps"]
-    assert step["argv"][0] == "/opt/cli/it"
-    assert "Make /app/adds.py add, and say so in /app/said.\n" in step["argv"]
-    assert step["env"] == dict(AGENTS[name].env)
+    ready, options = READY_AGENTS[name], ReadyOptions(context_tokens=32_000)
+    told = ready.argv(options, "Make /app/adds.py add, and say so in /app/said.\n")
+    assert step["argv"] == ["/opt/cli/it", *told[1:]]
+    assert step["env"] == dict(ready.env(options))
+    assert isinstance(task.agent, CommandAgent)
+    assert task.agent.version == ready.version
     assert plan(task.agent)["healthcheck"]["command"] == "true"
 
 
@@ -166,6 +169,8 @@ def test_steps_have_a_program_and_a_verifier_each(tmp_path: Path) -> None:
         ({"path": "/nowhere"}, "no folder in it has a task.toml"),
         ({"path": "TASKS", "tasks": "z*"}, "tasks=z*: none of the 1 task folders"),
         ({"path": "TASKS", "agent": "vim"}, "agent=vim: it must be one of claude-code, codex"),
+        ({"path": "TASKS", "agent": "gemini-cli"}, "agent=gemini-cli: Gemini CLI speaks Google's API alone"),
+        ({"path": "TASKS", "context_tokens": "8k"}, "context_tokens=8k: it must be a number of tokens"),
         ({"path": "TASKS", "agent": "program"}, "agent=program needs program=COMMAND"),
         ({"path": "TASKS", "backend": "wasm"}, "backend=wasm: it must be one of docker, bubblewrap"),
         ({"path": "TASKS", "keep": "srv"}, "keep=srv: it must be an absolute path"),
