@@ -14,8 +14,10 @@ from typing import Any, Final
 
 from turnlog.environments import CommandAgent
 from turnlog.infra.environments.ready_agents import READY_AGENTS, ReadyOptions
+from turnlog.plugins.harbor.mcp_servers import PROGRAM, harness_of, servers_of
 from turnlog.plugins.harbor.packs import pack_data
 from turnlog.plugins.harbor.tables import StepTable, TaskTable
+from turnlog.plugins.mcp import McpConfig, mcp_config
 
 DRIVER: Final = (Path(__file__).parent / "inside/driver.py").read_text()
 PLAN: Final = "/logs/turnlog/plan.json"
@@ -34,14 +36,17 @@ def command_agent(
 ) -> CommandAgent:
     """Return the agent that the options of a source name, for a task. Their `program` is its path in the image if it is
     not on PATH; for the agent `program` it is a shell command, to which the instruction is added. `folders` are those
-    that are kept."""
+    that are kept. Raises BadServer."""
     name, program = options["agent"], options["program"]
     prompts = [step["prompt"] for step in row.get("steps") or ()] or [row["prompt"]]
+    servers = servers_of(row["mcp_servers"])
+    config = mcp_config(harness_of(name), servers) if servers else McpConfig(())
     env: Mapping[str, str] = {}
-    if name == "program":
-        version, argvs = "1", [[*shlex.split(program), text] for text in prompts]
+    if name == PROGRAM:
+        version, argvs = "1", [[*shlex.split(program), *config.argv, text] for text in prompts]
     else:
-        ready, chosen = READY_AGENTS[name], ReadyOptions(context_tokens=options["context_tokens"])
+        ready = READY_AGENTS[name]
+        chosen = ReadyOptions(context_tokens=options["context_tokens"], arguments=config.argv)
         version, env = ready.version, ready.env(chosen)
         argvs = [list(ready.argv(chosen, text)) for text in prompts]
         if program:
@@ -51,8 +56,9 @@ def command_agent(
     if skills and name in SKILLS:
         plan["copies"].append([skills, f"~/{SKILLS[name]}"])
     for step in plan["steps"]:
-        step["env"] = dict(env)
-    return _driver_agent(name, version, plan)
+        step["env"] = {**env, **config.env}
+        step["config"] = dict(config.files)
+    return _driver_agent(name, version, plan, config.servers)
 
 
 def solution_agent(
@@ -108,6 +114,7 @@ def _step(row: Mapping[str, Any], table: TaskTable, step: StepTable | None, argv
             {"command": one.command, "timeout_sec": one.timeout_sec, "user": user_text(one.user)} for one in hooks
         ],
         "removed": [],
+        "config": {},
     }
 
 
@@ -116,7 +123,8 @@ def user_text(user: str | int | None) -> str:
     return "" if user in (None, "root", 0, "0") else str(user)
 
 
-def _driver_agent(name: str, version: str, plan: Mapping[str, Any]) -> CommandAgent:
-    return CommandAgent(
-        name=name, version=version, argv=["python3", "-c", DRIVER, PLAN], files={PLAN: json.dumps(plan)}
-    )
+def _driver_agent(
+    name: str, version: str, plan: Mapping[str, Any], servers: Sequence[Mapping[str, Any]] = ()
+) -> CommandAgent:
+    argv = ["python3", "-c", DRIVER, PLAN]
+    return CommandAgent(name=name, version=version, argv=argv, files={PLAN: json.dumps(plan)}, mcp=servers)

@@ -28,6 +28,7 @@ from turnlog.plugins.harbor.agents import command_agent, solution_agent
 from turnlog.plugins.harbor.dockerfiles import copied_files, workdir_of
 from turnlog.plugins.harbor.images import TaskImage, prepare, task_image
 from turnlog.plugins.harbor.kept_folders import named_folders, texts_of
+from turnlog.plugins.harbor.mcp_servers import check_servers, servers_of
 from turnlog.plugins.harbor.packs import INLINE_BYTES
 from turnlog.plugins.harbor.registry import registry_folders
 from turnlog.plugins.harbor.rewards import MAIN_KEY
@@ -35,6 +36,7 @@ from turnlog.plugins.harbor.tables import EnvironmentTable, NetworkPolicy, StepT
 from turnlog.plugins.harbor.task_folder import TaskFolder, bundles_tests, read_task_folder
 from turnlog.plugins.harbor.task_toml import BadTaskFolder, parse_task_table
 from turnlog.plugins.harbor.verification import Judgement, verifier_of
+from turnlog.plugins.mcp import BadServer, with_servers
 from turnlog.schemas.events.sessions import Environment
 from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
@@ -135,6 +137,10 @@ class Harbor:
         }
         row["keep"] = named_folders(texts_of(folder.path), bubblewrap=options.backend == "bubblewrap")
         row["mcp_servers"] = [dataclasses.asdict(server) for server in table.environment.mcp_servers]
+        try:
+            check_servers(row["mcp_servers"], options.agent)
+        except BadServer as error:
+            raise BadTaskFolder(f"{folder.path}/task.toml: environment.mcp_servers: {error}") from error
         row["image"], row["workdir"] = self._image(folder, table.environment, folder.path / "environment")
         if row["image"] is None:
             row |= first_files(folder, _folders(row, row["workdir"]))
@@ -249,7 +255,7 @@ def make_task(row: TaskRow) -> Task:
         _judgement(row, table, step, about, folders) for step, about in zip(steps, row["verifiers"], strict=True)
     ]
     loop = options["agent"] == "loop"
-    return Task(
+    task = Task(
         id=row["id"],
         row=row,
         messages=({"role": "user", "content": row["prompt"]},),
@@ -263,6 +269,8 @@ def make_task(row: TaskRow) -> Task:
         solution=solution,
         deadline_s=seconds,
     )
+    servers = servers_of(row["mcp_servers"]) if loop else ()
+    return with_servers(task, servers) if servers else task
 
 
 def first_files(folder: TaskFolder, places: Sequence[str]) -> dict[str, Any]:

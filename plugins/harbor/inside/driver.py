@@ -78,7 +78,9 @@ def run_step(step: dict[str, Any], folders: list[str], *, alone: bool) -> int:
         say(f"{MARK} failed {name}")
         raise Unready(f"setup.sh of step {name} failed", UNPREPARED)
     wait_until_healthy(step["healthcheck"])
+    before = write_config(step["config"], here)
     code = run_program(step, alone=alone)
+    restore_config(before)
     for hook in step["collect"]:
         shell(hook["command"], hook["timeout_sec"], hook["user"])
     for path in step["removed"]:
@@ -86,6 +88,35 @@ def run_step(step: dict[str, Any], folders: list[str], *, alone: bool) -> int:
     if not alone:
         say(f"{MARK} end {name} {keep_files(name, folders)}")
     return code
+
+
+def write_config(config: dict[str, str], here: str) -> dict[str, bytes | None]:
+    """Write the files that tell the program of its servers. Return what each path held before, None for nothing."""
+    before: dict[str, bytes | None] = {}
+    for name, text in config.items():
+        path = os.path.join(here, name)
+        try:
+            with open(path, "rb") as old:
+                before[path] = old.read()
+        except OSError:
+            before[path] = None
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return before
+
+
+def restore_config(before: dict[str, bytes | None]) -> None:
+    """Put back what `write_config` found, so that the task's tests see what the program made."""
+    for path, data in before.items():
+        with contextlib.suppress(OSError):
+            if data is None:
+                os.unlink(path)
+                if os.path.dirname(path) != os.getcwd():
+                    os.rmdir(os.path.dirname(path))
+            else:
+                with open(path, "wb") as file:
+                    file.write(data)
 
 
 def run_program(step: dict[str, Any], *, alone: bool) -> int:

@@ -28,7 +28,9 @@ allowed_hosts = ["index.example.org", "*.example.com", "2001:db8::1"]
 env = {MODE = "fast", LEVEL = "${LEVEL:-3}"}
 [[environment.mcp_servers]]
 name = "files"
-url = "http://mcp:8000/sse"
+transport = "streamable-http"
+url = "http://mcp:8000/mcp"
+headers = {Shop = "north"}
 [agent]
 timeout_sec = 100
 [verifier]
@@ -76,7 +78,6 @@ def test_a_task_has_the_image_limits_and_network_of_each_phase(made: Callable[..
     assert (judging.network, judging.limits.wall_s, judging.limits.cpu_s) == ("none", 50.0, 100.0)
     assert judging.env == {**spec.env, "JUDGE": "strict"}
     assert judging.folders == (*spec.folders, "/tests")
-    assert task.row["mcp_servers"][0]["url"] == "http://mcp:8000/sse"
     assert task.environment.image == "python:3.11-slim"
 
 
@@ -137,6 +138,37 @@ def test_agents_get_user_skills_and_what_is_collected_after_them(made: Callable[
     assert step["collect"] == [{"command": "dump", "timeout_sec": 60.0, "user": ""}]
 
 
+STDIO = '[[environment.mcp_servers]]\nname = "ref"\ntransport = "stdio"\ncommand = "python3"\nargs = ["s.py", "x"]\n'
+
+
+def test_an_agent_is_told_of_the_tasks_servers_where_it_looks(made: Callable[..., Task]) -> None:
+    outside = made({"task.toml": DOCKER}).agent
+    assert isinstance(outside, CommandAgent)
+    [server] = outside.mcp
+    assert (server["url"], server["headers"], server["command"]) == ("http://mcp:8000/mcp", {"Shop": "north"}, [])
+    [step] = plan(outside)["steps"]
+    told = json.loads(step["argv"][step["argv"].index("--mcp-config") + 1])
+    assert told == {"mcpServers": {"files": {"url": "http://127.0.0.1:3128/mcp/files", "type": "http"}}}
+    assert (step["argv"][-2], step["config"]) == ("--", {})
+    for agent, path in (("program", ".mcp.json"), ("opencode", "opencode.json"), ("qwen-code", ".qwen/settings.json")):
+        inside = made({"task.toml": STDIO}, agent=agent, program="it").agent
+        assert isinstance(inside, CommandAgent)
+        assert [one["command"] for one in inside.mcp] == [["python3", "s.py", "x"]]
+        [step] = plan(inside)["steps"]
+        assert set(step["config"]) == {path, ".turnlog/mcp_shim.py"}
+        assert ".turnlog/mcp_shim.py" in step["config"][path]
+
+
+def test_the_loop_lists_the_tools_of_the_tasks_servers(made: Callable[..., Task]) -> None:
+    task = made({"task.toml": STDIO}, agent="loop")
+    assert task.opening is not None
+    assert [one["name"] for one in task.opening.arguments["servers"]] == ["ref"]
+    assert task.sandbox_tools[-1] == "mcp"
+    oracle = made({"task.toml": STDIO}, agent="oracle")
+    assert oracle.agent == oracle.solution
+    assert oracle.solution is not None
+
+
 def test_the_solution_is_a_program_that_no_agent_sees(made: Callable[..., Task]) -> None:
     task = made({})
     [step] = plan(task.solution)["steps"]
@@ -195,6 +227,14 @@ def test_options_that_cannot_be_used_are_refused_with_what_is_legal(
         ('[agent]\nuser = "nobody"', {"backend": "bubblewrap"}, "bubblewrap has one user"),
         ('[environment]\ndocker_image = "x"', {"backend": "bubblewrap"}, "needs the image's working directory"),
         ('[environment]\nenv = {A = "${HARBOR_TEST_NONE}"}', {}, "pass it by env=HARBOR_TEST_NONE"),
+        ('[[environment.mcp_servers]]\nname = "a"\nurl = "http://x/sse"', {}, "server 'a' has transport = 'sse'"),
+        (
+            STDIO,
+            {"agent": "mini-swe-agent"},
+            "cannot be told of MCP servers: choose one of claude-code",
+        ),
+        (STDIO + STDIO, {"agent": "loop"}, "two MCP servers have the name 'ref'"),
+        (STDIO.replace("ref", "a.b"), {}, "MCP server 'a.b': a name has 1 to 32 letters"),
         ("[environment]\nspeed = 1", {"strict": "yes"}, "keys that Harbor 0.25 does not know: environment.speed"),
     ],
 )
