@@ -26,7 +26,7 @@ from turnlog.infra.environments.tasks import write_rows
 from turnlog.infra.sandbox_root import tree_sha256
 from turnlog.plugins.harbor.agents import command_agent, solution_agent
 from turnlog.plugins.harbor.dockerfiles import copied_files, workdir_of
-from turnlog.plugins.harbor.images import TaskImage, prepare, task_image
+from turnlog.plugins.harbor.images import BadImage, TaskImage, prepare, task_image
 from turnlog.plugins.harbor.kept_folders import named_folders, texts_of
 from turnlog.plugins.harbor.mcp_servers import check_servers, servers_of
 from turnlog.plugins.harbor.packs import INLINE_BYTES
@@ -111,11 +111,18 @@ class Harbor:
     def write_dataset(self, path: Path, count: int, seed: int) -> None:
         write_rows(path, itertools.islice(self.tasks(seed), count))
 
+    @property
+    def images(self) -> tuple[TaskImage, ...]:
+        """Images of all tasks and their verifiers, each once."""
+        return tuple(self._images)
+
     def prepare(
         self, client: Any, report: Callable[[str], None] = lambda line: None, *, roots: str = "", network: str = ""
     ) -> None:
         """Pull and build the images of all tasks; see `images.prepare`. Raises BadImage."""
         unpacked = roots if self.options.backend == "bubblewrap" else ""
+        if self.options.backend == "bubblewrap" and self._images and not roots:
+            raise BadImage("images for backend=bubblewrap are unpacked into [sandbox] image_folder, which is not set")
         prepare(self._images, client, report, roots=unpacked, network=network)
 
     def task(self, row: TaskRow) -> Task:

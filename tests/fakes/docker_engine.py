@@ -1,14 +1,15 @@
 """A stand-in for a Docker daemon: the Engine API as far as our backend speaks it, containers made by bubblewrap.
 
 For machines without a daemon, tests above all. It runs real sandboxes and answers as dockerd does (status codes,
-messages, multiplexed attach streams); it has no images but names for this machine's /usr, and bounds neither memory
-nor processes itself. Source: Docker Engine API 1.41.
+messages, multiplexed attach streams); it has no images but names for this machine's /usr, whether it builds them or
+pulls them from `registry`, and bounds neither memory nor processes itself. Source: Docker Engine API 1.41.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import socket
 import socketserver
 import struct
 import subprocess
+import tarfile
 import tempfile
 import threading
 from collections.abc import Callable
@@ -65,7 +67,9 @@ class Requests(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         path, query = re.sub(r"^/v[\d.]+", "", split.path), parse_qs(split.query)
         length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length) or b"{}")
+        data = self.rfile.read(length)
+        is_tar = str(self.headers.get("Content-Type")).endswith("tar")
+        body = {"tar": data} if is_tar else json.loads(data or b"{}")
         try:
             for method, pattern, act in ROUTES:
                 found = re.fullmatch(pattern, path)
@@ -191,6 +195,25 @@ def _image(request: Requests, names: list[str], query: dict[str, list[str]], bod
     return 200, request.server.boxes.image(names[0])
 
 
+def _pull(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    name = ":".join((query["fromImage"][0], *query.get("tag", ())))
+    if name not in request.server.boxes.registry:
+        raise ApiError(404, f"manifest for {name} not found: manifest unknown")
+    request.server.boxes.add_image(name, FakeImage("/usr/bin:/bin"))
+    return 200, {"status": f"Downloaded newer image for {name}"}
+
+
+def _build(request: Requests, names: list[str], query: dict[str, list[str]], body: dict[str, Any]) -> Answer:
+    with tarfile.open(fileobj=io.BytesIO(body["tar"])) as context:
+        file = context.extractfile("Dockerfile")
+        text = file.read().decode() if file is not None else ""
+    if "RUN false" in text:
+        return 200, {"error": "The command '/bin/sh -c false' returned a non-zero code: 1"}
+    request.server.boxes.built.append((query["t"][0], query.get("networkmode", [""])[0]))
+    request.server.boxes.add_image(query["t"][0], FakeImage("/usr/bin:/bin"))
+    return 200, {"stream": "Successfully built"}
+
+
 ROUTES: tuple[tuple[str, str, Callable[[Requests, list[str], dict[str, list[str]], dict[str, Any]], Answer]], ...] = (
     ("GET", "/version", lambda *_: (200, {"Version": "local", "ApiVersion": API, "MinAPIVersion": "1.12"})),
     ("GET", "/info", _info),
@@ -202,6 +225,8 @@ ROUTES: tuple[tuple[str, str, Callable[[Requests, list[str], dict[str, list[str]
     ("POST", "/containers/([^/]+)/kill", _kill),
     ("DELETE", "/containers/([^/]+)", _remove),
     ("GET", "/images/(.+)/json", _image),
+    ("POST", "/images/create", _pull),
+    ("POST", "/build", _build),
 )
 
 
@@ -335,6 +360,10 @@ class Boxes:
         self._python = interpreter(cache)
         self._images = {name: FakeImage(image) if isinstance(image, str) else image for name, image in images.items()}
         self._boxes: dict[str, Container] = {}
+        self.registry: set[str] = set()
+        """Images that can be pulled."""
+        self.built: list[tuple[str, str]] = []
+        """Name and network of each build."""
         # bwrap dies with the thread that started it (PR_SET_PDEATHSIG), so it is one that stays.
         self._starter = ThreadPoolExecutor(1)
 
@@ -354,6 +383,10 @@ class Boxes:
         if name not in self._images:
             raise ApiError(404, f"No such image: {name}")
         return {"Id": f"sha256:{hashlib.sha256(name.encode()).hexdigest()}", "RepoTags": [name]}
+
+    def add_image(self, name: str, image: FakeImage) -> None:
+        """Take an image in."""
+        self._images[name] = image
 
     def create(self, name: str, config: dict[str, Any]) -> Container:
         """As `docker create`. Raises ApiError."""

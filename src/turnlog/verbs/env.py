@@ -1,4 +1,4 @@
-"""`turnlog env`: check the tasks of a source before training on them."""
+"""`turnlog env`: build the images of a source's tasks, and check the tasks, before training on them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ Examples:
   turnlog env check calc                              the tasks that the recipe writes itself
   turnlog env check 'harbor path=tasks'               every task folder in tasks/
   turnlog env check calc --dataset tasks.jsonl        the tasks of a file
+  turnlog env build 'harbor path=tasks'               the images of every task folder in tasks/
 """
 CHECK_EPILOG = """\
 Each task is tried twice, as in training but without a model: once by its own solution, which must be rewarded with 1,
@@ -26,11 +27,22 @@ Examples:
 
 Exit status: 0 if every task behaves so, 1 if one does not or has no solution, 2 if the source cannot be used.
 """
+BUILD_EPILOG = """\
+The container engine is found as `docker` finds it: DOCKER_HOST says where it listens. An image that is there is neither
+pulled nor built again. For backend=bubblewrap, images are also unpacked into [sandbox] image_folder.
+
+Examples:
+  turnlog env build 'harbor path=tasks'
+  turnlog env build 'harbor path=tasks' --network host
+
+Exit status: 0 if every image is there or the source has none, 2 if one cannot be pulled or built, or no engine answers.
+"""
 
 
 def _env_arguments(verb: argparse.ArgumentParser) -> None:
     verb.epilog = ENV_EPILOG
-    check = verb.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser(
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    check = actions.add_parser(
         "check",
         help="run the solution and an empty agent on every task",
         description="Run the solution of every task and an agent that does nothing, and compare their rewards.",
@@ -47,9 +59,28 @@ def _env_arguments(verb: argparse.ArgumentParser) -> None:
         "--empty-only", action="store_true", help="check only that an agent that does nothing is rewarded with 0"
     )
     add_json(check)
+    build = actions.add_parser(
+        "build",
+        help="pull and build the images of every task",
+        description="Pull and build the images of every task of a source, so that no call waits for one.",
+        epilog=BUILD_EPILOG,
+    )
+    build.add_argument(
+        "source", metavar="SOURCE", nargs="?", default="",
+        help="NAME or 'NAME key=value ...', as in [feeder] recipe (the default)",
+    )  # fmt: skip
+    build.add_argument(
+        "--network", default="", metavar="NAME",
+        help="network of builds, as of `docker build --network` (default: the engine's), such as host",
+    )  # fmt: skip
 
 
 def _env(settings: Settings, arguments: argparse.Namespace) -> int:
+    if arguments.action == "build":
+        from turnlog.verbs.env_build import BuildOptions, build
+
+        source = arguments.source or settings.feeder.recipe
+        return build(settings, BuildOptions(source=source, network=arguments.network))
     from turnlog.infra.roles.ending import run_verb
     from turnlog.verbs.env_check import CheckOptions, check
 
@@ -64,4 +95,4 @@ def _env(settings: Settings, arguments: argparse.Namespace) -> int:
     return run_verb(check(settings, options))
 
 
-VERBS = (Verb("env", "check tasks: their solutions are rewarded, doing nothing is not", _env, _env_arguments),)
+VERBS = (Verb("env", "check tasks by their solutions, and build their images", _env, _env_arguments),)
