@@ -20,12 +20,14 @@ SERVED = {
     "task.toml": TASK["task.toml"]
     + '[[environment.mcp_servers]]\nname = "ref"\ntransport = "stdio"\ncommand = "python3"\n'
     'args = ["/app/server.py", "stdio"]\n',
-    "environment/Dockerfile": "FROM python:3.11-slim\nWORKDIR /app\nCOPY server.py ./\n",
+    "environment/Dockerfile": "FROM python:3.11-slim\nWORKDIR /app\nCOPY server.py .mcp.json ./\n",
+    "environment/.mcp.json": "mine",
     "environment/server.py": FAKE.read_text(),
-    "tests/test.sh": "#!/bin/bash\ncd /app\nls -A >/logs/verifier/ls\n"
-    'if [ "$(ls -A)" = "$(printf \'said\\nserver.py\')" ]; then cat said >/logs/verifier/reward.txt; fi\n',
+    "tests/test.sh": "#!/bin/bash\ncd /app\n"
+    'if [ "$(cat .mcp.json; ls -A)" = "$(echo mine.mcp.json; echo said; echo server.py)" ]; then\n'
+    "cat said >/logs/verifier/reward.txt; fi\n",
 }
-"""A task whose answer, 8, is that of its server. Its tests fail if files of the configuration are left."""
+"""A task whose answer, 8, is that of its server. Its tests fail if configuration is left, or the own file is lost."""
 PROGRAM = SPEAKS + 'open("said", "w").write(said[-1]["result"]["content"][0]["text"])\n'
 
 
