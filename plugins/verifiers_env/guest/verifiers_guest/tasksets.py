@@ -139,7 +139,7 @@ class TasksetEnvironment:
             minted.append(trace.id)
             self.relay.seats[trace.id] = Seat(episode, _path(episode, trace))
 
-        client = vf.EvalClientConfig(base_url=self.relay.url, api_key_var="TURNLOG_NO_KEY")
+        client = vf.EvalClientConfig(base_url=self.relay.url, api_key_var="NO_KEY_NEEDED")
         context = vf.ModelContext(model=asked["model"], client=client)
         (slot,) = self.env.slots(task)
         try:
