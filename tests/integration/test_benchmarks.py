@@ -114,7 +114,7 @@ def test_a_benchmark_that_does_not_exist_is_named_with_those_that_do() -> None:
     command = [sys.executable, str(BENCHMARKS / "run.py"), "--only", "G99"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "no benchmark G99; there are COST, E1, G1, G2, " in done.stderr
+    assert "no benchmark G99; there are COST, E1, ENV, G1, G2, " in done.stderr
 
 
 def test_rows_of_the_readme_come_from_the_lines() -> None:
