@@ -115,9 +115,9 @@ class Task:
     """Call before the first turn, such as the reset of an environment."""
     opened: Callable[[SandboxAnswer], Opening] | None = None
     """Returns what the answer of `opening` adds to the session; None for nothing."""
-    solution: Sequence[Message] | CommandAgent | None = None
-    """Solution that must be rewarded with 1: assistant messages in the order of the turns, or a program. `turnlog env
-    check` runs it; no agent sees it."""
+    solution: Callable[[], Sequence[Message] | CommandAgent | None] | None = None
+    """Returns the solution, which must be rewarded with 1: assistant messages in the order of the turns, or a program.
+    Only `turnlog env check` calls it, so a row that lacks what a solution needs can be trained on."""
     max_turns: int | None = None
     """Maximum number of turns, if the task has a lower limit than [feeder] max_turns."""
     deadline_s: float | None = None
@@ -251,7 +251,7 @@ class Recipe:
             tool_call=self.tool_call,
             text_action=getattr(self, "text_action", None),
             observe=lambda call, answer: Observation(self.tool_answer(answer.ok, answer.output.encode())),
-            solution=None if solution is None else solution(row),
+            solution=None if solution is None else lambda: solution(row),
         )
 
     def _of_row(self, name: str, row: TaskRow) -> Any:

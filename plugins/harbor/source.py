@@ -253,9 +253,9 @@ def make_task(row: TaskRow) -> Task:
         **_network(options, table.agent_policy(), row["task"]),
     )  # fmt: skip
     agent: CommandAgent | None = None
-    solution = solution_agent(row, table, folders, row["env"]["solution"])
+    solution = functools.partial(solution_agent, row, table, folders, row["env"]["solution"])
     if options["agent"] == "oracle":
-        agent = solution
+        agent = solution()
     elif options["agent"] != "loop":
         agent = command_agent(row, table, folders, options)
     judgements = [

@@ -55,9 +55,12 @@ class Words(Recipe):
             ("raises", {ANSWER: "one"}),
         ):
             yield {"id": name, "prompt": "the colour?", "rewards": rewards}
+        yield {"id": "lacking", "prompt": "the colour?", "rewards": {}, "unsolvable": "by a row"}
         yield {"id": "unknown", "prompt": "the colour?", "rewards": {}, "unsolvable": True}
 
     def solution(self, row: TaskRow) -> Sequence[Message] | None:
+        if row.get("unsolvable") == "by a row":
+            raise KeyError("expr")
         return None if row.get("unsolvable") else [{"role": "assistant", "content": ANSWER}]
 
 
@@ -108,7 +111,7 @@ class Stepping(Words):
             opened=lambda answer: Opening(messages=({"role": "user", "content": answer.output},)),
             text_action=lambda text: SandboxCall("python", {"code": f"print({text!r}.upper())"}),
             observe=lambda call, answer: Observation(answer.output, done="BLUE" in answer.output),
-            solution=({"role": "assistant", "content": "blue"},),
+            solution=lambda: [{"role": "assistant", "content": "blue"}],
         )
 
 
@@ -133,14 +136,16 @@ def test_a_task_is_sound_if_its_solution_gets_1_and_doing_nothing_gets_0(run: An
     status, found = run("words")
     assert status == 1
     assert {name: task["ok"] for name, task in found.items()} == {
-        "sound": True, "unsolved": False, "generous": False, "nan": False, "raises": False, "unknown": False,
+        "sound": True, "unsolved": False, "generous": False, "nan": False, "raises": False, "lacking": False,
+        "unknown": False,
     }  # fmt: skip
     rewards = {name: (task["solution"]["reward"], task["empty agent"]["reward"]) for name, task in found.items()}
     assert rewards == {
         "sound": (1.0, 0.0), "unsolved": (0.5, 0.0), "generous": (1.0, 1.0), "nan": (None, 0.0), "raises": (None, 0.0),
-        "unknown": (None, 0.0),
+        "lacking": (None, 0.0), "unknown": (None, 0.0),
     }  # fmt: skip
     assert "ValueError" in found["raises"]["solution"]["why"]
+    assert "raises KeyError: 'expr'" in found["lacking"]["solution"]["why"]
     assert "no solution: --empty-only" in found["unknown"]["solution"]["why"]
     assert not math.isnan(found["nan"]["solution"]["seconds"])
 
@@ -169,5 +174,5 @@ def test_the_tasks_of_a_file_are_checked_in_place_of_the_sources_own(run: Any, t
 def test_the_table_says_what_is_wrong(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["env", "check", "words"]) == 1
     shown = capsys.readouterr().out
-    assert "1 of 6 tasks are sound, 5 are not" in shown
+    assert "1 of 7 tasks are sound, 6 are not" in shown
     assert "0.5 !" in shown

@@ -115,7 +115,7 @@ def test_a_run_of_a_later_fold_version_is_refused_by_name(live_settings: Setting
     for name in ("assembler", "batcher", "gateway"):
         status, why = role(live_settings, name)
         assert status == 2, why
-        assert "UnknownFoldVersion: fold version '99' is unknown here (1, 2, 3, 4 are known)" in why
+        assert "UnknownFoldVersion: fold version '99' is unknown here (1, 2, 3, 4, 5 are known)" in why
 
 
 def test_a_run_that_recorded_a_later_setting_is_refused_by_name(live_settings: Settings) -> None:

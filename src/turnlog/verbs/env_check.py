@@ -21,7 +21,7 @@ from rich.table import Table
 from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.environments.agents import CommandAgent
 from turnlog.infra.environments.episodes import Message, TaskRow
-from turnlog.infra.environments.sources import call_recipe, task_source
+from turnlog.infra.environments.sources import BrokenRecipe, call_recipe, task_source
 from turnlog.infra.environments.tasks import Recipe, Task, TaskSource
 from turnlog.infra.environments.verifiers.judges import client
 from turnlog.infra.roles.terminal import Terminal, aside, say, say_json
@@ -182,13 +182,17 @@ class TaskChecker:
         return CheckedTask(task_id=task.id, results=results)
 
     async def _solve(self, source: TaskSource, task: Task) -> TrialResult:
-        if task.solution is None:
+        try:
+            solution = None if task.solution is None else call_recipe(source.name, task.solution)
+        except BrokenRecipe as error:
+            return TrialResult(reward=None, wanted=1.0, why=str(error), seconds=0.0)
+        if solution is None:
             return TrialResult(
                 reward=None, wanted=1.0, why="it has no solution: --empty-only leaves this out", seconds=0.0
             )
-        if isinstance(task.solution, CommandAgent):
-            return await self._try(source, dataclasses.replace(task, agent=task.solution), (), 1.0)
-        return await self._try(source, dataclasses.replace(task, agent=None), task.solution, 1.0)
+        if isinstance(solution, CommandAgent):
+            return await self._try(source, dataclasses.replace(task, agent=solution), (), 1.0)
+        return await self._try(source, dataclasses.replace(task, agent=None), solution, 1.0)
 
     async def _try(self, source: TaskSource, task: Task, script: Sequence[Message], wanted: float) -> TrialResult:
         feeder, name, began = self._settings.feeder, f"check-{next(self._numbers)}", time.monotonic()
