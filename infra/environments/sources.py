@@ -54,8 +54,9 @@ def call_recipe(name: str, method: Callable[P, T], *arguments: P.args, **named: 
     try:
         return method(*arguments, **named)
     except Exception as error:  # foreign code may raise anything, RecursionError and MemoryError among it
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.name} ({Path(place.filename).name}:{place.lineno})"
+        frames = traceback.extract_tb(error.__traceback__)
+        called, last = frames[min(1, len(frames) - 1)].name, frames[-1]
+        where = f"{called} ({last.name}, {Path(last.filename).name}:{last.lineno})"
         raise BrokenRecipe(f"recipe {name!r}: {where} raises {type(error).__name__}: {error}") from error
 
 

@@ -162,8 +162,10 @@ def uvicorn_config(
     With `tls` it serves HTTPS only; `head_s` limits the time for the head of a request."""
     http: Any = functools.partial(Http, head_s=head_s)
     config = uvicorn.Config(
-        app, http=http, log_config=None, log_level="warning", access_log=False, lifespan="off", **more
-    )
+        app, http=http, log_config=None, log_level="warning", access_log=False, lifespan="off",
+        ws="none",  # otherwise uvicorn takes upgrades from our apps wherever a WebSocket library is installed
+        **more,
+    )  # fmt: skip
     if tls is not None:
         config.load()  # now, since it resets config.ssl; a context of uvicorn would read its files only once
         config.ssl = tls

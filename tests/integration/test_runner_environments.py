@@ -175,7 +175,7 @@ async def test_a_source_that_cannot_make_its_task_ends_the_session_by_name(
     async with stage.gateway(), stage.running():
         finishes = await stage.finished(2)
     assert [(one.outcome, one.final) for one in finishes] == [UNFINISHED, (Outcome.infra_failure, True)]
-    assert "recipe 'remote': task (test_runner_environments.py:" in finishes[0].reason
+    assert "recipe 'remote': task (task, test_runner_environments.py:" in finishes[0].reason
     assert finishes[0].reason.endswith("raises KeyError: 'image'")
 
 

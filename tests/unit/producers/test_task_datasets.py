@@ -47,7 +47,7 @@ def test_a_recipe_reads_rows_as_others_write_them_whole_when_they_are_asked_for(
     assert dataset.rows == (b'{"at":"f"}',)
     assert dataset.task(0) == b'{"at":"f","files":{"x":"8"},"prompt":"look"}'
     (tmp_path / "f").unlink()
-    with pytest.raises(RowRefused, match=r"tasks.jsonl, line 1: recipe 'looking': read_row raises FileNotFoundError"):
+    with pytest.raises(RowRefused, match=r"line 1: recipe 'looking': read_row .* raises FileNotFoundError"):
         read_dataset(path, Looking())
 
 
