@@ -3,16 +3,15 @@ PyPI in a virtual environment each."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.upstream_environments import alone, make
 
 KEPT = Path(__file__).parents[1] / ".cache/cli-agents"
 IMAGES = KEPT / "images"
@@ -31,7 +30,6 @@ PYTHON = {
     "kimi-cli": ("kimi-cli", "1.51.0", "3.13", "kimi"),
 }
 """Name -> package, version, Python that it needs, program."""
-UV = Path(__file__).parents[1] / ".cache/bootstrap/bin/uv"
 RESOLVED = "2026-11-27"
 """What packages depend on is as their registry had it then."""
 
@@ -39,7 +37,7 @@ RESOLVED = "2026-11-27"
 def program(name: str) -> Path:
     """The program, installed unless that version was. Skips the test where npm does not give it."""
     package, version, word = PACKAGES[name]
-    with _alone():
+    with alone(KEPT):
         _image()
         folder = IMAGES / "cli/opt" / name
         found, manifest = folder / "node_modules/.bin" / word, folder / "node_modules" / package / "package.json"
@@ -61,16 +59,10 @@ def python_program(name: str) -> Path:
     if interpreter is None:
         pytest.skip(f"Python {python} is not installed")
     made = KEPT / "python" / f"{name}-{version}"
-    with _alone():
+    with alone(KEPT):
         if not made.exists():
-            part = made.with_name("part")
-            shutil.rmtree(part, ignore_errors=True)
-            subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", interpreter, part], check=True)
-            install = [UV, "pip", "install", "--quiet", "--exclude-newer", RESOLVED, "--python", part]
-            if subprocess.run([*install, f"{package}=={version}"]).returncode:
-                shutil.rmtree(part, ignore_errors=True)
-                pytest.skip(f"no registry gives {name}")
-            part.rename(made)
+            install, pinned = ["install", "--exclude-newer", RESOLVED], f"{package}=={version}"
+            make(made, install, [pinned], f"no registry gives {name}", interpreter)
     return made / "bin" / word
 
 
@@ -81,15 +73,6 @@ def _interpreter(version: str) -> str | None:
         if subprocess.run([each, "-c", ""], capture_output=True).returncode == 0:
             return str(each)
     return None
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Test processes beside each other install one after the other."""
-    KEPT.mkdir(parents=True, exist_ok=True)
-    with (KEPT / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _image() -> None:

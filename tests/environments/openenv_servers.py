@@ -20,6 +20,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.upstream_environments import alone, make
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "openenv==0.10.0"
 KEPT = ROOT / ".cache/openenv"
@@ -31,17 +33,9 @@ READY_S = 120.0
 def upstream_python() -> Path:
     """The interpreter of upstream's environment, which is made once. Skips where no registry gives the package."""
     made = KEPT / PACKAGE.replace("==", "-")
-    if not made.exists():
-        uv = ROOT / ".cache/bootstrap/bin/uv"
-        part = KEPT / f"part-{os.getpid()}"
-        shutil.rmtree(part, ignore_errors=True)
-        KEPT.mkdir(parents=True, exist_ok=True)
-        subprocess.run([uv, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
-        install = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", part, PACKAGE]
-        if subprocess.run(install).returncode:
-            pytest.skip("no registry gives openenv")
-        with contextlib.suppress(OSError):  # another process was faster
-            part.rename(made)
+    with alone(KEPT):
+        if not made.exists():
+            make(made, ["install", "--compile-bytecode"], [PACKAGE], "no registry gives openenv")
     return made / "bin/python"
 
 

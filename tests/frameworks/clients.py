@@ -3,7 +3,6 @@ docs/frameworks.md has them in a table."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -13,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.upstream_environments import UV, alone
+
 ROOT = Path(__file__).parents[2]
-KEPT, UV, DRIVERS = ROOT / ".cache/clients", ROOT / ".cache/bootstrap/bin/uv", ROOT / "tests/frameworks/drivers"
+KEPT, DRIVERS = ROOT / ".cache/clients", ROOT / "tests/frameworks/drivers"
 RESOLVED = "2026-11-27"
 """What packages depend on is as their registry had it then."""
 
@@ -92,9 +93,7 @@ def command(name: str) -> tuple[str | Path, ...]:
     client = CLIENTS[name]
     pins = hashlib.sha256(" ".join((*client.packages, RESOLVED)).encode()).hexdigest()[:12]
     made = KEPT / f"{name.replace(' ', '-').lower()}-{pins}"
-    KEPT.mkdir(parents=True, exist_ok=True)
-    with (KEPT / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # test processes beside each other install one after the other
+    with alone(KEPT):
         if not made.exists():
             part = KEPT / "part"
             shutil.rmtree(part, ignore_errors=True)

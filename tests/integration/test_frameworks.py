@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_command_agents import SANDBOX
+from tests.upstream_environments import locked_python
 from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 
 ROOT = Path(__file__).parents[2]
-LOCK, KEPT, UV = ROOT / "locks/frameworks.lock", ROOT / ".cache/frameworks", ROOT / ".cache/bootstrap/bin/uv"
 QUIET = {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """The interpreter of that environment, which is made once."""
-    made = KEPT / hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]
-    if not made.exists():
-        shutil.rmtree(KEPT, ignore_errors=True)
-        part = KEPT / "part"
-        subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
-        sync = [UV, "pip", "sync", "--quiet", "--require-hashes", "--python", part, LOCK]
-        if subprocess.run(sync).returncode:
-            pytest.skip("no registry gives the frameworks")
-        part.rename(made)
-    return made / "bin/python"
+    """The interpreter of that environment."""
+    return locked_python("frameworks", "no registry gives the frameworks")
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,6 +18,7 @@ import pytest
 
 from tests.each import each
 from tests.integration.conftest import Stage
+from tests.upstream_environments import UV, locked_python
 from tests.verifiers_env.scripted_openai import scripted_openai
 from turnlog.environments import AgentSession, task_source
 from turnlog.infra.environments.sources import join_source
@@ -30,7 +28,7 @@ from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, Sessio
 from turnlog.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
-KEPT, UV = ROOT / ".cache/verifiers", ROOT / ".cache/bootstrap/bin/uv"
+NO_PACKAGE = "no registry gives verifiers"
 PACKAGES = ROOT / "tests/verifiers_env/packages"
 WORDS = "cat dog goat frog tiger"
 CONTEXT = 1 << 15
@@ -40,28 +38,13 @@ SECRET, MARK = "key-of-the-session-4711", "verifiers-environment-test"
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The interpreter of an environment with verifiers."""
-    return installed("verifiers")
+    return locked_python("verifiers", NO_PACKAGE)
 
 
 @pytest.fixture(scope="session")
 def classic_python() -> Path:
     """The interpreter of an environment with the last verifiers that has the older interface."""
-    return installed("verifiers-classic")
-
-
-def installed(lock: str) -> Path:
-    """Install a lock, unless that was done before, and return the interpreter."""
-    file, kept = ROOT / f"locks/{lock}.lock", KEPT / lock
-    made = kept / hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    if not made.exists():
-        shutil.rmtree(kept, ignore_errors=True)
-        part = kept / "part"
-        subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
-        sync = [UV, "pip", "sync", "--quiet", "--compile-bytecode", "--require-hashes", "--python", part, file]
-        if subprocess.run(sync).returncode:
-            pytest.skip("no registry gives verifiers")
-        part.rename(made)
-    return made / "bin/python"
+    return locked_python("verifiers-classic", NO_PACKAGE)
 
 
 @pytest.fixture(scope="module")

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import pytest
+
+from tests.upstream_environments import locked_python
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-LOCK, KEPT, UV = ROOT / "locks/mcp.lock", ROOT / ".cache/mcp", ROOT / ".cache/bootstrap/bin/uv"
 NO_PACKAGE = "no registry gives the package mcp"
 
 
 def environment() -> Path:
-    """The interpreter of that environment, which is made once. Skips the test where no registry has the package."""
-    made = KEPT / hashlib.sha256(LOCK.read_bytes()).hexdigest()[:12]
-    if not made.exists():
-        shutil.rmtree(KEPT, ignore_errors=True)
-        part = KEPT / "part"
-        subprocess.run([UV, "venv", "--quiet", "--relocatable", "--python", sys.executable, part], check=True)
-        sync = [UV, "pip", "sync", "--quiet", "--compile-bytecode", "--require-hashes", "--python", part, LOCK]
-        if subprocess.run(sync).returncode:
-            pytest.skip(NO_PACKAGE)
-        part.rename(made)
-    return made / "bin/python"
+    """The interpreter of that environment. Skips the test where no registry has the package."""
+    return locked_python("mcp", NO_PACKAGE)
 
 
 @asynccontextmanager
