@@ -1,4 +1,4 @@
-"""WorkerConnections to servers outside of sandboxes that a worker keeps from call to call, for each session its own.
+"""Connections to servers outside of sandboxes that a worker keeps from call to call, for each session its own.
 
 A connection is state that no record holds: it is lost with its worker, when the session's partition moves, or after
 IDLE_S without a call. A tool decides what a call that finds none may do (`turnlog.sandbox_workers.tools`)."""
@@ -10,12 +10,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 IDLE_S = 3600.0
-"""Seconds after its last call at which the connections of a session are closed: no record tells a worker that a session
-has ended."""
+"""Seconds after its last call at which the connections of a session are closed, if no record says that it has ended:
+agents other than the built-in loop write none, and the runner that would have may be gone."""
 MOST = 4096
 """Maximum number of sessions with connections; beyond it those of the session that was idle longest are closed."""
 
@@ -34,8 +35,10 @@ C = TypeVar("C", bound=SessionConnection)
 class SessionConnections:
     """The connections of one session, by name. One call uses them at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[SessionConnections], None] = lambda _: None) -> None:
+        """Create them. `keep` is called when there is one to keep."""
         self._known: dict[str, SessionConnection] = {}
+        self._keep = keep
 
     def find(self, name: str) -> Any:
         """Return the connection of that name, or None."""
@@ -46,6 +49,7 @@ class SessionConnections:
         found = self._known.get(name)
         if found is None:
             found = self._known[name] = await make()
+            self._keep(self)
         return found  # type: ignore[return-value]  # a name has one kind of connection
 
     async def drop(self, name: str) -> None:
@@ -74,10 +78,11 @@ class WorkerConnections:
 
     def of(self, session: str) -> SessionConnections:
         """Return the session's connections, for a call that begins now."""
-        found = self._sessions.pop(session, None)
-        connections = SessionConnections() if found is None else found[0]
-        self._sessions[session] = connections, self._clock()
-        return connections
+        found = self._sessions.get(session)
+        if found is None:  # kept with its first connection: most calls open none, and must push out nobody else's
+            return SessionConnections(partial(self._keep, session))
+        self._keep(session, found[0])
+        return found[0]
 
     def sweep(self) -> None:
         """Close the connections of sessions that were idle for too long, or that are too many."""
@@ -107,6 +112,10 @@ class WorkerConnections:
             self._close_soon(self._sessions.popitem()[1][0])
         if self._closing:
             await asyncio.wait(self._closing)
+
+    def _keep(self, session: str, connections: SessionConnections) -> None:
+        self._sessions[session] = connections, self._clock()
+        self._sessions.move_to_end(session)
 
     def _close_soon(self, connections: SessionConnections) -> None:
         task = asyncio.create_task(connections.close())

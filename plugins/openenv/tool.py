@@ -105,7 +105,7 @@ class EpisodeConnection:
                     raise
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
-            except (EnvironmentRaised, OpenEnvError):
+            except OpenEnvError:
                 await self._disconnect()
                 raise
             else:

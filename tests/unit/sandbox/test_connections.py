@@ -1,4 +1,4 @@
-"""WorkerConnections that a worker keeps for its sessions: opened once, and closed when they are of no more use."""
+"""Connections that a worker keeps for its sessions: opened once, and closed when they are of no more use."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ async def test_connections_end_when_unused_when_too_many_with_their_partition_an
     assert connections.of("10/third").find("a") is third
     await connections.close()
     assert [line.closed for line in (old, used, third, fourth)] == [1, 1, 1, 1]
+
+
+async def test_calls_that_open_no_connection_push_out_nobody_elses() -> None:
+    connections = WorkerConnections(most=2)
+    kept = await opened(connections, "0/kept")
+    for number in range(9):
+        assert connections.of(f"0/plain{number}").find("a") is None
+        connections.sweep()
+    assert connections.of("0/kept").find("a") is kept
+    assert kept.closed == 0
