@@ -23,6 +23,7 @@ from turnlog.infra.blobs import MemoryBlobs
 from turnlog.infra.event_log import EventLog
 from turnlog.infra.history import read_range
 from turnlog.infra.kafka import KafkaLog
+from turnlog.infra.kafka.connection import Membership
 from turnlog.infra.kafka.security import Login
 from turnlog.infra.log import (
     Commit,
@@ -261,6 +262,11 @@ class ReadingContract:
 
 class LogContract(ReadingContract):
     """Subclasses give `connect`: each call is another process's connection to one log that holds the topics."""
+
+    @pytest.fixture
+    def patient(self, connect: Connect) -> Connect:
+        """Connections whose members keep their partitions for longer than PATIENCE_S after they were killed."""
+        return connect
 
     # -- topics
 
@@ -613,16 +619,15 @@ class LogContract(ReadingContract):
             await poll_until(lambda: len(a.records) == len(b.records) == 2, a, b)
 
     async def test_a_static_member_that_leaves_in_order_gives_its_units_up_at_once(
-        self, log: Log, connect: Connect
+        self, log: Log, patient: Connect
     ) -> None:
         async with AsyncExitStack() as stack:
-            a = await Owner("a").join(log, stack, instance="static-a")
+            a = await Owner("a").join(patient(), stack, instance="static-a")
             gone = AsyncExitStack()
-            b = await Owner("b").join(connect(), gone, instance="static-b")
+            b = await Owner("b").join(patient(), gone, instance="static-b")
             await poll_until(lambda: len(a.units) == len(b.units) == UNITS // 2, a, b)
             await gone.aclose()
-            async with asyncio.timeout(4):  # its session would last for 6 s
-                await poll_until(lambda: a.units == ALL_UNITS, a)
+            await poll_until(lambda: a.units == ALL_UNITS, a)
 
     async def test_a_static_member_that_comes_back_gets_its_units_and_the_other_keeps_its_own(
         self, log: Log, connect: Connect
@@ -732,6 +737,19 @@ class TestArchiveLog(ReadingContract):
             await archive.end_offsets([Partition("in", UNITS)])
 
 
+@asynccontextmanager
+async def connections(wanted: KafkaSettings, membership: Membership) -> AsyncIterator[Connect]:
+    """Yield a function that connects to the broker."""
+    async with AsyncExitStack() as stack:
+
+        def make() -> Log:
+            log = KafkaLog.of(wanted, membership)
+            stack.push_async_callback(log.close)
+            return log
+
+        yield make
+
+
 @pytest.mark.kafka
 class TestKafkaLog(LogContract):
     @pytest.fixture
@@ -739,17 +757,19 @@ class TestKafkaLog(LogContract):
         return KafkaSettings(bootstrap=kafka)
 
     @pytest.fixture
-    async def connect(self, wanted: KafkaSettings) -> AsyncIterator[Connect]:
-        prefix = f"t{uuid4().hex[:8]}-"
-        logs: list[KafkaLog] = []
+    def prefix(self) -> str:
+        return f"t{uuid4().hex[:8]}-"
 
-        def make() -> Log:
-            logs.append(KafkaLog.of(replace(wanted, prefix=prefix)))
-            return logs[-1]
+    @pytest.fixture
+    async def connect(self, wanted: KafkaSettings, prefix: str) -> AsyncIterator[Connect]:
+        async with connections(replace(wanted, prefix=prefix), Membership()) as make:
+            yield make
 
-        yield make
-        for log in logs:
-            await log.close()
+    @pytest.fixture
+    async def patient(self, wanted: KafkaSettings, prefix: str) -> AsyncIterator[Connect]:
+        session_ms = int(2 * PATIENCE_S * 1000)
+        async with connections(replace(wanted, prefix=prefix), Membership(session_ms=session_ms)) as make:
+            yield make
 
     async def test_a_commit_that_is_held_back_for_long_is_told_with_the_remedy(
         self, log: KafkaLog, wanted: KafkaSettings
