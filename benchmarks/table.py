@@ -20,7 +20,7 @@ from run import in_order, scripts
 UNMEASURED = "not measured at this release"
 FIRST_AND_LAST = (slice(2), slice(-5, None))
 """Steps between which a reward rises."""
-FIGURES = ("L2", "T2", "G4", "G10", "LOOP")
+FIGURES = ("L2", "ENV", "T2", "G4", "G10", "LOOP")
 """Benchmarks whose figures README has."""
 BEGIN, END = "<!-- figures: make docs -->\n", "<!-- end of figures -->\n"
 PAGE = """\

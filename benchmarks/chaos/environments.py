@@ -104,7 +104,7 @@ class StepProcesses:
         for name, child in self.children.items():
             if child.returncode is not None:
                 story.deaths[name] += 1
-                say(f"{name} ended by itself:", child.tail())
+                say(f"{name} ended by itself: {child.tail()}")
                 self.start(name)
 
     async def serves(self) -> None:
