@@ -42,7 +42,10 @@ def test_every_recipe_rose_with_every_seed_and_modes_learn_alike() -> None:
     runs = json.loads((RESULTS / "runs.json").read_text())
     assert all(run["passed"] for run in runs)
     done = {(run["recipe"], run["mode"], run["seed"]) for run in runs}
-    recipes, modes = ("calc", "household", "question", "repair", "my-game"), ("sync", "partial-async", "fully-async")
+    recipes, modes = (
+        ("calc", "household", "question", "reasoning", "reasoning-tool", "repair", "my-game"),
+        ("sync", "partial-async", "fully-async"),
+    )
     each = {*((recipe, "sync") for recipe in recipes), *(("calc", mode) for mode in modes)}
     assert done == {(*one, seed) for one in each for seed in (1, 2, 3)}
     assert "| no |" not in (RESULTS / "README.md").read_text()
