@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tests.agent_clis import IMAGES, PACKAGES, program
-from tests.integration.test_cli_agents import CLIS, LIMITS, ROOM, calc_model  # noqa: F401
+from tests.integration.test_cli_agents import CLIS, LIMITS, ROOM, calc_model, lines  # noqa: F401
 from tests.integration.test_command_agents import offered, outcomes, stage, working  # noqa: F401
 from tests.integration.test_mcp_agents import call, reference
 from turnlog.environments import CommandAgent
 from turnlog.plugins.mcp import mcp_config
-from turnlog.schemas.events import Outcome, SandboxSpec, ToolCallCompleted, ToolCallRequested
+from turnlog.schemas.events import Boundary, Outcome, SandboxSpec, ToolCallCompleted, ToolCallRequested
 
 pytestmark = pytest.mark.long
-TOOLS = {"claude-code": "mcp__ref__count", "opencode": "ref_count"}
+TOOLS = {"claude-code": "mcp__ref__count", "codex": "mcp__ref__count", "opencode": "ref_count"}
 """Name that a CLI gives to the tool `count` of the server `ref`."""
 
 
@@ -51,3 +51,4 @@ async def test_a_cli_calls_a_server_through_the_workers_proxy(stage: Any, offere
     assert outcome is Outcome.completed, (reason, [one.output[-2000:] for one in done.values()])
     assert [tool for tool, _ in said] == [None, "count"], [one.output[-3000:] for one in done.values()]
     assert b"cli is 1" in said[1][1]
+    assert await lines(stage) == {"main": [Boundary.root, Boundary.append]}

@@ -91,6 +91,8 @@ class TurnRequest:
     """Tools in the format of OpenAI's chat API."""
     custom: frozenset[str] = frozenset()
     """Names of the tools whose calls the client takes as one text, the argument `input`."""
+    namespaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of a tool for the policy -> its namespace, and its name there, by which the client knows it."""
     max_new_tokens: int | None
     stream: bool
     include_usage: bool

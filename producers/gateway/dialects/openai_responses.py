@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +32,15 @@ from turnlog.producers.gateway.dialects.dialect import (
     count_ignored,
     logprobs_of,
     openai_constraints,
-    parse_tools,
+)
+from turnlog.producers.gateway.dialects.responses_tools import (
+    ResponsesTool,
+    as_offered,
+    custom_input,
+    distinct,
+    name_for_policy,
+    read_tools,
+    texts_of,
 )
 from turnlog.producers.gateway.errors import (
     BadRequest,
@@ -42,7 +50,7 @@ from turnlog.producers.gateway.errors import (
     WebSocketNotServed,
 )
 from turnlog.producers.gateway.messages import id_of_call, in_call_order
-from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning, exact
+from turnlog.producers.gateway.parsers.parser import ParsedCall, Part, Reasoning
 from turnlog.producers.gateway.requests import SigningKeys, object_of, refer, resolve_reference, typed_field
 from turnlog.schemas.events.turns import FinishReason
 from turnlog.schemas.types import TurnId
@@ -54,8 +62,8 @@ FIELDS: Fields = {
                           "`additional_tools`, which are offered to this response; others are refused"),
     "instructions": ("honoured", "a system message of this response alone: the next one does not inherit it"),
     "previous_response_id": ("honoured", "the turn that is continued, at any gateway; of this session"),
-    "tools": ("honoured", "functions, and `custom` tools as functions of one text, `input`, also in the namespace "
-                          "`functions`; others are left out and counted"),
+    "tools": ("honoured", "functions, `custom` tools as functions of one text, `input`, and both in a `namespace`, as "
+                          "functions `NAMESPACE__NAME`; others are left out and counted"),
     "max_output_tokens": ("honoured", "up to the limit that the task's sampling sets"),
     "stream": ("honoured", ""),
     "include": ("honoured", "`reasoning.encrypted_content`, `message.output_text.logprobs`; others are counted"),
@@ -115,15 +123,16 @@ class OpenAIResponses:
             lambda reference: self._recall_reasoning(reference, conversation), lambda name: _item(name, conversation)
         )
         items.take(values.get("input"))
-        tools = [*_tools(values.get("tools")), *items.tools]
+        tools = distinct([*read_tools(values.get("tools")), *items.tools])
         raw = _behind(base, typed_field(values, "instructions", str, None), items.messages)
         return TurnRequest(
             api="responses",
             model=str(values.get("model") or ""),
             raw=raw,
             messages=conversation.messages.read(raw, ["input"] * len(raw)),
-            tools=[_function(tool) for tool in tools] or None,
-            custom=frozenset(tool["name"] for tool in tools if tool["type"] == "custom"),
+            tools=[tool.as_function() for tool in tools] or None,
+            custom=frozenset(tool.name for tool in tools if tool.custom),
+            namespaced={tool.name: (tool.namespace, tool.bare) for tool in tools if tool.namespace},
             max_new_tokens=typed_field(values, "max_output_tokens", int, None),
             stream=values.get("stream") is True,
             include_usage=True,
@@ -195,8 +204,8 @@ class Items:
     said: Callable[[str], dict[str, Any] | None]
     """Returns the output item with an id; None if there is none."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    """Functions and custom tools that items offer."""
+    tools: list[ResponsesTool] = field(default_factory=list)
+    """Tools that items offer."""
 
     def take(self, given: Any) -> None:
         """Convert all items. Raises BadRequest, which names the item."""
@@ -239,29 +248,30 @@ class Items:
             said["reasoning_content"] = said.get("reasoning_content", "") + text
 
     def _call(self, item: Mapping[str, Any], where: str) -> None:
-        name, named, arguments = _texts(item, where, "name", "call_id", "arguments")
+        name, named, arguments = texts_of(item, where, "name", "call_id", "arguments")
+        name = name_for_policy(item.get("namespace"), name)
         call = {"id": named, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def _custom_call(self, item: Mapping[str, Any], where: str) -> None:
-        [text], named = _texts(item, where, "input"), item.get("id")
+        [text], named = texts_of(item, where, "input"), item.get("id")
         own = self.said(named) if isinstance(named, str) else None
         whole = own is not None and own.get("arguments") == text
         self._call({**item, "arguments": text if whole else orjson.dumps({"input": text}).decode()}, where)
 
     def _more_tools(self, item: Mapping[str, Any], where: str) -> None:
         """Add tools from an item; Codex offers its tools this way to the models that it knows."""
-        self.tools += _tools(item.get("tools"), f"{where}.tools")
+        self.tools += read_tools(item.get("tools"), f"{where}.tools")
 
     def _result(self, item: Mapping[str, Any], where: str) -> None:
-        [named] = _texts(item, where, "call_id")
+        [named] = texts_of(item, where, "call_id")
         self.messages.append(
             {"role": "tool", "tool_call_id": named, "content": _content(item.get("output"), where, "output")}
         )
 
     def _reference(self, item: Mapping[str, Any], where: str) -> None:
         """Convert the item that a reference names in its place."""
-        [named] = _texts(item, where, "id")
+        [named] = texts_of(item, where, "id")
         if (said := self.said(named)) is None:
             raise BadRequest(
                 f"{where} refers to {named[:99]!r}, which is no output item of this session, or its response was "
@@ -358,7 +368,7 @@ class ResponseAnswer:
         at = {"item_id": item["id"], "output_index": self.items - 1}
         custom = item["type"] == "custom_tool_call"
         member, kind = ("input", "custom_tool_call_input") if custom else ("arguments", "function_call_arguments")
-        named = {} if custom else {"name": call.name}
+        named = {} if custom else {"name": item["name"]}
         said = self._of_item("added", {**item, member: "", "status": "in_progress"})
         said += self._event(f"response.{kind}.delta", **at, delta=item[member])
         said += self._event(f"response.{kind}.done", **at, **named, **{member: item[member]})
@@ -392,7 +402,7 @@ class ResponseAnswer:
             "previous_response_id": _id("resp", asked.base) if asked and asked.base else None,
             "parallel_tool_calls": True,
             "tool_choice": "none" if asked and not asked.calls else "auto",
-            "tools": [_as_offered(tool["function"], asked.custom) for tool in asked.tools or ()] if asked else [],
+            "tools": [as_offered(tool["function"], asked.custom) for tool in asked.tools or ()] if asked else [],
             "output": [],
             "usage": None,
             **more,
@@ -439,20 +449,15 @@ class ResponseAnswer:
 
     def _call(self, at: int, named: str, call: ParsedCall) -> dict[str, Any]:
         item = {"call_id": named, "status": "completed", "name": call.name}
+        if self.request is not None and call.name in self.request.namespaced:
+            item["namespace"], item["name"] = self.request.namespaced[call.name]
         if self.request is not None and call.name in self.request.custom:
-            return {"type": "custom_tool_call", "id": _id("ctc", self.turn, at), **item, "input": _input(call)}
+            return {"type": "custom_tool_call", "id": _id("ctc", self.turn, at), **item, "input": custom_input(call)}
         return {"type": "function_call", "id": _id("fc", self.turn, at), **item, "arguments": call.arguments}
 
 
 def _id(kind: str, turn: TurnId, at: int = 0) -> str:
     return f"{kind}_{turn.epoch}_{turn.index}" + (f"_{at}" if at else "")
-
-
-def _input(call: ParsedCall) -> str:
-    """Return the text of a custom tool's call, or all arguments if the policy wrote others."""
-    arguments = exact(call.arguments)
-    text = arguments.get("input") if isinstance(arguments, dict) else None
-    return text if isinstance(text, str) else call.arguments
 
 
 def _status(turn: RecordedTurn) -> str:
@@ -500,51 +505,10 @@ def _behind(base: RecordedTurn | None, instructions: str | None, new: list[dict[
 def _constraints(values: dict[str, Any]) -> tuple[Constraint, ...]:
     shape = typed_field(values, "text", dict, {}).get("format")
     schema = shape.get("schema") if isinstance(shape, dict) else None
-    return openai_constraints(values.get("tool_choice"), "text.format", shape, schema)
-
-
-def _tools(raw: Any, where: str = "tools", *, inside: bool = False) -> list[dict[str, Any]]:
-    """Return functions and custom tools as received. Of namespaces, only the tools of `functions` are called by their
-    bare names. Raises BadRequest."""
-    tools = []
-    for index, tool in enumerate(parse_tools(raw)):
-        kind = tool.get("type")
-        if kind == "namespace" and tool.get("name") == "functions" and not inside:
-            tools += _tools(tool.get("tools"), f"{where}[{index}].tools", inside=True)
-        elif kind in ("function", "custom"):
-            _texts(tool, f"{where}[{index}]", "name")
-            tools.append(tool)
-        else:
-            IGNORED.labels("tools").inc()
-    return tools
-
-
-def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool in the format of OpenAI's chat API. A custom tool takes one text; its grammar becomes the
-    description of that text."""
-    known = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
-    if tool["type"] == "custom":
-        shape, text = tool.get("format"), {"type": "string"}
-        if isinstance(shape, dict) and isinstance(shape.get("definition"), str):
-            text["description"] = f"{shape.get('syntax') or 'grammar'}: {shape['definition']}"
-        known["parameters"] = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        known.pop("strict", None)
-    return {"type": "function", "function": known}
-
-
-def _as_offered(function: Mapping[str, Any], custom: Container[str]) -> dict[str, Any]:
-    """Return the tool as a response shows it."""
-    if function["name"] in custom:
-        return {"type": "custom", **{name: value for name, value in function.items() if name != "parameters"}}
-    return {"type": "function", **function}
-
-
-def _texts(values: Mapping[str, Any], where: str, *names: str) -> list[str]:
-    """Return fields that must be text. Raises BadRequest."""
-    for name in names:
-        if not isinstance(values.get(name), str):
-            raise BadRequest(f"{where}.{name} must be text", param=f"{where}.{name}")
-    return [values[name] for name in names]
+    choice = values.get("tool_choice")
+    if isinstance(choice, dict) and isinstance(name := choice.get("name"), str):
+        choice = {**choice, "name": name_for_policy(choice.get("namespace"), name)}
+    return openai_constraints(choice, "text.format", shape, schema)
 
 
 def _content(given: Any, where: str, name: str = "content") -> str | list[dict[str, Any]]:

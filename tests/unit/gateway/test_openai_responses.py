@@ -344,8 +344,8 @@ async def test_an_upgrade_to_a_websocket_is_refused_by_name_and_asks_for_no_turn
 
 async def test_functions_are_offered_and_tools_of_other_kinds_counted_and_left_out(rig: Any) -> None:
     session, before = await rig.open(), counted("tools")
-    others = [{"type": "namespace", "name": "agents", "tools": [TOOL]}, {"type": "web_search"}, {"type": "shell"}]
-    one = await response(rig, session, [QUESTION], tools=[TOOL, *others])
+    nested = {"type": "namespace", "name": "agents", "tools": [{"type": "namespace", "name": "a", "tools": [TOOL]}]}
+    one = await response(rig, session, [QUESTION], tools=[TOOL, nested, {"type": "web_search"}, {"type": "shell"}])
     assert one["tools"] == [TOOL]
     assert counted("tools") == before + 3
     [turn] = await rig.written("TurnCompleted")
@@ -371,17 +371,16 @@ RUNS = '<tool_call>{"name":"exec","arguments":{"input":"text(\\"8\\")"}}</tool_c
 async def test_a_custom_tool_is_called_by_one_text_and_its_echo_continues_the_turn(
     rig: Any, stream: bool, elsewhere: bool
 ) -> None:
-    """Also by a gateway that has the session from the log alone. The namespace of others is left out and counted."""
-    session, before = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 99}), counted("tools")
+    """Also by a gateway that has the session from the log alone."""
+    session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 99})
     rig.script.says(f"I look. {RUNS}")
     answer = await ask(rig, session, [OF_CODEX, QUESTION], stream=stream)
-    assert counted("tools") == before + 1
     if stream:
         adds_up(events_of(answer.text))
     one = events_of(answer.text)[-1]["response"] if stream else answer.json()
     text, call = one["output"]
     assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "exec", 'text("8")')
-    assert [tool["type"] for tool in one["tools"]] == ["custom", "function"]
+    assert [tool["type"] for tool in one["tools"]] == ["custom", "function", "function"]
     if elsewhere:
         await rig.start("gateway-1")
     result = {"type": "custom_tool_call_output", "call_id": call["call_id"]}
@@ -392,12 +391,72 @@ async def test_a_custom_tool_is_called_by_one_text_and_its_echo_continues_the_tu
     assert await bounds(rig, session) == [Boundary.root, Boundary.append, Boundary.append]
     first, second, third = await turns_of(rig, session)
     assert first.tools_sha256 == second.tools_sha256 == third.tools_sha256
-    taken, waits = orjson.loads(first.tools)
+    taken, waits, _ = orjson.loads(first.tools)
     assert taken["function"]["parameters"] == {
         "type": "object", "required": ["input"],
         "properties": {"input": {"type": "string", "description": "lark: start: SOURCE"}},
     }  # fmt: skip
     assert waits["function"]["name"] == "wait"
+
+
+REF = {"type": "namespace", "name": "mcp__ref", "description": "Tools in the mcp__ref namespace.", "tools": [
+    {"type": "function", "name": "count", "description": "Count.", "strict": False, "parameters": {"type": "object"}},
+    {"type": "custom", "name": "note"},
+]}  # fmt: skip
+"""As Codex offers an MCP server."""
+COUNTS = '<tool_call>{"name":"mcp__ref__count","arguments":{"name":"cli"}}</tool_call>'
+NOTES = '<tool_call>{"name":"mcp__ref__note","arguments":{"input":"one"}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_tool_in_a_namespace_is_a_function_of_the_policy_and_is_called_by_both_names(
+    rig: Any, stream: bool, elsewhere: bool
+) -> None:
+    """Its echo continues the turn, also at a gateway that has the session from the log alone, by a request that no
+    longer offers the namespace, and by a reference."""
+    session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 199})
+    rig.script.says(COUNTS + NOTES)
+    answer = await ask(rig, session, [QUESTION], stream=stream, tools=[TOOL, REF])
+    if stream:
+        adds_up(events := events_of(answer.text))
+        [done] = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+        assert done["name"] == "count"
+        calls = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    else:
+        calls = answer.json()["output"]
+    assert [(call["type"], call["namespace"], call["name"]) for call in calls] == [
+        ("function_call", "mcp__ref", "count"), ("custom_tool_call", "mcp__ref", "note")
+    ]  # fmt: skip
+    assert orjson.loads(calls[0]["arguments"]) == {"name": "cli"}
+    assert calls[1]["input"] == "one"
+    if elsewhere:
+        await rig.start("gateway-1")
+    results = [
+        {"type": "function_call_output", "call_id": calls[0]["call_id"], "output": "cli is 1"},
+        {"type": "custom_tool_call_output", "call_id": calls[1]["call_id"], "output": "noted"},
+    ]
+    await response(rig, session, [QUESTION, *calls, *results], tools=[TOOL, REF])
+    await response(rig, session, [QUESTION, *calls, results[1], {**results[0], "output": "1"}], tools=[TOOL])
+    referred = [{"type": "item_reference", "id": call["id"]} for call in calls]
+    await response(rig, session, [QUESTION, *referred, {**results[0], "output": "2"}, results[1]], tools=[TOOL, REF])
+    assert await bounds(rig, session) == [Boundary.root, *[Boundary.append] * 3]
+    first, *_ = await turns_of(rig, session)
+    assert [tool["function"]["name"] for tool in orjson.loads(first.tools)] == [
+        "calc", "mcp__ref__count", "mcp__ref__note"
+    ]  # fmt: skip
+
+
+async def test_of_two_tools_with_one_name_for_the_policy_the_one_in_the_namespace_is_left_out(rig: Any) -> None:
+    session, before = await rig.open(), counted("tools")
+    taken = {**TOOL, "name": "mcp__ref__count"}
+    again = {"type": "namespace", "name": "mcp", "tools": [{**TOOL, "name": "ref__note"}]}
+    rig.script.says(COUNTS)
+    one = await response(rig, session, [QUESTION], tools=[REF, again, taken])
+    assert counted("tools") == before + 2
+    assert [tool["name"] for tool in one["tools"]] == ["mcp__ref__note", "mcp__ref__count"]
+    [call] = one["output"]
+    assert (call["name"], call.get("namespace")) == ("mcp__ref__count", None)
 
 
 @pytest.mark.parametrize("arguments", ['{"code":"8"}', '{"input":8}', '{"input":null}'])
