@@ -147,7 +147,7 @@ class CallRunner:
         self.connections = WorkerConnections()
         """The connections of the sessions whose calls run here."""
         self._shared = SessionConnections()
-        self._server_sandboxes = ServerSandboxes(pools.local.provider, slots=settings.sandbox.slots)
+        self._server_sandboxes = ServerSandboxes(pools.providers, slots=settings.sandbox.slots)
         self._max_attempts = settings.sandbox.max_attempts
         self._name = role.instance + (UNISOLATED if pools.fallback else "")
 

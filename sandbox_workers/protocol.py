@@ -198,6 +198,21 @@ class Shape:
     folders: tuple[str, ...] = ()
     """See SandboxSpec. Paths of the workspace are then relative to /, and `read` and `write` also take absolute ones;
     those without a leading / are relative to the first folder."""
+    memory_bytes: int = 0
+    """Memory of the whole sandbox, for backends that bound it at its start; 0: as [sandbox] says."""
+    pids: int = 0
+    """Number of processes of the whole sandbox; see memory_bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCommand:
+    """The command that an image names as its own, and how it is run."""
+
+    argv: tuple[str, ...]
+    """Empty if the image names none."""
+    cwd: str
+    user: str
+    """USER of the image: a name or number, and :GROUP if there is one; empty for root."""
 
 
 @dataclass(frozen=True, slots=True)

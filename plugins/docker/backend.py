@@ -39,6 +39,7 @@ from turnlog.sandbox_workers.inside.loader import UNFIT
 from turnlog.sandbox_workers.protocol import (
     BackendUnavailable,
     Command,
+    ImageCommand,
     ImageMissing,
     SandboxDied,
     SandboxError,
@@ -128,11 +129,7 @@ class Docker:
         return sandbox
 
     async def environment(self, shape: Shape) -> Mapping[str, str]:
-        image = shape.image or self._settings.docker_image
-        try:
-            found = await call_daemon(self._client.inspect_image, image)
-        except ImageMissing as error:
-            raise missing(image) from error
+        found = await self._inspect_image(shape.image or self._settings.docker_image)
         return {
             "image": found["Id"],
             "runtime": self._runtime,
@@ -141,8 +138,21 @@ class Docker:
             "docker": str(self._daemon.about["ServerVersion"]),
         }
 
+    async def image_command(self, image: str) -> ImageCommand:
+        """Return ENTRYPOINT and CMD of an image, and how they are run. Raises ImageMissing, SandboxUnavailable."""
+        config = (await self._inspect_image(image)).get("Config") or {}
+        argv = (*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ()))
+        return ImageCommand(argv=argv, cwd=config.get("WorkingDir") or "/", user=config.get("User") or "")
+
     async def close(self) -> None:
         await asyncio.to_thread(self._client.close)
+
+    async def _inspect_image(self, image: str) -> Mapping[str, Any]:
+        try:
+            found: Mapping[str, Any] = await call_daemon(self._client.inspect_image, image)
+        except ImageMissing as error:
+            raise missing(image) from error
+        return found
 
     async def _create_container(self, arguments: Mapping[str, Any], shape: Shape) -> ContainerSandbox:
         """Create a container, start it and attach to it. Raises SandboxUnavailable, ImageMissing."""

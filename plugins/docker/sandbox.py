@@ -189,7 +189,8 @@ def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shap
     # noexec is Docker's default for a tmpfs, but programs must run from a workspace.
     mode = "1777" if shape.folders else "0700"
     options = f"rw,exec,nosuid,nodev,size={shape.disk_bytes},mode={mode},uid={uid},gid={uid}"
-    memory = settings.memory_bytes + shape.disk_bytes + BASELINE_BYTES  # a tmpfs is charged to its container
+    own = shape.memory_bytes or settings.memory_bytes
+    memory = own + shape.disk_bytes + BASELINE_BYTES  # a tmpfs is charged to its container
     bounds: dict[str, Any] = {"mem_limit": memory, "memswap_limit": memory}
     if daemon.about.get("CpuCfsQuota"):
         bounds["nano_cpus"] = int(settings.cpus * 1e9)
@@ -202,7 +203,7 @@ def confinement(daemon: Daemon, settings: SandboxSettings, uid: int, shape: Shap
             "log_config": {"Type": "none"},  # otherwise the daemon would write every frame to its disk
             "mounts": [{"Type": "bind", "Source": str(ca), "Target": CA, "ReadOnly": True}] if ca else [],
             "network_mode": "none",
-            "pids_limit": settings.pids + BASELINE_PIDS,
+            "pids_limit": (shape.pids or settings.pids) + BASELINE_PIDS,
             "read_only": not shape.folders,
             "restart_policy": {"Name": "no"},
             "runtime": daemon.runtime,

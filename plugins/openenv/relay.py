@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import grp
 import json
 import os
+import pwd
 import sys
+from typing import Any
 
 PART = 1 << 16
 
@@ -55,10 +58,33 @@ class Relay:
             target.close()
 
 
-async def main(settings: dict[str, object]) -> int:
+def identity(named: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the user and groups of a process of USER[:GROUP], by name or number, and its HOME. Raises KeyError."""
+    if not named:
+        return {}, {}
+    user, _, group = named.partition(":")
+    entry = None
+    with contextlib.suppress(KeyError):
+        entry = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
+    if entry is None and not user.isdecimal():
+        raise KeyError(f"the image has no user {user!r}")
+    uid, gid = (entry.pw_uid, entry.pw_gid) if entry else (int(user), 0)
+    more = os.getgrouplist(entry.pw_name, gid) if entry and not group else []
+    if group:
+        gid = int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    return {"user": uid, "group": gid, "extra_groups": more}, {"HOME": entry.pw_dir if entry else "/"}
+
+
+async def main(settings: dict[str, Any]) -> int:
     """Start the server and relay until it ends; return its exit status."""
-    server = await asyncio.create_subprocess_exec(*settings["command"], env={**os.environ, **settings["env"]})  # type: ignore[misc, dict-item]
-    relay = Relay(tuple(settings["outside"]), settings["port"], settings["spare"])  # type: ignore[arg-type]
+    who, home = identity(settings["user"])
+    server = await asyncio.create_subprocess_exec(
+        *settings["command"],
+        env={**os.environ, **home, **settings["env"]},
+        cwd=settings["cwd"] or None,
+        **who,
+    )
+    relay = Relay(tuple(settings["outside"]), settings["port"], settings["spare"])
     for _ in range(relay.spare):
         relay.add()
     code = await server.wait()
@@ -71,7 +97,7 @@ if __name__ == "__main__":
     given = json.loads(os.environ.pop("RELAY"))
     try:
         sys.exit(asyncio.run(main(given)))
-    except (FileNotFoundError, PermissionError) as failed:
+    except (OSError, KeyError) as failed:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"the server cannot be started: {failed}\n")
         sys.exit(127)

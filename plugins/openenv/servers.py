@@ -6,6 +6,7 @@ server of the same command. When a session ends, its place is free for the next.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 from collections.abc import Mapping
@@ -24,8 +25,17 @@ from turnlog.plugins.openenv.client import (
     OpenEnvServer,
     OpenEnvSession,
 )
-from turnlog.sandbox_workers.protocol import Command, Execution, Kind, OutputStream, SandboxError, Shape
-from turnlog.sandbox_workers.server_sandboxes import ServerSandboxes
+from turnlog.sandbox_workers.protocol import (
+    Command,
+    Execution,
+    ImageCommand,
+    Kind,
+    OutputStream,
+    SandboxError,
+    SandboxUnavailable,
+    Shape,
+)
+from turnlog.sandbox_workers.server_sandboxes import ImageBackend, ServerSandboxes
 from turnlog.schemas.canonical import canonical_text
 from turnlog.schemas.events import SandboxLimits
 
@@ -40,6 +50,9 @@ READY_S: Final = 120.0
 POLL_S: Final = 0.1
 UNBOUNDED_S: Final = 1e9
 MEMORY_BYTES, DISK_BYTES, PIDS = 2 * 2**30, 256 * 2**20, 1024
+CONTAINER_FOLDER: Final = "/run/turnlog"
+"""Folder of a container that the sandbox takes as its workspace. With one, its other folders can be written as the
+image has them."""
 OUTPUT_BYTES: Final = 16 * 2**20
 """Output of a server beyond which the init leaves out the middle."""
 SAID_BYTES: Final = 4096
@@ -56,9 +69,11 @@ class ServerNotStarted(OpenEnvError):
 class ServerPlan:
     """Settings by which a server is started. Sessions with equal plans share servers."""
 
-    command: tuple[str, ...]
-    """Program and arguments; {port} stands for the port."""
+    command: tuple[str, ...] = ()
+    """Program and arguments; {port} stands for the port. Empty: the image's own."""
     image: str | None = None
+    backend: str = ""
+    """Backend of the sandbox; empty: the machine's own."""
     env: Mapping[str, str] = field(default_factory=dict)
     port: int | None = None
     ready_s: float = READY_S
@@ -67,7 +82,12 @@ class ServerPlan:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> ServerPlan:
         """Parse `server` of a reset, which its schema allows."""
-        return cls(**{**given, "command": tuple(given["command"])})
+        return cls(**{**given, "command": tuple(given.get("command", ()))})
+
+    @property
+    def label(self) -> str:
+        """Name of the server in messages."""
+        return self.command[0] if self.command else f"image {self.image}"
 
 
 class StartedServer:
@@ -101,7 +121,7 @@ class StartedServer:
         await asyncio.wait([self._healthy], timeout=timeout_s)
         if not self._healthy.done():
             raise ServerNotStarted(
-                f"{self._plan.command[0]} is not healthy after {timeout_s:.1f} s and goes on starting: raise wall_s of "
+                f"{self._plan.label} is not healthy after {timeout_s:.1f} s and goes on starting: raise wall_s of "
                 "the task and of [sandbox]"
             )
         self._healthy.result()
@@ -119,15 +139,20 @@ class StartedServer:
 
     async def _run(self) -> None:
         """Run the server to its end."""
-        shape = Shape(image=self._plan.image, network="allowlist", disk_bytes=DISK_BYTES)
+        plan = self._plan
         try:
-            async with self._sandboxes.start(shape) as sandbox:
+            image = await self._image_command()
+            shape = Shape(
+                image=plan.image, network="allowlist", disk_bytes=DISK_BYTES, memory_bytes=plan.memory_bytes, pids=PIDS,
+                folders=(CONTAINER_FOLDER,) if image else (),
+            )  # fmt: skip
+            async with self._sandboxes.start(shape, plan.backend) as sandbox:
                 assert sandbox.proxy is not None  # the shape's network has one
                 with sandbox.proxy.dup() as listener:
                     accepting = asyncio.create_task(self._accept(listener))
                     try:
                         done = await sandbox.exec(
-                            self._command(listener.getsockname()[:2]), self._limits(), on_output=self._on_output
+                            self._command(listener.getsockname()[:2], image), self._limits(), on_output=self._on_output
                         )
                     finally:
                         accepting.cancel()
@@ -140,11 +165,23 @@ class StartedServer:
             while not self._idle.empty():
                 self._idle.get_nowait().close()
 
-    def _command(self, outside: tuple[str, int]) -> Command:
-        port = self._plan.port or (PORT if self._sandboxes.backend != "subprocess" else _free_port())
+    async def _image_command(self) -> ImageCommand | None:
+        """Return the image's own command; None if the backend's images name none. Raises SandboxError."""
+        provider, named = self._sandboxes.provider(self._plan.backend), self._plan.image
+        found = await provider.image_command(named) if named and isinstance(provider, ImageBackend) else None
+        if not self._plan.command and not (found and found.argv):
+            why = f"image {named!r} names no command" if found else f"images of {provider.name} name no command"
+            raise SandboxUnavailable(f"{why}: give one")
+        return found
+
+    def _command(self, outside: tuple[str, int], image: ImageCommand | None) -> Command:
+        shared_ports = self._sandboxes.provider(self._plan.backend).name == "subprocess"
+        port = self._plan.port or (_free_port() if shared_ports else PORT)
+        words = self._plan.command or (image.argv if image else ())
         settings = {
-            "command": [word.replace("{port}", str(port)) for word in self._plan.command],
+            "command": [word.replace("{port}", str(port)) for word in words],
             "env": {"PORT": str(port), **self._plan.env}, "outside": outside, "port": port, "spare": SPARE,
+            "cwd": image.cwd if image else "", "user": image.user if image else "",
         }  # fmt: skip
         return Command(kind=Kind.python, source=RELAY, env={"RELAY": json.dumps(settings)}, agent=True)
 
@@ -185,7 +222,7 @@ class StartedServer:
             if self.ended or loop.time() > until:
                 why = f"ended: {self.ended}" if self.ended else f"is not healthy after {self._plan.ready_s:g} s: {last}"
                 self._running.cancel()
-                raise ServerNotStarted(f"the server {self._plan.command[0]} {why}")
+                raise ServerNotStarted(f"the server {self._plan.label} {why}")
 
 
 class RelayConnector(aiohttp.BaseConnector):
@@ -212,7 +249,7 @@ class StartedServers:
 
     async def with_room(self, plan: ServerPlan) -> StartedServer:
         """Return a server that may take one more session, started if there is none. Raises EnvironmentFull."""
-        servers = self._servers.setdefault(canonical_text(_as_json(plan), ascii_only=False), [])
+        servers = self._servers.setdefault(canonical_text(dataclasses.asdict(plan), ascii_only=False), [])
         for over in [server for server in servers if server.ended and not server.sessions]:
             servers.remove(over)
             await over.close()
@@ -220,7 +257,7 @@ class StartedServers:
         if found is None:
             if len(servers) >= self._sandboxes.most:
                 raise EnvironmentFull(
-                    f"all {len(servers)} servers of {plan.command[0]} that this worker may start are in use: raise "
+                    f"all {len(servers)} servers of {plan.label} that this worker may start are in use: raise "
                     "[sandbox] slots, or max_concurrent_envs of the server"
                 )
             found = StartedServer(plan, self._sandboxes)
@@ -278,13 +315,6 @@ class StartedPlace:
 
 def _describe_end(done: Execution) -> str:
     return done.reason or f"exit status {done.exit_code}"
-
-
-def _as_json(plan: ServerPlan) -> dict[str, Any]:
-    return {
-        "command": list(plan.command), "image": plan.image, "env": dict(plan.env), "port": plan.port,
-        "ready_s": plan.ready_s, "memory_bytes": plan.memory_bytes,
-    }  # fmt: skip
 
 
 def _free_port() -> int:

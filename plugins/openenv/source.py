@@ -32,6 +32,8 @@ from turnlog.schemas.events.tools import SandboxLimits, SandboxSpec
 
 Actions = Literal["json", "text", "tools"]
 TOOL: Final = "openenv"
+CONTAINERS: Final = "docker"
+"""Backend of an image without a command, which the image itself names."""
 ACT: Final = "act"
 """Name of the tool that a model acts with, if the environment has no tools of its own."""
 PROMPT: Final = "Act in the environment until the episode ends."
@@ -174,10 +176,20 @@ def _mcp_declaration(tool: Any) -> dict[str, Any]:
     return declaration(tool["name"], tool.get("description") or "", schema)
 
 
+def _label(url: str, command: str, image: str) -> str:
+    """Return the name of an environment on the log: host, program, or image without registry and tag."""
+    if url:
+        return url.split("://")[-1].rstrip("/")
+    if command:
+        return Path(shlex.split(command)[0]).name
+    return image.rpartition("/")[2].partition("@")[0].partition(":")[0]
+
+
 def openenv(
     url: str = "",
     command: str = "",
     image: str = "",
+    backend: str = "",
     port: str = "",
     env: str = "",
     ready_s: str = "",
@@ -192,30 +204,34 @@ def openenv(
     wall_s: str = "30",
     name: str = "",
 ) -> OpenEnvSource:
-    """Make the source of an environment. Exactly one of `url` and `command` is given. Raises BadSource."""
-    if bool(url) == bool(command):
-        raise BadSource('give url=http://HOST:PORT of a running server, or command="..." that starts one, not both')
+    """Make the source of an environment: a running server (`url`), or one that workers start (`command`, `image`, or
+    both). Raises BadSource."""
+    if bool(url) == bool(command or image):
+        raise BadSource(
+            'give url=http://HOST:PORT of a running server, or image=... or command="..." that starts one, not both'
+        )
     if action not in get_args(Actions):
         raise BadSource(f"action={action}: must be one of {', '.join(get_args(Actions))}")
     server: str | dict[str, Any]
     if url:
-        spare = [key for key, value in (("image", image), ("port", port), ("env", env)) if value]
+        spare = [key for key, value in (("backend", backend), ("port", port), ("env", env)) if value]
         if spare:
-            raise BadSource(f"{spare[0]} goes with command, not with url")
+            raise BadSource(f"{spare[0]} goes with image or command, not with url")
         try:
             server = base_url(url)
         except ValueError as error:
             raise BadSource(f"url: {error}") from error
     else:
-        server = {"command": shlex.split(command)}
+        server = {"command": shlex.split(command)} if command else {}
         server |= {"image": image} if image else {}
+        server |= {"backend": backend or CONTAINERS} if backend or not command else {}
         server |= {"port": _whole("port", port, 1)} if port else {}
         server |= {"env": _object("env", env)} if env else {}
         server |= {"ready_s": _number("ready_s", ready_s)} if ready_s else {}
         server |= {"memory_bytes": _whole("memory_bytes", memory_bytes, 2**20)} if memory_bytes else {}
     return OpenEnvSource(
         server=server,
-        label=name or (url.split("://")[-1].rstrip("/") if url else Path(shlex.split(command)[0]).name),
+        label=name or _label(url, command, image),
         count=_whole("tasks", tasks, 1) if tasks else None,
         first=_whole("seed", seed, 0),
         actions=action,  # type: ignore[arg-type]  # checked above

@@ -46,13 +46,22 @@ SERVER: Final = {
             "description": "A server that the worker starts.",
             "properties": {
                 "command": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 100},
-                "image": {"type": "string", "description": "Root file system, of [sandbox] image_folder."},
+                "image": {
+                    "type": "string",
+                    "description": "Image of the backend: a root file system, or a container's image, which names a "
+                    "command.",
+                },
+                "backend": {
+                    "type": "string",
+                    "description": "Backend of the sandbox, such as docker.",
+                    "maxLength": 80,
+                },
                 "env": {"type": "object", "additionalProperties": {"type": "string"}},
                 "port": {"type": "integer", "minimum": 1, "maximum": 65535},
                 "ready_s": {"type": "number", "exclusiveMinimum": 0, "maximum": 3600},
                 "memory_bytes": {"type": "integer", "minimum": 2**20},
             },
-            "required": ["command"],
+            "anyOf": [{"required": ["command"]}, {"required": ["image", "backend"]}],
             "additionalProperties": False,
         },
     ]

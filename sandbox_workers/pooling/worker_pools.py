@@ -63,6 +63,11 @@ class SandboxPools:
         return tuple(self._pools)
 
     @property
+    def providers(self) -> dict[str, Provider]:
+        """The backends by the names that a call may ask for."""
+        return {name: pool.provider for name, pool in self._pools.items()}
+
+    @property
     def local(self) -> Pool:
         """The pool of this machine's backend."""
         return self._pools[LOCAL[0]]

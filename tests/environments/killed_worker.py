@@ -1,6 +1,6 @@
-"""Plays at an OpenEnv server in a bubblewrap sandbox until it is killed: `python killed_worker.py IMAGES PLAN`.
+"""Plays at an OpenEnv server in a sandbox until it is killed: `python killed_worker.py BACKEND IMAGES PLAN`.
 
-IMAGES is a folder of images."""
+IMAGES is a folder of images, for bubblewrap."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sys
 
 from turnlog.plugins.openenv.servers import ServerPlan, StartedServers
 from turnlog.sandbox_settings import SandboxSettings
-from turnlog.sandbox_workers.backends.bubblewrap import Bubblewrap
+from turnlog.sandbox_workers.pooling.worker_pools import backend
 from turnlog.sandbox_workers.server_sandboxes import ServerSandboxes
 
 
-async def main(images: str, plan: str) -> None:
+async def main(name: str, images: str, plan: str) -> None:
     """Start the server, take a step, print its observation, and wait."""
-    provider = await Bubblewrap.open(SandboxSettings(image_folder=images, first_uid=247_000))
-    servers = StartedServers(ServerSandboxes(provider, slots=1))
+    provider = await backend(name, SandboxSettings(image_folder=images, first_uid=247_000))
+    servers = StartedServers(ServerSandboxes({name: provider}, slots=1))
     server = await servers.with_room(ServerPlan.parse(json.loads(plan)))
     await server.ready(timeout_s=100.0)
     session = await server.connect(timeout_s=10.0)

@@ -345,11 +345,14 @@ class Container:
 
 @dataclass(frozen=True)
 class FakeImage:
-    """An image beyond this machine's /usr: its PATH, its WORKDIR, and files by their absolute paths."""
+    """An image beyond this machine's /usr: its PATH, its WORKDIR, files by their absolute paths, its CMD, and folders
+    of this machine in it."""
 
     path: str
     workdir: str = "/"
     files: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    folders: dict[str, Path] = field(default_factory=dict)
 
 
 class Boxes:
@@ -382,7 +385,9 @@ class Boxes:
         """As inspected. Raises ApiError."""
         if name not in self._images:
             raise ApiError(404, f"No such image: {name}")
-        return {"Id": f"sha256:{hashlib.sha256(name.encode()).hexdigest()}", "RepoTags": [name]}
+        image = self._images[name]
+        config = {"Entrypoint": None, "Cmd": list(image.command), "WorkingDir": image.workdir, "User": ""}
+        return {"Id": f"sha256:{hashlib.sha256(name.encode()).hexdigest()}", "RepoTags": [name], "Config": config}
 
     def add_image(self, name: str, image: FakeImage) -> None:
         """Take an image in."""
@@ -442,7 +447,7 @@ class Boxes:
         uid, gid = config["User"].split(":")
         words = [str(self._bwrap), "--unshare-all", "--unshare-user", "--uid", uid, "--gid", gid, "--disable-userns",
                  "--hostname", config["Hostname"], "--die-with-parent", "--new-session", "--as-pid-1",
-                 "--cap-drop", host["CapDrop"][0], "--clearenv", "--setenv", "PATH", path]  # fmt: skip
+                 "--cap-drop", host["CapDrop"][0], "--clearenv", "--setenv", "PATH", path, "--setenv", "HOME", "/"]  # fmt: skip
         words += ["--setenv", "HOSTNAME", config["Hostname"], "--setenv", "LD_LIBRARY_PATH", f"{PYTHON_HOME}/lib"]
         for variable in config["Env"]:
             words += ["--setenv", *variable.split("=", 1)]
@@ -458,6 +463,8 @@ class Boxes:
             words += ["--ro-bind", mount["Source"], mount["Target"]]
         for top in sorted(layer.iterdir()) if layer is not None else ():
             words += ["--bind", str(top), f"/{top.name}"]
+        for target, source in self._images[config["Image"]].folders.items():
+            words += ["--ro-bind", str(source), target]
         for folder, options in host["Tmpfs"].items():
             asked = dict(option.partition("=")[::2] for option in options.split(","))
             words += ["--perms", asked["mode"], "--size", asked["size"], "--tmpfs", folder]

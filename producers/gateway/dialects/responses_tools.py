@@ -47,7 +47,7 @@ class ResponsesTool:
     @property
     def custom(self) -> bool:
         """True if its calls are answered as one text."""
-        return self.given["type"] == "custom"
+        return bool(self.given["type"] == "custom")
 
     def as_function(self) -> dict[str, Any]:
         """Return it in the format of OpenAI's chat API. A custom tool takes one text; its grammar becomes the

@@ -49,7 +49,8 @@ def answer(observation: Any, *, done: bool = False, **more: Any) -> SandboxAnswe
         (f"url={URL} wall_s=soon", "wall_s=soon: must be a number above 0"),
         (f"url={URL} options=[1]", "must be a JSON object"),
         (f"url={URL} options={{", "must be a JSON object"),
-        (f"url={URL} image=debian", "image goes with command"),
+        (f"url={URL} image=debian", "not both"),
+        (f"url={URL} backend=docker", "backend goes with image or command"),
         (f"url={URL} speed=3", "the options of openenv are url, command"),
     ],
 )
@@ -78,6 +79,23 @@ def test_the_opening_is_a_reset_with_seed_and_options() -> None:
         {"reset": True, "server": URL, "describe": True, "options": {"level": 2, "size": 4}, "seed": 3},
     )
     assert (made.max_turns, made.sandbox.limits.wall_s, made.sandbox_tools) == (7, 5.0, ("openenv",))
+
+
+@each(
+    ("options", "server", "label"),
+    [
+        ("image=reg.example:5000/a/game:2", {"image": "reg.example:5000/a/game:2", "backend": "docker"}, "game"),
+        ("image=game@sha256:00 backend=mine", {"image": "game@sha256:00", "backend": "mine"}, "game"),
+        ("image=game command='/bin/serve {port}'", {"image": "game", "command": ["/bin/serve", "{port}"]}, "serve"),
+    ],
+)
+def test_an_image_alone_is_a_container_and_with_a_command_what_the_backend_makes_of_it(
+    options: str, server: dict[str, Any], label: str
+) -> None:
+    made = task(f"openenv {options}")
+    assert made.opening is not None
+    assert made.opening.arguments["server"] == server
+    assert made.environment.name == label
 
 
 def test_a_model_gets_a_tool_of_the_servers_schema_and_acts_by_it() -> None:

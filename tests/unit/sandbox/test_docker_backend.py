@@ -388,6 +388,25 @@ async def test_a_first_process_that_ends_at_once_is_said_with_its_last_words(
     assert server.boxes.all() == []
 
 
+async def test_a_sandbox_of_a_server_has_bounds_of_its_own_and_an_image_says_how_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = FakeImage("/opt/python/bin:/usr/bin:/bin", "/app", {"/app/serve": ""}, ("python3", "serve"))
+    with DockerServer(tmp_path / "docker.sock", cache_directory(), {IMAGE: task}) as server:
+        monkeypatch.setenv("DOCKER_HOST", server.url)
+        backend = await Docker.open(settings())
+        own = await backend.image_command(IMAGE)
+        assert (own.argv, own.cwd, own.user) == (("python3", "serve"), "/app", "")
+        with pytest.raises(ImageMissing, match="docker pull none:1"):
+            await backend.image_command("none:1")
+        sandbox = await backend.start(0, Shape(disk_bytes=4 << 20, memory_bytes=3 << 30, pids=900))
+        [box] = server.boxes.all()
+        host = box.config["HostConfig"]
+        assert (host["Memory"], host["PidsLimit"]) == ((3 << 30) + (4 << 20) + (64 << 20), 904)
+        await sandbox.close()
+        await backend.close()
+
+
 async def test_a_workspace_in_the_images_folders_begins_with_their_content_and_is_never_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
