@@ -13,6 +13,7 @@ RecipeError
 from __future__ import annotations
 
 import inspect
+import json
 import shlex
 import traceback
 from collections.abc import Callable, Mapping
@@ -78,6 +79,50 @@ def split_source(text: str) -> tuple[str, dict[str, str]]:
 def join_source(name: str, options: Mapping[str, str]) -> str:
     """Return the text of a source, the reverse of `split_source`."""
     return shlex.join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def whole_option(option: str, text: str, least: int = 0, most: int | None = None) -> int:
+    """Return the whole number that an option of a source states. Raises BadSource."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < least or (most is not None and int(text) > most):
+        legal = f"from {least} on" if most is None else f"from {least} to {most}"
+        raise BadSource(f"{option}={text}: must be a whole number {legal}")
+    return int(text)
+
+
+def number_option(option: str, text: str) -> float:
+    """Return the number above 0 and below a billion that an option of a source states. Raises BadSource."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise BadSource(f"{option}={text}: must be a number above 0")
+    return found
+
+
+def object_option(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that an option of a source states. Raises BadSource."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadSource(f"{option}={text}: must be a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise BadSource(f"{option}={text}: must be a JSON object")
+    return found
+
+
+def weights_option(option: str, text: str) -> dict[str, float]:
+    """Return the weight of each name that an option NAME[:WEIGHT],... of a source lists. Raises BadSource."""
+    weights: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, weight = item.partition(":")
+        try:
+            weights[name] = float(weight or 1)
+        except ValueError:
+            weights[name] = 0.0
+        if not 0 < weights[name] < float("inf"):
+            raise BadSource(f"{option}={text}: the weight {weight!r} of {name} must be a number above 0")
+    return weights
 
 
 @cache

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from turnlog.environments import BadSource, CommandAgent, Task, TaskRow, tool_declarations
 from turnlog.infra.environments.ready_agents import READY_AGENTS, UNSERVED, ReadyOptions
+from turnlog.infra.environments.sources import whole_option
 from turnlog.infra.environments.tasks import write_rows
 from turnlog.infra.sandbox_root import tree_sha256
 from turnlog.plugins.harbor.agents import command_agent, solution_agent
@@ -412,8 +413,6 @@ def source(
     ):  # fmt: skip
         if value not in legal:
             raise BadSource(f"{key}={value}: it must be one of {', '.join(legal)}")
-    if not re.fullmatch("[1-9][0-9]*", context_tokens):
-        raise BadSource(f"context_tokens={context_tokens}: it must be a number of tokens above 0")
     if agent == "program" and not program:
         raise BadSource(
             "agent=program needs program=COMMAND: the command in the image, to which the instruction is added"
@@ -424,9 +423,9 @@ def source(
         if value and not value.startswith("/"):
             raise BadSource(f"{key}={value}: it must be an absolute path in the image")
     options = HarborOptions(
-        agent=agent, backend=backend, program=program, context_tokens=int(context_tokens), image=image,
-        workdir=workdir, keep=tuple(keep.split()), install=install, env=tuple(env.split()), network=network,
-        reward=reward,
+        agent=agent, backend=backend, program=program, image=image, workdir=workdir, keep=tuple(keep.split()),
+        context_tokens=whole_option("context_tokens", context_tokens, 1), install=install, env=tuple(env.split()),
+        network=network, reward=reward,
     )  # fmt: skip
     try:
         if registry:

@@ -23,6 +23,7 @@ from turnlog.environments import (
     Task,
     TaskRow,
 )
+from turnlog.infra.environments.sources import number_option, object_option, whole_option
 from turnlog.infra.environments.tasks import task_id, write_rows
 from turnlog.infra.environments.tools import declaration
 from turnlog.infra.environments.verifiers import EnvironmentVerifier
@@ -225,45 +226,19 @@ def openenv(
         server = {"command": shlex.split(command)} if command else {}
         server |= {"image": image} if image else {}
         server |= {"backend": backend or CONTAINERS} if backend or not command else {}
-        server |= {"port": _whole("port", port, 1)} if port else {}
-        server |= {"env": _object("env", env)} if env else {}
-        server |= {"ready_s": _number("ready_s", ready_s)} if ready_s else {}
-        server |= {"memory_bytes": _whole("memory_bytes", memory_bytes, 2**20)} if memory_bytes else {}
+        server |= {"port": whole_option("port", port, 1)} if port else {}
+        server |= {"env": object_option("env", env)} if env else {}
+        server |= {"ready_s": number_option("ready_s", ready_s)} if ready_s else {}
+        server |= {"memory_bytes": whole_option("memory_bytes", memory_bytes, 2**20)} if memory_bytes else {}
     return OpenEnvSource(
         server=server,
         label=name or _label(url, command, image),
-        count=_whole("tasks", tasks, 1) if tasks else None,
-        first=_whole("seed", seed, 0),
+        count=whole_option("tasks", tasks, 1) if tasks else None,
+        first=whole_option("seed", seed, 0),
         actions=action,  # type: ignore[arg-type]  # checked above
         text_field=field,
         prompt=prompt,
-        options=_object("options", options) if options else {},
-        turns=_whole("max_turns", max_turns, 1) if max_turns else None,
-        wall_s=_number("wall_s", wall_s),
+        options=object_option("options", options) if options else {},
+        turns=whole_option("max_turns", max_turns, 1) if max_turns else None,
+        wall_s=number_option("wall_s", wall_s),
     )
-
-
-def _whole(option: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise BadSource(f"{option}={text}: must be a whole number from {least} on")
-    return int(text)
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
-        raise BadSource(f"{option}={text}: must be a number above 0")
-    return found
-
-
-def _object(option: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise BadSource(f"{option}={text}: must be a JSON object: {error}") from None
-    if not isinstance(found, dict):
-        raise BadSource(f"{option}={text}: must be a JSON object")
-    return found

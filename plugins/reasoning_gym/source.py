@@ -26,6 +26,7 @@ from turnlog.environments import (
     tool_declarations,
 )
 from turnlog.infra.environments.simulations import NO_OBJECT, object_of
+from turnlog.infra.environments.sources import weights_option, whole_option
 from turnlog.plugins.reasoning_gym import chain_sum
 from turnlog.plugins.reasoning_gym.answers import AnswerFormat, is_safe
 from turnlog.plugins.reasoning_gym.calculator import CALCULATOR, calculate
@@ -37,6 +38,8 @@ VERSION: Final = "0.1.25"
 """Version of reasoning-gym whose tasks these are."""
 SIZE: Final = 500
 """Entries of a dataset of reasoning-gym, after which the source goes on with the next seed."""
+MOST: Final = (1 << 31) - 1
+"""Largest seed and size."""
 TOOLS: Final = ("", "calculator", "python")
 
 
@@ -173,8 +176,8 @@ def reasoning_gym_source(
     options = ReasoningGymOptions(
         tasks=weights,
         configs=_configs(config, weights, known),
-        seed=_whole("seed", seed) if seed else None,
-        size=_whole("size", size) if size else SIZE,
+        seed=whole_option("seed", seed, 1, MOST) if seed else None,
+        size=whole_option("size", size, 1, MOST) if size else SIZE,
         format=AnswerFormat[format],
         tool=tool,
         python=python,
@@ -187,19 +190,12 @@ def reasoning_gym_source(
 def _weights(tasks: str, known: Mapping[str, list[str]]) -> dict[str, float]:
     if tasks == "all":
         return dict.fromkeys(sorted(known), 1.0)
-    weights: dict[str, float] = {}
-    for item in tasks.split(","):
-        name, _, weight = item.partition(":")
+    weights = weights_option("tasks", tasks)
+    for name in weights:
         if name == "zebra_puzzles" and name not in known:
             raise BadSource("zebra_puzzles needs pycosat, which has no wheel: pip install pycosat, with a C compiler")
         if name not in known:
             raise BadSource(f"tasks={tasks!r}: reasoning-gym has no task {name!r}; it has {', '.join(sorted(known))}")
-        try:
-            weights[name] = float(weight or 1)
-        except ValueError:
-            weights[name] = 0.0
-        if not 0 < weights[name] < float("inf"):
-            raise BadSource(f"tasks={tasks!r}: the weight {weight!r} of {name} must be a number above 0")
     return weights
 
 
@@ -221,12 +217,6 @@ def _configs(
         for task in where:
             configs[task][name] = value
     return configs
-
-
-def _whole(option: str, text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
-        raise BadSource(f"{option}={text!r} must be a whole number from 1 to {(1 << 31) - 1}")
-    return int(text)
 
 
 def _try_entry(task: str, options: ReasoningGymOptions) -> None:

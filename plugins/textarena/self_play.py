@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 
 from turnlog.environments import BadSource, NextMove, Player, Recipe, TaskRow, game_verifier
+from turnlog.infra.environments.sources import whole_option
 from turnlog.plugins.textarena.games import GameRefused, TextGame
 from turnlog.plugins.textarena.source import ACTION_CHARS, VERSION
 from turnlog.schemas.events.sessions import Environment
@@ -81,15 +82,13 @@ class ArenaPlayers(Recipe):
 def players_source(game: str, players: str = "2", opponent: str = "", seed: str = "") -> ArenaPlayers:
     """Make the source of `textarena-players game=NAME[,NAME] [players=N] [opponent=MODEL] [seed=N]`. Raises
     BadSource."""
-    for name, value in (("players", players), ("seed", seed or "0")):
-        if not value.isdecimal():
-            raise BadSource(f"{name}={value!r} must be a whole number from 0")
-    if int(players) < 2:
+    count, first = whole_option("players", players), whole_option("seed", seed) if seed else None
+    if count < 2:
         raise BadSource(f"players={players} must be at least 2; games for one player are those of the source textarena")
     games = tuple(game.split(","))
     for each in games:
         try:
-            TextGame(each, 0, int(players))
+            TextGame(each, 0, count)
         except GameRefused as error:
             raise BadSource(str(error)) from error
-    return ArenaPlayers(games, int(players), opponent, int(seed) if seed else None)
+    return ArenaPlayers(games, count, opponent, first)

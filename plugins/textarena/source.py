@@ -18,6 +18,7 @@ from turnlog.environments import (
     Verdict,
     played,
 )
+from turnlog.infra.environments.sources import weights_option, whole_option
 from turnlog.plugins.textarena.games import GameRefused, TextGame, single_player_refusal
 from turnlog.schemas.events.sessions import Environment
 
@@ -86,18 +87,12 @@ def game_row(game: str, seed: int) -> dict[str, Any]:
 
 def textarena_source(game: str, seed: str = "") -> TextArena:
     """Make the source of `textarena game=NAME[:WEIGHT],... [seed=N]`. Raises BadSource."""
-    games: dict[str, float] = {}
-    for item in game.split(","):
-        name, _, weight = item.partition(":")
+    games = weights_option("game", game)
+    for name in games:
         try:
-            games[name] = float(weight or 1)
             why = single_player_refusal(name)
-        except ValueError:
-            raise BadSource(f"game={game!r}: the weight {weight!r} of {name} must be a number") from None
         except GameRefused as error:
             raise BadSource(str(error)) from error
-        if why or games[name] <= 0:
-            raise BadSource(f"TextArena's {name} cannot be played: {why or 'its weight must be above 0'}")
-    if seed and not seed.isdecimal():
-        raise BadSource(f"seed={seed!r} must be a whole number from 0")
-    return TextArena(games, int(seed) if seed else None)
+        if why:
+            raise BadSource(f"TextArena's {name} cannot be played: {why}")
+    return TextArena(games, whole_option("seed", seed) if seed else None)

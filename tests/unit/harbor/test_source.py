@@ -207,7 +207,7 @@ def test_steps_have_a_program_and_a_verifier_each(tmp_path: Path) -> None:
         ({"path": "TASKS", "tasks": "z*"}, "tasks=z*: none of the 1 task folders"),
         ({"path": "TASKS", "agent": "vim"}, "agent=vim: it must be one of claude-code, codex"),
         ({"path": "TASKS", "agent": "gemini-cli"}, "agent=gemini-cli: Gemini CLI speaks Google's API alone"),
-        ({"path": "TASKS", "context_tokens": "8k"}, "context_tokens=8k: it must be a number of tokens"),
+        ({"path": "TASKS", "context_tokens": "8k"}, "context_tokens=8k: must be a whole number from 1 on"),
         ({"path": "TASKS", "agent": "program"}, "agent=program needs program=COMMAND"),
         ({"path": "TASKS", "backend": "wasm"}, "backend=wasm: it must be one of docker, bubblewrap"),
         ({"path": "TASKS", "keep": "srv"}, "keep=srv: it must be an absolute path"),

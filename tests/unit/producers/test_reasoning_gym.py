@@ -136,7 +136,7 @@ def test_fields_of_the_configuration_reach_the_tasks_that_have_them() -> None:
         ("tasks=gcd:0", "weight '0'"),
         ("tasks=gcd format=xml", "format='xml' must be one of tags, line"),
         ("tasks=gcd tool=hammer", "tool='hammer'"),
-        ("tasks=gcd size=0", "size='0'"),
+        ("tasks=gcd size=0", "size=0: must"),
         ("tasks=gcd colour=red", "no task of gcd has such a field"),
         ("tasks=chain_sum min_terms=9 max_terms=2", "max_terms must be >= min_terms"),
         ("tasks=gcd python=/nowhere/python", "python=PATH"),

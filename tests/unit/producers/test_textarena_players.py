@@ -92,8 +92,8 @@ def test_self_play_trains_every_seat_and_an_opponent_none() -> None:
         ("game=Debate-v0", "OpenRouter API key not found"),
         ("game=TicTacToe-v0 players=1", "players=1 must be at least 2"),
         ("game=TicTacToe-v0 players=3", "cannot begin with 3 player"),
-        ("game=TicTacToe-v0 players=two", "players='two' must be a whole number"),
-        ("game=TicTacToe-v0 seed=x", "seed='x' must be a whole number"),
+        ("game=TicTacToe-v0 players=two", "players=two: must be a whole number"),
+        ("game=TicTacToe-v0 seed=x", "seed=x: must be a whole number"),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_the_run(options: str, why: str) -> None:

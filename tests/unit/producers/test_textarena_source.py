@@ -94,7 +94,7 @@ def test_rows_are_games_by_weight_each_with_a_seed_of_its_own() -> None:
         ("game=TicTacToe-v0", "several players"),
         ("game=FrozenLake-v0:x", "weight 'x'"),
         ("game=FrozenLake-v0:0", "above 0"),
-        ("game=FrozenLake-v0 seed=x", "seed='x'"),
+        ("game=FrozenLake-v0 seed=x", "seed=x: must"),
         ("", "options of textarena are game, seed"),
     ],
 )
