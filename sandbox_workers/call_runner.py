@@ -135,6 +135,7 @@ class CallRunner:
         settings = role.settings
         self._events = role.events
         self._blobs = role.blobs
+        self._pools = pools
         self._scheduler = Scheduler(settings.sandbox, pools, egress=egress is not None)
         self._egress, self._settings = egress, settings
         self._files = SessionFiles(
@@ -155,6 +156,11 @@ class CallRunner:
         """Close what tools keep here: connections, then servers."""
         await self.connections.close()
         await self._shared.close()
+
+    def release(self, session: str) -> None:
+        """Give up what is kept for a session that is over: connections and slots."""
+        self.connections.forget(session)
+        self._pools.release(session)
 
     def placement(self, pending: Pending) -> Placement | Refusal:
         """Return how the call will be run, computed once."""

@@ -246,7 +246,7 @@ class SandboxWorker:
             if (pending := unit.pending.get(event.call_id)) is not None:
                 await pending.cancel()
             if event.reason == SESSION_OVER:
-                self._release(unit.session(event))
+                self._runner.release(unit.session(event))
         else:
             stray = UnexpectedRecord(f"{type(event).__name__} does not belong in {record.topic}")
             await self._role.park(record, stray)
@@ -268,11 +268,6 @@ class SandboxWorker:
             unit.durable(name)
         if session.task is None:
             session.task = self._tasks.create_task(self._work_off(name, session))
-
-    def _release(self, session: str) -> None:
-        """Close what is kept for a session that is over."""
-        self._runner.connections.forget(session)
-        self._pools.release(session)
 
     async def _repeat(
         self, unit: ToolCallPartitionTask, record: Record, request: ToolCallRequested, pending: Pending | None

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -15,15 +16,18 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.environments.openenv_servers import GUESS, image_folder, sandboxed_command
+from tests.environments.openenv_servers import GUESS, guessing, image_folder, sandboxed_command
 from tests.unit.sandbox.conftest import House, house
 from tests.unit.sandbox.test_openenv_tool import SPEC, ask, how
-from turnlog.sandbox_settings import SandboxSettings
+from turnlog.infra.environments.sources import join_source
+from turnlog.sandbox_settings import EgressSettings, SandboxSettings
 from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 from turnlog.schemas.events import SandboxLimits, ToolCallCompleted, ToolStatus
 from turnlog.schemas.events.tools import SESSION_OVER
 from turnlog.schemas.ids import digest
 from turnlog.schemas.topics import TOOL_RESULTS
+from turnlog.settings import RunnerSettings, Settings
+from turnlog.verbs.env_check import CheckOptions, check
 
 __all__ = ["house"]
 KILLED = Path(__file__).parents[1] / "environments/killed_worker.py"
@@ -109,6 +113,30 @@ async def test_a_server_with_one_place_serves_one_session_at_a_time(house: House
     assert servers() == []
 
 
+@pytest.mark.parametrize("given", ["by url", "by command"])
+async def test_env_check_gives_back_the_one_place_of_a_server_and_leaves_no_server(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sandbox = SandboxSettings(backend="subprocess", wall_s=150.0, slots=1)
+    async with contextlib.AsyncExitStack() as stack:
+        if given == "by url":
+            server = await stack.enter_async_context(guessing(sessions=1))
+            egress = EgressSettings(
+                allow=(f"GET {server.url}/*",), tls="refuse", private_hosts=(server.url.removeprefix("http://"),)
+            )
+            source = f"openenv url={server.url} wall_s=20"
+        else:
+            egress = EgressSettings()
+            source = join_source("openenv", {"command": shlex.join(sandboxed_command(1)), "wall_s": "140"})
+        options = CheckOptions(source=source, dataset=None, tasks=3, at_once=1, empty_only=True, as_json=True)
+        count = len(servers())
+        settings = Settings(sandbox=sandbox, egress=egress, runner=RunnerSettings(tool_deadline_s=150.0))
+        status = await check(settings, options)
+        assert len(servers()) == count
+    found = json.loads(capsys.readouterr().out)
+    assert (status, [task["ok"] for task in found]) == (0, [True] * 3), found
+
+
 async def test_a_server_that_does_not_start_says_why(house: House) -> None:
     patiently(house)
     failing = {"command": ["python3", "-c", "print('no such game'); raise SystemExit(4)"]}
@@ -132,7 +160,7 @@ async def test_a_worker_that_is_killed_leaves_no_server_of_an_image() -> None:
     env = {"LD_LIBRARY_PATH": "/opt/python/lib"}
     server = {"command": sandboxed_command(8, image=True), "image": "guess", "env": env, "ready_s": 130.0}
     worker = await asyncio.create_subprocess_exec(
-        sys.executable, KILLED, str(image_folder()), json.dumps(server), stdout=asyncio.subprocess.PIPE,
+        sys.executable, KILLED, "bubblewrap", str(image_folder()), json.dumps(server), stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(KILLED.parents[2])},
     )  # fmt: skip
     try:

@@ -44,6 +44,7 @@ from turnlog.schemas.events import (
     ToolCallRequested,
     ToolCallStarted,
 )
+from turnlog.schemas.events.tools import SESSION_OVER
 from turnlog.schemas.topics import TOOL_CALLS
 from turnlog.schemas.types import TurnId
 from turnlog.settings import Settings
@@ -92,8 +93,8 @@ class LocalEvents:
         match event:
             case ToolCallRequested() if event.call_id not in self._pending:
                 self._begin(event)
-            case ToolCallCancelled() if (pending := self._pending.get(event.call_id)) is not None:
-                await pending.cancel()
+            case ToolCallCancelled():
+                await self._cancel(event)
             case ToolCallStarted():
                 self.results.record_start(event, 0.0)
             case ToolCallCompleted():
@@ -105,9 +106,12 @@ class LocalEvents:
         return done
 
     async def close(self) -> None:
-        """Wait for the calls that were cancelled, and close connections. Raises what running a call raised."""
-        await asyncio.gather(*self._tasks)
-        await self._runner.connections.close()
+        """Wait for the calls that were cancelled, and close connections and servers. Raises what running a call
+        raised."""
+        try:
+            await asyncio.gather(*self._tasks)
+        finally:
+            await self._runner.close()
 
     def _begin(self, request: ToolCallRequested) -> None:
         stamp = int(self._clock() * 1000)
@@ -115,6 +119,13 @@ class LocalEvents:
         pending = self._pending[request.call_id] = Pending(request, record)
         task = asyncio.create_task(self._runner.answer(self._unit, pending), name=f"call {request.call_id}")
         self._tasks.add(task)
+
+    async def _cancel(self, event: ToolCallCancelled) -> None:
+        """Cancel a call, and give up what is kept for its session if that is over."""
+        if (pending := self._pending.get(event.call_id)) is not None:
+            await pending.cancel()
+        if event.reason == SESSION_OVER:
+            self._runner.release(self._unit.session(event))
 
     async def _catch_up(self, unit: ToolCallPartitionTask) -> None:
         """Do nothing: no other worker writes here."""
