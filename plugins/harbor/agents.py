@@ -16,6 +16,7 @@ from turnlog.environments import CommandAgent
 from turnlog.infra.environments.ready_agents import READY_AGENTS, ReadyOptions
 from turnlog.plugins.harbor.mcp_servers import PROGRAM, harness_of, servers_of
 from turnlog.plugins.harbor.packs import pack_data
+from turnlog.plugins.harbor.rewards import thresholds
 from turnlog.plugins.harbor.tables import StepTable, TaskTable
 from turnlog.plugins.mcp import McpConfig, mcp_config
 
@@ -85,12 +86,36 @@ def plan_of(
 ) -> dict[str, Any]:
     """Return the plan of `inside/driver.py`: a program for each step."""
     steps: Sequence[StepTable | None] = table.steps or [None]
+    gates = [*(_gate(row, table, place) for place in range(len(steps) - 1)), None]
     check = table.environment.healthcheck
     return {
         "healthcheck": check and dataclasses.asdict(check),
         "copies": [],
         "folders": list(folders),
-        "steps": [_step(row, table, step, argv) for step, argv in zip(steps, argvs, strict=True)],
+        "steps": [
+            {**_step(row, table, step, argv), "gate": gate}
+            for step, argv, gate in zip(steps, argvs, gates, strict=True)
+        ],
+    }
+
+
+def _gate(row: Mapping[str, Any], table: TaskTable, place: int) -> dict[str, Any] | None:
+    """Return how the driver decides whether the steps after a step are run: by its tests in the agent's sandbox, as
+    Harbor does. None if the step has no min_reward, or its tests need another container or network than the agent."""
+    assert table.steps
+    step = table.steps[place]
+    if step.min_reward is None or table.verifier_environment(step) is not None:
+        return None
+    if table.verifier_policy(step) != table.agent_policy():
+        return None
+    names = [name for name in ("tests", f"steps/{step.name}/tests") if name in row["packs"]]
+    user = step.verifier.user if step.verifier.user is not None else table.verifier.user
+    return {
+        "tests": [pack_data(row["packs"][name]) for name in names],
+        "thresholds": thresholds(step),
+        "timeout_sec": step.verifier.timeout_sec,
+        "user": user_text(user),
+        "env": dict(row["verifiers"][place]["env"]),
     }
 
 

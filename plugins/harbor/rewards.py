@@ -74,8 +74,14 @@ def main_reward(rewards: Mapping[str, float], key: str = MAIN_KEY) -> float:
 
 def passes_gate(step: StepTable, rewards: Mapping[str, float]) -> bool:
     """Return whether a step's rewards meet its min_reward, so that the steps after it count."""
-    gates = step.min_reward if isinstance(step.min_reward, dict) else {MAIN_KEY: step.min_reward}
-    return all(gate is None or rewards.get(name, -math.inf) >= gate for name, gate in gates.items())
+    return all(rewards.get(name, -math.inf) >= least for name, least in thresholds(step).items())
+
+
+def thresholds(step: StepTable) -> dict[str, float]:
+    """Return the least value of each reward without which the steps after a step do not count."""
+    if step.min_reward is None or isinstance(step.min_reward, dict):
+        return dict(step.min_reward or {})
+    return {MAIN_KEY: step.min_reward}
 
 
 def combine_steps(strategy: str | None, found: Sequence[Mapping[str, float]], key: str = MAIN_KEY) -> Verdict:

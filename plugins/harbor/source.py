@@ -320,7 +320,9 @@ def _context_files(context: str, sha256: str) -> Mapping[str, Any]:
 def _folders(row: TaskRow, workdir: str) -> tuple[str, ...]:
     """Return the folders of the agent's sandbox that are kept, the working directory first."""
     options = row["options"]
-    own = ("/solution",) if options["backend"] == "bubblewrap" else ()
+    own: tuple[str, ...] = ("/solution",) if options["backend"] == "bubblewrap" else ()
+    if own and "steps" in row:  # the driver runs tests between steps
+        own += ("/tests",)
     kept = dict.fromkeys((workdir or ".", *KEPT, *options["keep"], *row["keep"], *own))
     return tuple(kept)
 
@@ -361,11 +363,12 @@ def limits(table: EnvironmentTable, seconds: float) -> SandboxLimits:
 
 
 def _agent_seconds(table: TaskTable) -> float | None:
-    """Return the seconds of all steps together, or None without a limit."""
+    """Return the seconds of all steps together, with the tests between them, or None without a limit."""
     if not table.steps:
         return table.agent.timeout_sec
     found = [step.agent.timeout_sec or table.agent.timeout_sec for step in table.steps]
-    return sum(one for one in found if one is not None) if None not in found else None
+    gates = [step.verifier.timeout_sec for step in table.steps[:-1] if step.min_reward is not None]
+    return sum(one for one in (*found, *gates) if one is not None) if None not in found else None
 
 
 def _network(options: Mapping[str, Any], policy: NetworkPolicy, task: str, *, always: bool = True) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,14 @@ from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import ASKS, BLOBS, stage, until, working  # noqa: F401
 from turnlog.environments import TaskSource
 from turnlog.infra.environments.sources import join_source, task_source
-from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, SessionFinished, ToolCallRequested
+from turnlog.schemas.events import (
+    Outcome,
+    RewardAssigned,
+    RewardFailed,
+    SessionFinished,
+    ToolCallRequested,
+    TurnCompleted,
+)
 
 AGENT = (
     ASKS
@@ -93,7 +101,8 @@ async def test_steps_run_one_after_the_other_with_a_reward_each_and_a_gate(
 ) -> None:
     text, source = harbor({"steps": STEPS})
     row = dict(next(iter(source.tasks(0))))
-    both = {"Write one": "echo 1 >one", "Write two": "cat given >two; rm one"}
+    cleared = '[ -z "$(cat /tests/* /logs/verifier/* 2>/dev/null)" ]'
+    both = {"Write one": "echo 1 >one", "Write two": f"{cleared} && cat given >two; rm one"}
     for group, prompt in (("both", "Write one"), ("gated", "Nothing")):
         steps = [{**row["steps"][0], "prompt": prompt}, *row["steps"][1:]]
         await stage.request(group=group, recipe=text, new_tokens=300, max_turns=8, task={**row, "steps": steps})
@@ -105,6 +114,8 @@ async def test_steps_run_one_after_the_other_with_a_reward_each_and_a_gate(
     assert rewards["both"].value == 0.75, rewards["both"]
     assert rewards["both"].components == {"one.reward": 1.0, "two.reward": 0.5, "two.extra": 3.0, "extra": 1.5}
     assert (rewards["gated"].value, rewards["gated"].components) == (0.0, {"one.reward": 0.0})
+    turns = Counter(turn.group_id for turn in await stage.said(TurnCompleted))
+    assert turns == {"both": 4, "gated": 2}, "the agent is stopped at the gate"
 
 
 async def test_a_separate_verifier_sees_the_artifacts_alone(

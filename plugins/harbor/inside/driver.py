@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import hashlib
 import io
 import json
+import math
 import os
 import pwd
 import shutil
@@ -24,6 +26,8 @@ from typing import Any
 MARK = "turnlog-step"
 LOGS = "/logs"
 SNAPSHOTS = "/logs/turnlog"
+TESTS, VERIFIER = "/tests", "/logs/verifier"
+PR_SET_DUMPABLE = 4
 LAST_CHARS = 1500
 """Characters of each step's output that are shown; all of it is in /logs/agent/NAME.txt."""
 UNHEALTHY, UNPREPARED = 81, 82
@@ -41,6 +45,7 @@ def main(path: str) -> int:
     with open(path, encoding="utf-8") as file:
         plan = json.load(file)
     os.unlink(path)
+    hide_memory()
     for name in ("agent", "verifier", "artifacts"):
         os.makedirs(f"{LOGS}/{name}", exist_ok=True)
         os.chmod(f"{LOGS}/{name}", 0o777)
@@ -52,6 +57,9 @@ def main(path: str) -> int:
                 shutil.copytree(source, os.path.expanduser(target), dirs_exist_ok=True, symlinks=True)
         for step in plan["steps"]:
             code = run_step(step, plan["folders"], alone=len(plan["steps"]) == 1)
+            if step["gate"] is not None and not passes_gate(step["gate"]):
+                say(f"| step {step['name']} missed its min_reward: the steps after it are not run")
+                break
     except Unready as error:
         say(error)
         return error.status
@@ -88,6 +96,55 @@ def run_step(step: dict[str, Any], folders: list[str], *, alone: bool) -> int:
     if not alone:
         say(f"{MARK} end {name} {keep_files(name, folders)}")
     return code
+
+
+def passes_gate(gate: dict[str, Any]) -> bool:
+    """Run a step's tests, remove them, and return whether the rewards that they wrote meet min_reward. This decides
+    only whether the agent goes on: rewards are those of the verifier, which runs the tests again elsewhere."""
+    for folder in (TESTS, VERIFIER):
+        empty(folder)
+    for data in gate["tests"]:
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(data))) as archive:
+            archive.extractall(TESTS)
+    with contextlib.suppress(OSError):
+        os.chmod(f"{TESTS}/test.sh", 0o755)
+    command = f"({TESTS}/test.sh) >{VERIFIER}/test-stdout.txt 2>&1"
+    shell(command, gate["timeout_sec"], gate["user"], gate["env"])
+    rewards = read_rewards()
+    for folder in (TESTS, VERIFIER):
+        empty(folder)
+    return all(rewards.get(name, -math.inf) >= least for name, least in gate["thresholds"].items())
+
+
+def read_rewards() -> dict[str, float]:
+    """Return the rewards that tests wrote; none if they cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        if os.path.exists(f"{VERIFIER}/reward.json"):
+            with open(f"{VERIFIER}/reward.json", encoding="utf-8") as file:
+                return {str(name): float(value) for name, value in json.load(file).items()}
+        with open(f"{VERIFIER}/reward.txt", encoding="utf-8") as file:
+            return {"reward": float(file.read())}
+    return {}
+
+
+def empty(folder: str) -> None:
+    """Make a folder that anybody may write to, without content."""
+    if os.path.islink(folder) or os.path.isfile(folder):
+        os.unlink(folder)
+    os.makedirs(folder, exist_ok=True)
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)
+    with contextlib.suppress(OSError):  # a mount point may belong to another user
+        os.chmod(folder, 0o777)
+
+
+def hide_memory() -> None:
+    """Deny other processes of the same user this process's memory, which holds the tests of later steps (prctl(2))."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def write_config(config: dict[str, str], here: str) -> dict[str, bytes | None]:
@@ -170,12 +227,12 @@ def account(user: str) -> pwd.struct_passwd:
     return pwd.getpwuid(int(user)) if user.isdigit() else pwd.getpwnam(user)
 
 
-def shell(command: str, timeout_s: float, user: str = "") -> int:
-    """Run a shell command within its time. Return its exit status, 124 after a time-out."""
-    options = user_options(user)
+def shell(command: str, timeout_s: float, user: str = "", env: dict[str, str] | None = None) -> int:
+    """Run a shell command within its time, with further variables. Return its exit status, 124 after a time-out."""
+    options, home = user_options(user), {"HOME": account(user).pw_dir} if user else {}
     process = subprocess.Popen(
-        ["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True, **options,
+        ["bash", "-c", command], env={**os.environ, **home, **(env or {})}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, **options,
     )  # fmt: skip
     return wait_for(process, {"name": "hook", "timeout_sec": timeout_s})
 

@@ -193,8 +193,32 @@ def test_steps_have_a_program_and_a_verifier_each(tmp_path: Path) -> None:
     first, second = plan(task.agent)["steps"]
     assert (first["timeout_sec"], first["setup"], second["setup"]) == (20.0, False, True)
     assert [target for target, _ in second["files"]] == [""]
-    assert task.deadline_s == 40.0
+    assert task.deadline_s == 60.0, "the programs, and the tests between them"
     assert [step["argv"][:2] for step in plan(solved(task))["steps"]] == [["bash", "-c"]] * 2
+
+
+@each(
+    ("verifier", "gated"),
+    [
+        ('user = "tester"\nenv = {JUDGE = "strict"}\n', True),
+        ('environment_mode = "separate"\n', False),
+        ('network_mode = "no-network"\n', False),
+    ],
+)
+def test_a_gate_is_decided_where_the_tests_run_as_in_the_agents_container(
+    made: Callable[..., Task], verifier: str, gated: bool
+) -> None:
+    toml = STEPS["task.toml"] + f"[verifier]\n{verifier}"
+    task = made({**STEPS, "task.toml": toml, "tests/test_adds.py": ""})
+    first, second = plan(task.agent)["steps"]
+    assert second["gate"] is None, "nothing comes after it"
+    assert (first["gate"] is not None) == gated
+    if gated:
+        about = {name: first["gate"][name] for name in ("thresholds", "timeout_sec", "user", "env")}
+        assert about == {
+            "thresholds": {"reward": 1.0}, "timeout_sec": 20.0, "user": "tester", "env": {"JUDGE": "strict"}
+        }  # fmt: skip
+        assert len(first["gate"]["tests"]) == 2
 
 
 @each(
