@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,13 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.harbor_tasks import TASK, write_task
+from tests.harbor_tasks import STEPS, TASK, write_task
 from tests.integration.conftest import Stage
 from tests.integration.test_command_agents import BLOBS, stage, until, working  # noqa: F401
 from tests.integration.test_harbor import PROGRAM, harbor  # noqa: F401
 from turnlog.plugins.docker.sandbox import connect
 from turnlog.plugins.harbor.images import BadImage, image_workdir, prepare, task_image
-from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, SessionFinished, ToolCallStarted
+from turnlog.schemas.events import (
+    Outcome,
+    RewardAssigned,
+    RewardFailed,
+    SessionFinished,
+    ToolCallStarted,
+    TurnCompleted,
+)
 
 DAEMON = os.environ.get("TURNLOG_DOCKER_HOST", "")
 BASE = os.environ.get("TURNLOG_DOCKER_IMAGE", "python:3.11-slim")
@@ -95,3 +103,28 @@ async def test_a_task_runs_in_its_own_image_as_root_and_is_judged_in_a_new_conta
     assert finishes["h"].outcome is Outcome.infra_failure
     assert "no image 'turnlog-harbor/none:0'" in finishes["h"].reason
     assert len({start.environment_sha256 for start in await stage.said(ToolCallStarted)}) >= 2
+
+
+async def test_the_agent_of_a_task_of_steps_is_stopped_at_a_gate_and_the_tests_are_hidden_until_then(
+    stage: Stage,  # noqa: F811
+    harbor: Callable[..., Any],  # noqa: F811
+    client: Any,
+) -> None:
+    text, source = harbor(
+        {"steps": {**STEPS, "environment/Dockerfile": f"FROM {BASE}\nWORKDIR /app\n"}}, backend="docker"
+    )
+    source.prepare(client)
+    row = dict(next(iter(source.tasks(0))))
+    driver = "$(sed -n 's/PPid:.//p' /proc/$PPID/status)"  # the parent of the program that runs the policy's commands
+    hidden = f"! cat /tests/* /logs/verifier/* && ! python3 -c \"open('/proc/{driver}/mem', 'rb')\""
+    says = {"Write one": f"{hidden} && echo 1 >one", "Write two": f"{hidden} && cat given >two; rm one"}
+    for group, prompt in (("both", "Write one"), ("gated", "Nothing")):
+        steps = [{**row["steps"][0], "prompt": prompt}, *row["steps"][1:]]
+        await stage.request(group=group, recipe=text, new_tokens=600, max_turns=8, task={**row, "steps": steps})
+    async with acting(stage, says):
+        finishes = await stage.finished(2, seconds=240)
+    assert {finish.outcome for finish in finishes} == {Outcome.completed}, [one.reason for one in finishes]
+    rewards = {reward.group_id: reward.value for reward in await stage.said(RewardAssigned)}
+    assert rewards == {"both": 0.75, "gated": 0.0}, [failed.cause for failed in await stage.said(RewardFailed)]
+    turns = Counter(turn.group_id for turn in await stage.said(TurnCompleted))
+    assert turns == {"both": 4, "gated": 2}
