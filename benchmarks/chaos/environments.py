@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,12 +24,11 @@ from uuid import uuid4
 import httpx
 import stepping
 from answers import everything, registered, with_model
-from runner import OPEN, PATIENCE_S, Story, ask, begin, follow
-from servers import TURNLOG, environment, say, servers, told
+from runner import PATIENCE_S, Processes, Story, ask, begin, follow, rest
+from servers import offered, say, servers, told
 
 from tests.environments.openenv_servers import upstream_python
 from turnlog.infra.embedded.ports import HOST, free_ports
-from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.roles.role import open_role
 from turnlog.infra.roles.runs import configure
 from turnlog.schemas.events import (
@@ -57,55 +55,34 @@ NAMED = (
 """Reasons that a session of this run may end by, other than completed."""
 
 
-@dataclass(slots=True)
-class StepProcesses:
-    """One runner, one gateway, one sandbox worker, one engine, one environment server."""
+@dataclass(slots=True, kw_only=True)
+class StepProcesses(Processes):
+    """The processes of Processes, and one environment server."""
 
-    settings: Settings
-    path: str
-    """PYTHONPATH that offers the recipe."""
-    effects: Path
     port: int
     """Of the environment server."""
-    children: dict[str, Child] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def start(self, name: str) -> None:
-        """Start it, or start it again."""
-        settings, folder = self.settings, Path(self.settings.run.directory)
-        here = Path(__file__)
-        argv: tuple[str, ...] = (*TURNLOG, "role", name)
-        if name == "engine":
-            port = settings.engine.urls[0].rpartition(":")[2]
-            argv = (sys.executable, str(here.with_name("scripted_engine.py")), port, settings.model.path, "--by-ids")
-        if name == SERVER:
-            argv = (str(upstream_python()), str(here.with_name("noting_server.py")), str(self.port), str(self.effects))
-        variables = {
-            "PYTHONPATH": self.path,
+    def argv(self, name: str) -> tuple[str, ...]:
+        """See Processes."""
+        if name != SERVER:
+            return Processes.argv(self, name)
+        script = Path(__file__).with_name("noting_server.py")
+        return (str(upstream_python()), str(script), str(self.port), str(self.effects))
+
+    def variables(self) -> dict[str, str]:
+        """See Processes."""
+        return {
+            **Processes.variables(self),
             stepping.SERVER: self.url,
-            "TURNLOG_MODEL_PATH": settings.model.path,
-            "TURNLOG_GATEWAY_URL": settings.gateway.url,
-            "TURNLOG_GATEWAY_PORT": str(settings.gateway.port),
-            "TURNLOG_RUNNER_CONCURRENCY": str(OPEN),
             "TURNLOG_RUNNER_MAX_ATTEMPTS": "40",
-            "TURNLOG_SANDBOX_BACKEND": "subprocess",
             "TURNLOG_SANDBOX_SLOTS": "2",
             "TURNLOG_EGRESS_ALLOW": json.dumps([f"GET {self.url}/*"]),
             "TURNLOG_EGRESS_PRIVATE_HOSTS": json.dumps([f"{HOST}:{self.port}"]),
         }
-        env = {**environment(settings, f"{name}-0"), **variables}
-        self.children[name] = Child(Launch(name=name, argv=argv, log=folder / f"{name}.log", env=env)).start()
-
-    def revive(self, story: Story) -> None:
-        """Start again what ended unasked, as a supervisor does."""
-        for name, child in self.children.items():
-            if child.returncode is not None:
-                story.deaths[name] += 1
-                say(f"{name} ended by itself: {child.tail()}")
-                self.start(name)
 
     async def serves(self) -> None:
         """Wait until the environment server answers. There is no event to wait for."""
@@ -144,14 +121,6 @@ async def strike(processes: StepProcesses, story: Story, *, kills: int, rng: ran
             await processes.serves()
     story.enough = True
     return struck
-
-
-async def rest(processes: StepProcesses, story: Story) -> None:
-    """Until no rollout is open."""
-    deadline = time.monotonic() + PATIENCE_S
-    while story.open and time.monotonic() < deadline:
-        processes.revive(story)
-        await asyncio.sleep(0.1)
 
 
 @dataclass(slots=True)
@@ -211,7 +180,7 @@ class StepHistory:
 async def torture(settings: Settings, path: str, effects: Path, *, kills: int, seed: int) -> int:
     """The whole run; the exit status."""
     [port] = free_ports(1)
-    processes, story = StepProcesses(settings, path, effects, port), Story()
+    processes, story = StepProcesses(settings=settings, path=path, effects=effects, port=port), Story()
     async with open_role("chaos", settings) as role:
         await configure(role)
         await role.events.append(registered(settings))
@@ -291,7 +260,7 @@ def main() -> int:
     ):
         settings, effects = with_model(settings), Path(outside) / "lines"
         effects.touch()
-        path = stepping.offered(Path(settings.run.directory) / "packages")
+        path = offered(Path(settings.run.directory) / "packages", stepping.RECIPE.name, Path(stepping.__file__))
         return asyncio.run(torture(settings, path, effects, kills=arguments.kills, seed=arguments.seed))
 
 

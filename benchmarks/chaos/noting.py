@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 from turnlog.infra.environments.episodes import Episode, FunctionVerifier, SandboxCall, Verdict
@@ -59,13 +58,3 @@ class Noting(Recipe):
 
 
 RECIPE = Noting()
-
-
-def offered(folder: Path) -> str:
-    """A PYTHONPATH on which an installed package offers the recipe; its files are written to `folder`."""
-    info = folder / "noting-1.dist-info"
-    info.mkdir(parents=True)
-    (folder / Path(__file__).name).symlink_to(__file__)  # beside it stand modules that are none of a role's
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: noting\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\n{RECIPE.name} = {Path(__file__).stem}:RECIPE\n")
-    return str(folder)

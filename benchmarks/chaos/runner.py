@@ -27,7 +27,7 @@ from uuid import uuid4
 import noting
 import numpy as np
 from answers import everything, judged, registered, samples_of, with_model
-from servers import TURNLOG, environment, say, servers, told
+from servers import TURNLOG, environment, offered, say, servers, told
 
 from turnlog.infra.embedded.process import Child, Launch
 from turnlog.infra.log import Partition
@@ -111,14 +111,17 @@ class Processes:
     effects: Path
     children: dict[str, Child] = field(default_factory=dict)
 
-    def start(self, name: str) -> None:
-        """Start it, or start it again."""
-        settings, folder = self.settings, Path(self.settings.run.directory)
-        argv: tuple[str, ...] = (*TURNLOG, "role", name)
-        if name == "engine":
-            script, port = Path(__file__).with_name("scripted_engine.py"), settings.engine.urls[0].rpartition(":")[2]
-            argv = (sys.executable, str(script), port, settings.model.path, "--by-ids")
-        variables = {
+    def argv(self, name: str) -> tuple[str, ...]:
+        """Its command line."""
+        if name != "engine":
+            return (*TURNLOG, "role", name)
+        script, port = Path(__file__).with_name("scripted_engine.py"), self.settings.engine.urls[0].rpartition(":")[2]
+        return (sys.executable, str(script), port, self.settings.model.path, "--by-ids")
+
+    def variables(self) -> dict[str, str]:
+        """Variables of every process."""
+        settings = self.settings
+        return {
             "PYTHONPATH": self.path,
             noting.EFFECTS: str(self.effects),
             "TURNLOG_MODEL_PATH": settings.model.path,
@@ -128,15 +131,19 @@ class Processes:
             "TURNLOG_SANDBOX_BACKEND": "subprocess",
             "TURNLOG_SANDBOX_SLOTS": str(OPEN),
         }
-        env = {**environment(settings, f"{name}-0"), **variables}
-        self.children[name] = Child(Launch(name=name, argv=argv, log=folder / f"{name}.log", env=env)).start()
+
+    def start(self, name: str) -> None:
+        """Start it, or start it again."""
+        env = {**environment(self.settings, f"{name}-0"), **self.variables()}
+        file = Path(self.settings.run.directory) / f"{name}.log"
+        self.children[name] = Child(Launch(name=name, argv=self.argv(name), log=file, env=env)).start()
 
     def revive(self, story: Story) -> None:
         """Start again what ended unasked, as a supervisor does."""
         for name, child in self.children.items():
             if child.returncode is not None:
                 story.deaths[name] += 1
-                say(child.tail())
+                say(f"{name} ended by itself: {child.tail()}")
                 self.start(name)
 
 
@@ -343,7 +350,7 @@ def main() -> int:
         Path(outside).chmod(0o711)  # sandboxes have users of their own
         effects.touch()
         effects.chmod(0o666)
-        path = noting.offered(Path(settings.run.directory) / "packages")
+        path = offered(Path(settings.run.directory) / "packages", noting.RECIPE.name, Path(noting.__file__))
         return asyncio.run(torture(settings, path, effects, kills=arguments.kills, seed=arguments.seed))
 
 

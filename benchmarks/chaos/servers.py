@@ -58,6 +58,17 @@ def environment(settings: Settings, instance: str) -> dict[str, str]:
     return {"TURNLOG_INSTANCE": instance, **variables(settings)}
 
 
+def offered(folder: Path, recipe: str, module: Path) -> str:
+    """A PYTHONPATH on which an installed package offers the recipe, RECIPE of a module; its files are written to
+    `folder`."""
+    info = folder / f"{recipe}-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / module.name).symlink_to(module)  # beside it stand modules that are none of a role's
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {recipe}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\n{recipe} = {module.stem}:RECIPE\n")
+    return str(folder)
+
+
 def told(**line: Any) -> int:
     """Print the one line of a chaos run; the exit status."""
     print(json.dumps(line), flush=True)

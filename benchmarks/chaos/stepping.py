@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from turnlog.environments import (
@@ -64,13 +63,3 @@ class Stepping(Recipe):
 
 
 RECIPE = Stepping()
-
-
-def offered(folder: Path) -> str:
-    """A PYTHONPATH on which an installed package offers the recipe; its files are written to `folder`."""
-    info = folder / "stepping-1.dist-info"
-    info.mkdir(parents=True)
-    (folder / Path(__file__).name).symlink_to(__file__)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stepping\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[turnlog.recipes]\n{RECIPE.name} = {Path(__file__).stem}:RECIPE\n")
-    return str(folder)

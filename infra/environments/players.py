@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from turnlog.infra.environments.episodes import Episode, FunctionVerifier, Message, TaskRow, Verdict, text_of
+from turnlog.processors.core.lineages import PLAYER, SIDE_PLAYER
 
 POLICY = "policy"
 """Player.model of a player that the policy itself plays."""
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Name of a player: a component of an agent path, and the role among whose trajectories advantages are computed."""
-PLAYER, UNTRAINED = "player/", "side/player/"
+PLAYERS, UNTRAINED = f"{PLAYER}/", f"{SIDE_PLAYER}/"
 """Start of the agent path of a player of a game, and of a user simulator, which never trains."""
 STOP = "###STOP###"
 """Default text by which a simulated user ends the conversation."""
@@ -51,7 +52,7 @@ class Player:
     @property
     def path(self) -> str:
         """Agent path of its turns."""
-        return PLAYER + self.name
+        return PLAYERS + self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

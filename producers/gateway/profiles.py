@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
-from turnlog.infra.environments.players import NAME, PLAYER, UNTRAINED
+from turnlog.infra.environments.players import NAME, PLAYERS, UNTRAINED
 from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
+from turnlog.processors.core.lineages import COMPACTION, MAIN, UNNAMED
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.python_harnesses import PYTHON_HARNESSES
@@ -32,11 +33,9 @@ PATH_HEADER = "x-turnlog-agent-path"
 """Header by which a client names the agent of a request itself. It takes precedence over every profile."""
 PATH_CHARACTERS = 256
 """Maximum length of an agent path in that header."""
-MAIN = "main"
-TITLE, NO_TOOLS = "side/title", "side/no-tools"
-"""Paths of requests outside the conversation: titles, and all other requests that a harness sends without tools."""
-COMPACTION = "compaction"
-"""Last component of the path of a request for a summary. Below `side` it is one that a harness sends without tools."""
+TITLE = "side/title"
+"""Path of a request for a title. All other requests that a harness sends without tools outside of the conversation have
+UNNAMED; the last component of one for a summary is COMPACTION, below `side` if it has no tools."""
 SUMMARISES = {
     "claude_code": ("create a detailed summary of",),
     "codex": ("CONTEXT CHECKPOINT COMPACTION",),
@@ -183,7 +182,7 @@ def stated_path(stated: str) -> str:
 
 def is_player(path: str | None) -> bool:
     """Return whether an agent path is that of a player or of a user simulator."""
-    return path is not None and path.startswith((PLAYER, UNTRAINED))
+    return path is not None and path.startswith((PLAYERS, UNTRAINED))
 
 
 def recognise_profile(agent: str, headers: Mapping[str, str], profiles: Mapping[str, Profile]) -> str:
@@ -237,7 +236,7 @@ def _asks_for_summary(name: str, tools: Sequence[Any] | None, messages: Sequence
 
 
 def _beside(system: str) -> str:
-    return TITLE if "title" in system.partition("\n")[0].lower() else NO_TOOLS
+    return TITLE if "title" in system.partition("\n")[0].lower() else UNNAMED
 
 
 def _load_profile(entry: EntryPoint) -> Profile:

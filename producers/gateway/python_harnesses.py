@@ -12,11 +12,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from turnlog.processors.core.lineages import COMPACTION, MAIN, UNNAMED
 from turnlog.producers.gateway.messages import Message
 
-MAIN = "main"
-SUMMARY, NO_TOOLS = "side/compaction", "side/no-tools"
-CONTINUED_SUMMARY = "/compaction"
+CONTINUED_SUMMARY = f"/{COMPACTION}"
 """End of the path of a request for a summary that continues the history of its agent."""
 OPENHANDS_SUMMARISES = "context-aware state summary"
 KIMI_SUMMARISES = "compact this conversation context"
@@ -66,7 +65,7 @@ def _by_delegating_tool(
     `summarises`; a first request with tools has no history, whatever its words."""
     compacts = any(words in text_of_last(messages) for words in summarises)
     if not tools:
-        return SUMMARY if compacts else NO_TOOLS
+        return f"side/{COMPACTION}" if compacts else UNNAMED
     path = MAIN
     if delegates not in map(_tool_name, tools):
         task = next((message.text for message in messages if message.role == "user"), "")

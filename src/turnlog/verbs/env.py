@@ -48,10 +48,7 @@ def _env_arguments(verb: argparse.ArgumentParser) -> None:
         description="Run the solution of every task and an agent that does nothing, and compare their rewards.",
         epilog=CHECK_EPILOG,
     )
-    check.add_argument(
-        "source", metavar="SOURCE", nargs="?", default="",
-        help="NAME or 'NAME key=value ...', as in [feeder] recipe (the default)",
-    )  # fmt: skip
+    _add_source(check)
     check.add_argument("--dataset", type=Path, metavar="FILE", help="tasks of this file (default: those of the source)")
     check.add_argument("--tasks", type=int, default=20, metavar="N", help="check the first N tasks (default 20)")
     check.add_argument("--at-once", type=int, default=0, metavar="N", help="tasks at a time (default: [sandbox] slots)")
@@ -65,13 +62,17 @@ def _env_arguments(verb: argparse.ArgumentParser) -> None:
         description="Pull and build the images of every task of a source, so that no call waits for one.",
         epilog=BUILD_EPILOG,
     )
-    build.add_argument(
-        "source", metavar="SOURCE", nargs="?", default="",
-        help="NAME or 'NAME key=value ...', as in [feeder] recipe (the default)",
-    )  # fmt: skip
+    _add_source(build)
     build.add_argument(
         "--network", default="", metavar="NAME",
         help="network of builds, as of `docker build --network` (default: the engine's), such as host",
+    )  # fmt: skip
+
+
+def _add_source(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "source", metavar="SOURCE", nargs="?", default="",
+        help="NAME or 'NAME key=value ...', as in [feeder] recipe (the default)",
     )  # fmt: skip
 
 
