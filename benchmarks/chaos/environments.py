@@ -212,7 +212,15 @@ def verdict(
     passes: dict[int, list[Any]] = {}
     for rollout, (_, number) in story.requested.items():
         passes.setdefault(number, []).append(history.conversation(rollout))
-    unlike = [number for number, both in passes.items() if len(both) != 2 or both[0] is None or both[0] != both[1]]
+    ends: dict[int, list[str]] = {number: [] for number in passes}
+    for rollout, (_, number) in story.requested.items():
+        finish = history.finals.get(rollout)
+        ends[number].append(f"{finish.outcome.value} {finish.reason}".strip() if finish else "no end")
+    unlike = [
+        f"task {number}, whose sessions ended as {ends[number]}: {both}"
+        for number, both in passes.items()
+        if len(both) != 2 or both[0] is None or both[0] != both[1]
+    ]
     # Both passes of a task ask for the same lines: a session takes a step once at most.
     taken = Counter(effects.read_text().splitlines())
     asked: Counter[str] = Counter()
