@@ -57,6 +57,9 @@ FIRST = [
     "test_chaos_answers.py",
     "test_embedded_up.py",
     "test_benchmarks.py",
+    "test_verifiers_env.py",
+    "test_outages.py",
+    "test_runner_sessions.py",
     "test_acls.py",  # and with it all files of ONE_WORKERS' secured broker
 ]
 """Files that take the longest, in the order in which workers begin them: none of them may be left for the end."""
@@ -66,17 +69,26 @@ COSTLY = [
     "test_dashboard.py",
     "test_deploy.py",
     "test_draws.py",
+    "test_exactly_once.py",
+    "test_export.py",
     "test_house.py",
     "test_kafka_faults.py",
     "test_launch.py",
     "test_learner.py",
+    "test_mcp_bad_servers.py",
+    "test_mcp_upstream.py",
     "test_objectives.py",
     "test_parsers.py",
     "test_patches.py",
+    "test_published_draws.py",
     "test_read_ahead.py",
+    "test_reasoning_gym.py",
+    "test_refold.py",
     "test_replay.py",
     "test_resumes.py",
+    "test_teacher.py",
     "test_weight_files.py",
+    "test_worker_sessions.py",
 ]
 """Files of unit tests that take the longest."""
 SHOWN = 15

@@ -1,5 +1,5 @@
 """Environments of packages whose pins are not ours: each is made once, in .cache, by whichever test process needs it
-first."""
+first. Bytecode is left to the imports: to compile all files of such an environment takes a core for minutes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def locked_python(name: str, missing: str) -> Path:
         if not made.exists():
             for old in filter(Path.is_dir, folder.iterdir()):
                 shutil.rmtree(old)
-            make(made, ["sync", "--compile-bytecode", "--require-hashes"], [lock], missing)
+            make(made, ["sync", "--require-hashes"], [lock], missing)
     return made / "bin/python"
 
 

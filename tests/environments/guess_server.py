@@ -1,6 +1,7 @@
 """An OpenEnv server on upstream's classes: a number from 0 to 99 is to be guessed, and actions that do harm.
 
-It runs in upstream's environment, where turnlog is not installed: `python guess_server.py PORT [SESSIONS]`."""
+It runs in upstream's environment, where turnlog is not installed: `python guess_server.py PORT [SESSIONS]`. Without a
+port, it ends after its imports."""
 
 import os
 import random
@@ -69,7 +70,7 @@ class Guessing(Environment[Guess, Hint, State]):
         return self._state
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
     port, sessions = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 64
     app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=sessions)
     uvicorn.run(app, host=os.environ.get("HOST", "127.0.0.1"), port=port, log_level="warning")

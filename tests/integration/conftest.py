@@ -91,6 +91,8 @@ class Stage:
     """The runner that was started last."""
     others: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
     """What works beside runners: the stand-in, or real sandbox workers."""
+    decoded: dict[Partition, tuple[int, list[Event]]] = dataclasses.field(default_factory=dict)
+    """The offset up to which a partition was decoded, and its events: tests ask at every change of the log."""
 
     async def request(
         self,
@@ -133,8 +135,12 @@ class Stage:
         found: list[Event] = []
         for topic in dict.fromkeys(topics.TOPIC_OF[kind.__name__].name for kind in kinds):
             for number in range(self.broker.partitions(topic)):
-                records, _ = self.broker.read(Partition(topic, number), 0, 10**6)
-                found += [e for record in records if isinstance(e := await self.events.decode(record), kinds)]
+                place = Partition(topic, number)
+                offset, events = self.decoded.get(place, (0, []))
+                records, offset = self.broker.read(place, offset, 10**6)
+                events = [*events, *[await self.events.decode(record) for record in records]]
+                self.decoded[place] = offset, events
+                found += [event for event in events if isinstance(event, kinds)]
         return found
 
     async def finished(self, sessions: int, seconds: float = 60) -> list[SessionFinished]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.environments.openenv_servers import UpstreamServer, free_port, guessing, serve, upstream_python
 from tests.unit.sandbox.conftest import House, house
@@ -42,9 +43,9 @@ def echo_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "echo_env"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guess() -> AsyncIterator[UpstreamServer]:
-    """A server of the guessing game."""
+    """A server of the guessing game, at which every session has a game of its own."""
     async with guessing() as server:
         yield server
 

@@ -48,7 +48,7 @@ async def reset(house: House, session: str, server: dict[str, Any], **more: Any)
     """The answer to a session's first call."""
     request = ask(house, 0, session, spec=PATIENT, reset=True, server=server, seed=1, **more)
     await house.ask(request)
-    async with asyncio.timeout(200):  # a server's imports take 7 s of a core
+    async with asyncio.timeout(200):  # a server's imports take 2 s of a core, and longer on one that is shared
         while True:
             for event in await house.read(TOOL_RESULTS.name, ToolCallCompleted):
                 if event.call_id == request.call_id:

@@ -67,6 +67,9 @@ LONGEST_S = 300.0
 """Of an outage; a runner may be away for any time."""
 SILENCE_S = 2000.0
 """Of a session before the reaper ends it: more than all that it may wait for together, but for a runner."""
+PLAY_S, STOP_S = 30_000.0, 1000.0
+"""In which a play and its parts have ended, with all their outages. They bound what a defect makes wait for ever: time
+jumps, so that the machine would be busy with it until the end of the run."""
 PLAN = assembler_plan(Configured.today(Settings(run=RunSettings(id="r"))), AssemblerSettings())
 LIMITS = ReaperLimits(silence_s=SILENCE_S, deadline_s=1e6)
 
@@ -157,16 +160,17 @@ class Play:
         parts = [asyncio.create_task(self.reap(), name="assembler")]
         parts += [asyncio.create_task(self.play(part), name=part) for part in PARTS]
         try:
-            while sum(finish.final for finish in await stage.said(SessionFinished)) < len(SUMS):
-                await stage.broker.changed(5.0)
-                for part in parts:
-                    if part.done():
-                        part.result()
+            async with asyncio.timeout(PLAY_S):
+                while sum(finish.final for finish in await stage.said(SessionFinished)) < len(SUMS):
+                    await stage.broker.changed(5.0)
+                    for part in parts:
+                        if part.done():
+                            part.result()
         finally:
             stage.broker.start()
             for part in parts:  # whoever is stopped last is asked by those before
                 part.cancel()
-                await asyncio.wait({part})
+                await asyncio.wait({part}, timeout=STOP_S)
         return await self.scores()
 
     async def play(self, part: str) -> None:

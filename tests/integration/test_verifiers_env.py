@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
+import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,7 +26,7 @@ from tests.verifiers_env.scripted_openai import scripted_openai
 from turnlog.environments import AgentSession, task_source
 from turnlog.infra.environments.sources import join_source
 from turnlog.plugins.recipes.calc import RECIPE as CALC
-from turnlog.plugins.verifiers_env.process import EpisodeFailed, NotStarted, ProcessDied
+from turnlog.plugins.verifiers_env.process import EnvironmentOptions, EpisodeFailed, NotStarted, ProcessDied
 from turnlog.schemas.events import Outcome, RewardAssigned, RewardFailed, SessionFinished, SessionStarted, TurnCompleted
 from turnlog.settings import EngineSettings
 
@@ -114,6 +117,12 @@ def source(python: Path, env: str, **options: Any) -> str:
 def first_rows(text: str, count: int, seed: int = 0) -> list[Mapping[str, Any]]:
     """Return the first rows of a source."""
     return list(itertools.islice(task_source(text).tasks(seed), count))
+
+
+@functools.cache
+def counting_rows(python: Path) -> Sequence[Mapping[str, Any]]:
+    """Return the tasks of lab_counting, listed once: an import of verifiers takes 6 s of a core."""
+    return first_rows(source(python, "lab_counting"), 3)
 
 
 async def play(stage: Stage, text: str, rows: Sequence[Mapping[str, Any]], **limits: Any) -> list[SessionFinished]:
@@ -281,12 +290,12 @@ def misbehaving(rows: Sequence[Mapping[str, Any]], how: str) -> Mapping[str, Any
 
 
 async def test_failures_of_the_environment_are_infra_failures_and_no_reward_is_zero(stage: Stage, python: Path) -> None:
-    stage.policy = counting
+    stage.policy = lambda prompt: "words 0"
     stage.settings = dataclasses.replace(
         stage.settings, runner=dataclasses.replace(stage.settings.runner, max_attempts=1)
     )
-    text = source(python, "lab_counting")
-    rows = first_rows(text, 1)
+    text = source(python, "lab_counting", args=WITHOUT_TOOL)
+    rows = counting_rows(python)
     hows = ["raise in setup", "raise in reward", "nan", "infinite", "long answer", "print 100 MB", ""]
     await play(stage, text, [misbehaving(rows, how) for how in hows])
     groups = {one.session_id: hows[int(one.group_id[1:])] for one in await stage.said(SessionStarted)}
@@ -300,6 +309,10 @@ async def test_failures_of_the_environment_are_infra_failures_and_no_reward_is_z
     assert "'right': nan" in failed["nan"]
     rewards = {groups[one.session_id]: one.value for one in await stage.said(RewardAssigned)}
     assert rewards.keys() == {"long answer", "print 100 MB", ""}
+
+
+WITHOUT_TOOL = {"taskset": {"tooled": False}}
+"""Spares the server of the tool, which imports verifiers as well."""
 
 
 class Bench:
@@ -317,8 +330,20 @@ class Bench:
 @pytest.fixture
 async def bench(python: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setenv("TEST_MARK", MARK)
-    text = source(python, "lab_counting") + ",TEST_MARK"
-    async with scripted_openai(counting) as url:
+    async with benched(source(python, "lab_counting") + ",TEST_MARK", counting) as bench:
+        yield bench
+
+
+@pytest.fixture
+async def small_bench(python: Path) -> AsyncIterator[Bench]:
+    """One without the tool."""
+    async with benched(source(python, "lab_counting", args=WITHOUT_TOOL), lambda prompt: "words 0") as bench:
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def benched(text: str, answers: Callable[[str], str]) -> AsyncIterator[Bench]:
+    async with scripted_openai(answers) as url:
         bench = Bench(text, url)
         yield bench
         await bench.source.processes.stop()  # type: ignore[attr-defined]
@@ -347,21 +372,25 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_killed_driver_fails_its_episodes_by_name_and_the_next_episode_starts_another(bench: Bench) -> None:
-    rows = first_rows_of(bench)
-    waiting = asyncio.create_task(bench.play(misbehaving(rows, "hang")))
+async def test_a_killed_driver_fails_its_episodes_by_name_and_the_next_episode_starts_another(
+    small_bench: Bench, python: Path
+) -> None:
+    rows = counting_rows(python)
+    waiting = asyncio.create_task(small_bench.play(misbehaving(rows, "hang")))
     with pytest.raises(ProcessDied, match="status 137"):
-        await bench.play(misbehaving(rows, "die"))
+        await small_bench.play(misbehaving(rows, "die"))
     with pytest.raises(ProcessDied, match="a print of the environment"):
         await waiting
-    assert (await bench.play(rows[0])).components["right"] in (0.0, 2.0)
+    assert (await small_bench.play(rows[0])).components["right"] in (0.0, 2.0)
     with pytest.raises((ProcessDied, EpisodeFailed), match=r"SystemExit|status 3"):
-        await bench.play(misbehaving(rows, "leave"))
+        await small_bench.play(misbehaving(rows, "leave"))
 
 
 @pytest.mark.long
-async def test_an_episode_is_cancelled_at_the_deadline_and_an_environment_that_blocks_is_killed(bench: Bench) -> None:
-    rows = first_rows_of(bench)
+async def test_an_episode_is_cancelled_at_the_deadline_and_an_environment_that_blocks_is_killed(
+    bench: Bench, python: Path
+) -> None:
+    rows = counting_rows(python)
     good = await bench.play(rows[0])
     process = await bench.source.processes.current()  # type: ignore[attr-defined]
     with pytest.raises(TimeoutError):
@@ -397,7 +426,7 @@ asyncio.run(source.agent.run(session))
 
 @pytest.mark.long
 async def test_the_environment_ends_with_its_runner_even_if_that_is_killed(bench: Bench, python: Path) -> None:
-    rows = first_rows_of(bench)
+    rows = counting_rows(python)
     text = source(python, "lab_counting") + ",TEST_MARK"
     row = json.dumps(misbehaving(rows, "block after"))
     runner = await asyncio.create_subprocess_exec(sys.executable, "-c", RUNNER, text, row, bench.url)
@@ -412,10 +441,6 @@ async def test_the_environment_ends_with_its_runner_even_if_that_is_killed(bench
     ({"python": "/no/such/python"}, "cannot be executed"),
     ({"python": sys.executable}, "No module named 'verifiers'"),
     ({"env": "no-such-environment"}, "not found"),
-    ({"env": "json"}, "no `__all__`|exports no"),
-    ({"args": {"taskset": {"no_such_option": 1}}}, "no_such_option"),
-    ({"args": {"agent": {"harness": {"id": "bash"}}}}, "executes what the model writes"),
-    ({"env": "textarena", "args": {"taskset": {"game": "Hangman-v0"}}, "split": "eval"}, "has no splits"),
 ])  # fmt: skip
 def test_a_source_that_cannot_start_says_why_before_any_rollout(
     python: Path, options: dict[str, Any], said: str
@@ -424,3 +449,22 @@ def test_a_source_that_cannot_start_says_why_before_any_rollout(
     text = source(Path(chosen.pop("python")), chosen.pop("env"), **chosen)
     with pytest.raises(NotStarted, match=said):
         first_rows(text, 1)
+
+
+def test_options_that_an_environment_cannot_have_are_refused_by_name(python: Path) -> None:
+    """One driver is asked for all."""
+    refused: dict[str, dict[str, Any]] = {
+        "no `__all__`|exports no": {"env": "json"},
+        "no_such_option": {"args": {"taskset": {"no_such_option": 1}}},
+        "executes what the model writes": {"args": {"agent": {"harness": {"id": "bash"}}}},
+        "has no splits": {"env": "textarena", "args": {"taskset": {"game": "Hangman-v0"}}, "split": "eval"},
+    }
+    texts = [source(python, **{"env": "lab_counting", **options}) for options in refused.values()]
+    asked: list[EnvironmentOptions] = [task_source(text).options for text in texts]  # type: ignore[attr-defined]
+    done = subprocess.run(
+        asked[0].command(), env=asked[0].environ(), input=b"".join(one.opening() for one in asked), capture_output=True
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [answer["op"] for answer in answers] == ["failed"] * len(refused)
+    for answer, said in zip(answers, refused, strict=True):
+        assert re.search(said, answer["error"]["message"]), answer

@@ -85,6 +85,7 @@ class CountingConfig(vf.TasksetConfig):
     tools: vf.ToolsetConfig = vf.ToolsetConfig()
     how: str = ""
     split: str = "train"
+    tooled: bool = True
 
 
 class CountingEnv(vf.SingleAgentEnv):
@@ -100,7 +101,7 @@ class CountingEnv(vf.SingleAgentEnv):
 class CountingTaskset(vf.Taskset[CountingTask, CountingConfig]):
     @classmethod
     def toolsets(cls, config: CountingConfig) -> list[vf.Toolset]:
-        return [CountingTools(config.tools)]
+        return [CountingTools(config.tools)] if config.tooled else []
 
     def load(self) -> Iterator[CountingTask]:
         first = 0 if self.config.split == "train" else 100
