@@ -461,10 +461,13 @@ def test_options_that_an_environment_cannot_have_are_refused_by_name(python: Pat
     }
     texts = [source(python, **{"env": "lab_counting", **options}) for options in refused.values()]
     asked: list[EnvironmentOptions] = [task_source(text).options for text in texts]  # type: ignore[attr-defined]
-    done = subprocess.run(
-        asked[0].command(), env=asked[0].environ(), input=b"".join(one.opening() for one in asked), capture_output=True
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(asked[0].command(), env=asked[0].environ(), **pipes) as driver:
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        driver.stdin.write(b"".join(one.opening() for one in asked))
+        driver.stdin.flush()
+        answers = [json.loads(driver.stdout.readline()) for _ in asked]
     assert [answer["op"] for answer in answers] == ["failed"] * len(refused)
     for answer, said in zip(answers, refused, strict=True):
         assert re.search(said, answer["error"]["message"]), answer
