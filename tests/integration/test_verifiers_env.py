@@ -330,19 +330,19 @@ class Bench:
 @pytest.fixture
 async def bench(python: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setenv("TEST_MARK", MARK)
-    async with benched(source(python, "lab_counting") + ",TEST_MARK", counting) as bench:
+    async with open_bench(source(python, "lab_counting") + ",TEST_MARK", counting) as bench:
         yield bench
 
 
 @pytest.fixture
 async def small_bench(python: Path) -> AsyncIterator[Bench]:
     """One without the tool."""
-    async with benched(source(python, "lab_counting", args=WITHOUT_TOOL), lambda prompt: "words 0") as bench:
+    async with open_bench(source(python, "lab_counting", args=WITHOUT_TOOL), lambda prompt: "words 0") as bench:
         yield bench
 
 
 @contextlib.asynccontextmanager
-async def benched(text: str, answers: Callable[[str], str]) -> AsyncIterator[Bench]:
+async def open_bench(text: str, answers: Callable[[str], str]) -> AsyncIterator[Bench]:
     async with scripted_openai(answers) as url:
         bench = Bench(text, url)
         yield bench
@@ -461,8 +461,8 @@ def test_options_that_an_environment_cannot_have_are_refused_by_name(python: Pat
     }
     texts = [source(python, **{"env": "lab_counting", **options}) for options in refused.values()]
     asked: list[EnvironmentOptions] = [task_source(text).options for text in texts]  # type: ignore[attr-defined]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(asked[0].command(), env=asked[0].environ(), **pipes) as driver:
+    command, variables = asked[0].command(), asked[0].environ()
+    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as driver:
         assert driver.stdin is not None
         assert driver.stdout is not None
         driver.stdin.write(b"".join(one.opening() for one in asked))

@@ -30,6 +30,7 @@ from turnlog.consumers.index.fate import tally
 from turnlog.consumers.index.reader import Index, SessionView
 from turnlog.infra.batch_files import read_rows
 from turnlog.infra.log import Partition
+from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.run_folder import lock_run, write_state
 from turnlog.plugins.dashboard import drawing, export, harmless
 from turnlog.plugins.dashboard.app import EVERY_S, STREAMS, WITHIN_S
@@ -97,7 +98,7 @@ async def site(
         told.settings, dashboard=DashboardSettings(**own), index=IndexSettings(path=str(index or told.index))  # type: ignore[arg-type]
     )  # fmt: skip
     serves = serving(settings, told.connect(), streams=streams, every_s=every_s, within_s=within_s, against=against)
-    async with serves as (url, keys), httpx.AsyncClient(base_url=url) as client:
+    async with serves as (url, keys), direct(base_url=url) as client:
         yield client, f"/login?token={keys.link_token(url)}"
 
 

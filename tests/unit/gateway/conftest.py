@@ -24,6 +24,7 @@ from turnlog.infra.event_log import EventLog
 from turnlog.infra.log import Appender, Log, LogUnavailable, Partition, Reader, TopicSpec
 from turnlog.infra.registry import MemoryRegistry
 from turnlog.infra.roles.health import Health
+from turnlog.infra.roles.http_clients import direct
 from turnlog.infra.roles.role import Role
 from turnlog.plugins.recipes.calc import RECIPE
 from turnlog.producers.gateway.app import REQUEST_S, Gateway, listening, serving
@@ -176,7 +177,7 @@ class Rig:
         self.gateway = dataclasses.replace(gateway, keep_alive_s=0.2, request_s=self.request_s)
         await stack.enter_async_context(self.gateway.current())
         await stack.enter_async_context(serving(self.gateway, listener))
-        self.http = await stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=30))
+        self.http = await stack.enter_async_context(direct(base_url=self.url, timeout=30))
         return stack
 
     async def engine_says(
