@@ -245,8 +245,6 @@ class ChatTemplate:
         then."""
         self._variables = dict(variables)
         self._templates = [_compile_template(one) for one in sources]
-        self._patterns: list[str] = []
-        """Date formats that the template has printed so far."""
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate:
@@ -270,8 +268,6 @@ class ChatTemplate:
         TemplateSpent."""
 
         def strftime_now(pattern: str) -> str:
-            if pattern not in self._patterns:
-                self._patterns.append(pattern)
             return (now or datetime.now(UTC)).strftime(pattern)
 
         work = Work(self.described, len(messages) + len(tools or ()))
@@ -293,11 +289,6 @@ class ChatTemplate:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", param="messages") from error
         finally:
             self.slow = self.slow or work.rounds > SLOW
-
-    def dates(self, now: datetime) -> tuple[str, ...]:
-        """Return what the template prints of a moment, in all date formats that it has used so far. Its texts at two
-        moments are equal if these values are."""
-        return tuple(now.strftime(pattern) for pattern in self._patterns)
 
 
 def check_ends(folder: Path, *, cpu_s: int = 10, memory_bytes: int = 2**30) -> None:

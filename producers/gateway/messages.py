@@ -175,14 +175,21 @@ def _plain(value: Any) -> str:
     return value.strip() if isinstance(value, str) else compact(_numbers(value), sort_keys=True)
 
 
-def with_ids(messages: Sequence[Message], ids: Callable[[str, int, str], str]) -> list[Message]:
-    """Return messages whose calls and results have the ids that a chat template should show; see CallFormat."""
+def with_ids(
+    messages: Sequence[Message], ids: Callable[[str, int, str], str], written: Mapping[str, str]
+) -> list[Message]:
+    """Return messages whose calls and results have the ids that a chat template should show; see CallFormat. `written`
+    holds ids that the model wrote itself, by the client's ids of their calls."""
     shown: dict[str, str] = {}
     rewritten, before = [], itertools.count()
     for one in messages:
         template = dict(one.template)
         if calls := template.get("tool_calls"):
-            new = [ids(call["function"]["name"], next(before), str(call.get("id", ""))) for call in calls]
+            new = [
+                written.get(given) or ids(call["function"]["name"], at, given)
+                for call, at in zip(calls, before, strict=False)
+                for given in [str(call.get("id", ""))]
+            ]
             shown |= {str(call.get("id")): named for call, named in zip(calls, new, strict=True)}
             template["tool_calls"] = [{**call, "id": named} for call, named in zip(calls, new, strict=True)]
         if given := str(template.get("tool_call_id", "")):

@@ -22,9 +22,9 @@ from turnlog.producers.gateway.errors import (
 )
 from turnlog.producers.gateway.expert_rows import Routing
 from turnlog.producers.gateway.images import Admitted, check_images_alone, place_images
-from turnlog.producers.gateway.messages import Message, tools_digest, with_ids
+from turnlog.producers.gateway.messages import Message, call_ids, tools_digest, with_ids
 from turnlog.producers.gateway.parsers.formats import only_call, only_json
-from turnlog.producers.gateway.parsers.parser import CallFormat, Delimiters
+from turnlog.producers.gateway.parsers.parser import CallFormat, Delimiters, OutputParser, ParsedCall
 from turnlog.producers.gateway.prompts import Prompts
 from turnlog.producers.gateway.requests import Claims
 from turnlog.producers.gateway.sessions import GatewaySession
@@ -264,10 +264,14 @@ class Planner:
         """Return the prompt for a request whose last message is the base's answer: it continues where the base ended,
         before the id that ended it."""
         held, place = session.conversation.tokens(base), base.place
-        stopped = base.finish_reason is FinishReason.stop and base.output_tokens
-        if stopped and self.prompts.ends(base.last, session.started.sampling.stop_token_ids):
+        if self._is_ended(session, base):
             held, place = held[:-1], next(above(place, base.total - 1))
         return Prompt(held, base.images, place, "reopened")
+
+    def _is_ended(self, session: GatewaySession, base: RecordedTurn) -> bool:
+        """Return whether the last id of a turn only ended it."""
+        stopped = base.finish_reason in (FinishReason.stop, FinishReason.tool_calls) and base.output_tokens > 0
+        return stopped and self.prompts.ends(base.last, session.started.sampling.stop_token_ids)
 
     async def _extend_prompt(
         self, session: GatewaySession, request: TurnRequest, base: RecordedTurn, kept: int
@@ -276,15 +280,17 @@ class Planner:
         whole conversation instead."""
 
         def render_new() -> tuple[Ids, tuple[ImageRef, ...]] | None:
-            new = self._messages_with_ids(request)[kept:]
-            more = self.prompts.continuation(base.last, new, request.tools, session.began)
+            said = self._messages_with_ids(request, written)
+            new = said[kept:]
+            more = self.prompts.continuation(base.last, new, request.tools, session.began, said[kept - 1])
             if more is None:
                 return None
             more, images = place_images(more, base.total, self.image_token, _pictures(new, request.images))
             return np.array(more, dtype=np.int32), images
 
-        written = sum(one.characters for one in request.messages[kept:])
-        found = await session.work(self._size(written), render_new)
+        written = self._written_ids(session, base, request.tools)
+        size = sum(one.characters for one in request.messages[kept:])
+        found = await session.work(self._size(size), render_new)
         if found is None:
             return await self._full(session, request, "template_not_incremental")
         held = np.concatenate((session.conversation.tokens(base), found[0]))
@@ -295,9 +301,22 @@ class Planner:
         slow before may be slow again, so it always counts as large."""
         return max(written, LARGE) if self.prompts.template.slow else written
 
-    def _messages_with_ids(self, request: TurnRequest) -> Sequence[Message]:
+    def _messages_with_ids(self, request: TurnRequest, written: Mapping[str, str] | None = None) -> Sequence[Message]:
         ids = self.calls.ids if self.calls is not None else None
-        return with_ids(request.messages, ids) if ids else request.messages
+        return with_ids(request.messages, ids, written or {}) if ids else request.messages
+
+    def _written_ids(self, session: GatewaySession, base: RecordedTurn, tools: Any) -> dict[str, str]:
+        """Return the ids that the model wrote in the calls of a turn, by the ids that the client knows. Results that
+        are appended to that turn must name them."""
+        known = call_ids(base.response)
+        if self.calls is None or self.calls.ids is None or not known:
+            return {}
+        ids, end = session.conversation.tokens(base), base.total - self._is_ended(session, base)
+        parser = OutputParser(self.calls, self.thinking, self.inside(ids[: base.prompt_tokens]), tools or ())
+        parser.push(self.prompts.tokens.decode(ids[base.prompt_tokens : end].tolist()))
+        parser.end()
+        written = [part.id for part in parser.parts if isinstance(part, ParsedCall)]
+        return dict(zip(known, written, strict=True)) if len(known) == len(written) else {}
 
     async def _full(self, session: GatewaySession, request: TurnRequest, reason: str) -> Prompt:
         if self.shown.calls is False and any("tool_calls" in one.template for one in request.messages):

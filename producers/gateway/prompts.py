@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
 from tokenizers import Tokenizer, pre_tokenizers
 
-from turnlog.producers.gateway.chat_template import ChatTemplate, read_json, tojson
+from turnlog.producers.gateway.chat_template import ChatTemplate, read_json
 from turnlog.producers.gateway.errors import BadRequest, PrefillNotServed
+from turnlog.producers.gateway.message_forms import HISTORY, SENTINEL, TOOLS, MessageForms, probe_calls
 from turnlog.producers.gateway.messages import Message
 from turnlog.producers.gateway.parsers.formats import MARKS
 
@@ -169,18 +169,11 @@ class TextStream:
         return self._text
 
 
-SENTINEL = "Zq7"
-"""Content of a probe answer, which no template contains."""
+ANSWERED = "Zq7-what-it-said"
+"""Stands for what an answer says, in the render that shows what follows the answer."""
 OPEN = "Zq7-and-so-on"
 """Marks the point in a render where a prefill continues."""
-HISTORY: tuple[dict[str, Any], ...] = ({"role": "user", "content": "d"},)
-"""The dummy history. It does not end in an assistant message, because stock Qwen3 renders the last of those
-differently."""
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "d"}}, "required": ["a"]}
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}}]
-KEPT_OPENINGS = 256
-
-
+ANSWER: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
 CHECKED = (("user",), ("tool",), ("tool", "tool"), ("tool", "user"))
 """Roles of the messages that usually follow an answer."""
 
@@ -194,13 +187,27 @@ class MessageTraits(NamedTuple):
     images: bool = False
 
 
-class AssistantTurnEnding(NamedTuple):
-    """End of an assistant's turn as the template writes it: the text after its content, and that text's first id if it
-    is an end-of-turn mark."""
+class AnswerEnds(NamedTuple):
+    """How the template ends an assistant's message."""
 
+    marks: Mapping[str, int | None]
+    """Texts at which an answer may end, with their ids: those of the model's configuration, and those by which the
+    template ends an answer or begins the message after it. None: no special token."""
+    written: frozenset[int]
+    """Those of the template."""
+    closes: str
+    """Text by which the template ends an answer that others follow; empty if only the mark of the next message does."""
+    closing: str
+    """All that the template writes behind the last text of a conversation."""
+
+
+class Tail(NamedTuple):
+    """What the template writes behind an answer, up to the point where the model continues."""
+
+    mark: str
+    """Mark that ends the answer, or begins the next message."""
     text: str
-    mark: int | None
-    mark_text: str
+    """The text behind it."""
 
 
 class Prompts:
@@ -209,18 +216,19 @@ class Prompts:
     def __init__(self, tokens: TextTokens, template: ChatTemplate) -> None:
         self.tokens = tokens
         self.template = template
+        self._forms = MessageForms(template)
         self._kinds: dict[MessageTraits, bool] = {}
-        self._openings: dict[tuple[bytes, tuple[str, ...]], str] = {}
-        """Renders of the dummy history, by the tools as sent and by the dates that the template prints."""
-        self._system_anywhere = self._probe_system()
-        self._arguments_as_text = self._probe_arguments()
-        self._ending = self._probe_ending()
-        self._markers = self._probe_markers()
+        self._ends = self._probe_ends()
 
     @property
     def end_of_turn(self) -> int | None:
         """Id by which the template ends an assistant's turn, or None."""
-        return self._ending.mark if self._ending else None
+        return self._ends.marks.get(self._ends.closes)
+
+    @property
+    def end_mark(self) -> str:
+        """Text of `end_of_turn`; empty without one."""
+        return "" if self.end_of_turn is None else self._ends.closes
 
     def ends(self, token: int, stops: Sequence[int]) -> bool:
         """Return whether the last id of a stopped output only ended it, and is no part of the answer. A mark that
@@ -240,33 +248,16 @@ class Prompts:
 
     def render_closed(self, messages: Sequence[Message], tools: Any) -> str:
         """Return the same text, but with the last message closed, as if it had been answered. Raises BadRequest."""
-        return self.template.render(self._fit_messages([one.template for one in messages]), tools, generate=False)
-
-    @property
-    def end_mark(self) -> str:
-        """Text of `end_of_turn`; empty without one."""
-        return self._ending.mark_text if self._ending else ""
-
-    def _fit_messages(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return the messages in the form that the template accepts."""
-        if self._arguments_as_text:
-            messages = [_with_text(one) for one in messages]
-        if not self._system_anywhere:
-            # Harnesses put system messages between others, and repeat a refused request with other tools. If the
-            # template has no place for such a message, it becomes the user's.
-            messages = [{**one, "role": "user"} if at and one["role"] == "system" else one
-                        for at, one in enumerate(messages)]  # fmt: skip
-        return messages
+        return self.template.render(self._forms.fit([one.template for one in messages]), tools, generate=False)
 
     def _render_open(self, messages: Sequence[dict[str, Any]], tools: Any, now: datetime | None = None) -> str:
         """Render up to the end of the generation prompt, or of a last message of the assistant's: a prefill is left
         open, as with `continue_final_message` of transformers. Raises BadRequest, PrefillNotServed."""
-        messages = self._fit_messages(messages)
         *before, last = messages
         if last["role"] != "assistant":
-            return self.template.render(messages, tools, generate=True, now=now)
+            return self.template.render(self._forms.fit(messages), tools, generate=True, now=now)
         opened = {**last, "content": f"{last['content']}{OPEN}"}
-        whole = self.template.render([*before, opened], tools, generate=False, now=now)
+        whole = self.template.render(self._forms.fit([*before, opened]), tools, generate=False, now=now)
         if whole.count(OPEN) != 1:
             raise PrefillNotServed(
                 "the model's chat template does not write the assistant's last message once and to its end, so it "
@@ -276,10 +267,17 @@ class Prompts:
         return whole[: whole.index(OPEN)]
 
     def continuation(
-        self, last: int, new: Sequence[Message], tools: Any, now: datetime | None = None
+        self,
+        last: int,
+        new: Sequence[Message],
+        tools: Any,
+        now: datetime | None = None,
+        answer: Message | None = None,
     ) -> list[int] | None:
-        """Return close + delta: the ids to append to a base whose last id is `last`. None if the template cannot append
-        this kind, or if the base ends in another role's mark. `now`: see `text`. Raises BadRequest."""
+        """Return the ids to append to a base whose last id is `last`: what ends the answer, unless the base has it, and
+        the new messages. None if the template cannot append this kind, or if the base ends in another role's mark.
+        `now`: see `text`. `answer`: the base's answer, whose calls the template may look up; None for a text. Raises
+        BadRequest."""
         kind = MessageTraits(
             tuple(one.role for one in new),
             any(one.reasoning for one in new),
@@ -288,8 +286,9 @@ class Prompts:
         )
         if not self._incremental(kind):
             return None
-        delta = self._delta([one.template for one in new], tools, now)
-        return None if delta is None else self._encode_after_end(last, delta)
+        said = ANSWER if answer is None else answer.template
+        tail = self._tail(said, [one.template for one in new], tools, now)
+        return None if tail is None else self._encode_after(last, tail)
 
     def check_appends(self) -> dict[str, bool]:
         """Return whether the template appends what agents most often send after an answer, or writes the whole
@@ -299,9 +298,9 @@ class Prompts:
 
     def without_end(self, answer: str) -> str:
         """Return an answer as it was sampled, without the marks that end it; a mark that also ends its calls stays."""
-        ends = [self.end_mark, *(self.tokens.special[one] for one in self.tokens.eos if one in self.tokens.special)]
-        ends += [self._ending.text.strip()] if self._ending else []
-        ends = [end for end in ends if end not in MARKS]
+        eos = [self.tokens.special[one] for one in self.tokens.eos if one in self.tokens.special]
+        ends = [*self._ends.marks, *eos, self._ends.closing.strip()]
+        ends = [end for end in ends if end and end not in MARKS]
         while True:
             shorter = answer.rstrip("\n")
             for end in ends:
@@ -313,9 +312,7 @@ class Prompts:
     def try_render(self, messages: list[dict[str, Any]], tools: Any) -> str | None:
         """Return a conversation as the template writes it, or None if it refuses. An answer at the end is closed."""
         try:
-            return self.template.render(
-                self._fit_messages(messages), tools, generate=messages[-1]["role"] != "assistant"
-            )
+            return self.template.render(self._forms.fit(messages), tools, generate=messages[-1]["role"] != "assistant")
         except BadRequest:
             return None
 
@@ -324,78 +321,56 @@ class Prompts:
             self._kinds[kind] = self._probe(kind)
         return self._kinds[kind]
 
-    def _encode_after_end(self, last: int, delta: str) -> list[int] | None:
-        assert self._ending is not None
-        text, mark, mark_text = self._ending
-        if mark is not None:
-            return self.tokens.encode((text[len(mark_text) :] if last == mark else text) + delta)
-        ids = self.tokens.encode(text + delta)
-        if not text and last in self._markers:  # the next role's mark is the end of the turn
-            return ids[1:] if ids[:1] == [last] else None
-        return ids
-
-    def _delta(self, new: list[dict[str, Any]], tools: Any, now: datetime | None = None) -> str | None:
-        """Return the text of new messages up to the point where the model continues: the difference of two renders over
-        a dummy history. None if the second does not begin with the first."""
-        now = now or datetime.now(UTC)
-        written = orjson.dumps(tools)  # another order of keys is another text
-        opening = self._openings.get((written, self.template.dates(now)))
-        if opening is None:
-            opening = self.template.render(HISTORY, tools, generate=False, now=now)
-            if len(self._openings) >= KEPT_OPENINGS:
-                self._openings.clear()
-            self._openings[written, self.template.dates(now)] = opening
-        whole = self._render_open([*HISTORY, *new], tools, now)
-        return whole[len(opening) :] if whole.startswith(opening) else None
-
-    def _probe_system(self) -> bool:
-        """Return whether the template writes a system message that is not the first."""
-        try:
-            return SENTINEL in self.template.render(
-                [*HISTORY, {"role": "system", "content": SENTINEL}], None, generate=True
-            )
-        except BadRequest:
-            return False
-
-    def _probe_arguments(self) -> bool:
-        """Return whether the template needs call arguments as JSON text and refuses objects, as DeepSeek's templates
-        do."""
-        called = {"role": "assistant", "content": "", "tool_calls": probe_calls(1)}
-        return not self._takes([*HISTORY, called]) and self._takes([*HISTORY, _with_text(called)])
-
-    def _takes(self, messages: list[dict[str, Any]]) -> bool:
-        try:
-            return bool(self.template.render(messages, TOOLS, generate=False))
-        except BadRequest:
-            return False
-
-    def _probe_ending(self) -> AssistantTurnEnding | None:
-        ask = {"role": "user", "content": "v"}
-        try:
-            delta = self._delta([ask], None)
-            whole = self.template.render(
-                [{"role": "user", "content": "u"}, {"role": "assistant", "content": SENTINEL}, ask], None, generate=True
-            )
-        except BadRequest:
+    def _encode_after(self, last: int, tail: Tail) -> list[int] | None:
+        mark = self._ends.marks[tail.mark]
+        if mark is not None and last == mark:
+            return self.tokens.encode(tail.text)
+        if mark is None or last not in self._ends.written:
+            return self.tokens.encode(tail.mark + tail.text)
+        if not self._ends.closes:  # the base ends in the mark of another message than the one that follows
             return None
-        if delta is None or not whole.endswith(delta) or SENTINEL not in whole:
-            return None
-        text = whole[whole.rindex(SENTINEL) + len(SENTINEL) : len(whole) - len(delta)]
-        first = self.tokens.encode(text)[:1]
-        if first and first[0] in self.tokens.special and text.startswith(self.tokens.special[first[0]]):
-            return AssistantTurnEnding(text, first[0], self.tokens.special[first[0]])
-        return AssistantTurnEnding(text, None, "")
+        return self.tokens.encode(tail.text.removeprefix(self.tokens.special[last]))
 
-    def _probe_markers(self) -> frozenset[int]:
-        """Return the first ids of each role's message if they are special tokens."""
-        markers = set()
-        for role in ("system", "user", "tool", "assistant"):
+    def _tail(
+        self, answer: Mapping[str, Any], new: list[dict[str, Any]], tools: Any, now: datetime | None = None
+    ) -> Tail | None:
+        """Return what the template writes behind an answer that calls the same tools; None if it cannot be found."""
+        calls = [
+            {**call, "function": {**call["function"], "arguments": {"a": ANSWERED}}}
+            for call in answer.get("tool_calls") or ()
+        ]
+        said = {"role": "assistant", "content": ANSWERED} | ({"tool_calls": calls} if calls else {})
+        whole = self._render_open([*HISTORY, said, *new], tools, now)
+        if ANSWERED not in whole or ANSWERED in str(new):
+            return None
+        return _find_end(whole[whole.rindex(ANSWERED) + len(ANSWERED) :], self._ends.marks)
+
+    def _probe_ends(self) -> AnswerEnds:
+        """Find how the template ends texts and calls, at the end of a conversation and before other messages."""
+        special = {mark: number for number, mark in self.tokens.special.items() if mark}
+        others = special.keys() - PLAIN
+        eos = {mark: special[mark] for mark in others if special[mark] in self.tokens.eos}
+        result = {"role": "tool", "content": "v", "name": "f", "tool_call_id": "call00000"}
+        found: list[tuple[str, str]] = []
+        for answer, new, tools in (
+            (ANSWER, [], None),
+            (ANSWER, [{"role": "user", "content": "v"}], None),
+            (ANSWER | {"tool_calls": probe_calls(1)}, [result], TOOLS),
+        ):
             try:
-                delta = self._delta([{"role": role, "content": "x"}], None)
+                messages = self._forms.fit([*HISTORY, answer, *new])
+                _, _, rest = self.template.render(messages, tools, generate=bool(new)).rpartition(SENTINEL)
             except BadRequest:
-                continue
-            markers.update(self.tokens.encode(delta or "")[:1])
-        return frozenset(markers & self.tokens.special.keys())
+                rest = ""
+            end = (_find_end(rest, eos) if tools else None) or _find_end(rest, others)
+            found.append((rest, end.mark if end else ""))
+        (closing, closed), (_, before), (_, called) = found
+        marks: dict[str, int | None] = {mark: special[mark] for mark in (closed, before, called) if mark}
+        if not closed and closing:  # the tokenizer need not have a special token for it
+            closed = before = closing.strip() or closing
+            marks = {closed: None}
+        written = frozenset(number for number in marks.values() if number is not None)
+        return AnswerEnds(eos | marks, written, before if closed else "", closing)
 
     def _probe(self, kind: MessageTraits) -> bool:
         """Return whether full renders of the probe conversations end in what `continuation` would append, as text and
@@ -408,29 +383,31 @@ class Prompts:
     ) -> bool | None:
         """Probe one conversation. None if the template refuses it, so that it never occurs, or if its answer cannot be
         found in the render."""
-        if self._ending is None:
-            return False
         tools = TOOLS if kind.tools else None
         asked = [{"type": "image"}, {"type": "text", "text": "u"}] if kind.images else "u"
         conversation = [{"role": "user", "content": asked}, answer, *new]
         now = datetime.now(UTC)
         try:
             whole = self._render_open(conversation, tools, now)
+            opening = self.template.render(self._forms.fit(conversation[:1]), tools, generate=False, now=now)
         except BadRequest:
             return None
         if SENTINEL not in whole:
             return None
         try:
-            delta = self._delta(new, tools, now)
+            tail = self._tail(answer, new, tools, now)
         except BadRequest:
             return False
-        if delta is None or not self._appends(whole, self._ending.text + delta):
+        if tail is None or not whole.startswith(opening) or ("w0" in whole and "w0" not in tail.text):
+            return False
+        appended = tail.mark + tail.text
+        if not self._appends(whole, appended):
             return False
         try:
             whole = self._render_open([{"role": "system", "content": "s"}, *conversation], tools, now)
         except BadRequest:
             return True  # a template without system messages never meets one
-        return self._appends(whole, self._ending.text + delta)
+        return self._appends(whole, appended)
 
     def _appends(self, whole: str, tail: str) -> bool:
         if not whole.endswith(tail) or SENTINEL not in whole[: len(whole) - len(tail)]:
@@ -439,21 +416,13 @@ class Prompts:
         return self.tokens.encode(head) + self.tokens.encode(tail) == self.tokens.encode(whole)
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its calls as JSON text."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else tojson(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def probe_calls(count: int) -> list[dict[str, Any]]:
-    """Return calls as agents send them back. The sentinel is in the arguments as well, because some templates write no
-    content beside calls."""
-    function = {"name": "f", "arguments": {"a": SENTINEL}}
-    return [{"type": "function", "id": f"call0000{at}", "function": function} for at in range(count)]
+def _find_end(text: str, marks: Iterable[str]) -> Tail | None:
+    """Split a text at the first of some marks, the longest one that begins there."""
+    places = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if not places:
+        return None
+    at, _, mark = min(places)
+    return Tail(mark, text[at + len(mark) :])
 
 
 def _probe_answers(kind: MessageTraits) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
@@ -478,11 +447,10 @@ def _probe_answers(kind: MessageTraits) -> Iterator[tuple[dict[str, Any], list[d
             if role == "assistant" and kind.reasoning:
                 message["reasoning_content"] = "because"
             new.append(message)
-        answer: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         for count in sorted({min(1, _results(kind.roles)), _results(kind.roles)}):
             calls = {"tool_calls": probe_calls(count)} if count else {}
-            yield {**answer, **calls}, new
-            yield {**answer, **calls, "content": "" if calls else SENTINEL}, new
+            yield {**ANSWER, **calls}, new
+            yield {**ANSWER, **calls, "content": "" if calls else SENTINEL}, new
 
 
 def _results(roles: Sequence[str]) -> int:

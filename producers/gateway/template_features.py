@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from turnlog.producers.gateway.message_forms import PARAMETERS, SENTINEL, TOOLS, probe_calls
 from turnlog.producers.gateway.parsers.formats import FORMATS
 from turnlog.producers.gateway.parsers.parser import CallFormat, Delimiters, OutputParser, ParsedCall
-from turnlog.producers.gateway.prompts import PARAMETERS, SENTINEL, TOOLS, Prompts, probe_calls
+from turnlog.producers.gateway.prompts import Prompts
 
 ANSWER = {"role": "assistant", "content": ""}
 IN_PYTHON_OR_JSON = re.compile(r"""["']type["']: ["']image["']""")

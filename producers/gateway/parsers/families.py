@@ -25,9 +25,12 @@ def schemas(tools: Sequence[Any]) -> dict[str, Any]:
     return {one["name"]: one.get("parameters") for one in named}
 
 
-def call(name: str, arguments: Any) -> ParsedCall | None:
-    """Make a call; None if there is no name, or if the arguments are no object."""
-    return ParsedCall(name, compact(arguments)) if name and isinstance(arguments, dict) else None
+def call(name: str, arguments: Any, named: Any = "") -> ParsedCall | None:
+    """Make a call, with an id `named` that the model wrote; None if there is no name, or if the arguments are no
+    object."""
+    if not name or not isinstance(arguments, dict):
+        return None
+    return ParsedCall(name, compact(arguments), named if isinstance(named, str) else "")
 
 
 def pairs(text: str, pair: str, closing: str) -> list[tuple[str, str]] | None:

@@ -129,7 +129,8 @@ def _mistral(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     while at < len(body):
         arguments = body.find("[ARGS]", at)
         value, end = leading(body, arguments + len("[ARGS]"))
-        made = call(body[at : max(at, arguments)].partition("[CALL_ID]")[0].strip(), value)
+        name, _, named = body[at : max(at, arguments)].partition("[CALL_ID]")
+        made = call(name.strip(), value, named.strip())
         if not made or not (end == len(body) or body.startswith("[TOOL_CALLS]", end)):
             return None
         found.append(made)
@@ -151,7 +152,7 @@ def _kimi(body: str, _: Sequence[Any]) -> Sequence[ParsedCall] | None:
     """Read functions.NAME:COUNT, a mark, the arguments."""
     name, _, arguments = body.partition("<|tool_call_argument_begin|>")
     named = re.fullmatch(r"(?:functions\.)?([\w.-]+):\d+", name.strip())
-    made = call(named[1] if named else "", exact(arguments))
+    made = call(named[1] if named else "", exact(arguments), name.strip())
     return [made] if made else None
 
 
@@ -414,5 +415,7 @@ def _calls(value: Any) -> list[ParsedCall] | None:
             return None
         arguments: Any = one[keys[0]] if keys else {}
         name: str = one["name"]
-        found.append(ParsedCall(name, arguments) if isinstance(arguments, str) else call(name, arguments))
+        found.append(
+            ParsedCall(name, arguments) if isinstance(arguments, str) else call(name, arguments, one.get("id"))
+        )
     return [one for one in found if one] if all(found) else None

@@ -196,6 +196,8 @@ class ParsedCall:
 
     name: str
     arguments: str
+    id: str = field(default="", compare=False)
+    """Id that the model wrote, in families that write one."""
 
 
 Part = Text | Reasoning | ParsedCall
@@ -235,7 +237,8 @@ class CallFormat:
     arguments as JSON. A grammar holds answers to it."""
     ids: Callable[[str, int, str], str] | None = None
     """(tool, number of earlier calls, a client's id) -> the id that the chat template shows, if the template accepts no
-    other or the model writes ids itself. The tool is empty for a result that answers no call. None: the client's id."""
+    other or the model writes ids itself. It stands for an id that is not known to be written by the model. The tool is
+    empty for a result that answers no call. None: the client's id."""
     whole: Callable[[str, Sequence[Any]], Sequence[Part] | None] | None = None
     """Parses a whole answer at its end, for a family that writes messages instead of blocks. The result is None if the
     text is no such answer."""

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -464,13 +465,16 @@ KIMI = SHOWS_IDS.replace("CALL", "'<|tool_call_begin|>' + call.id + '<|tool_call
     ("source", "said", "shown"),
     [
         (KIMI, "<|tool_call_begin|>functions.weather:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>", "weather:1"),
+        (KIMI, "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{{}}<|tool_call_end|>", "weather:1"),
         (MISTRAL, "[TOOL_CALLS]weather[ARGS]{{}}", None),
+        (MISTRAL, "[TOOL_CALLS]weather[CALL_ID]aB3dE6gH{}[ARGS]{{}}", None),
     ],
-    ids=["kimi", "mistral"],
+    ids=["kimi", "kimi_from_0", "mistral", "mistral_writes_ids"],
 )
 async def test_a_template_shows_the_ids_that_its_model_knows(
     source: str, said: str, shown: str | None, tmp_path: Path
 ) -> None:
+    """Behind the sampled call the id that the model wrote; in a history that is written anew, one in its form."""
     async with served(source, tmp_path) as rig:
         messages: list[Any] = [{"role": "user", "content": "?"}]
         session = await rig.open(sampling={"temperature": 1.0, "max_new_tokens": 200})
@@ -488,6 +492,7 @@ async def test_a_template_shows_the_ids_that_its_model_knows(
         *_, third, anew = (rig.tokens.literal(one.input_ids) for one in rig.engines["e0"].requests)
     assert [each.boundary_reason for each in snapshots] == ["first", "append", "append", "new_conversation"]
     last = hashlib.sha256(call["id"].encode()).hexdigest()[:9] if shown is None else f"functions.{shown}"
-    for prompt in (third, anew):
-        assert prompt.endswith(f"<|im_start|>tool\n[{last}]fine<|im_end|>\n<|im_start|>assistant\n")
+    written = re.search(r"functions\.\w+:\d+|(?<=CALL_ID\])\w+", said.format(1))
+    for prompt, named in ((third, written[0] if written else last), (anew, last)):
+        assert prompt.endswith(f"<|im_start|>tool\n[{named}]fine<|im_end|>\n<|im_start|>assistant\n")
     assert shown is None or anew.count(shown) == 2

@@ -17,7 +17,7 @@ from turnlog.infra.environments.sources import AmbiguousRecipe, BrokenRecipe, Un
 from turnlog.infra.environments.tasks import TaskSource
 from turnlog.plugins.recipes.calc import RECIPE, judge
 from turnlog.producers.gateway.chat_template import ChatTemplate
-from turnlog.producers.gateway.messages import normalise_messages, tools_digest
+from turnlog.producers.gateway.messages import normalise_messages
 from turnlog.producers.gateway.prompts import Prompts, TextTokens
 from turnlog.producers.tasks import provided_dataset
 from turnlog.schemas.events import Outcome
@@ -212,7 +212,7 @@ def test_a_written_dataset_is_the_stream_of_tasks(tmp_path: Path) -> None:
 
 def _played(prompts: Prompts, messages: tuple[dict[str, Any], ...]) -> tuple[list[int], list[int]]:
     """Ids and mask of the conversation as the gateway would build it around what the policy says."""
-    tools, key = list(RECIPE.tools), tools_digest(list(RECIPE.tools))
+    tools = list(RECIPE.tools)
     ids = prompts.full(normalise_messages(list(messages[:1])), tools)
     mask = [0] * len(ids)
     for index, message in enumerate(messages[1:], start=1):
@@ -220,7 +220,7 @@ def _played(prompts: Prompts, messages: tuple[dict[str, Any], ...]) -> tuple[lis
             said = prompts.tokens.encode(_said(message) + "<|im_end|>")
             ids, mask = ids + said, mask + [1] * len(said)
         else:
-            more = prompts.continuation(ids[-1], normalise_messages([messages[index]]), tools, key)
+            more = prompts.continuation(ids[-1], normalise_messages([messages[index]]), tools)
             assert more is not None
             ids, mask = ids + more, mask + [0] * len(more)
     return ids, mask
