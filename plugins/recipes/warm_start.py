@@ -218,10 +218,9 @@ def conversation_rows(
         prompt, whole = prompts.text(messages[:at], tools), prompts.render_closed(messages[: at + 1], tools)
         if not whole.startswith(prompt):
             raise Unimitable(f"the template's answer {at} does not begin where its generation prompt ends")
-        said, mark = whole.removeprefix(prompt), prompts.end_mark
-        end = said.rindex(mark) if mark and mark in said else len(said)
-        if ended or at != answers[-1]:
-            end += len(mark)
+        said = whole.removeprefix(prompt)
+        start, end = prompts.place_of_end(said)
+        end = end if ended or at != answers[-1] else start
         if done is None or not prompt.startswith(done):
             rows.append([])
             done = ""

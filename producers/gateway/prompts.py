@@ -230,6 +230,11 @@ class Prompts:
         """Text of `end_of_turn`; empty without one."""
         return "" if self.end_of_turn is None else self._ends.closes
 
+    @property
+    def ends_are_named(self) -> bool:
+        """False if the model's configuration names ids that end answers, but none by which the template ends one."""
+        return not self.tokens.eos or not self._ends.closes or not self.tokens.eos.isdisjoint(self._ends.written)
+
     def ends(self, token: int, stops: Sequence[int]) -> bool:
         """Return whether the last id of a stopped output only ended it, and is no part of the answer. A mark that
         closes calls may be both (Apertus)."""
@@ -295,6 +300,13 @@ class Prompts:
         conversation anew. Keys name the roles of the messages, and whether tools are offered."""
         kinds = [MessageTraits(roles, reasoning=False, tools=tools) for tools in (False, True) for roles in CHECKED]
         return {"+".join(one.roles) + " with tools" * one.tools: self._incremental(one) for one in kinds}
+
+    def place_of_end(self, answer: str) -> tuple[int, int]:
+        """Return where the mark that ends an answer begins and ends, in the text of a closed answer; the text's length
+        twice if it ends in none."""
+        marks = [mark for mark, number in self._ends.marks.items() if number in self._ends.written]
+        places = [(at, at + len(mark)) for mark in marks if (at := answer.rfind(mark)) >= 0]
+        return max(places) if self._ends.closes and places else (len(answer), len(answer))
 
     def without_end(self, answer: str) -> str:
         """Return an answer as it was sampled, without the marks that end it; a mark that also ends its calls stays."""

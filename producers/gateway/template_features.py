@@ -150,8 +150,7 @@ def _doubts(prompts: Prompts, written: TemplateFeatures, name: str) -> Iterator[
             f"the format {name} does not read the calls as the chat template writes them, {written.answer[:200]!r}: "
             "name another in [gateway] tool_calls"
         )
-    end = prompts.end_of_turn
-    if end is not None and prompts.tokens.eos and end not in prompts.tokens.eos:
+    if prompts.end_mark and not prompts.ends_are_named:
         yield (
             f"answers end at the tokens named by generation_config.json and config.json, but {prompts.end_mark}, with "
             "which the chat template ends messages, is not one of them: add it there if it also ends answers"

@@ -25,6 +25,7 @@ from tests.unit.gateway.model_formats import (
     has_source,
     source_of,
 )
+from turnlog.plugins.recipes.warm_start import conversation_rows
 from turnlog.producers.gateway.chat_template import ChatTemplate
 from turnlog.producers.gateway.errors import BadRequest
 from turnlog.producers.gateway.messages import Message, call_ids, normalise_messages, response_of, with_ids
@@ -164,6 +165,15 @@ def test_a_conversation_goes_on_where_a_template_has_no_place_for_tools(tmp_path
     assert one.prompts.text(one.whole(), TOOLS, NOW).endswith(GEMMA_3.question)
     with pytest.raises(BadRequest, match="alternate"):
         one.prompts.text(normalise_messages([*one.messages[:2], {"role": "tool", "content": "8"}]), TOOLS, NOW)
+
+
+def test_a_row_that_imitates_gpt_oss_has_all_messages_of_the_answer_and_its_end(tmp_path: Path) -> None:
+    prompts = prompts_of(MODEL_FORMATS["gpt-oss"], source_of("gptoss"), tmp_path)
+    answer = {"role": "assistant", "content": LAST, "reasoning_content": REASONING}
+    for ended in (True, False):
+        [row] = conversation_rows(prompts, [{"role": "user", "content": "Fine?"}, answer], None, ended=ended)
+        said = prompts.tokens.literal([one for one, mask in zip(row.token_ids, row.mask, strict=True) if mask])
+        assert said == MODEL_FORMATS["gpt-oss"].ends.removesuffix("" if ended else "<|return|>")
 
 
 def parsed(family: ModelFormat, *pieces: str) -> tuple[list[Part], int]:
