@@ -22,11 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
+from turnlog.trainer.families.costs import row_flops
+from turnlog.trainer.families.family import config_json
+from turnlog.trainer.families.shape import TINY, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import PaddedRows, microbatches, pad_rows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY, ModelShape, config_json, row_flops
 from turnlog.trainer.warm_start import random_weights
 
 GOAL_SHARE = 1 / 1.15

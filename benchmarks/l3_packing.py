@@ -20,11 +20,12 @@ from row import say, size, told
 
 from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
+from turnlog.trainer.families.costs import row_flops
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import microbatches, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY, row_flops
 from turnlog.trainer.warm_start import random_weights
 
 GOAL = 0.95

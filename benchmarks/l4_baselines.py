@@ -21,10 +21,10 @@ from row import say, size, told
 from tests.fakes.batches import synthetic_rows
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.methods.estimators import dr_grpo
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
 
 TASKS, TRIES, ACTIONS = 8, 4, 16

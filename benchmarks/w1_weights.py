@@ -36,10 +36,11 @@ from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import EngineSettings, StoreSettings
 from turnlog.trainer import mcore, weights
 from turnlog.trainer.checkpoints.cursor import Cursor
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import ModelShape, read_shape
 
 GOAL_SHARE = 0.5
 GOAL_SHARDS, LEAST_SHARD = 1.5, 256 << 20

@@ -28,7 +28,7 @@ from turnlog.infra.engine import SGLangControl
 from turnlog.infra.tensors.versions import model_shapes
 from turnlog.settings import EngineSettings, LoaderSettings
 from turnlog.trainer import weights
-from turnlog.trainer.shape import read_shape
+from turnlog.trainer.families.family import read_shape
 
 PARAMETERS = size(500_000_000, smallest=0)
 TIMES = size(5, smallest=1)

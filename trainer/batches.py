@@ -53,9 +53,9 @@ from turnlog.schemas.topics import BATCHES, ENGINES, SAMPLES, SESSIONS
 from turnlog.trainer import BatchGap, ExpertsUnfit, ImagesUnfit, TokensUnfit
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import file_sha256
+from turnlog.trainer.families.shape import ModelShape, VisionShape
 from turnlog.trainer.models.experts import attach_experts
 from turnlog.trainer.models.vision import RowImage, attach_pictures
-from turnlog.trainer.shape import ModelShape, VisionShape
 
 PARTITION = Partition(BATCHES.name, 0)
 ENGINE_STATUS = Partition(ENGINES.name, 0)
@@ -341,7 +341,7 @@ async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShap
     check_lengths(manifest, rows, shape.positions)
     if shape.vision:
         return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
-    if not shape.experts or role.settings.trainer.router_replay == "off":
+    if not shape.mixture or role.settings.trainer.router_replay == "off":
         return rows
     return await with_experts(manifest, rows, shape, role.log, role.events, role.blobs)
 

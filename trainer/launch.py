@@ -44,9 +44,9 @@ from turnlog.trainer import LOCAL_RANK, LayoutUnfit, RankLost, mcore
 from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.calls import Ranks, RankZero, follow
 from turnlog.trainer.checkpoints.places import StorePlace
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import JOIN_S, LearnerOptions, LearningPlan, check_layout
-from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import read_weights
 
 __all__ = ["HOST", "IDLE", "Store", "meeting_place", "process_group"]

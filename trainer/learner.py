@@ -34,12 +34,13 @@ from turnlog.trainer.algorithms.objective import Columns, Floats, ForwardPassRes
 from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
 from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.checkpoints.state import Save, State, fetch_metadata, load_model, load_state
+from turnlog.trainer.families.family import as_dict
+from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.models.experts import unrouted_rows, without_experts
 from turnlog.trainer.network import TrainedNetwork, over_ranks
 from turnlog.trainer.network import entropy as token_entropy
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
-from turnlog.trainer.shape import ModelShape, as_dict
 from turnlog.trainer.weights import Of, Tensors, export_files, export_weights
 
 
@@ -290,7 +291,7 @@ class Learner:
         not train.
         """
         greedy: NDArray[np.bool_] = rows.temperature <= 0
-        return greedy | unrouted_rows(rows) if self.shape.experts and not self._unrouted_train else greedy
+        return greedy | unrouted_rows(rows) if self.shape.mixture and not self._unrouted_train else greedy
 
 
 HELD_GAPS = (HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX)

@@ -80,11 +80,11 @@ from turnlog.trainer.checkpoints.places import CACHE, FolderPlace, checkpoints_d
 from turnlog.trainer.checkpoints.publications import LastExport, Publications, version_event
 from turnlog.trainer.checkpoints.saves import NeededByEvaluations, Saves
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import ranks
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import unrouted_rows
 from turnlog.trainer.plan import LearningPlan, add_weight_hashes, check_unchanged, learning_plan
-from turnlog.trainer.shape import read_shape
 from turnlog.trainer.tiny_policy import initial_weights
 from turnlog.trainer.weights import Of
 
@@ -548,7 +548,7 @@ class Trainer:
 
     def _unrouted_tokens(self, rows: BatchRows) -> dict[str, int]:
         """Count trained tokens of computed rows without recorded experts, if routers replay those of the others."""
-        if not self._shape.experts or self._role.settings.trainer.router_replay == "off":
+        if not self._shape.mixture or self._role.settings.trainer.router_replay == "off":
             return {}
         return {"unrouted_tokens": int(rows.trained_per_row()[unrouted_rows(rows)].sum())}
 

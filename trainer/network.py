@@ -22,6 +22,9 @@ import torch.nn.functional as functional
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.checkpoints.state import State
+from turnlog.trainer.families.costs import row_flops
+from turnlog.trainer.families.family import family
+from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.microbatches import (
     Microbatch,
     PaddedRows,
@@ -31,12 +34,11 @@ from turnlog.trainer.microbatches import (
     pad_rows,
     worth_packing,
 )
-from turnlog.trainer.models import lora
-from turnlog.trainer.models.attention import RMSNorm, SdpaAttention
+from turnlog.trainer.models import decoder, lora
+from turnlog.trainer.models.attention import RMSNorm
 from turnlog.trainer.models.experts import Replay, unrouted_rows
-from turnlog.trainer.models.vision import Sight, tower
+from turnlog.trainer.models.vision import Sight
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import ModelShape, family, row_flops
 from turnlog.trainer.weights import global_name, load_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,8 +53,7 @@ def padded_vocabulary(shape: ModelShape, tensor_parallel: int, multiple: int = 1
 def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
     """Return Megatron's TransformerConfig. Kernel fusions that need apex or TransformerEngine are off."""
     params = DTYPES[options.dtype]
-    own = family(shape.kind)
-    return mcore.TransformerConfig(
+    arguments = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -64,8 +65,8 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         gated_linear_unit=True,
         activation_func=functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=own.qkv_bias,
-        qk_layernorm=own.qk_norm,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=options.tensor_parallel,
@@ -78,7 +79,7 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         # Microbatches differ in length, so pipeline stages exchange shapes; Megatron then requires `alltoall`.
         variable_seq_lengths=options.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
-        **(_mixture(shape) if shape.experts else {}),
+        **(_mixture(shape, shape.mixture) if shape.mixture else {}),
         mrope_section=list(shape.vision.sections) if shape.vision else None,
         params_dtype=params,
         pipeline_dtype=params,
@@ -94,6 +95,10 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         apply_rope_fusion=False,
         cross_entropy_loss_fusion=False,
     )
+    config = mcore.TransformerConfig(**arguments | family(shape.kind).options(shape))
+    for name, value in decoder.rope_options(shape.rope).items():
+        setattr(config, name, value)
+    return config
 
 
 def _recompute(options: LearnerOptions) -> dict[str, Any]:
@@ -102,21 +107,23 @@ def _recompute(options: LearnerOptions) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _mixture(shape: ModelShape) -> dict[str, Any]:
+def _mixture(shape: ModelShape, mixture: Mixture) -> dict[str, Any]:
     """Return the arguments for a mixture of experts.
 
     There is no load-balancing loss: only the batch's objective trains. A softmax over all experts whose chosen ones are
     normalised to sum to 1 equals a softmax over the chosen ones.
     """
+    dense = mixture.dense_layers
     return {
-        "num_moe_experts": shape.experts,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_ffn_hidden_size": shape.expert_ffn,
+        "num_moe_experts": mixture.experts,
+        "moe_router_topk": mixture.experts_per_token,
+        "moe_ffn_hidden_size": mixture.expert_ffn,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_pre_softmax": not shape.normalized_routing,
+        "moe_router_pre_softmax": not mixture.normalized_routing,
         "moe_router_dtype": "fp32",
         "moe_enable_routing_replay": True,
+        **({"moe_layer_freq": [int(shape.is_mixture(layer)) for layer in range(shape.layers)]} if dense else {}),
     }
 
 
@@ -124,21 +131,23 @@ def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
     """Build this rank's part of the model, with Megatron's initial weights. Call after the process groups exist."""
     model = mcore.GPTModel(
         config,
-        _layers(config, options),
+        _layers(shape, config, options),
         vocab_size=padded_vocabulary(shape, options.tensor_parallel, options.vocabulary_multiple),
         max_sequence_length=shape.positions,
         pre_process=mcore.parallel_state.is_pipeline_first_stage(),
         post_process=mcore.parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         position_embedding_type="mrope" if shape.vision else "rope",
-        rotary_base=shape.rope_theta,
+        rotary_base=shape.rope.theta,
+        rotary_percent=shape.rope.fraction,
         share_embeddings_and_output_weights=shape.tied,
     )
     model.model_type = mcore.ModelType.encoder_or_decoder
-    _scale_rope(model.rotary_pos_emb, shape)
+    decoder.scale_rope(model, shape.rope)
     model = model.to(mcore.DEVICE)
     model = model.bfloat16() if config.bf16 else model
-    if shape.vision and model.pre_process:
+    tower = family(shape.kind).tower
+    if tower and model.pre_process:
         model.vision = tower(shape, config.params_dtype).to(mcore.DEVICE)
     return model
 
@@ -167,33 +176,14 @@ class ValueHead(torch.nn.Module):
             model.output_layer = cls(model.config).to(mcore.DEVICE)
 
 
-def _layers(config: Any, options: LearnerOptions) -> Any:
+def _layers(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
     """Return the specs of this pipeline stage's layers and of the final norm."""
-    layer = mcore.get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SdpaAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if options.lora_rank:
+    spec_of = family(shape.kind).layer_spec or decoder.layer_spec
+    first = mcore.get_transformer_layer_offset(config)
+    layers = [spec_of(shape, first + layer) for layer in range(mcore.get_num_layers_to_build(config))]
+    for layer in layers if options.lora_rank else ():
         lora.adapt(layer, options.lora_rank, options.lora_alpha)
-    layers = mcore.get_num_layers_to_build(config)
-    return mcore.TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
-
-
-def _scale_rope(rotary: Any, shape: ModelShape) -> None:
-    """Apply RoPE scaling directly: Megatron's own arguments fix everything but the factor to Llama 3.1's values."""
-    scaling = shape.rope_scaling
-    if scaling is not None:
-        rotary.inv_freq = rotary._apply_scaling(
-            rotary.inv_freq,
-            factor=scaling.factor,
-            low_freq_factor=scaling.low,
-            high_freq_factor=scaling.high,
-            original_max_position_embeddings=scaling.original,
-        )
+    return mcore.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 Forward = Callable[[Iterator[PaddedRows], Any], tuple[torch.Tensor, Any]]
@@ -234,7 +224,7 @@ class Network:
         self._edges: tuple[int, ...] = ()
         self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
         self._sight = Sight(self.model) if shape.vision and self.model.pre_process else None
-        self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.experts else None
+        self._replay = Replay(self.model, recompute=options.recompute != "none") if shape.mixture else None
         self._schedule = mcore.get_forward_backward_func()
         self._wrapped: Any = self.model
 
@@ -255,7 +245,8 @@ class Network:
         cost, kinds = functools.partial(row_flops, self.shape), unrouted_rows(rows).tolist()
         dealt = functools.partial(microbatches, lengths, ranks, limit, cost=cost, kinds=kinds)
         plan, packing = dealt(), self._options.packing == "on"
-        if packing or (self._options.packing == "auto" and worth_packing(plan, lengths)):
+        automatic = self._options.packing == "auto" and "packing" not in family(self.shape.kind).without
+        if packing or (automatic and worth_packing(plan, lengths)):
             plan, packing = dealt(packing=True), True
         batches = [self._laid_out(rows, one, packing) for one in plan[rank]]
         self._schedule(

@@ -20,7 +20,8 @@ from turnlog.trainer.algorithms.objective import PolicyGradient as PolicyGradien
 from turnlog.trainer.algorithms.objective import imitation as imitation
 from turnlog.trainer.algorithms.tokens import CriticRules, choose_algorithm, chosen_auxiliary
 from turnlog.trainer.checkpoints.places import StorePlace, contents_sha256
-from turnlog.trainer.shape import ModelShape
+from turnlog.trainer.families.family import family
+from turnlog.trainer.families.shape import ModelShape
 
 log = logging.getLogger(__name__)
 JOIN_S = 600.0
@@ -93,6 +94,10 @@ class LearnerOptions:
         return chunks * (self.tensor_parallel if self.sequence_parallel else 1)
 
 
+OFF: dict[str, tuple[str, ...]] = {"packing": ("auto", "off")}
+"""Options that have other values than their default for models that do not support them."""
+
+
 def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
     """Raises LayoutUnfit for a model that the ranks cannot share equally, or that Megatron cannot train in this
     layout.
@@ -109,12 +114,10 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
     for setting, ranks, what, count in shares:
         if count % ranks:
             raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
-    if shape.vision and options.context_parallel > 1:
-        raise LayoutUnfit(
-            f"trainer.context_parallel = {options.context_parallel} is not supported for a model that takes images "
-            f"({shape.kind}), because its tokens do not have linear positions: use tensor_parallel and "
-            "sequence_parallel"
-        )
+    for setting, reason in family(shape.kind).without.items():
+        value, off = getattr(options, setting), OFF.get(setting, (getattr(LearnerOptions(), setting),))
+        if value not in off:
+            raise LayoutUnfit(f"trainer.{setting} = {value} is not supported for {shape.kind}, because {reason}")
     if expert > 1 and not shape.experts:
         raise LayoutUnfit(
             f"trainer.expert_parallel = {expert} is not supported for a model without experts ({shape.kind})"

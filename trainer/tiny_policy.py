@@ -21,7 +21,8 @@ from turnlog.infra.environments.warm_starts import WarmStart
 from turnlog.infra.run_folder import lock_file
 from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings
-from turnlog.trainer.shape import ModelShape, read_shape
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import ModelShape
 
 FORMAT = "1"
 """Must be changed whenever the same settings would make another model."""

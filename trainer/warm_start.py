@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from turnlog.processors.core.batches.rows import BatchRows
-from turnlog.trainer.shape import ModelShape
+from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.weights import Tensors, expected_shapes, write_folder
 
 ROWS_PER_STEP = 32

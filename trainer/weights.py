@@ -2,8 +2,8 @@
 direction.
 
 An export consists of safetensors files, content-addressed in the store, and the WeightVersionPublished that names them.
-A model family defines the mapping of tensors and how they are cut (shape.Tensor). Embedding and output layer have rows
-added so that tensor-parallel ranks share them equally.
+A model family defines the mapping of tensors and how they are cut (families/tensors.py). Embedding and output layer
+have rows added so that tensor-parallel ranks share them equally.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from turnlog.infra.tensors.files import (
     write_weights,
 )
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
+from turnlog.trainer.families.family import config_json, family
+from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, Tensor
 from turnlog.trainer.models import lora
-from turnlog.trainer.shape import EMBEDDING, EXPERT, LAYER, OUTPUT, ModelShape, Tensor, config_json, family
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
@@ -154,7 +156,7 @@ class Export:
     def _at_rank_zero(self, tensor: Tensor, stage: int, dtype: torch.dtype) -> torch.Tensor | None:
         state = mcore.parallel_state
         own_stage, stages = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
-        whole = self._of_stage(tensor.megatron) if own_stage == stage else None
+        whole = self._of_stage(tensor) if own_stage == stage else None
         if stage == 0 or stages == 1:
             return whole if self._rank == 0 else None
         group = state.get_pipeline_model_parallel_group()
@@ -169,13 +171,14 @@ class Export:
         dist.recv(whole, ranks[stage], group=group)
         return whole
 
-    def _of_stage(self, megatron: str) -> torch.Tensor:
+    def _of_stage(self, tensor: Tensor) -> torch.Tensor:
         """Gather one of this stage's tensors from all tensor- or expert-parallel ranks."""
-        name, parameter = self._mine[megatron]
+        name, parameter = self._mine[tensor.megatron]
         if EXPERT in name:
-            return self._of_expert_rank(self._first.global_names(name).index(megatron), parameter.detach())
-        tensor = _gather_parameter(name, parameter, lora.merge_adapter(parameter.detach(), self._adapted.get(name)))
-        return tensor[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else tensor
+            return self._of_expert_rank(self._first.global_names(name).index(tensor.megatron), parameter.detach())
+        merged = lora.merge_adapter(parameter.detach(), self._adapted.get(name))
+        whole = _gather_parameter(tensor, parameter, merged)
+        return whole[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else whole
 
     def _of_expert_rank(self, owner: int, mine: torch.Tensor) -> torch.Tensor:
         """Return an expert of rank `owner`; `mine` is the expert in its place on this rank."""
@@ -246,7 +249,7 @@ def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> I
     if tensor.joined == "shared":
         parts = (held,) * len(tensor.parts)
     elif tensor.joined:
-        parts = split_qkv(held, shape) if tensor.joined == "qkv" else held.chunk(2, 0)
+        parts = split_qkv(held, shape) if tensor.joined == "qkv" else torch.split(held, _rows(tensor), 0)
     for (name, size), part in zip(tensor.parts, parts, strict=True):
         yield name, part.reshape(size)
 
@@ -293,17 +296,22 @@ def _cut(tensor: torch.Tensor, dim: int | None, rank: int, size: int, rows: int 
     return tensor if dim is None else tensor.chunk(size, dim)[rank]
 
 
-def _gather_parameter(name: str, parameter: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _gather_parameter(tensor: Tensor, parameter: Any, mine: torch.Tensor) -> torch.Tensor:
     """Gather a parameter's values from all tensor-parallel ranks."""
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return tensor
-    parts = [torch.empty_like(tensor) for _ in range(size)]
-    dist.all_gather(parts, tensor.contiguous(), group=mcore.parallel_state.get_tensor_model_parallel_group())
-    if "linear_fc1" in name:
-        gates, ups = zip(*(part.chunk(2, 0) for part in parts), strict=True)
-        return torch.cat(gates + ups, 0)
+        return mine
+    parts = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(parts, mine.contiguous(), group=mcore.parallel_state.get_tensor_model_parallel_group())
+    if tensor.joined == "stacked":
+        pieces = zip(*(torch.split(part, [rows // size for rows in _rows(tensor)], 0) for part in parts), strict=True)
+        return torch.cat([piece for of_ranks in pieces for piece in of_ranks], 0)
     return torch.cat(parts, parameter.partition_dim)
+
+
+def _rows(tensor: Tensor) -> list[int]:
+    """Return the number of rows of each part."""
+    return [size[0] for _, size in tensor.parts]
 
 
 DESCRIPTION = ("config.json", "generation_config.json")

@@ -36,11 +36,11 @@ from turnlog.schemas.events import WeightVersionPublished
 from turnlog.settings import Settings
 from turnlog.trainer.checkpoints.places import PART, CheckpointStorage, StorePlace
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.lora import add_low_rank
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions, parameter_type
-from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import DESCRIPTION, TOKENIZER, Of, description, read_tensors, read_weights, tensor_bytes
 
 CARD = "README.md"

@@ -43,10 +43,11 @@ from turnlog.settings import Settings
 from turnlog.trainer.batches import laid_out
 from turnlog.trainer.checkpoints.places import PART, contents_sha256
 from turnlog.trainer.checkpoints.state import read_common
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation, parameter_type
-from turnlog.trainer.shape import ModelShape, read_shape
 from turnlog.trainer.warm_start import LOWEST_RATE, RAMP_STEPS, demonstration_rows
 from turnlog.trainer.weights import read_weights
 

@@ -16,9 +16,9 @@ from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.schemas.events import BatchSample, SampleBatchFormed, Weighting
 from turnlog.schemas.ids import digest
 from turnlog.schemas.types import BlobRef
+from turnlog.trainer.families.shape import TINY, ModelShape
 from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures
-from turnlog.trainer.shape import TINY, ModelShape
 from turnlog.trainer.warm_start import make_base
 
 

@@ -17,12 +17,13 @@ import torch
 from batches import synthetic_rows
 
 from turnlog.trainer import mcore
+from turnlog.trainer.families.costs import row_flops
+from turnlog.trainer.families.shape import TINY, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.attention import varlen_kernel
 from turnlog.trainer.network import DTYPES
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY, ModelShape, row_flops
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import expected_shapes
 

@@ -37,10 +37,10 @@ from turnlog.trainer import CheckpointFailed, ExportFailed
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, cursor_values
 from turnlog.trainer.checkpoints.places import FolderPlace
 from turnlog.trainer.checkpoints.saves import Saves
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import imitation
-from turnlog.trainer.shape import TINY
 
 
 @pytest.fixture

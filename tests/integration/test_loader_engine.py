@@ -41,10 +41,10 @@ from turnlog.schemas.topics import ENGINES
 from turnlog.settings import EngineSettings, LoaderSettings, Settings
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.publications import upload, version_event
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.shape import read_shape
 from turnlog.trainer.weights import Of, read_weights
 
 pytestmark = [pytest.mark.kafka, pytest.mark.engine]
@@ -58,7 +58,7 @@ from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.plan import PolicyGradient
 from turnlog.trainer.weights import read_weights
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.shape import read_shape
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.warm_start import demonstration_rows
 import dataclasses
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.schemas import topics
 from turnlog.schemas.events import StepCompleted
 from turnlog.trainer.batches import trained_rows
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import TINY_MIXTURE, Mixture
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows, unrouted_rows
 from turnlog.trainer.plan import learning_plan
-from turnlog.trainer.shape import TINY_MIXTURE, read_shape
 from turnlog.trainer.warm_start import warm_start
 from turnlog.trainer.weights import read_weights
 
@@ -63,8 +64,7 @@ def mixture(folder: Path) -> Path:
     known = start.model.config()
     shape = dataclasses.replace(
         TINY_MIXTURE,
-        experts=16,
-        experts_per_token=4,
+        mixture=Mixture(experts=16, experts_per_token=4, expert_ffn=32),
         vocabulary=known["vocab_size"],
         positions=known["max_position_embeddings"],
     )

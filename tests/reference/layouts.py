@@ -49,10 +49,10 @@ from turnlog.trainer.algorithms.draws import METHODS
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, TINY_VISION, ModelShape
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
-from turnlog.trainer.shape import TINY, TINY_MIXTURE, TINY_VISION, ModelShape
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import Tensors
 

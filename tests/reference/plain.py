@@ -18,11 +18,13 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.tokens import CriticRules
+from turnlog.trainer.families.family import config_json, family
+from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.families.tensors import EXPERT
 from turnlog.trainer.models.experts import RoutedRows, attach_experts
 from turnlog.trainer.models.lora import first_factor
 from turnlog.trainer.models.vision import PicturedRows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import EXPERT, ModelShape, config_json, family
 from turnlog.trainer.weights import tensors_of
 
 

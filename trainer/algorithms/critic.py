@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
 from turnlog.trainer.algorithms.tokens import CriticRules, Lesson, value_loss
+from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows
 from turnlog.trainer.models.experts import without_experts
 from turnlog.trainer.network import TrainedNetwork, over_ranks
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import ModelShape
 
 
 class Critic:

@@ -19,10 +19,11 @@ from tokenizers import Tokenizer
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import LayoutUnfit, TeacherUnfit, mcore
 from turnlog.trainer.algorithms.objective import Floats
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows
 from turnlog.trainer.network import Network, over_ranks
 from turnlog.trainer.plan import LearnerOptions, check_layout, scaled_logits
-from turnlog.trainer.shape import ModelShape, read_shape
 
 
 @torch.no_grad()

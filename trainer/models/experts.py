@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import ExpertsUnfit, mcore
-from turnlog.trainer.shape import ModelShape
+from turnlog.trainer.families.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,7 +57,7 @@ def attach_experts(
     """
     recorded = np.ones(len(rows), bool) if recorded is None else recorded
     wanted = (len(rows.token_ids), shape.layers, shape.experts_per_token)
-    if experts.shape != wanted or not shape.experts:
+    if experts.shape != wanted or not shape.mixture:
         raise ExpertsUnfit(f"experts of shape {experts.shape}, the rows of this model ({shape.kind}) take {wanted}")
     for row in np.flatnonzero(recorded).tolist():
         start, length = int(rows.starts[row]), int(rows.lengths[row])

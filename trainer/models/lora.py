@@ -19,7 +19,7 @@ import torch.nn.functional as functional
 
 from turnlog.infra.tensors.adapters import factors_of
 from turnlog.trainer import mcore
-from turnlog.trainer.shape import Tensor
+from turnlog.trainer.families.tensors import Tensor
 
 ADAPTERS = (".lora_a", ".lora_b")
 """Parameter suffixes of the factors [rank, in] and [out, rank]."""
@@ -102,13 +102,13 @@ def _shard_tensors(module: Any, prefix: str, axes: dict[str, int], offsets: Any,
 def adapt(layer: Any, rank: int, alpha: float) -> None:
     """Add adapters to the matrices of a layer's spec."""
     own = {"rank": rank, "scale": alpha / rank}
-    attention = layer.submodules.self_attention.submodules
-    attention.linear_qkv = mcore.ModuleSpec(LoraColumnLinear, params=own)
-    attention.linear_proj = mcore.ModuleSpec(LoraRowLinear, params=own)
-    feed_forward = layer.submodules.mlp.submodules
-    if hasattr(feed_forward, "linear_fc1"):
-        feed_forward.linear_fc1 = mcore.ModuleSpec(LoraColumnLinear, params={**own, "gated": True})
-        feed_forward.linear_fc2 = mcore.ModuleSpec(LoraRowLinear, params=own)
+    for part in (layer.submodules.self_attention, layer.submodules.mlp):
+        for name, module in vars(part.submodules).items():
+            if module is mcore.ColumnParallelLinear:
+                arguments = {**own, "gated": True} if name == "linear_fc1" else own
+                setattr(part.submodules, name, mcore.ModuleSpec(LoraColumnLinear, params=arguments))
+            elif module is mcore.RowParallelLinear:
+                setattr(part.submodules, name, mcore.ModuleSpec(LoraRowLinear, params=own))
 
 
 @torch.no_grad()

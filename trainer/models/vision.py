@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
-from turnlog.trainer.shape import ModelShape, tower_json
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,17 +109,6 @@ def lay_out_images(
     sides = [round((len(picture.pixels) / picture.tokens) ** 0.5) for picture in each]  # patches of a token's side
     grids = [(1, one.rows * side, one.columns * side) for one, side in zip(each, sides, strict=True)]
     return *laid, MicrobatchImages(pixels, torch.tensor(grids, device=device))
-
-
-def tower(shape: ModelShape, dtype: torch.dtype) -> Any:
-    """Return transformers' module with meaningless weights; it takes no gradient."""
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-    assert shape.vision is not None
-    config = Qwen2_5_VLVisionConfig(**tower_json(shape.vision, shape.hidden))
-    made: Any = Qwen2_5_VisionTransformerPretrainedModel
-    return made._from_config(config, dtype=dtype, attn_implementation="sdpa").requires_grad_(False).eval()
 
 
 class VisionMicrobatch(Protocol):

@@ -128,8 +128,8 @@ def seen(folder: Path, image: Any) -> tuple[list[int], Any]:
     """PROMPT with the tokens of an image, and the image as a row has it."""
     from transformers import AutoImageProcessor
 
+    from turnlog.trainer.families.family import read_shape
     from turnlog.trainer.models.vision import RowImage
-    from turnlog.trainer.shape import read_shape
 
     loader: Any = AutoImageProcessor
     vision = read_shape(folder).vision
@@ -163,10 +163,10 @@ async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_ser
     vision_url: str, model_folder: Path, tmp_path: Path
 ) -> None:
     from turnlog.plugins.offline.export import model_files
+    from turnlog.trainer.families.family import read_shape
     from turnlog.trainer.launch import process_group
     from turnlog.trainer.learner import Learner
     from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-    from turnlog.trainer.shape import read_shape
     from turnlog.trainer.weights import read_weights
 
     image = drawn(90, 60, 120)  # no multiple of what a token stands for: both must resize it alike
@@ -194,10 +194,10 @@ async def test_the_trainer_sees_what_the_engine_saw_and_its_next_weights_are_ser
 @pytest.mark.engine
 async def test_an_adapter_that_is_published_alone_is_served_with_images(model_folder: Path, tmp_path: Path) -> None:
     from turnlog.plugins.offline.export import model_files
+    from turnlog.trainer.families.family import read_shape
     from turnlog.trainer.launch import process_group
     from turnlog.trainer.learner import Learner
     from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-    from turnlog.trainer.shape import read_shape
     from turnlog.trainer.weights import read_weights
 
     image, folders = drawn(90, 60, 120), [tmp_path / of for of in ("merged", "adapter")]

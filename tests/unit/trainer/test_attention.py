@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
 from turnlog.trainer import mcore
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.models.attention import Kernel, SdpaAttention, varlen_kernel
 from turnlog.trainer.network import model_config
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import TINY
 
 EDGES = (0, 5, 6, 14)
 WIDTH = TINY.heads * TINY.head_dim

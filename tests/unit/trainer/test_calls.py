@@ -11,11 +11,11 @@ from tests.unit.trainer.test_learner import ONE, random_weights
 from turnlog.processors.core.batches.rows import BatchRows, rows_sha256
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.calls import RankZero, laid_out
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows
 from turnlog.trainer.plan import imitation
-from turnlog.trainer.shape import TINY, TINY_MIXTURE
 
 SMALL = synthetic_rows(0)
 ROWS = with_random_experts(SMALL, TINY_MIXTURE, 0)

@@ -19,10 +19,11 @@ from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
 from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules, compute_gae, value_loss
 from turnlog.trainer.checkpoints.state import Save
+from turnlog.trainer.families.family import as_dict
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, learning_plan
-from turnlog.trainer.shape import TINY, as_dict
 from turnlog.trainer.warm_start import random_weights
 
 ONE = LearnerOptions(threads=1, microbatch_tokens=200)

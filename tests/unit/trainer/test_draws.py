@@ -37,10 +37,10 @@ from turnlog.trainer.algorithms.draws import DrawPasses
 from turnlog.trainer.batches import Manifests
 from turnlog.trainer.checkpoints.cursor import Checkpoints, Cursor, find, folder_name
 from turnlog.trainer.checkpoints.places import SUMS, FolderPlace, StorePlace
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
 from turnlog.trainer.launch import Beat
 from turnlog.trainer.loop import LearnerThread, Trainer, draw_passes
 from turnlog.trainer.plan import LearningPlan, PolicyGradient, learning_plan
-from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape
 
 PARTS = 3
 PPO = {"algorithm": "ppo", "value_updates": 2, "value_warmup_steps": 1, "value_learning_rate": 1e-3}

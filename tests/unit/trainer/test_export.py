@@ -28,10 +28,10 @@ from turnlog.trainer import CheckpointUnusable, mcore
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import FolderPlace, StorePlace
 from turnlog.trainer.checkpoints.publications import upload, version_event
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.shape import TINY
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import Of
 

@@ -29,10 +29,11 @@ from turnlog.trainer import (
 )
 from turnlog.trainer.checkpoints.places import StorePlace
 from turnlog.trainer.checkpoints.state import Save, read_common
+from turnlog.trainer.families.family import as_dict
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, as_dict
 from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)
@@ -45,6 +46,9 @@ def alone() -> Iterator[None]:
     torch.set_num_threads(1)
     with process_group():
         yield
+
+
+QWEN2 = dataclasses.replace(TINY, kind="qwen2", qkv_bias=True, qk_norm=False)
 
 
 def test_what_a_step_held_goes_back_to_the_system() -> None:
@@ -68,7 +72,7 @@ def test_steps_are_those_of_transformers_and_adamw() -> None:
     assert max(float((tensor - after[name]).abs().max()) for name, tensor in learner.export().items()) < 1e-5
 
 
-@pytest.mark.parametrize("shape", [dataclasses.replace(TINY, kind="qwen2"), TINY_MIXTURE], ids=lambda shape: shape.kind)
+@pytest.mark.parametrize("shape", [QWEN2, TINY_MIXTURE], ids=lambda shape: shape.kind)
 def test_weight_decay_is_of_matrices_alone(shape: ModelShape) -> None:
     weights, options = random_weights(shape, 1), dataclasses.replace(ONE, weight_decay=0.1)
     learner, plain = Learner(shape, weights, options), PlainLearner(shape, weights, options)

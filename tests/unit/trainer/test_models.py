@@ -23,11 +23,11 @@ from transformers import (
 
 from tests.fakes.offers import offering
 from turnlog.names import EntryPointGroup
-from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, shape, weights
+from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, weights
+from turnlog.trainer.families.family import config_json, read_shape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import read_shape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 83,
@@ -115,7 +115,7 @@ def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name:
     config = CONFIGS[name]
     config.save_pretrained(tmp_path)
     form = read_shape(tmp_path)
-    values = shape.config_json(form, eos_token_id=0, pad_token_id=0)
+    values = config_json(form, eos_token_id=0, pad_token_id=0)
     again = type(config)(**{key: value for key, value in values.items() if key != "model_type"})
     again.save_pretrained(tmp_path)
     assert read_shape(tmp_path) == form
@@ -143,7 +143,7 @@ def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("change", "message"),
     [
         ('"model_type": "gemma"', "model_type 'gemma'; known: llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe"),
-        ('"model_type": "qwen3"', "config.json has no 'num_attention_heads'"),
+        ('"model_type": "qwen2_5_vl"', "config.json has no 'vision_config'"),
         ('"model_type": "qwen3", "hidden_act": "gelu"', "hidden_act = 'gelu' is not supported"),
         ('"model_type": "qwen3", "use_sliding_window": true', "use_sliding_window = True"),
         ('"model_type": "qwen3_moe", "mlp_only_layers": [0]', r"mlp_only_layers = \[0\]"),
@@ -191,7 +191,7 @@ def test_a_model_that_readers_of_its_config_do_not_agree_on_is_refused(
 def test_rotary_positions_are_the_same_under_either_key_or_both(tmp_path: Path) -> None:
     CONFIGS["llama 3"].save_pretrained(tmp_path)
     form = read_shape(tmp_path)
-    assert form.rope_scaling is not None
+    assert form.rope.scaling is not None
     changed(tmp_path, rope_scaling=SCALING, rope_theta=500.0)
     assert read_shape(tmp_path) == form
     changed(tmp_path, rope_parameters=None)
@@ -266,7 +266,7 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
 
 
 def test_rotary_positions_of_another_kind_are_refused(tmp_path: Path) -> None:
-    LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}).save_pretrained(
+    LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}).save_pretrained(
         tmp_path
     )
     with pytest.raises(UnsupportedModel, match="scaled rotary positions"):

@@ -18,11 +18,11 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.processors.core.batches.weighting import Whitening, whitening
 from turnlog.trainer.algorithms.objective import ForwardPassResults, Objective
 from turnlog.trainer.algorithms.tokens import BUILT_IN, Algorithm, Auxiliary, CriticRules, chosen_auxiliary
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner, StepResult
 from turnlog.trainer.models.experts import RoutedRows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, imitation
-from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 
 ONE = LearnerOptions(threads=1, microbatch_tokens=200)

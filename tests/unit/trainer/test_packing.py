@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from tests.fakes.batches import synthetic_rows, with_random_experts
 from tests.reference.plain import PlainLearner
+from turnlog.trainer.families.costs import row_flops
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.microbatches import context_shard, microbatches, pack_rows, pad_rows, worth_packing
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY, TINY_MIXTURE, ModelShape, row_flops
 from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)

@@ -8,8 +8,8 @@ import pytest
 
 from turnlog.settings import SettingsError, from_tables
 from turnlog.trainer import LayoutUnfit
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.plan import LearnerOptions, check_layout, check_unchanged, learning_plan
-from turnlog.trainer.shape import TINY, TINY_MIXTURE
 
 
 def test_the_rate_falls_linearly_over_the_steps_of_all_draws_to_its_floor() -> None:

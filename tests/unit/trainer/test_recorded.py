@@ -27,9 +27,9 @@ from turnlog.schemas.types import BlobRef, pack_float32s, pack_int32s
 from turnlog.settings import Settings
 from turnlog.trainer import ExpertsUnfit, ImagesUnfit
 from turnlog.trainer.batches import read_truncation_flags, with_experts, with_pictures
+from turnlog.trainer.families.shape import TINY_MIXTURE, TINY_VISION
 from turnlog.trainer.models.experts import RoutedRows, unrouted_rows
 from turnlog.trainer.models.vision import PicturedRows, lay_out_images
-from turnlog.trainer.shape import TINY_MIXTURE, TINY_VISION
 
 ROWS = with_random_experts(synthetic_rows(0, rows=4), TINY_MIXTURE, 0)
 IDS = ROWS.experts

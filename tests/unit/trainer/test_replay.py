@@ -14,17 +14,17 @@ from tests.fakes.batches import synthetic_rows, with_random_experts
 from tests.reference.plain import PlainLearner
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import ExpertsUnfit
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, Mixture
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import RoutedRows, attach_experts, unrouted_rows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
-from turnlog.trainer.shape import TINY, TINY_MIXTURE
 from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)
 ONE = LearnerOptions(threads=1, microbatch_tokens=200)
 ROWS = synthetic_rows(0)
-MIXTURE = dataclasses.replace(TINY_MIXTURE, experts=16, experts_per_token=4)
+MIXTURE = dataclasses.replace(TINY_MIXTURE, mixture=Mixture(experts=16, experts_per_token=4, expert_ffn=32))
 
 
 @pytest.fixture(scope="module", autouse=True)

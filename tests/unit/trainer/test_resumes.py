@@ -13,7 +13,7 @@ from tests.unit.trainer.test_draws import Run
 from turnlog.settings import SettingsError
 from turnlog.trainer.checkpoints.cursor import find, hand_on
 from turnlog.trainer.checkpoints.places import FolderPlace
-from turnlog.trainer.shape import TINY
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.warm_start import make_base
 
 PPO = {"algorithm": "ppo", "value_warmup_steps": 2, "allow_changes": True}

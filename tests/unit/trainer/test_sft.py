@@ -38,7 +38,8 @@ from turnlog.plugins.recipes.warm_start import make_row_converter
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 from turnlog.settings import Settings
-from turnlog.trainer.shape import TINY, TINY_VISION, read_shape
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import TINY, TINY_VISION
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import read_weights, write_folder
 

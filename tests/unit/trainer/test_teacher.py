@@ -21,10 +21,11 @@ from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import TeacherUnfit
 from turnlog.trainer.algorithms.logprobs import check_teacher
 from turnlog.trainer.algorithms.objective import ForwardPassResults, PolicyGradient
+from turnlog.trainer.families.family import config_json
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, imitation
-from turnlog.trainer.shape import TINY, config_json
 from turnlog.trainer.warm_start import random_weights
 
 ONE = LearnerOptions(threads=1, microbatch_tokens=4000)

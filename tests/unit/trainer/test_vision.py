@@ -17,11 +17,12 @@ from tests.tiny_model import make_tiny_vision
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import LayoutUnfit, TeacherUnfit, UnsupportedModel, weights
 from turnlog.trainer.algorithms.logprobs import check_teacher
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import TINY_VISION, ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.vision import PicturedRows, RowImage, attach_pictures, axes
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
-from turnlog.trainer.shape import TINY_VISION, ModelShape, read_shape
 from turnlog.trainer.warm_start import random_weights
 
 OBJECTIVE = PolicyGradient(0.2, 0.2)
@@ -192,7 +193,7 @@ def test_what_the_tower_would_not_compute_is_refused(folder: Path, tmp_path: Pat
         UnsupportedModel, match=r"rotary positions .*yarn.* are not supported; supported: mrope_section"
     ):
         changed_shape(folder, tmp_path, scaled)
-    with pytest.raises(LayoutUnfit, match="context_parallel = 2 is not supported for a model that takes images"):
+    with pytest.raises(LayoutUnfit, match="context_parallel = 2 is not supported for qwen2_5_vl, because its tokens"):
         check_layout(TINY_VISION, LearnerOptions(context_parallel=2))
 
 

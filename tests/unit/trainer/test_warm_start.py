@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.batches import synthetic_model
 from turnlog.trainer.checkpoints.places import file_sha256
-from turnlog.trainer.shape import TINY, read_shape
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.warm_start import demonstration_rows, make_base, random_weights, warm_start
 from turnlog.trainer.weights import read_weights, write_tensors
 

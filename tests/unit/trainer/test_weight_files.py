@@ -28,7 +28,7 @@ from turnlog.trainer import weights
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
-from turnlog.trainer.shape import TINY
+from turnlog.trainer.families.shape import TINY
 
 def resident(what):
     return int(re.search(what + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

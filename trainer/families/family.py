@@ -1,0 +1,250 @@
+"""A family: models of one model_type, described by what they add to the plain decoder.
+
+The plain decoder has grouped-query attention, SwiGLU (dense, or a mixture of experts), RMSNorm and rotary positions.
+The modules that BUILT_IN names are built in; a package adds another family by the entry point `turnlog.models`
+(docs/models.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from turnlog.infra.offers import find_plugins
+from turnlog.names import EntryPointGroup
+from turnlog.trainer import ModelDamaged, UnsupportedModel
+from turnlog.trainer.families.rope import read_rope, rope_json
+from turnlog.trainer.families.shape import Mixture, ModelShape
+from turnlog.trainer.families.tensors import Tensor, decoder_tensors
+
+Config = Mapping[str, Any]
+"""Content of config.json; where a family has `text`, with the decoder's keys among those of the whole."""
+BUILT_IN = {
+    "llama": "llama:LLAMA",
+    "qwen2": "qwen2:QWEN2",
+    "qwen2_5_vl": "qwen2_5_vl:QWEN2_5_VL",
+    "qwen3": "qwen3:QWEN3",
+    "qwen3_moe": "qwen3_moe:QWEN3_MOE",
+}
+"""model_type -> module of this package and its Family."""
+ELSEWHERE = ("quantization_config", "compression_config", "transformers_weights")
+"""Keys of config.json that mean that the weights are quantized, or not in the files that the trainer reads."""
+NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False, None)}
+NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+
+
+def _nothing(_: Config) -> dict[str, Any]:
+    return {}
+
+
+def _as_is(_: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
+def _no_options(_: ModelShape) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The common properties of models of one model_type."""
+
+    model_type: str
+    architecture: str
+    """Class of transformers that an exported config.json names."""
+    qkv_bias: bool = False
+    """Whether the projections of q, k and v have biases."""
+    qk_norm: bool = False
+    """Whether RMSNorm is applied to each head of q and k."""
+    mixture: bool = False
+    """Whether layers are mixtures of experts, with the keys of Qwen3's mixtures."""
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    """Key of config.json -> supported values, which are those that the Megatron model computes."""
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Key of config.json -> the value that transformers gives it where config.json lacks it. A key of `only` that is
+    not here has its first value.
+    """
+    rope_theta: float = 10_000.0
+    """Default if config.json has no rope_theta."""
+    partial_rotary: bool = False
+    """Whether partial_rotary_factor of config.json counts."""
+    text: str = ""
+    """Key of config.json with the decoder's keys, if they are not at the top; some folders have them at the top
+    nevertheless.
+    """
+    read: Callable[[Config], dict[str, Any]] = _nothing
+    """Returns fields of ModelShape that the plain decoder lacks or has otherwise. Raises UnsupportedModel, KeyError."""
+    write: Callable[[ModelShape, dict[str, Any]], dict[str, Any]] = _as_is
+    """Returns config.json from that of a plain decoder with the same shape."""
+    tensors: Callable[[ModelShape], Iterator[Tensor]] = decoder_tensors
+    """Yields the tensors of a model."""
+    options: Callable[[ModelShape], dict[str, Any]] = _no_options
+    """Returns arguments of Megatron's TransformerConfig in addition to, or in place of, the plain decoder's."""
+    layer_spec: Callable[[ModelShape, int], Any] | None = None
+    """Returns the ModuleSpec of layer `int`, counted over all pipeline stages; None: models.decoder.layer_spec. Imports
+    torch modules only when called.
+    """
+    tower: Callable[[ModelShape, Any], Any] | None = None
+    """Returns the vision tower as a torch module of a dtype, with meaningless weights."""
+    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """[trainer] setting that the family does not support (context_parallel, packing, lora_rank, ...) -> reason, which
+    completes "is not supported for KIND, because ...".
+    """
+
+
+@functools.cache
+def family(model_type: str) -> Family:
+    """Return a built-in family, or the one that a package offers as `model_type`. Raises UnsupportedModel if there is
+    none.
+    """
+    if model_type in BUILT_IN:
+        found: Any = EntryPoint(model_type, f"{__package__}.{BUILT_IN[model_type]}", EntryPointGroup.MODELS).load()
+        return found  # type: ignore[no-any-return]
+    points = find_plugins(EntryPointGroup.MODELS, "model family", UnsupportedModel)
+    if model_type not in points:
+        known = ", ".join(sorted({*BUILT_IN, *points}))
+        raise UnsupportedModel(f"model_type {model_type!r}; known: {known}; docs/models.md says how to add one")
+    found = points[model_type].load()
+    if not isinstance(found, Family) or found.model_type != model_type:
+        raise UnsupportedModel(f"entry point {points[model_type].value} must be a Family of model_type {model_type!r}")
+    return found
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read the shape of a model folder. Raises UnsupportedModel, ModelDamaged."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise UnsupportedModel(f"{folder} has no config.json; [model] path must be a Hugging Face folder") from None
+    except ValueError as error:
+        raise ModelDamaged(f"{folder / 'config.json'} is not JSON ({error}): fetch the file again") from error
+    if not isinstance(config, dict):
+        raise ModelDamaged(f"{folder / 'config.json'} is not a JSON object: fetch the file again")
+    try:
+        return _shape(config)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from error
+    except KeyError as error:
+        raise UnsupportedModel(f"{folder}: config.json has no {error}") from error
+
+
+def _shape(config: dict[str, Any]) -> ModelShape:
+    own = family(str(config.get("model_type")))
+    given = {**config, **(config.get(own.text) or {})} if own.text else config
+    for key in ELSEWHERE:
+        if given.get(key):
+            raise UnsupportedModel(f"{key} is not supported: use the model's weights from before it was applied")
+    config = {**own.absent, **given}
+    for key, values in {"hidden_act": ("silu",), **own.only}.items():
+        value = config.get(key, values[0])
+        if value not in values:
+            assumed = "" if key in given else " (what transformers takes where config.json does not give it)"
+            raise UnsupportedModel(f"{key} = {value!r}{assumed} is not supported; supported: {values[0]!r}")
+    heads = config["num_attention_heads"]
+    read = own.read(config)
+    fields = {
+        "kind": own.model_type,
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "heads": heads,
+        "groups": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "ffn": config["intermediate_size"],
+        "vocabulary": config["vocab_size"],
+        "positions": config["max_position_embeddings"],
+        "norm_epsilon": config["rms_norm_eps"],
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": own.qkv_bias,
+        "qk_norm": own.qk_norm,
+        "mixture": _mixture(config) if own.mixture else None,
+        "rope": read.get("rope") or read_rope(config, own.rope_theta),
+        **read,
+    }
+    shape = ModelShape(**fields)
+    if shape.rope.fraction != 1.0 and not own.partial_rotary:
+        raise UnsupportedModel(f"partial_rotary_factor = {shape.rope.fraction} is not supported for {shape.kind}")
+    return shape
+
+
+def _mixture(config: Config) -> Mixture:
+    return Mixture(
+        experts=config.get("num_experts") or config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        expert_ffn=config["moe_intermediate_size"],
+        normalized_routing=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def config_json(shape: ModelShape, *, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+    """Return the config.json of `shape`, as transformers 5 and SGLang read it."""
+    own = family(shape.kind)
+    values = {
+        "architectures": [own.architecture],
+        "model_type": shape.kind,
+        "dtype": "float32",
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.groups,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions,
+        "rms_norm_eps": shape.norm_epsilon,
+        "rope_parameters": rope_json(shape.rope),
+        "tie_word_embeddings": shape.tied,
+        "hidden_act": "silu",
+        "attention_bias": shape.qkv_bias,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_sliding_window": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        **(_mixture_json(shape.mixture) if own.mixture and shape.mixture else {}),
+    }
+    return own.write(shape, values)
+
+
+def _mixture_json(mixture: Mixture) -> dict[str, Any]:
+    return {
+        "num_experts": mixture.experts,
+        "num_experts_per_tok": mixture.experts_per_token,
+        "moe_intermediate_size": mixture.expert_ffn,
+        "norm_topk_prob": mixture.normalized_routing,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def as_dict(shape: ModelShape) -> dict[str, Any]:
+    """Return plain values for checkpoints. Values equal to their defaults are left out, so that new fields do not
+    change earlier checkpoints.
+    """
+    own = family(shape.kind)
+    values: dict[str, Any] = _plain_values(shape)
+    for name in ("qkv_bias", "qk_norm"):
+        if values.get(name, False) == getattr(own, name):
+            values.pop(name, None)
+        else:
+            values[name] = getattr(shape, name)
+    rope = values.pop("rope")
+    values["rope_theta"] = rope.pop("theta")
+    if "scaling" in rope:
+        values["rope_scaling"] = rope.pop("scaling")
+    return values | values.pop("mixture", {}) | ({"rope": rope} if rope else {})
+
+
+def _plain_values(value: Any) -> Any:
+    """Return a dataclass as a dictionary without the fields that have their defaults."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+    return {name: _plain_values(held) for name, held, default in fields if held != default}

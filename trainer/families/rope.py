@@ -1,0 +1,136 @@
+"""Rotary positions in config.json, as transformers 5 reads and writes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from turnlog.trainer import UnsupportedModel
+from turnlog.trainer.families.shape import LinearScaling, Rope, RopeScaling, Scaling, YarnScaling
+
+KEYS = ("rope_scaling", "rope_parameters")
+"""Keys of config.json with rotary positions, in transformers' order of precedence."""
+
+
+def rope_values(text: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """Return rope_theta, rope_type and related values of a decoder's config; `theta` is the default of rope_theta.
+
+    If both keys are given, transformers uses the former and other readers the latter, so both must be equal. Raises
+    UnsupportedModel if they are not.
+    """
+    plain = {"rope_theta": text.get("rope_theta") or theta, "rope_type": "default"}
+    given = {key: text[key] for key in KEYS if text.get(key)}
+    found = []
+    for key, rope in given.items():
+        if not isinstance(rope, dict):
+            raise UnsupportedModel(f"{key} = {rope!r} is not supported; supported: an object")
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise UnsupportedModel(f"{key} {rope}: rotary positions by layer type are not supported")
+        found.append({**plain, "rope_type": rope.get("type", "default"), **rope})
+        found[-1].pop("type", None)
+    if len(found) > 1 and found[0] != found[1]:
+        raise UnsupportedModel(
+            f"rope_scaling {text['rope_scaling']} and rope_parameters {text['rope_parameters']} differ, and engines "
+            "and transformers disagree on which one counts: keep one of them in config.json"
+        )
+    rope = found[0] if found else plain
+    original = text.get("original_max_position_embeddings")
+    if original is not None and rope.setdefault("original_max_position_embeddings", original) != original:
+        raise UnsupportedModel(
+            f"original_max_position_embeddings is {original} beside rotary positions {rope}: keep one of them"
+        )
+    return rope
+
+
+def read_rope(text: Mapping[str, Any], theta: float) -> Rope:
+    """Read the rotary positions of a decoder's config. Raises UnsupportedModel."""
+    rope = rope_values(text, theta)
+    kind = rope["rope_type"]
+    if kind not in _READERS:
+        raise UnsupportedModel(
+            f"scaled rotary positions {dict(rope)} are not supported; supported rope_type: {', '.join(_READERS)}"
+        )
+    original = rope.get("original_max_position_embeddings") or text["max_position_embeddings"]
+    try:
+        scaling = _READERS[kind]({**rope, "original_max_position_embeddings": int(original)}, text)
+    except KeyError as error:
+        raise UnsupportedModel(f"rotary positions {dict(rope)} have no {error}") from error
+    fraction = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
+    return Rope(theta=float(rope["rope_theta"]), scaling=scaling, fraction=1.0 if fraction is None else float(fraction))
+
+
+def rope_json(rope: Rope) -> dict[str, Any]:
+    """Return rope_parameters of config.json."""
+    values: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": "default"}
+    if rope.fraction != 1.0:
+        values["partial_rotary_factor"] = rope.fraction
+    match rope.scaling:
+        case LinearScaling(factor=factor):
+            return values | {"rope_type": "linear", "factor": factor}
+        case RopeScaling() as scaling:
+            return values | {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low,
+                "high_freq_factor": scaling.high,
+                "original_max_position_embeddings": scaling.original,
+            }
+        case YarnScaling() as scaling:
+            return values | {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original,
+                "attention_factor": scaling.attention,
+                "beta_fast": scaling.fast,
+                "beta_slow": scaling.slow,
+                "truncate": scaling.truncate,
+            }
+    return values
+
+
+def _linear(rope: Mapping[str, Any], _: Mapping[str, Any]) -> LinearScaling:
+    return LinearScaling(factor=float(rope["factor"]))
+
+
+def _llama3(rope: Mapping[str, Any], _: Mapping[str, Any]) -> RopeScaling:
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low=float(rope["low_freq_factor"]),
+        high=float(rope["high_freq_factor"]),
+        original=rope["original_max_position_embeddings"],
+    )
+
+
+def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
+    original = rope["original_max_position_embeddings"]
+    factor = rope["factor"] or text["max_position_embeddings"] / original
+    attention = rope.get("attention_factor")
+    if attention is None:
+        scales = rope.get("mscale"), rope.get("mscale_all_dim")
+        shares = [float(scale) for scale in scales if scale]
+        attention = (
+            _magnitude(factor, shares[0]) / _magnitude(factor, shares[1]) if len(shares) > 1 else _magnitude(factor)
+        )
+    return YarnScaling(
+        factor=float(factor),
+        original=original,
+        attention=float(attention),
+        fast=float(rope.get("beta_fast") or 32),
+        slow=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _magnitude(factor: float, share: float = 1.0) -> float:
+    """Return the factor by which YaRN scales attention to `factor` times as many positions (arXiv 2309.00071, 22)."""
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scaling | None]] = {
+    "default": lambda *_: None,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""rope_type of config.json -> function that reads its scaling."""

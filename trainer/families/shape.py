@@ -1,0 +1,203 @@
+"""The shape of a model: all values that determine its tensors and its computation.
+
+Whatever only some families have is a small dataclass of its own, and its field is None in all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+LayerType = Literal["full_attention", "sliding_attention", "linear_attention"]
+"""Kinds of token mixing, as layer_types of config.json names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's RoPE scaling.
+
+    Wavelengths above `original` positions / `low` are stretched by `factor`, those below `original` / `high` are not,
+    and those between are interpolated.
+    """
+
+    factor: float
+    """Factor by which long wavelengths are stretched."""
+    low: float
+    """low_freq_factor of config.json."""
+    high: float
+    """high_freq_factor of config.json."""
+    original: int
+    """original_max_position_embeddings of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al., arXiv 2309.00071, 3.2 and 3.4).
+
+    Dimensions that rotate less than `slow` times within `original` positions are stretched by `factor`, those that
+    rotate more than `fast` times are not, and those between are interpolated.
+    """
+
+    factor: float
+    original: int
+    """original_max_position_embeddings of config.json."""
+    attention: float
+    """Factor of cosines and sines."""
+    fast: float = 32.0
+    """beta_fast of config.json."""
+    slow: float = 1.0
+    """beta_slow of config.json."""
+    truncate: bool = True
+    """Whether the limits of the interpolated dimensions are whole numbers."""
+
+
+Scaling = LinearScaling | RopeScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions."""
+
+    theta: float
+    scaling: Scaling | None = None
+    fraction: float = 1.0
+    """Share of a head's dimensions that rotate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """A mixture of experts in place of the dense feed-forward layer."""
+
+    experts: int
+    """Number of experts per layer."""
+    experts_per_token: int
+    """Number of experts that a token is routed to."""
+    expert_ffn: int
+    """Intermediate size of an expert."""
+    normalized_routing: bool = True
+    """Whether the weights of a token's experts sum to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that are dense nevertheless."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionShape:
+    """Shape of Qwen2.5-VL's vision tower, which extracts features of images, and positions of images among a row's
+    tokens.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    channels: int
+    """Color channels of a pixel."""
+    patch: int
+    """Side of a patch, in pixels."""
+    frames: int
+    """Number of frames in a patch; a still image is repeated that often."""
+    merge: int
+    """A token represents a square of this many patches per side."""
+    window: int
+    """Side of the window within which a layer attends, in pixels."""
+    unbounded: tuple[int, ...]
+    """Layers that attend to the whole image."""
+    token: int
+    """Id of the placeholder token of images."""
+    sections: tuple[int, int, int]
+    """Pairs of a head's dimensions that rotate by frame, row and column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """All values that determine tensor shapes and the computation."""
+
+    kind: str
+    """model_type, which identifies the family."""
+    layers: int
+    hidden: int
+    heads: int
+    """Number of query heads."""
+    groups: int
+    """Number of key-value heads."""
+    head_dim: int
+    """Size of a head."""
+    ffn: int
+    """Intermediate size of a dense layer."""
+    vocabulary: int
+    """Number of token ids."""
+    positions: int
+    """max_position_embeddings: the largest number of positions."""
+    norm_epsilon: float
+    rope: Rope
+    tied: bool
+    """Whether the output layer shares the embedding."""
+    qkv_bias: bool = False
+    """Whether the projections of q, k and v have biases."""
+    qk_norm: bool = False
+    """Whether RMSNorm is applied to each head of q and k."""
+    layer_types: tuple[LayerType, ...] = ()
+    """Kind of each layer; empty if every layer has full attention."""
+    mixture: Mixture | None = None
+    """Mixture of experts; None if every layer is dense."""
+    vision: VisionShape | None = None
+    """Vision tower; None if the model reads only text."""
+
+    @property
+    def experts(self) -> int:
+        """Number of experts per layer; 0 if the model is dense."""
+        return self.mixture.experts if self.mixture else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """Number of experts that a token is routed to; 0 if the model is dense."""
+        return self.mixture.experts_per_token if self.mixture else 0
+
+    def layer_type(self, layer: int) -> LayerType:
+        """Return the kind of a layer."""
+        return self.layer_types[layer] if self.layer_types else "full_attention"
+
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether a layer is a mixture of experts."""
+        return self.mixture is not None and layer not in self.mixture.dense_layers
+
+
+TINY = ModelShape(
+    kind="qwen3",
+    layers=2,
+    hidden=64,
+    heads=4,
+    groups=2,
+    head_dim=16,
+    ffn=128,
+    vocabulary=384,
+    positions=512,
+    norm_epsilon=1e-6,
+    rope=Rope(theta=10000.0),
+    tied=False,
+    qk_norm=True,
+)
+"""The recipes' policy: half a megabyte; it learns one-digit arithmetic with a tool in a minute on two CPU cores."""
+TINY_MIXTURE = dataclasses.replace(
+    TINY, kind="qwen3_moe", mixture=Mixture(experts=4, experts_per_token=2, expert_ffn=32)
+)
+"""TINY with four experts per layer, two of them per token."""
+TINY_VISION = dataclasses.replace(
+    TINY,
+    kind="qwen2_5_vl",
+    qkv_bias=True,
+    qk_norm=False,
+    vision=VisionShape(
+        layers=2, hidden=64, heads=4, ffn=128, channels=3, patch=14, frames=2, merge=2, window=112, unbounded=(1,),
+        token=5, sections=(2, 3, 3),
+    ),
+)  # fmt: skip
+"""TINY with vision."""
