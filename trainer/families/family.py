@@ -239,7 +239,8 @@ def as_dict(shape: ModelShape) -> dict[str, Any]:
     values["rope_theta"] = rope.pop("theta")
     if "scaling" in rope:
         values["rope_scaling"] = rope.pop("scaling")
-    return values | values.pop("mixture", {}) | ({"rope": rope} if rope else {})
+    mixture: dict[str, Any] = values.pop("mixture", {})
+    return values | mixture | ({"rope": rope} if rope else {})
 
 
 def _plain_values(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,10 +80,10 @@ def rope_json(rope: Rope) -> dict[str, Any]:
                 "rope_type": "yarn",
                 "factor": scaling.factor,
                 "original_max_position_embeddings": scaling.original,
-                "attention_factor": scaling.attention,
                 "beta_fast": scaling.fast,
                 "beta_slow": scaling.slow,
                 "truncate": scaling.truncate,
+                **(dict(zip(("mscale", "mscale_all_dim"), scaling.shares, strict=True)) if scaling.shares else {}),
             }
     return values
 
@@ -102,29 +101,30 @@ def _llama3(rope: Mapping[str, Any], _: Mapping[str, Any]) -> RopeScaling:
     )
 
 
-def _yarn(rope: Mapping[str, Any], text: Mapping[str, Any]) -> YarnScaling:
-    original = rope["original_max_position_embeddings"]
-    factor = rope["factor"] or text["max_position_embeddings"] / original
-    attention = rope.get("attention_factor")
-    if attention is None:
-        scales = rope.get("mscale"), rope.get("mscale_all_dim")
-        shares = [float(scale) for scale in scales if scale]
-        attention = (
-            _magnitude(factor, shares[0]) / _magnitude(factor, shares[1]) if len(shares) > 1 else _magnitude(factor)
-        )
-    return YarnScaling(
-        factor=float(factor),
-        original=original,
-        attention=float(attention),
-        fast=float(rope.get("beta_fast") or 32),
-        slow=float(rope.get("beta_slow") or 1),
+def _yarn(rope: Mapping[str, Any], _: Mapping[str, Any]) -> YarnScaling:
+    """Read YaRN. transformers and SGLang 0.5.21 agree on what passes; where they do not, a key is refused."""
+    for key in ("attn_factor", "extrapolation_factor"):
+        if rope.get(key, 1) != 1:
+            raise UnsupportedModel(f"{key} = {rope[key]!r} of rotary positions counts for engines alone: remove it")
+    for key in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        if key in rope and not rope[key]:
+            raise UnsupportedModel(f"{key} = {rope[key]!r} of rotary positions is not supported: give it a value")
+    shares = rope.get("mscale"), rope.get("mscale_all_dim")
+    found = YarnScaling(
+        factor=float(rope["factor"]),
+        original=rope["original_max_position_embeddings"],
+        shares=(float(shares[0]), float(shares[1])) if shares[0] and shares[1] else None,
+        fast=float(rope.get("beta_fast", 32)),
+        slow=float(rope.get("beta_slow", 1)),
         truncate=bool(rope.get("truncate", True)),
     )
-
-
-def _magnitude(factor: float, share: float = 1.0) -> float:
-    """Return the factor by which YaRN scales attention to `factor` times as many positions (arXiv 2309.00071, 22)."""
-    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+    given = rope.get("attention_factor")
+    if given is not None and abs(given - found.attention) > 1e-6:
+        raise UnsupportedModel(
+            f"attention_factor = {given} of rotary positions is not supported: engines compute {found.attention} from "
+            "the other values"
+        )
+    return found
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scaling | None]] = {

@@ -6,6 +6,7 @@ Whatever only some families have is a small dataclass of its own, and its field 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,14 +50,27 @@ class YarnScaling:
     factor: float
     original: int
     """original_max_position_embeddings of config.json."""
-    attention: float
-    """Factor of cosines and sines."""
+    shares: tuple[float, float] | None = None
+    """mscale and mscale_all_dim of config.json, if it has both."""
     fast: float = 32.0
     """beta_fast of config.json."""
     slow: float = 1.0
     """beta_slow of config.json."""
     truncate: bool = True
     """Whether the limits of the interpolated dimensions are whole numbers."""
+
+    @property
+    def attention(self) -> float:
+        """Factor of cosines and sines."""
+        if self.shares is None:
+            return yarn_magnitude(self.factor)
+        above, below = self.shares
+        return yarn_magnitude(self.factor, above) / yarn_magnitude(self.factor, below)
+
+
+def yarn_magnitude(factor: float, share: float = 1.0) -> float:
+    """Return the factor by which YaRN scales attention to `factor` times as many positions (arXiv 2309.00071, 22)."""
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 Scaling = LinearScaling | RopeScaling | YarnScaling

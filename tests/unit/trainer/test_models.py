@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from transformers import (
 from tests.fakes.offers import offering
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, weights
-from turnlog.trainer.families.family import config_json, read_shape
+from turnlog.trainer.families.family import as_dict, config_json, read_shape
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, TINY_VISION, RopeScaling
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
@@ -47,6 +49,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 EXPERTS: dict[str, Any] = {
     "head_dim": 16,
     "num_experts": 6,
@@ -61,6 +64,10 @@ CONFIGS = {
     "qwen3 tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES),
     "llama 3": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "qwen2 yarn": Qwen2Config(**SIZES, rope_parameters=YARN),
+    "qwen3 yarn": Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN | {"truncate": False, "beta_fast": 8}),
+    "llama yarn": LlamaConfig(**SIZES, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
+    "llama linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}),
     "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),
     "mixture without norm": Qwen3MoeConfig(**SIZES, **EXPERTS | {"norm_topk_prob": False}),
 }
@@ -91,12 +98,12 @@ def check_parity(folder: Path, config: PreTrainedConfig) -> None:
     """Logits are those of transformers, and an export is what the folder held."""
     model = hugging_face(folder, config)
     form, state = read_shape(folder), weights.read_weights(folder)
-    tokens = torch.randint(0, 83, (3, 40), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(0, 83, (3, 100), generator=torch.Generator().manual_seed(5))
     options = LearnerOptions(vocabulary_multiple=16)
     with mcore.quiet(), torch.no_grad():
         megatron = build_model(form, model_config(form, options), options)
         weights.load_weights(megatron, state, form)
-        logits = megatron(tokens, torch.arange(40).expand(3, -1), None)
+        logits = megatron(tokens, torch.arange(100).expand(3, -1), None)
         wanted = model(tokens).logits
     assert logits.shape[-1] == 96
     torch.testing.assert_close(logits[..., :83], wanted, rtol=0, atol=1e-5)
@@ -119,6 +126,26 @@ def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name:
     again = type(config)(**{key: value for key, value in values.items() if key != "model_type"})
     again.save_pretrained(tmp_path)
     assert read_shape(tmp_path) == form
+
+
+def test_checkpoints_record_the_values_that_they_always_have() -> None:
+    plain = {
+        "kind": "qwen3", "layers": 2, "hidden": 64, "heads": 4, "groups": 2, "head_dim": 16, "ffn": 128,
+        "vocabulary": 384, "positions": 512, "norm_epsilon": 1e-6, "rope_theta": 10000.0, "tied": False,
+    }  # fmt: skip
+    assert as_dict(TINY) == plain
+    mixture = {"kind": "qwen3_moe", "experts": 4, "experts_per_token": 2, "expert_ffn": 32}
+    assert as_dict(TINY_MIXTURE) == plain | mixture
+    assert as_dict(TINY_VISION) == plain | {
+        "kind": "qwen2_5_vl",
+        "vision": {
+            "layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "channels": 3, "patch": 14, "frames": 2, "merge": 2,
+            "window": 112, "unbounded": (1,), "token": 5, "sections": (2, 3, 3),
+        },
+    }  # fmt: skip
+    scaled = dataclasses.replace(TINY.rope, scaling=RopeScaling(factor=8.0, low=1.0, high=4.0, original=64))
+    scaling = {"factor": 8.0, "low": 1.0, "high": 4.0, "original": 64}
+    assert as_dict(dataclasses.replace(TINY, rope=scaled)) == plain | {"rope_scaling": scaling}
 
 
 def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +190,6 @@ def changed(folder: Path, **change: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SCALING = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
 
 
