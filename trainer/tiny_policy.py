@@ -23,6 +23,7 @@ from turnlog.schemas.canonical import canonical_text
 from turnlog.settings import Settings
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.model_folder import check_folder
 
 FORMAT = "1"
 """Must be changed whenever the same settings would make another model."""
@@ -49,7 +50,7 @@ def prepare_model(settings: Settings, env: Mapping[str, str] = os.environ) -> Se
     """
     if settings.model.path:
         check_model(Path(settings.model.path))
-        read_shape(Path(settings.model.path))
+        check_folder(Path(settings.model.path))
         return settings
     chosen = task_source(settings.feeder.recipe)
     start = _warm_start(chosen)

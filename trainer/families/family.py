@@ -19,7 +19,7 @@ from typing import Any
 from turnlog.infra.offers import find_plugins
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel
-from turnlog.trainer.families.rope import read_rope, rope_json
+from turnlog.trainer.families.rope import KEYS, read_rope, rope_json
 from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.families.tensors import Tensor, decoder_tensors
 
@@ -35,6 +35,13 @@ BUILT_IN = {
 """model_type -> module of this package and its Family."""
 ELSEWHERE = ("quantization_config", "compression_config", "transformers_weights")
 """Keys of config.json that mean that the weights are quantized, or not in the files that the trainer reads."""
+COMMON = frozenset(
+    {*KEYS, *ELSEWHERE, "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "attention_dropout"}
+    | {"tie_word_embeddings", "rope_theta", "head_dim", "num_key_value_heads", "pretraining_tp"}
+    | {"_name_or_path", "return_dict", "id2label", "label2id", "router_aux_loss_coef", "output_router_logits"}
+)
+"""Keys of config.json that every family may have."""
 NO_WINDOW: dict[str, tuple[Any, ...]] = {"use_sliding_window": (False, None)}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
 
@@ -92,10 +99,17 @@ class Family:
     """
     tower: Callable[[ModelShape, Any], Any] | None = None
     """Returns the vision tower as a torch module of a dtype, with meaningless weights."""
+    also: tuple[str, ...] = ()
+    """Further keys of config.json that count; an unknown model that lacks them is less like this family."""
     without: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """[trainer] setting that the family does not support (context_parallel, packing, lora_rank, ...) -> reason, which
     completes "is not supported for KIND, because ...".
     """
+
+    @property
+    def allowed(self) -> dict[str, tuple[Any, ...]]:
+        """`only`, with the activation of every family."""
+        return {"hidden_act": ("silu",), **self.only}
 
 
 @functools.cache
@@ -135,29 +149,36 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _shape(config: dict[str, Any]) -> ModelShape:
-    own = family(str(config.get("model_type")))
-    given = {**config, **(config.get(own.text) or {})} if own.text else config
+    kind = str(config.get("model_type"))
+    try:
+        own = family(kind)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{error}{_nearest(config)}") from error
+    given = _decoder_keys(config, own)
     for key in ELSEWHERE:
-        if given.get(key):
+        if given.get(key) or config.get(key):
             raise UnsupportedModel(f"{key} is not supported: use the model's weights from before it was applied")
     config = {**own.absent, **given}
-    for key, values in {"hidden_act": ("silu",), **own.only}.items():
+    for key, values in own.allowed.items():
         value = config.get(key, values[0])
         if value not in values:
             assumed = "" if key in given else " (what transformers takes where config.json does not give it)"
             raise UnsupportedModel(f"{key} = {value!r}{assumed} is not supported; supported: {values[0]!r}")
-    heads = config["num_attention_heads"]
     read = own.read(config)
+    if "layer_types" not in read and set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise UnsupportedModel(f"layer_types = {config['layer_types']} is not supported; supported: full_attention")
+    heads = whole_number(config, "num_attention_heads")
+    hidden = whole_number(config, "hidden_size")
     fields = {
         "kind": own.model_type,
-        "layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
+        "layers": whole_number(config, "num_hidden_layers"),
+        "hidden": hidden,
         "heads": heads,
-        "groups": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "ffn": config["intermediate_size"],
-        "vocabulary": config["vocab_size"],
-        "positions": config["max_position_embeddings"],
+        "groups": whole_number(config, "num_key_value_heads", heads),
+        "head_dim": whole_number(config, "head_dim", hidden // heads),
+        "ffn": whole_number(config, "intermediate_size"),
+        "vocabulary": whole_number(config, "vocab_size"),
+        "positions": whole_number(config, "max_position_embeddings"),
         "norm_epsilon": config["rms_norm_eps"],
         "tied": bool(config.get("tie_word_embeddings", False)),
         "qkv_bias": own.qkv_bias,
@@ -172,11 +193,70 @@ def _shape(config: dict[str, Any]) -> ModelShape:
     return shape
 
 
+def whole_number(config: Config, key: str, default: int | None = None) -> int:
+    """Return a positive value of config.json; `default` replaces a missing one and null. Raises KeyError,
+    UnsupportedModel.
+    """
+    value = config[key] if default is None else config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedModel(f"{key} = {value!r} is not supported; supported: a whole number above 0")
+    return value
+
+
+def _decoder_keys(config: dict[str, Any], own: Family) -> dict[str, Any]:
+    """Return config.json with the decoder's keys at the top, where transformers finds the same values.
+
+    If the decoder has an object of its own, transformers reads only there what belongs to the decoder, but
+    tie_word_embeddings at the top. Raises UnsupportedModel if other readers could take another value.
+    """
+    text = config.get(own.text) if own.text else None
+    if not text:
+        return config
+    tied = bool(config.get("tie_word_embeddings", False))
+    if text.get("tie_word_embeddings", tied) != tied:
+        raise UnsupportedModel(f"tie_word_embeddings is {tied} at the top and another in {own.text}: make them equal")
+    for key in ("head_dim", "rope_theta", *KEYS, *own.absent, *own.allowed):
+        if key in config and config[key] != text.get(key, own.absent.get(key)):
+            raise UnsupportedModel(
+                f"{key} is {config[key]!r} at the top and {text.get(key)!r} in {own.text}: transformers reads the "
+                "latter; remove the former"
+            )
+    return {**config, **text, "tie_word_embeddings": tied}
+
+
+def _nearest(config: Config) -> str:
+    """Describe how a config of an unknown family differs from that of the built-in family that is nearest to it."""
+    nested = {one.text for one in _built_in() if isinstance(config.get(one.text), dict)}
+    text = {key: value for name in nested for key, value in config[name].items()} | dict(config)
+    found: list[tuple[int, str, list[str]]] = []
+    for one in _built_in():
+        known = {*COMMON, *one.absent, *one.allowed, *one.also}
+        other = sorted(
+            f"{key} = {value!r}"
+            for key, value in text.items()
+            if key not in nested
+            if (key not in known and value) or value not in one.allowed.get(key, (value,))
+        )
+        lacking = sorted(f"no {key}" for key in one.also if key not in config)
+        found.append((len(other) + len(lacking), one.model_type, other + lacking))
+    _, kind, differences = min(found)
+    return f"; the nearest is {kind}, from which it differs by {', '.join(differences) or 'model_type alone'}"
+
+
+def _built_in() -> list[Family]:
+    return [family(name) for name in BUILT_IN]
+
+
 def _mixture(config: Config) -> Mixture:
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key)}
+    if len(counts) > 1:
+        raise UnsupportedModel(f"num_experts and num_local_experts differ ({counts}): keep one of them")
     return Mixture(
-        experts=config.get("num_experts") or config["num_local_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_ffn=config["moe_intermediate_size"],
+        experts=whole_number({"num_experts": next(iter(counts), 128)}, "num_experts"),
+        experts_per_token=whole_number(config, "num_experts_per_tok"),
+        expert_ffn=whole_number(config, "moe_intermediate_size"),
         normalized_routing=bool(config.get("norm_topk_prob", False)),
     )
 

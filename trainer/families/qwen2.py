@@ -16,6 +16,8 @@ DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
 
 

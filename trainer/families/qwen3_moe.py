@@ -10,6 +10,7 @@ QWEN3_MOE = Family(
     qk_norm=True,
     mixture=True,
     only=NO_WINDOW | NO_BIAS | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    also=("num_experts", "norm_topk_prob"),
     absent={
         "vocab_size": 151936,
         "hidden_size": 2048,
@@ -19,6 +20,7 @@ QWEN3_MOE = Family(
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.each import each
 from tests.fakes.offers import offering
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, weights
@@ -180,6 +181,28 @@ def test_the_page_adds_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_that_the_mapping_does_not_cover_is_refused(tmp_path: Path, change: str, message: str) -> None:
     (tmp_path / "config.json").write_text(f"{{{change}}}")
     with pytest.raises(UnsupportedModel, match=message):
+        read_shape(tmp_path)
+
+
+@each(
+    ("config", "nearest"),
+    [
+        (
+            LlamaConfig(**SIZES).to_dict() | {"model_type": "helium", "mlp_bias": True, "query_pre_attn_scalar": 64},
+            "nearest is llama, from which it differs by mlp_bias = True, query_pre_attn_scalar = 64$",
+        ),
+        (
+            Qwen3MoeConfig(**SIZES, **EXPERTS).to_dict() | {"model_type": "other", "shared_expert_gate": True},
+            "nearest is qwen3_moe, from which it differs by .*shared_expert_gate = True",
+        ),
+    ],
+    ids=["llama", "qwen3_moe"],
+)
+def test_an_unknown_family_is_refused_with_the_nearest_one_and_what_differs(
+    tmp_path: Path, config: dict[str, Any], nearest: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=nearest):
         read_shape(tmp_path)
 
 

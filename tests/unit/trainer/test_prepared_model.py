@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 
 from turnlog.infra.embedded import ModelMissing
 from turnlog.settings import ModelSettings, Settings
-from turnlog.trainer import UnsupportedModel
+from turnlog.trainer import ModelDamaged, UnsupportedModel
+from turnlog.trainer.families.family import config_json
+from turnlog.trainer.families.shape import TINY
+from turnlog.trainer.model_folder import check_folder
 from turnlog.trainer.tiny_policy import prepare_model
 
 
@@ -26,3 +31,29 @@ def test_a_model_that_nobody_here_trains_is_refused_before_anything_starts(tmp_p
         (tmp_path / name).touch()
     with pytest.raises(UnsupportedModel, match="model_type 'gpt2'"):
         prepare_model(Settings(model=ModelSettings(path=str(tmp_path))))
+
+
+def write_tokenizer(folder: Path, tokens: int) -> Tokenizer:
+    """Write a tokenizer of so many tokens, beside the config.json of a model that knows 384."""
+    (folder / "config.json").write_text(json.dumps(config_json(TINY, eos_token_id=0, pad_token_id=0)))
+    tokenizer = Tokenizer(WordLevel({f"word {number}": number for number in range(tokens)}, "word 0"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def test_a_tokenizer_of_another_vocabulary_is_named_with_its_first_token_that_the_model_lacks(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, 384)
+    assert check_folder(tmp_path) == TINY
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert check_folder(tmp_path) == TINY
+    write_tokenizer(tmp_path, 386)
+    with pytest.raises(ModelDamaged, match=r"tokenizer\.json has token 'word 384' .* vocab_size .* is 384"):
+        check_folder(tmp_path)
+
+
+def test_a_tokenizer_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 10)
+    (tmp_path / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes()[:-20])
+    with pytest.raises(ModelDamaged, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        check_folder(tmp_path)

@@ -1,0 +1,35 @@
+"""Checks of a model folder before anything is started for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from turnlog.trainer import ModelDamaged
+from turnlog.trainer.families.family import read_shape
+from turnlog.trainer.families.shape import ModelShape
+
+
+def check_folder(folder: Path) -> ModelShape:
+    """Return the shape of a model whose tokenizer fits it. Raises UnsupportedModel, ModelDamaged."""
+    shape = read_shape(folder)
+    file = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise ModelDamaged(f"{file} cannot be read as a tokenizer ({error}): fetch the file again") from error
+    # Gemma 3's text models lack the embedding of a special token that their tokenizer shares with the others.
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    beyond = {
+        number: token
+        for token, number in tokenizer.get_vocab(True).items()
+        if number >= shape.vocabulary and number not in special
+    }
+    if beyond:
+        first = min(beyond)
+        raise ModelDamaged(
+            f"{file} has token {beyond[first]!r} with number {first}, and vocab_size of config.json is "
+            f"{shape.vocabulary}: the tokenizer is that of another model; fetch both files again"
+        )
+    return shape
