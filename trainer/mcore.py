@@ -334,7 +334,7 @@ with warnings.catch_warnings(), importing():
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+    from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
     ON_CPU = enable()
     install()
@@ -414,6 +414,7 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "is_layer_window_attention",
     "make_sharded_tensors_for_checkpoint",
     "own_device",
     "parallel_state",

@@ -1,7 +1,7 @@
 """Core attention by torch's scaled_dot_product_attention, over rows that context-parallel ranks share.
 
 It is selected by the layer spec. It runs on CPU and CUDA without TransformerEngine, and supports grouped queries,
-explicit masks, packed rows and context parallelism, which Megatron's own does not.
+explicit masks, sliding windows, sinks, packed rows and context parallelism, which Megatron's own does not.
 
 Context parallelism: each of n ranks takes two of a row's 2 n equal chunks, the r-th from either end, so that each has
 as many causal pairs as any other (`zigzag`; Megatron cuts its rotary positions in the same way). Keys and values are
@@ -10,6 +10,10 @@ scattered back.
 
 Packed rows take one call of torch's kernel for rows of varying length if available (`varlen_kernel`), else one call
 each.
+
+Sliding windows are attended to block by block, so that the cost of a row is linear. Sinks are a learned score per head
+beside those of the keys (Xiao et al. 2023). They are computed as the score of one more key, whose value is 0, so that
+each of torch's kernels gives their gradient. The kernel for rows of varying length takes windows, but no sinks.
 """
 
 from __future__ import annotations
@@ -67,8 +71,49 @@ def varlen_kernel(device: str, dtype: torch.dtype, head: int) -> Kernel | None:
     return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
 
 
+BLOCK = 512
+"""Smallest number of queries that attend to a sliding window in one call."""
+
+
+def layer_window(config: Any, layer_number: int) -> int:
+    """Return the number of positions that a layer attends to, its own among them; 0 if it attends to all before it.
+
+    `layer_number` counts from 1. In `config.window_attn_skip_freq` a 1 stands for a layer with `config.window_size`.
+    """
+    if config.window_size is None or not mcore.is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return 0
+    return int(config.window_size[0]) + 1
+
+
+def prepend_sinks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Prepend a key of value 0, whose score `scale` q k is `sinks` [h].
+
+    Map [s, b, h, d] x 3 to [s, b, h, d + x] and [s + 1, b, h, d + x] x 2. The heads of a group share its keys,
+    therefore a query gets one more dimension for each of them, which is 1 at its own. x is a multiple of 8, as kernels
+    need.
+    """
+    heads, groups = query.size(2), key.size(2)
+    each = heads // groups
+    more = -(-each // 8) * 8
+    own = torch.eye(each, more, dtype=query.dtype, device=query.device).repeat(groups, 1)
+    first = functional.pad((sinks / scale).view(groups, each), (key.size(3), more - each))
+    pad = functools.partial(functional.pad, pad=(0, more))
+    return (
+        torch.cat([query, own.expand(*query.shape[:2], -1, -1)], -1),
+        torch.cat([first.to(key.dtype).expand(1, key.size(1), -1, -1), pad(key)]),
+        functional.pad(pad(value), (0, 0, 0, 0, 0, 0, 1, 0)),
+    )
+
+
 class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
-    """softmax(q k^T / sqrt(d)) v, causal unless a mask is given. It has no parameters."""
+    """softmax(q k^T scale) v, causal unless a mask is given, within the layer's sliding window if it has one.
+
+    Its only parameter is `softmax_offset`, the sinks of this rank's heads, if the softmax is learnable.
+    """
 
     varlen_kernel = staticmethod(varlen_kernel)
 
@@ -86,6 +131,12 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = layer_window(config, layer_number)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            mcore.tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -105,7 +156,7 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         """
         packed = packed_seq_params is not None
         ranks = self.config.context_parallel_size
-        if packed and ranks == 1 and not self.dropout:
+        if packed and ranks == 1 and not self.dropout and self.softmax_offset is None:
             kernel = self.varlen_kernel(query.device.type, query.dtype, query.size(-1))
             if kernel is not None:
                 return self._in_one_call(kernel, query, key, value, packed_seq_params)
@@ -128,9 +179,9 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         it.
         """
         ends, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-        causal, grouped = (-1, 0), query.size(1) != key.size(1)
+        behind, grouped = (self.window - 1, 0), query.size(1) != key.size(1)  # -1: all before it
         found: torch.Tensor = kernel(
-            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=causal, enable_gqa=grouped
+            query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=behind, enable_gqa=grouped
         )
         return found.flatten(1)
 
@@ -159,7 +210,27 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
         return mcore.gather_from_sequence_parallel_region(x.contiguous(), group=group)[order]  # type: ignore[no-any-return]
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None) -> torch.Tensor:
-        """Map [s, b, h, d] x 3 to [s, b, h, d]; without a mask the last query is aligned with the last key."""
+        """Map [s, b, h, d] x 3 to [s, b, h, d], within the window; the last query is aligned with the last key."""
+        queries, keys, window = query.size(0), key.size(0), self.window
+        if not 0 < window < keys:
+            return self._attend_all(query, key, value, mask)
+        if mask is not None:
+            return self._attend_all(query, key, value, mask & _near(queries, keys, window, query.device))
+        parts, block = list[torch.Tensor](), max(window, BLOCK)
+        for start in range(0, queries, block):
+            own = query[start : start + block]
+            last = keys - queries + start + len(own)
+            held = slice(max(0, last - len(own) + 1 - window), last)
+            near = _near(len(own), held.stop - held.start, window, query.device)
+            parts.append(self._attend_all(own, key[held], value[held], near))
+        return torch.cat(parts)
+
+    def _attend_all(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
+        """Map [s, b, h, d] x 3 to [s, b, h, d]; `mask` is True where a query attends, None if causal."""
+        width = value.size(3)
+        if self.softmax_offset is not None:
+            query, key, value = prepend_sinks(query, key, value, self.softmax_offset, self.scale)
+            mask = None if mask is None else functional.pad(mask, (1, 0), value=True)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         square = q.size(2) == k.size(2)
         if mask is None and not square:
@@ -176,11 +247,31 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=q.size(1) != k.size(1),
         )
-        return out.permute(2, 0, 1, 3)
+        return out[..., :width].permute(2, 0, 1, 3)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the sinks for a checkpoint, and how tensor-parallel ranks cut them."""
+        found: dict[str, Any] = mcore.make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=mcore.parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return found
+
+
+def _near(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return [queries, keys] whether a key is among the last `window` up to a query's own position; the last query is
+    aligned with the last key.
+    """
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window)
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor.
+    """torch's RMSNorm with Megatron's constructor; with `layernorm_zero_centered_gamma`, x is scaled by 1 + weight.
 
     Sequence-parallel ranks see different tokens, so that the gradient of the weight is the sum over ranks: Megatron's
     wrapper of the same class does not support that.
@@ -189,4 +280,12 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         """Accept the arguments with which Megatron builds a norm."""
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension. 1 + weight is computed in float32, because bfloat16 would round it."""
+        if not self.zero_centered:
+            return super().forward(x)
+        scale = 1.0 + self.weight.float()
+        return functional.rms_norm(x.float(), self.normalized_shape, scale, self.eps).type_as(x)
