@@ -318,6 +318,7 @@ with warnings.catch_warnings(), importing():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -328,12 +329,13 @@ with warnings.catch_warnings(), importing():
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
     from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
     ON_CPU = enable()
@@ -397,10 +399,12 @@ __all__ = [
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
+    "SelfAttention",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "add_prefix_for_sharding",
     "apply_swiglu_sharded_factory",
     "check_devices",
@@ -418,6 +422,7 @@ __all__ = [
     "make_sharded_tensors_for_checkpoint",
     "own_device",
     "parallel_state",
+    "quick_gelu",
     "quiet",
     "rewrite_common",
     "tensor_parallel",

@@ -80,6 +80,8 @@ def model_config(shape: ModelShape, options: LearnerOptions) -> Any:
         variable_seq_lengths=options.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",
         **(_mixture(shape, shape.mixture) if shape.mixture else {}),
+        softmax_scale=shape.attention_scale,
+        **decoder.window_options(shape),
         mrope_section=list(shape.vision.sections) if shape.vision else None,
         params_dtype=params,
         pipeline_dtype=params,
@@ -143,7 +145,8 @@ def build_model(shape: ModelShape, config: Any, options: LearnerOptions) -> Any:
         share_embeddings_and_output_weights=shape.tied,
     )
     model.model_type = mcore.ModelType.encoder_or_decoder
-    decoder.scale_rope(model, shape.rope)
+    decoder.scale_rope(model, shape)
+    family(shape.kind).finish(shape, model)
     model = model.to(mcore.DEVICE)
     model = model.bfloat16() if config.bf16 else model
     tower = family(shape.kind).tower

@@ -39,7 +39,7 @@ from turnlog.infra.tensors.files import (
     write_weights,
 )
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
-from turnlog.trainer.families.family import config_json, family
+from turnlog.trainer.families.family import QUANTIZED, config_json, family
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, Tensor
 from turnlog.trainer.models import lora
@@ -89,8 +89,9 @@ def check_shapes(state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
 @torch.no_grad()
 def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
     """Copy Hugging Face weights into this rank's part of `model`. Raises WeightsMismatch."""
+    state = family(shape.kind).dequantize(dict(state))
     check_shapes(state, shape)
-    whole = _to_megatron(state, shape)
+    places = {name: (tensor, at) for tensor in tensors_of(shape) for at, name in enumerate(tensor.names)}
     rank = mcore.parallel_state.get_tensor_model_parallel_rank()
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
     first = _first(model, shape)
@@ -100,7 +101,7 @@ def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShap
         key = first.global_name(name)
         if key == OUTPUT and shape.tied:  # the last pipeline stage keeps a copy of the embedding
             key = EMBEDDING
-        entry = whole[key]
+        entry = _to_megatron(*places[key], state, shape)
         rows = parameter.shape[0] * size if key in (EMBEDDING, OUTPUT) else None
         cut = torch.cat([_cut(part, entry.dim, rank, size, rows) for part in entry.parts], 0)
         parameter.copy_(cut.to(parameter.dtype))
@@ -131,7 +132,7 @@ class Export:
             dist.all_gather_object(stages, types, group=group)
         held = {name: (stage, of_stage[name]) for stage, of_stage in enumerate(stages) for name in of_stage}
         tensors = lora.factors(model, tensors_of(shape), held) if self._adapter else tensors_of(shape)
-        found = [(tensor, *held[tensor.megatron]) for tensor in tensors]
+        found = [(tensor, *held[tensor.names[0]]) for tensor in tensors]
         # Wide values first, so that each tensor is aligned for its dtype.
         self._plan: list[tuple[Tensor, int, torch.dtype]] = sorted(found, key=lambda each: -each[2].itemsize)
 
@@ -173,15 +174,20 @@ class Export:
 
     def _of_stage(self, tensor: Tensor) -> torch.Tensor:
         """Gather one of this stage's tensors from all tensor- or expert-parallel ranks."""
+        if tensor.experts:
+            return torch.stack([self._of_expert(name) for name in tensor.names])
         name, parameter = self._mine[tensor.megatron]
         if EXPERT in name:
-            return self._of_expert_rank(self._first.global_names(name).index(tensor.megatron), parameter.detach())
+            return self._of_expert(tensor.megatron)
         merged = lora.merge_adapter(parameter.detach(), self._adapted.get(name))
-        whole = _gather_parameter(tensor, parameter, merged)
+        whole: torch.Tensor = _gather_parameter(tensor, parameter, merged)
         return whole[: self._shape.vocabulary] if name in (EMBEDDING, OUTPUT) else whole
 
-    def _of_expert_rank(self, owner: int, mine: torch.Tensor) -> torch.Tensor:
-        """Return an expert of rank `owner`; `mine` is the expert in its place on this rank."""
+    def _of_expert(self, megatron: str) -> torch.Tensor:
+        """Return a parameter of an expert, from the expert-parallel rank that has it."""
+        name, parameter = self._mine[megatron]
+        owner = self._first.global_names(name).index(megatron)
+        mine: torch.Tensor = parameter.detach()
         if self._first.expert_ranks == 1:
             return mine
         group = mcore.parallel_state.get_expert_model_parallel_group()
@@ -233,18 +239,23 @@ def split_qkv(fused: torch.Tensor, shape: ModelShape) -> tuple[torch.Tensor, tor
     return q.reshape(shape.heads * d, -1), k.reshape(kv, -1), v.reshape(kv, -1)
 
 
-def _to_megatron(state: Mapping[str, torch.Tensor], shape: ModelShape) -> dict[str, Whole]:
-    whole: dict[str, Whole] = {}
-    for tensor in tensors_of(shape):
-        parts = tuple(state[name] for name, _ in tensor.parts)
-        if tensor.joined == "qkv":
-            q, k, v = parts
-            parts = (fuse_qkv(q, k, v, shape).reshape(-1, *q.shape[1:]),)
-        whole[tensor.megatron] = Whole(parts, tensor.cut)
-    return whole
+def _to_megatron(tensor: Tensor, at: int, state: Mapping[str, torch.Tensor], shape: ModelShape) -> Whole:
+    """Return the `at`-th parameter that the parts of `tensor` hold."""
+    parts = tuple(state[name] for name, _ in tensor.parts)
+    if tensor.experts:
+        part = parts[0][at].mT if tensor.transposed else parts[0][at]
+        parts = (torch.cat([part[::2], part[1::2]]) if tensor.interleaved else part,)
+    if tensor.joined == "qkv":
+        q, k, v = parts
+        parts = (fuse_qkv(q, k, v, shape).reshape(-1, *q.shape[1:]),)
+    return Whole(parts, tensor.cut)
 
 
 def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    if tensor.interleaved:
+        held = torch.stack(held.chunk(2, 1), 2).flatten(1, 2)
+    if tensor.transposed:
+        held = held.mT
     parts: tuple[torch.Tensor, ...] = (held,)
     if tensor.joined == "shared":
         parts = (held,) * len(tensor.parts)
@@ -358,8 +369,12 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def description(folder: Path) -> dict[str, bytes]:
-    """Read config.json and similar files, unchanged."""
-    return {name: (folder / name).read_bytes() for name in DESCRIPTION if (folder / name).exists()}
+    """Read config.json and similar files; unchanged, except that published weights are not quantized."""
+    found = {name: (folder / name).read_bytes() for name in DESCRIPTION if (folder / name).exists()}
+    values = json.loads(found.get("config.json", b"{}"))
+    if values.pop(QUANTIZED, None):
+        found["config.json"] = f"{json.dumps(values, indent=2)}\n".encode()
+    return found
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, shard_bytes: int = SHARD_BYTES) -> Written:

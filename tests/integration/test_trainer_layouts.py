@@ -44,8 +44,18 @@ OF_TWO = (
     "pp2:opd",
     "tp2-sp-images-moved",
     "pp2-images-tied",
+    "tp2-gemma3-moved",
+    "tp2-sp-gemma3",
+    "pp2-gemma3-tied",
+    "cp2-packed-gemma3",
+    "tp2-sp-ep2-gpt_oss-replay",
+    "ep2-gpt_oss-moved",
+    "cp2-packed-gpt_oss",
+    "pp2-gpt_oss",
+    "tp2-mistral-lora-moved",
+    "cp2-mistral",
 )
-OF_TWO_SHORT = ("tp2-sp-ep2-replay", "pp2-tied-moved:ppo", "cp2-packed", "dp-moved")
+OF_TWO_SHORT = ("tp2-sp-ep2-gpt_oss-replay", "pp2-tied-moved:ppo", "cp2-packed", "dp-moved")
 """Of OF_TWO, one of each parallelism."""
 OF_FOUR = (
     "tp2-pp2",

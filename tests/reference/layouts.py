@@ -6,12 +6,13 @@ python -m tests.reference.layouts STEPS dp
 torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-tied dp:gspo
 
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
-parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. replay: its
-routing is recorded; some: except for every third row. images: rows have images, and the model has vision. packed: rows
-are packed. again: layers are recomputed. tied: the output layer is the embedding. moved: one rank resumes from the
-checkpoint at the end. kept: the same ranks resume from a checkpoint that gathers no optimizer state. lora: only
-low-rank adapters train. called: rank 0 calls the others, as in a run, and they map its rows. After a colon, one of
-OBJECTIVES replaces the clipped ratio against recorded log-probs.
+parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. mistral, gemma3,
+gpt_oss: it is one of that family, with sliding windows. replay: its routing is recorded; some: except for every third
+row. images: rows have images, and the model has vision. packed: rows are packed. again: layers are recomputed. tied:
+the output layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume
+from a checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others,
+as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-
+probs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.profiler import ProfilerActivity, profile
 
 from tests.fakes.batches import synthetic_rows, with_random_experts, with_random_pictures
+from tests.reference import windows
 from tests.reference.plain import (
     PlainCritic,
     PlainLearner,
@@ -81,7 +83,8 @@ divergence.
 """
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-WORDS = ("dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
+OF_KIND = {"mistral": windows.MISTRAL, "gemma3": windows.GEMMA3, "gpt_oss": windows.GPT_OSS}
+WORDS = (*OF_KIND, "dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -104,6 +107,7 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
     )
     mixture = "expert_parallel" in shares or "replay" in words
     model = TINY_MIXTURE if mixture else TINY_VISION if "images" in words else TINY
+    model = next((OF_KIND[word] for word in words if word in OF_KIND), model)
     shape = dataclasses.replace(model, tied="tied" in words)
     check_layout(shape, options)
     return shape, options

@@ -55,9 +55,9 @@ class PlainLearner:
         self._routing: torch.Tensor | None = None
         self._chosen: dict[int, torch.Tensor] = {}
         for layer in range(shape.layers if shape.experts else 0):
-            self._model.model.layers[layer].mlp.gate.register_forward_hook(
-                functools.partial(self._replay_routing, layer)
-            )
+            mixture = self._model.model.layers[layer].mlp
+            router = mixture.router if hasattr(mixture, "router") else mixture.gate
+            router.register_forward_hook(functools.partial(self._replay_routing, layer))
         self._names = list(self._model.state_dict())
         if options.lora_rank:
             _add_adapters(self._model, shape, options)
@@ -353,7 +353,7 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
     if shape.vision:
         named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
         return {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in named.items()}
-    if not shape.experts:
+    if not any(".experts.0." in name for name in weights):
         return dict(weights)
     fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
     for layer in range(shape.layers):

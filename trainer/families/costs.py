@@ -6,15 +6,18 @@ import functools
 import math
 
 from turnlog.trainer.families.family import family
-from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.families.shape import LayerType, ModelShape
 from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, OUTPUT, VISION
 
 
 def row_flops(shape: ModelShape, tokens: int) -> int:
     """Return the FLOPs of a row's forward pass: two per parameter and token, without the embedding, and causal
-    attention's two products.
+    attention's two products, within a sliding window where a layer has one.
     """
-    return 2 * tokens * _parameters(shape) + _attention(shape) * tokens * tokens
+    near = min(tokens, shape.sliding.size) if shape.sliding else 0
+    pairs = _layers(shape, "full_attention") * tokens * tokens
+    pairs += _layers(shape, "sliding_attention") * near * (2 * tokens - near)
+    return 2 * tokens * _parameters(shape) + 2 * shape.heads * shape.head_dim * pairs
 
 
 @functools.lru_cache(maxsize=32)
@@ -34,7 +37,6 @@ def _parameters(shape: ModelShape) -> int:
 
 
 @functools.lru_cache(maxsize=32)
-def _attention(shape: ModelShape) -> int:
-    """Return the FLOPs of attention per squared token."""
-    layers = sum(shape.layer_type(layer) == "full_attention" for layer in range(shape.layers))
-    return 2 * layers * shape.heads * shape.head_dim
+def _layers(shape: ModelShape, kind: LayerType) -> int:
+    """Count the layers of a kind."""
+    return sum(shape.layer_type(layer) == kind for layer in range(shape.layers))

@@ -26,14 +26,20 @@ from turnlog.trainer.families.tensors import Tensor, decoder_tensors
 Config = Mapping[str, Any]
 """Content of config.json; where a family has `text`, with the decoder's keys among those of the whole."""
 BUILT_IN = {
+    "gemma3_text": "gemma3:GEMMA3",
+    "gpt_oss": "gpt_oss:GPT_OSS",
     "llama": "llama:LLAMA",
+    "ministral": "mistral:MINISTRAL",
+    "mistral": "mistral:MISTRAL",
     "qwen2": "qwen2:QWEN2",
     "qwen2_5_vl": "qwen2_5_vl:QWEN2_5_VL",
     "qwen3": "qwen3:QWEN3",
     "qwen3_moe": "qwen3_moe:QWEN3_MOE",
 }
 """model_type -> module of this package and its Family."""
-ELSEWHERE = ("quantization_config", "compression_config", "transformers_weights")
+QUANTIZED = "quantization_config"
+"""Key of config.json that says how weights are quantized."""
+ELSEWHERE = (QUANTIZED, "compression_config", "transformers_weights")
 """Keys of config.json that mean that the weights are quantized, or not in the files that the trainer reads."""
 COMMON = frozenset(
     {*KEYS, *ELSEWHERE, "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
@@ -54,8 +60,16 @@ def _as_is(_: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _as_read(state: dict[str, Any]) -> dict[str, Any]:
+    return state
+
+
 def _no_options(_: ModelShape) -> dict[str, Any]:
     return {}
+
+
+def _unchanged(*_: Any) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +111,12 @@ class Family:
     """Returns the ModuleSpec of layer `int`, counted over all pipeline stages; None: models.decoder.layer_spec. Imports
     torch modules only when called.
     """
+    finish: Callable[[ModelShape, Any], None] = _unchanged
+    """Changes a built GPTModel, or the part of one pipeline stage, before it has weights."""
+    quantized: tuple[str, ...] = ()
+    """quant_method values of quantization_config whose weights are read; `dequantize` says how."""
+    dequantize: Callable[[dict[str, Any]], dict[str, Any]] = _as_read
+    """Returns the tensors that `tensors` names, from those of a folder. Raises WeightsMismatch."""
     tower: Callable[[ModelShape, Any], Any] | None = None
     """Returns the vision tower as a torch module of a dtype, with meaningless weights."""
     also: tuple[str, ...] = ()
@@ -156,7 +176,9 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         raise UnsupportedModel(f"{error}{_nearest(config)}") from error
     given = _decoder_keys(config, own)
     for key in ELSEWHERE:
-        if given.get(key) or config.get(key):
+        found = given.get(key) or config.get(key)
+        readable = key == QUANTIZED and isinstance(found, dict) and found.get("quant_method") in own.quantized
+        if found and not readable:
             raise UnsupportedModel(f"{key} is not supported: use the model's weights from before it was applied")
     config = {**own.absent, **given}
     for key, values in own.allowed.items():

@@ -103,6 +103,16 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Attention of the layers of kind sliding_attention."""
+
+    size: int
+    """Number of positions that a token attends to, its own among them."""
+    rope: Rope | None = None
+    """Rotary positions of these layers, if they have other ones than the layers of kind full_attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
     """Shape of Qwen2.5-VL's vision tower, which extracts features of images, and positions of images among a row's
     tokens.
@@ -160,6 +170,10 @@ class ModelShape:
     """Whether RMSNorm is applied to each head of q and k."""
     layer_types: tuple[LayerType, ...] = ()
     """Kind of each layer; empty if every layer has full attention."""
+    sliding: SlidingWindow | None = None
+    """Sliding window; None if no layer has one."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None: 1 / sqrt(head_dim)."""
     mixture: Mixture | None = None
     """Mixture of experts; None if every layer is dense."""
     vision: VisionShape | None = None

@@ -26,10 +26,28 @@ class Tensor:
     """Arrangement of the parts. qkv: per query group [its q heads | k | v], stacked; stacked: each part is cut, then
     they are stacked; shared: each part equals the parameter.
     """
+    experts: int = 0
+    """Number of experts whose parameters the one part holds, along its first dimension. `megatron` then has a "*" for
+    the number of the expert. 0: the parameter is one.
+    """
+    transposed: bool = False
+    """Whether the part has the dimensions of each expert's matrix the other way round."""
+    interleaved: bool = False
+    """Whether rows of the gate and of the other half alternate in the part; in the parameter, the gate is first."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters that the parts hold."""
+        if not self.experts:
+            return (self.megatron,)
+        return tuple(self.megatron.replace("*", str(expert)) for expert in range(self.experts))
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Shape of the parameter, over all ranks."""
+        """Shape of the parameter, over all ranks; of several, stacked."""
+        if self.transposed:
+            experts, columns, rows = self.parts[0][1]
+            return (experts, rows, columns)
         counted = self.parts[:1] if self.joined == "shared" else self.parts
         return (sum(size[0] for _, size in counted), *self.parts[0][1][1:])
 

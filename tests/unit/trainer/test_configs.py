@@ -33,6 +33,7 @@ TOWER: dict[str, Any] = {
 }  # fmt: skip
 SECTIONS = {"mrope_section": [1, 1, 2]}
 BASES: dict[str, dict[str, Any]] = {
+    "gpt_oss": TINY | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "qwen3_moe": TINY | EXPERTS,
     "qwen2_5_vl": {"text_config": TINY | {"rope_scaling": {"type": "mrope", **SECTIONS}}, "vision_config": TOWER},
 }
