@@ -127,7 +127,7 @@ class Family:
     """
 
     @property
-    def allowed(self) -> dict[str, tuple[Any, ...]]:
+    def supported_values(self) -> dict[str, tuple[Any, ...]]:
         """`only`, with the activation of every family."""
         return {"hidden_act": ("silu",), **self.only}
 
@@ -181,7 +181,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         if found and not readable:
             raise UnsupportedModel(f"{key} is not supported: use the model's weights from before it was applied")
     config = {**own.absent, **given}
-    for key, values in own.allowed.items():
+    for key, values in own.supported_values.items():
         value = config.get(key, values[0])
         if value not in values:
             assumed = "" if key in given else " (what transformers takes where config.json does not give it)"
@@ -239,7 +239,7 @@ def _decoder_keys(config: dict[str, Any], own: Family) -> dict[str, Any]:
     tied = bool(config.get("tie_word_embeddings", False))
     if text.get("tie_word_embeddings", tied) != tied:
         raise UnsupportedModel(f"tie_word_embeddings is {tied} at the top and another in {own.text}: make them equal")
-    for key in ("head_dim", "rope_theta", *KEYS, *own.absent, *own.allowed):
+    for key in ("head_dim", "rope_theta", *KEYS, *own.absent, *own.supported_values):
         if key in config and config[key] != text.get(key, own.absent.get(key)):
             raise UnsupportedModel(
                 f"{key} is {config[key]!r} at the top and {text.get(key)!r} in {own.text}: transformers reads the "
@@ -254,12 +254,12 @@ def _nearest(config: Config) -> str:
     text = {key: value for name in nested for key, value in config[name].items()} | dict(config)
     found: list[tuple[int, str, list[str]]] = []
     for one in _built_in():
-        known = {*COMMON, *one.absent, *one.allowed, *one.also}
+        known = {*COMMON, *one.absent, *one.supported_values, *one.also}
         other = sorted(
             f"{key} = {value!r}"
             for key, value in text.items()
             if key not in nested
-            if (key not in known and value) or value not in one.allowed.get(key, (value,))
+            if (key not in known and value) or value not in one.supported_values.get(key, (value,))
         )
         lacking = sorted(f"no {key}" for key in one.also if key not in config)
         found.append((len(other) + len(lacking), one.model_type, other + lacking))
