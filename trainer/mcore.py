@@ -333,6 +333,7 @@ with warnings.catch_warnings(), importing():
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
@@ -400,6 +401,7 @@ __all__ = [
     "RouterReplayAction",
     "RowParallelLinear",
     "SelfAttention",
+    "TopKRouter",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
     "TransformerBlockSubmodules",

@@ -75,6 +75,8 @@ class LearnerOptions:
     """Rank of the low-rank adapters; 0: every weight trains."""
     lora_alpha: float = 32.0
     """Adapters are scaled by alpha / rank."""
+    publish: str = "merged"
+    """What engines get of adapters: merged | adapter."""
     threads: int = 1
     """CPU threads of torch per rank."""
     vocabulary_multiple: int = 1
@@ -109,8 +111,10 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
         ("pipeline_parallel", pipeline, "layers", shape.layers),
         ("expert_parallel", expert, "experts", shape.experts),
     ]
-    if not shape.experts:
+    if not shape.mixture or shape.mixture.dense_layers:
         shares.append(("tensor_parallel", tensor, "intermediate size", shape.ffn))
+    if shape.mixture:
+        shares.append(("tensor_parallel", tensor, "intermediate size of shared experts", shape.mixture.shared_ffn))
     for setting, ranks, what, count in shares:
         if count % ranks:
             raise LayoutUnfit(f"trainer.{setting} = {ranks} does not divide the model's {what} ({count})")
@@ -235,6 +239,7 @@ def learning_plan(settings: Settings, *, cuda: bool | None = None) -> LearningPl
             dtype=parameter_type(trainer, cuda=cuda),
             lora_rank=trainer.lora_rank,
             lora_alpha=trainer.lora_alpha,
+            publish=trainer.publish,
             threads=trainer.threads,
             unrouted_train=trainer.router_replay != "only",
             reshardable=trainer.checkpoints_reshardable,

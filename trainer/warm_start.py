@@ -41,7 +41,7 @@ def random_weights(
         if len(size) > 1:
             weights[name] = (torch.randn(size, generator=generator, device=device, dtype=dtype) * INITIAL_STD).cpu()
         else:
-            weights[name] = (torch.zeros if name.endswith(".bias") else torch.ones)(size, dtype=dtype)
+            weights[name] = (torch.zeros if name.endswith("bias") else torch.ones)(size, dtype=dtype)
     return weights
 
 

@@ -54,9 +54,13 @@ OF_TWO = (
     "pp2-gpt_oss",
     "tp2-mistral-lora-moved",
     "cp2-mistral",
+    "pp2-glm4-moved",
+    "ep2-glm4-moved",
+    "tp2-sp-ep2-glm4-replay",
+    "tp2-sp-ep2-glm4-lora-moved",
 )
-OF_TWO_SHORT = ("tp2-sp-ep2-gpt_oss-replay", "pp2-tied-moved:ppo", "cp2-packed", "dp-moved")
-"""Of OF_TWO, one of each parallelism."""
+OF_TWO_SHORT = ("tp2-sp-ep2-gpt_oss-replay", "pp2-tied-moved:ppo", "cp2-packed", "dp-moved", "pp2-glm4-moved")
+"""Of OF_TWO, one of each parallelism and of each kind of model."""
 OF_FOUR = (
     "tp2-pp2",
     "tp2-sp-ep2",

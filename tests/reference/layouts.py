@@ -7,7 +7,7 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. mistral, gemma3,
-gpt_oss: it is one of that family, with sliding windows. replay: its routing is recorded; some: except for every third
+gpt_oss: it is one of that family, with sliding windows. glm4: it is one of GLM-4.5's kind, whose first layer is dense. replay: its routing is recorded; some: except for every third
 row. images: rows have images, and the model has vision. packed: rows are packed. again: layers are recomputed. tied:
 the output layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume
 from a checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others,
@@ -51,7 +51,15 @@ from turnlog.trainer.algorithms.draws import METHODS
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
-from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, TINY_VISION, ModelShape
+from turnlog.trainer.families.shape import (
+    TINY,
+    TINY_MIXTURE,
+    TINY_VISION,
+    Mixture,
+    ModelShape,
+    Rope,
+    SigmoidRouting,
+)
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
@@ -83,7 +91,23 @@ divergence.
 """
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-OF_KIND = {"mistral": windows.MISTRAL, "gemma3": windows.GEMMA3, "gpt_oss": windows.GPT_OSS}
+SIGMOID = dataclasses.replace(
+    TINY_MIXTURE,
+    kind="glm4_moe",
+    layers=4,
+    qkv_bias=True,
+    rope=Rope(theta=10000.0, fraction=0.5),
+    mixture=Mixture(
+        experts=8,
+        experts_per_token=4,
+        expert_ffn=32,
+        dense_layers=(0,),
+        shared_ffn=32,
+        sigmoid=SigmoidRouting(factor=2.5),
+    ),
+)
+"""A small model of GLM-4.5's kind: four layers, of which the first is dense."""
+OF_KIND = {"glm4": SIGMOID, "mistral": windows.MISTRAL, "gemma3": windows.GEMMA3, "gpt_oss": windows.GPT_OSS}
 WORDS = (*OF_KIND, "dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
 
 
@@ -111,6 +135,15 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
     shape = dataclasses.replace(model, tied="tied" in words)
     check_layout(shape, options)
     return shape, options
+
+
+def weights_of(shape: ModelShape, seed: int) -> Tensors:
+    """Return random weights, whose corrections of routing are not 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) if "correction" in name else tensor
+        for name, tensor in random_weights(shape, seed).items()
+    }
 
 
 Figures = list[tuple[float, float]]
@@ -152,13 +185,13 @@ class Theirs:
     """The reference implementation of the same training."""
 
     def __init__(self, shape: ModelShape, options: LearnerOptions, objective: PolicyGradient) -> None:
-        weights = random_weights(shape, POLICY)
+        weights = weights_of(shape, POLICY)
         self.policy = PlainLearner(shape, weights, options)
         self._objective = objective
         self._critic = PlainCritic(shape, weights, options) if objective.critic else None
         self._teacher = PlainLearner(*_teacher(), options) if objective.teacher is not None else None
         frozen = objective.kl != "none"
-        self._frozen = PlainLearner(shape, random_weights(shape, FROZEN), options) if frozen else None
+        self._frozen = PlainLearner(shape, weights_of(shape, FROZEN), options) if frozen else None
 
     def draw(self, batches: Sequence[BatchRows]) -> Figures:
         """Return the figures of a rollout batch of `batches`."""
@@ -185,9 +218,9 @@ def learner_of(
     """Return a Learner; `seed` selects other weights. Collective."""
     return Learner(
         shape,
-        random_weights(shape, POLICY if seed is None else seed),
+        weights_of(shape, POLICY if seed is None else seed),
         options,
-        random_weights(shape, FROZEN) if objective.kl != "none" else None,
+        weights_of(shape, FROZEN) if objective.kl != "none" else None,
         critic=objective.critic is not None,
         teacher=_teacher() if objective.teacher is not None else None,
     )
@@ -196,7 +229,7 @@ def learner_of(
 def _teacher() -> tuple[ModelShape, Tensors]:
     """Return a teacher, which is another model than the policy."""
     shape = dataclasses.replace(TINY, layers=4, hidden=96, ffn=160, tied=True)
-    return shape, random_weights(shape, 3)
+    return shape, weights_of(shape, 3)
 
 
 def _save_checkpoint(learner: Learner, control: dist.ProcessGroup) -> tuple[Path, list[float]]:
@@ -302,7 +335,7 @@ def main(steps: int, names: Sequence[str]) -> None:
     for name in names:
         of_ranks, _, kind = name.partition(":")
         shape, options = layout(of_ranks)
-        weights, objective = random_weights(shape, POLICY), OBJECTIVES[kind]
+        weights, objective = weights_of(shape, POLICY), OBJECTIVES[kind]
         batches = [_rows_for(name, shape, step) for step in range(steps)]
         store = PrefixStore(name, met) if met else None
         with process_group(rank=rank, world_size=world_size, store=store, **layout_of(options)) as control:

@@ -54,10 +54,13 @@ class PlainLearner:
             self._model.model.visual.requires_grad_(False)
         self._routing: torch.Tensor | None = None
         self._chosen: dict[int, torch.Tensor] = {}
-        for layer in range(shape.layers if shape.experts else 0):
-            mixture = self._model.model.layers[layer].mlp
-            router = mixture.router if hasattr(mixture, "router") else mixture.gate
-            router.register_forward_hook(functools.partial(self._replay_routing, layer))
+        for layer in (layer for layer in range(shape.layers) if shape.is_mixture(layer)):
+            mlp = self._model.model.layers[layer].mlp
+            if hasattr(mlp, "route_tokens_to_experts"):  # DeepSeek-V3 and GLM-4.5, whose gates return scores alone
+                mlp.route_tokens_to_experts = functools.partial(self._replay_scores, layer, mlp.route_tokens_to_experts)
+            else:
+                router = mlp.router if hasattr(mlp, "router") else mlp.gate
+                router.register_forward_hook(functools.partial(self._replay_routing, layer))
         self._names = list(self._model.state_dict())
         if options.lora_rank:
             _add_adapters(self._model, shape, options)
@@ -165,8 +168,8 @@ class PlainLearner:
             logits = self._model(tokens[None, :-1]).logits[0].float() / float(rows.temperature[row])
             said = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
             logprobs[start + 1 : start + length] = said.numpy() * rows.trained[start + 1 : start + length]
-            chosen = torch.stack([self._chosen[layer] for layer in range(self._shape.layers)], 1)
-            experts[start : start + length - 1] = chosen.numpy()
+            for layer, chosen in self._chosen.items():
+                experts[start : start + length - 1, layer] = chosen.numpy()
         return attach_experts(dataclasses.replace(rows, logprobs=logprobs), experts, self._shape)
 
     def _replay_routing(
@@ -178,6 +181,17 @@ class PlainLearner:
             return found
         chosen = self._routing[:, layer]
         return found[0], found[0].gather(-1, chosen).softmax(-1), chosen
+
+    def _replay_scores(self, layer: int, route: Any, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts and their weights as `route` does, for the recorded experts if there are any."""
+        if self._routing is None:
+            self._chosen[layer], weights = found = route(scores)
+            return found
+        assert self._shape.mixture is not None
+        assert self._shape.mixture.sigmoid is not None
+        chosen = self._routing[:, layer]
+        weights = scores.sigmoid().gather(-1, chosen)
+        return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self._shape.mixture.sigmoid.factor
 
     def export(self) -> dict[str, torch.Tensor]:
         """Return the weights, experts fused as transformers stores them."""
@@ -356,7 +370,7 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
     if not any(".experts.0." in name for name in weights):
         return dict(weights)
     fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
-    for layer in range(shape.layers):
+    for layer in (layer for layer in range(shape.layers) if shape.is_mixture(layer)):
         at = f"model.layers.{layer}.mlp.experts."
         gate, up, down = (
             torch.stack([weights[f"{at}{expert}.{x}_proj.weight"] for expert in range(shape.experts)])

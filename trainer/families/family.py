@@ -28,6 +28,7 @@ Config = Mapping[str, Any]
 BUILT_IN = {
     "gemma3_text": "gemma3:GEMMA3",
     "gpt_oss": "gpt_oss:GPT_OSS",
+    "glm4_moe": "glm4_moe:GLM4_MOE",
     "llama": "llama:LLAMA",
     "ministral": "mistral:MINISTRAL",
     "mistral": "mistral:MISTRAL",

@@ -87,6 +87,24 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidRouting:
+    """Routing by a sigmoid per expert, as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2).
+
+    A fixed correction is added to the score where experts are chosen; the weights of the chosen ones, which sum to
+    `factor`, follow from the score alone.
+    """
+
+    factor: float
+    """routed_scaling_factor of config.json."""
+    groups: int = 1
+    """Number of groups of neighbouring experts. Those with the largest sums of two corrected scores are chosen
+    first.
+    """
+    groups_per_token: int = 1
+    """Number of groups in which a token's experts are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     """A mixture of experts in place of the dense feed-forward layer."""
 
@@ -100,6 +118,10 @@ class Mixture:
     """Whether the weights of a token's experts sum to 1."""
     dense_layers: tuple[int, ...] = ()
     """Layers that are dense nevertheless."""
+    shared_ffn: int = 0
+    """Intermediate size of the feed-forward layer that every token passes beside its experts; 0 if there is none."""
+    sigmoid: SigmoidRouting | None = None
+    """Routing by sigmoids; None if a softmax routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +200,10 @@ class ModelShape:
     """Mixture of experts; None if every layer is dense."""
     vision: VisionShape | None = None
     """Vision tower; None if the model reads only text."""
+    extra_layers: int = 0
+    """num_nextn_predict_layers of config.json: layers behind the last one, which predict further tokens. Their tensors
+    are neither loaded nor exported.
+    """
 
     @property
     def experts(self) -> int:

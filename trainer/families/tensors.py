@@ -83,10 +83,15 @@ def feed_forward_tensors(shape: ModelShape, layer: int, h: str, m: str) -> Itera
     if shape.mixture is None or not shape.is_mixture(layer):
         yield from gated_tensors(h, m, shape.hidden, shape.ffn)
         return
-    yield Tensor(f"{m}router.weight", ((f"{h}gate.weight", (shape.mixture.experts, shape.hidden)),))
-    for expert in range(shape.mixture.experts):
+    mixture = shape.mixture
+    yield Tensor(f"{m}router.weight", ((f"{h}gate.weight", (mixture.experts, shape.hidden)),))
+    if mixture.sigmoid:
+        yield Tensor(f"{m}router.expert_bias", ((f"{h}gate.e_score_correction_bias", (mixture.experts,)),))
+    if mixture.shared_ffn:
+        yield from gated_tensors(f"{h}shared_experts.", f"{m}shared_experts.", shape.hidden, mixture.shared_ffn)
+    for expert in range(mixture.experts):
         names = f"{h}experts.{expert}.", f"{m.removesuffix('.')}{EXPERT}{expert}."
-        yield from gated_tensors(*names, shape.hidden, shape.mixture.expert_ffn, cut=False)
+        yield from gated_tensors(*names, shape.hidden, mixture.expert_ffn, cut=False)
 
 
 def gated_tensors(h: str, m: str, hidden: int, ffn: int, *, cut: bool = True) -> Iterator[Tensor]:

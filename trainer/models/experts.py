@@ -53,21 +53,23 @@ def attach_experts(
 ) -> RoutedRows:
     """Return rows with experts; `recorded` [n] flags the rows that have some, None means all.
 
-    Raises ExpertsUnfit for ids that are not `experts_per_token` different experts of the model in every layer.
+    Raises ExpertsUnfit for ids that are not `experts_per_token` different experts of the model in every layer that has
+    experts. What is recorded of dense layers is not read.
     """
     recorded = np.ones(len(rows), bool) if recorded is None else recorded
     wanted = (len(rows.token_ids), shape.layers, shape.experts_per_token)
     if experts.shape != wanted or not shape.mixture:
         raise ExpertsUnfit(f"experts of shape {experts.shape}, the rows of this model ({shape.kind}) take {wanted}")
+    routed = [layer for layer in range(shape.layers) if shape.is_mixture(layer)]
     for row in np.flatnonzero(recorded).tolist():
         start, length = int(rows.starts[row]), int(rows.lengths[row])
-        ordered = np.sort(experts[start : start + length - 1].astype(np.int64), axis=-1)
+        ordered = np.sort(experts[start : start + length - 1, routed].astype(np.int64), axis=-1)
         about = f"sample {rows.sample_ids[row]}"
         if ordered.size and (ordered[..., 0].min() < 0 or ordered[..., -1].max() >= shape.experts):
             raise ExpertsUnfit(f"{about}: an expert outside of the model's {shape.experts}")
         if (np.diff(ordered, axis=-1) == 0).any():
             token, layer, _ = (int(place[0]) for place in np.nonzero(np.diff(ordered, axis=-1) == 0))
-            raise ExpertsUnfit(f"{about}: one expert twice at token {token} in layer {layer}")
+            raise ExpertsUnfit(f"{about}: one expert twice at token {token} in layer {routed[layer]}")
     return RoutedRows(**rows.columns(), experts=experts, has_experts=recorded)
 
 
@@ -98,7 +100,8 @@ class Replay:
 
     def __init__(self, model: Any, *, recompute: bool) -> None:
         """`recompute`: layers are computed again for the gradient, and must then repeat their choice."""
-        self._routers = [(int(layer.layer_number) - 1, layer.mlp.router) for layer in model.decoder.layers]
+        mixtures = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+        self._routers = [(int(layer.layer_number) - 1, layer.mlp.router) for layer in mixtures]
         self._recompute = recompute
         self._replays = False
         """Whether the microbatch taken last replays routing."""

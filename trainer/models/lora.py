@@ -1,9 +1,9 @@
 """Low-rank adapters: y = W x + alpha / rank B A x, with W frozen, A random and B 0 initially (LoRA, Hu et al. 2021).
 
-The matrices of attention and of dense feed-forward layers have them; embedding, output layer, norms, routers and
-experts are unchanged. Tensor-parallel ranks cut the factor on the side where they cut W, and each holds the other one
-whole: its gradient is the same on all ranks, since what lies between the factors is summed over them. q, k and v share
-an A, as gate and up do.
+The matrices of attention, of dense feed-forward layers and of shared experts have them; embedding, output layer, norms,
+routers and the other experts are unchanged. Tensor-parallel ranks cut the factor on the side where they cut W, and each
+holds the other one whole: its gradient is the same on all ranks, since what lies between the factors is summed over
+them. q, k and v share an A, as gate and up do.
 """
 
 from __future__ import annotations
@@ -102,13 +102,17 @@ def _shard_tensors(module: Any, prefix: str, axes: dict[str, int], offsets: Any,
 def adapt(layer: Any, rank: int, alpha: float) -> None:
     """Add adapters to the matrices of a layer's spec."""
     own = {"rank": rank, "scale": alpha / rank}
-    for part in (layer.submodules.self_attention, layer.submodules.mlp):
-        for name, module in vars(part.submodules).items():
+    feed_forward = layer.submodules.mlp.submodules
+    parts = [layer.submodules.self_attention.submodules, feed_forward]
+    if hasattr(feed_forward, "shared_experts"):
+        parts.append(feed_forward.shared_experts.submodules)
+    for part in parts:
+        for name, module in vars(part).items():
             if module is mcore.ColumnParallelLinear:
                 arguments = {**own, "gated": True} if name == "linear_fc1" else own
-                setattr(part.submodules, name, mcore.ModuleSpec(LoraColumnLinear, params=arguments))
+                setattr(part, name, mcore.ModuleSpec(LoraColumnLinear, params=arguments))
             elif module is mcore.RowParallelLinear:
-                setattr(part.submodules, name, mcore.ModuleSpec(LoraRowLinear, params=own))
+                setattr(part, name, mcore.ModuleSpec(LoraRowLinear, params=own))
 
 
 @torch.no_grad()
