@@ -319,6 +319,7 @@ with warnings.catch_warnings(), importing():
         finalize_model_grads,
     )
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -335,6 +336,7 @@ with warnings.catch_warnings(), importing():
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+    from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
     from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -408,7 +410,9 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "add_prefix_for_sharding",
+    "apply_rotary_pos_emb",
     "apply_swiglu_sharded_factory",
+    "build_module",
     "check_devices",
     "dist_checkpointing",
     "files_of",

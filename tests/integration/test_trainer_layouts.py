@@ -58,8 +58,20 @@ OF_TWO = (
     "ep2-glm4-moved",
     "tp2-sp-ep2-glm4-replay",
     "tp2-sp-ep2-glm4-lora-moved",
+    "tp2-sp-ep2-latent-replay",
+    "tp2-sp-ep2-latent-lora-moved",
+    "pp2-latent-replay-some",
+    "cp2-latent-packed",
+    "dp-latent-kept",
 )
-OF_TWO_SHORT = ("tp2-sp-ep2-gpt_oss-replay", "pp2-tied-moved:ppo", "cp2-packed", "dp-moved", "pp2-glm4-moved")
+OF_TWO_SHORT = (
+    "tp2-sp-ep2-gpt_oss-replay",
+    "pp2-tied-moved:ppo",
+    "cp2-packed",
+    "dp-moved",
+    "pp2-glm4-moved",
+    "tp2-sp-ep2-latent-replay",
+)
 """Of OF_TWO, one of each parallelism and of each kind of model."""
 OF_FOUR = (
     "tp2-pp2",

@@ -7,12 +7,12 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. mistral, gemma3,
-gpt_oss: it is one of that family, with sliding windows. glm4: it is one of GLM-4.5's kind, whose first layer is dense. replay: its routing is recorded; some: except for every third
-row. images: rows have images, and the model has vision. packed: rows are packed. again: layers are recomputed. tied:
-the output layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume
-from a checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others,
-as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-
-probs.
+gpt_oss: it is one of that family, with sliding windows. glm4, latent: it is one of GLM-4.5's kind, or of DeepSeek-V3's,
+whose first layer is dense. replay: its routing is recorded; some: except for every third row. images: rows have images,
+and the model has vision. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
+embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
+gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they
+map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ from turnlog.trainer.families.shape import (
     TINY,
     TINY_MIXTURE,
     TINY_VISION,
+    LatentAttention,
     Mixture,
     ModelShape,
     Rope,
     SigmoidRouting,
+    YarnScaling,
 )
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
@@ -106,8 +108,25 @@ SIGMOID = dataclasses.replace(
         sigmoid=SigmoidRouting(factor=2.5),
     ),
 )
-"""A small model of GLM-4.5's kind: four layers, of which the first is dense."""
-OF_KIND = {"glm4": SIGMOID, "mistral": windows.MISTRAL, "gemma3": windows.GEMMA3, "gpt_oss": windows.GPT_OSS}
+LATENT = dataclasses.replace(
+    SIGMOID,
+    kind="deepseek_v3",
+    groups=4,
+    head_dim=8,
+    qkv_bias=False,
+    qk_norm=False,
+    rope=Rope(theta=10000.0, scaling=YarnScaling(factor=4.0, original=16, shares=(1.0, 1.0))),
+    mixture=dataclasses.replace(SIGMOID.mixture, sigmoid=SigmoidRouting(factor=2.5, groups=4, groups_per_token=2)),
+    latent=LatentAttention(q_rank=40, kv_rank=24, unrotated=16, value=20),
+)
+"""Small models of GLM-4.5's and of DeepSeek-V3's kind: four layers, of which the first is dense."""
+OF_KIND = {
+    "glm4": SIGMOID,
+    "latent": LATENT,
+    "mistral": windows.MISTRAL,
+    "gemma3": windows.GEMMA3,
+    "gpt_oss": windows.GPT_OSS,
+}
 WORDS = (*OF_KIND, "dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
 
 

@@ -17,7 +17,10 @@ def row_flops(shape: ModelShape, tokens: int) -> int:
     near = min(tokens, shape.sliding.size) if shape.sliding else 0
     pairs = _layers(shape, "full_attention") * tokens * tokens
     pairs += _layers(shape, "sliding_attention") * near * (2 * tokens - near)
-    return 2 * tokens * _parameters(shape) + 2 * shape.heads * shape.head_dim * pairs
+    query, value = shape.head_dim, shape.head_dim
+    if shape.latent:
+        query, value = query + shape.latent.unrotated, shape.latent.value
+    return 2 * tokens * _parameters(shape) + shape.heads * (query + value) * pairs
 
 
 @functools.lru_cache(maxsize=32)

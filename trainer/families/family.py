@@ -28,7 +28,10 @@ Config = Mapping[str, Any]
 BUILT_IN = {
     "gemma3_text": "gemma3:GEMMA3",
     "gpt_oss": "gpt_oss:GPT_OSS",
+    "deepseek_v3": "deepseek_v3:DEEPSEEK_V3",
     "glm4_moe": "glm4_moe:GLM4_MOE",
+    "glm4_moe_lite": "glm4_moe_lite:GLM4_MOE_LITE",
+    "kimi_k2": "deepseek_v3:KIMI_K2",
     "llama": "llama:LLAMA",
     "ministral": "mistral:MINISTRAL",
     "mistral": "mistral:MISTRAL",

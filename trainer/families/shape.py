@@ -105,6 +105,25 @@ class SigmoidRouting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention in place of grouped-query attention (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    head_dim of the model is the size of the rotated part of queries and keys, and every head has its own keys.
+    """
+
+    q_rank: int | None
+    """Size of the vector from which queries are made; None if they are made from the hidden state."""
+    kv_rank: int
+    """Size of the vector from which keys and values are made."""
+    unrotated: int
+    """Size of the part of a query or key without positions."""
+    value: int
+    """Size of a value."""
+    interleaved: bool = True
+    """Whether neighbouring dimensions rotate together, not those half a vector apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     """A mixture of experts in place of the dense feed-forward layer."""
 
@@ -198,6 +217,8 @@ class ModelShape:
     """Factor of attention scores; None: 1 / sqrt(head_dim)."""
     mixture: Mixture | None = None
     """Mixture of experts; None if every layer is dense."""
+    latent: LatentAttention | None = None
+    """Latent attention; None if the model has grouped-query attention."""
     vision: VisionShape | None = None
     """Vision tower; None if the model reads only text."""
     extra_layers: int = 0

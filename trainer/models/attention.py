@@ -177,13 +177,17 @@ class SdpaAttention(mcore.MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Map [t, h, d] x 3 to [t, h d]. Nothing is read from the device, whereas one call per row would wait for
         it.
+
+        The kernel takes heads of one size: shorter values are padded with zeros.
         """
         ends, longest = packing.cu_seqlens_q, packing.max_seqlen_q
         behind, grouped = (self.window - 1, 0), query.size(1) != key.size(1)  # -1: all before it
+        size = value.size(-1)
+        value = functional.pad(value, (0, query.size(-1) - size))
         found: torch.Tensor = kernel(
             query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=behind, enable_gqa=grouped
         )
-        return found.flatten(1)
+        return found[..., :size].flatten(1)
 
     def _rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: Sequence[int]

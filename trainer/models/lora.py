@@ -20,6 +20,7 @@ import torch.nn.functional as functional
 from turnlog.infra.tensors.adapters import factors_of
 from turnlog.trainer import mcore
 from turnlog.trainer.families.tensors import Tensor
+from turnlog.trainer.models.latent import WholeLinear
 
 ADAPTERS = (".lora_a", ".lora_b")
 """Parameter suffixes of the factors [rank, in] and [out, rank]."""
@@ -83,6 +84,25 @@ class LoraRowLinear(mcore.RowParallelLinear):  # type: ignore[misc]
         return _shard_tensors(self, prefix, {"weight": 1, "lora_a": 1}, sharded_offsets, metadata)
 
 
+class LoraWholeLinear(WholeLinear):
+    """Adapted matrix that every rank has whole."""
+
+    def __init__(self, *sizes: int, rank: int, scale: float, **named: Any) -> None:
+        super().__init__(*sizes, **named)
+        self.scale = scale
+        self.lora_a = _factor(self.weight, rank, self.input_size)
+        self.lora_b = _factor(self.weight, self.output_size, rank)
+        self.lora_a.sequence_parallel = self.lora_b.sequence_parallel = self.sequence_parallel
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Map [s, b, in] to [s, b, out]."""
+        added = functional.linear(functional.linear(input_, self.lora_a), self.lora_b)
+        return super().forward(input_) + self.scale * added
+
+
+LoraLinear = LoraColumnLinear | LoraRowLinear | LoraWholeLinear
+
+
 def _factor(weight: torch.Tensor, *size: int) -> Any:
     return torch.nn.Parameter(torch.zeros(size, dtype=weight.dtype, device=weight.device))
 
@@ -113,6 +133,8 @@ def adapt(layer: Any, rank: int, alpha: float) -> None:
                 setattr(part, name, mcore.ModuleSpec(LoraColumnLinear, params=arguments))
             elif module is mcore.RowParallelLinear:
                 setattr(part, name, mcore.ModuleSpec(LoraRowLinear, params=own))
+            elif module is WholeLinear:
+                setattr(part, name, mcore.ModuleSpec(LoraWholeLinear, params=own))
 
 
 @torch.no_grad()
@@ -123,7 +145,7 @@ def start(model: Any, seed: int, global_name: Callable[[str], str]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(ADAPTERS))
     for name, module in model.named_modules():
-        if isinstance(module, LoraColumnLinear | LoraRowLinear):
+        if isinstance(module, LoraLinear):
             whole = first_factor(global_name(name), seed, len(module.lora_a), module.input_size)
             columns = module.lora_a.size(1)
             at = (
@@ -147,13 +169,9 @@ def first_factor(name: str, seed: int, rank: int, columns: int) -> torch.Tensor:
     return (2.0 * uniform - 1.0) / math.sqrt(columns)
 
 
-def adapted_modules(model: Any) -> dict[str, LoraColumnLinear | LoraRowLinear]:
+def adapted_modules(model: Any) -> dict[str, LoraLinear]:
     """Return the modules with adapters, by the name of their weight."""
-    return {
-        f"{name}.weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, LoraColumnLinear | LoraRowLinear)
-    }
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iterator[Tensor]:
@@ -171,7 +189,7 @@ def factors(model: Any, tensors: Iterable[Tensor], held: Container[str]) -> Iter
             )
 
 
-def merge_adapter(weight: torch.Tensor, module: LoraColumnLinear | LoraRowLinear | None) -> torch.Tensor:
+def merge_adapter(weight: torch.Tensor, module: LoraLinear | None) -> torch.Tensor:
     """Return the weight plus what its module's adapter adds."""
     return (
         weight if module is None else add_low_rank(weight, module.lora_a.detach(), module.lora_b.detach(), module.scale)

@@ -65,6 +65,7 @@ def in_float64(
     behind, ahead = named["window_size"]
     assert ahead == 0
     assert named["enable_gqa"]
+    assert query.size(-1) == key.size(-1) == value.size(-1)
     q, k, v = (x.double().movedim(1, 0) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.size(0) // x.size(0), 0) for x in (k, v))
     at = torch.arange(query.size(0))
@@ -87,6 +88,15 @@ def test_one_call_gives_what_a_call_each_gives_and_the_same_gradients(window: tu
     torch.testing.assert_close(once, one_by_one)
     for found, gradient in zip(torch.autograd.grad((once * weights).sum(), tensors), wanted, strict=True):
         torch.testing.assert_close(found, gradient)
+
+
+def test_values_shorter_than_keys_are_what_they_are_without_the_kernel() -> None:
+    torch.manual_seed(0)
+    (query, key, value), packing = rows()
+    tensors = query, key, value[..., :12]
+    each = attention()(*tensors, None, packed_seq_params=packing)
+    assert each.shape == (EDGES[-1], TINY.heads * 12)
+    torch.testing.assert_close(attention(in_float64)(*tensors, None, packed_seq_params=packing), each)
 
 
 def test_torchs_kernel_takes_what_it_is_given_and_the_device_is_asked_for_nothing() -> None:

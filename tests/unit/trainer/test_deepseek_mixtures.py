@@ -1,4 +1,6 @@
-"""GLM-4.5 to 4.7 against transformers: log-probs, steps, weights there and back."""
+"""GLM-4.5 to 4.7, DeepSeek-V3, Kimi K2 and GLM-4.7-Flash against transformers: log-probs, steps, weights there and
+back.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig, PreTrainedConfig
 
 from tests.fakes.batches import synthetic_rows, with_random_experts
-from tests.reference.layouts import SIGMOID, weights_of
+from tests.reference.layouts import LATENT, SIGMOID, weights_of
 from tests.reference.plain import PlainLearner
 from turnlog.trainer import LayoutUnfit, UnsupportedModel, WeightsMismatch, mcore, weights
+from turnlog.trainer.families.costs import row_flops
 from turnlog.trainer.families.family import config_json, read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import process_group
@@ -38,11 +41,37 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 32,
 }
+HEADS: dict[str, Any] = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
 GROUPS = {"n_group": 4, "topk_group": 2}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.5,
+}
+WITHOUT_MSCALE = {key: value for key, value in YARN.items() if key != "mscale"}
 GLM = functools.partial(Glm4MoeConfig, **SIZES | {"num_key_value_heads": 2}, head_dim=16)
+DEEPSEEK = functools.partial(DeepseekV3Config, **SIZES, **HEADS)
 CONFIGS = {
     "glm4_moe": GLM(use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5, first_k_dense_replace=1),
     "glm4_moe without norms and biases": GLM(**GROUPS, n_shared_experts=2, first_k_dense_replace=2),
+    "deepseek_v3": DEEPSEEK(**GROUPS, first_k_dense_replace=1),
+    "deepseek_v3 by yarn": DEEPSEEK(**ONE_GROUP, first_k_dense_replace=1, rope_parameters=YARN),
+    "deepseek_v3 with whole queries": DEEPSEEK(
+        **ONE_GROUP | {"q_lora_rank": None}, first_k_dense_replace=0, rope_interleave=False
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(**SIZES, **HEADS),
 }
 ONE = LearnerOptions(threads=1, microbatch_tokens=200)
 OBJECTIVE = PolicyGradient(0.2, 0.2)
@@ -84,9 +113,11 @@ def change(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "kimi_k2"])
 def test_log_probs_are_those_of_transformers_and_weights_come_back_exactly(tmp_path: Path, name: str) -> None:
-    model = hugging_face(tmp_path, CONFIGS[name])
+    model = hugging_face(tmp_path, CONFIGS.get(name, CONFIGS["deepseek_v3 by yarn"]))
+    if name == "kimi_k2":  # the same class by another name
+        change(tmp_path, model_type="kimi_k2")
     form, state = read_shape(tmp_path), weights.read_weights(tmp_path)
     tokens = torch.randint(0, 83, (3, 150), generator=torch.Generator().manual_seed(5))
     with mcore.quiet(), torch.no_grad():
@@ -132,8 +163,17 @@ REFUSED = (
     ("glm4_moe", {"n_group": 4, "topk_group": 1}, "num_experts_per_tok = 4 in topk_group = 1 of n_group = 4"),
     ("glm4_moe", {"n_shared_experts": 0}, "8 experts and 0 shared ones"),
     ("glm4_moe", {"first_k_dense_replace": 3}, "in 0 of 3 layers are not supported"),
-    ("glm4_moe", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
-    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported"),
+    ("deepseek_v3", {"head_dim": 16}, "head_dim = 16 is not supported"),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "scaled by yarn, or not at all"),
+    ("deepseek_v3", {"rope_parameters": YARN | {"mscale": None}}, "mscale = None of rotary positions"),
+    ("deepseek_v3", {"rope_parameters": WITHOUT_MSCALE}, "mscale or mscale_all_dim alone"),
+    ("deepseek_v3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2 and mlp_layer_types"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, r"with dense layers \[1\]"),
 )
 
 
@@ -149,9 +189,11 @@ def test_what_the_models_do_not_compute_is_refused_by_name(tmp_path: Path) -> No
     ("shape", "options"),
     [
         (SIGMOID, {"packing": "on"}),
+        (LATENT, {"packing": "on", "recompute": "full"}),
         (SIGMOID, {"lora_rank": 4, "lora_alpha": 8.0}),
+        (LATENT, {"lora_rank": 4, "lora_alpha": 8.0}),
     ],
-    ids=["sigmoid", "sigmoid lora"],
+    ids=["sigmoid", "latent", "sigmoid lora", "latent lora"],
 )
 def test_steps_on_recorded_experts_are_those_of_transformers_and_a_checkpoint_goes_on(
     tmp_path: Path, shape: ModelShape, options: dict[str, Any]
@@ -174,7 +216,7 @@ def test_steps_on_recorded_experts_are_those_of_transformers_and_a_checkpoint_go
         name for name, tensor in exported.items() if ".experts." in name and not torch.equal(tensor, state[name])
     }
     assert bool(experts) != bool(options.get("lora_rank"))
-    assert {"q_proj", "gate_proj"} <= moved
+    assert {"kv_a_proj_with_mqa", "q_b_proj"} <= moved if shape.latent else {"q_proj", "gate_proj"} <= moved
 
 
 def test_the_correction_of_a_choice_neither_trains_nor_rounds() -> None:
@@ -201,10 +243,15 @@ def test_records_of_dense_layers_are_not_read() -> None:
 def test_ranks_share_whole_matrices_of_dense_layers_and_shared_experts() -> None:
     four = LearnerOptions(tensor_parallel=4, sequence_parallel=True, expert_parallel=4)
     assert SIGMOID.mixture is not None
-    odd = dataclasses.replace(SIGMOID, groups=4, mixture=dataclasses.replace(SIGMOID.mixture, shared_ffn=30))
+    odd = dataclasses.replace(LATENT, mixture=dataclasses.replace(SIGMOID.mixture, shared_ffn=30))
     with pytest.raises(LayoutUnfit, match=r"the model's intermediate size of shared experts \(30\)"):
         check_layout(odd, four)
     with pytest.raises(LayoutUnfit, match=r"the model's intermediate size \(126\)"):
-        check_layout(dataclasses.replace(SIGMOID, groups=4, ffn=126), four)
-    with pytest.raises(LayoutUnfit, match=r"publish = adapter is not supported for glm4_moe"):
-        check_layout(SIGMOID, LearnerOptions(lora_rank=4, publish="adapter"))
+        check_layout(dataclasses.replace(LATENT, ffn=126), four)
+    with pytest.raises(LayoutUnfit, match=r"publish = adapter is not supported for deepseek_v3"):
+        check_layout(LATENT, LearnerOptions(lora_rank=4, publish="adapter"))
+
+
+def test_the_cost_of_a_row_counts_the_sizes_of_latent_heads() -> None:
+    squared = row_flops(LATENT, 200) - 2 * row_flops(LATENT, 100)
+    assert squared == 4 * 4 * (16 + 8 + 20) * (200**2 - 2 * 100**2)
