@@ -53,7 +53,12 @@ CPU_ARGUMENTS = (
     "--disable-overlap-schedule",
     "--sleep-on-idle",  # otherwise the idle loop uses most of a core
 )
-CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+CPU_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",  # routers and vision models would compile C++ for a minute at their first request
+}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 BEGINNING = 'rm -f "$0" && exec "$@"'
 """Shell command that removes the file in which the engine's ranks meet, and starts the engine: the file must be new at

@@ -70,7 +70,7 @@ def write_mixture(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
         "routed_scaling_factor": mixture.sigmoid.factor,
         "n_group": mixture.sigmoid.groups,
         "topk_group": mixture.sigmoid.groups_per_token,
-        "norm_topk_prob": True,
+        **{key: values[0] for key, values in ONLY.items()},  # engines need them all
         "first_k_dense_replace": len(mixture.dense_layers),
         "num_nextn_predict_layers": shape.extra_layers,
     }

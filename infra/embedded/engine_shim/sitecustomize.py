@@ -147,8 +147,18 @@ class Unpinned:
         return self._torch.zeros(*arguments, **named)
 
 
+def with_latent_prompts(module: Any) -> None:
+    """Let torch's attention attend to the cached vectors of latent attention in prompts, as it does in answers.
+
+    SGLang expands keys and values of prompts for every head, and its other backends attend to those. That of torch
+    reads keys and values from the cache, which holds the short vectors."""
+    registry, absorbed = module.AttentionBackendRegistry, module.AttnForwardMethod.MLA
+    registry.register("torch_native", lambda *_: absorbed)
+
+
 MENDED: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": with_plain_buffer,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": with_latent_prompts,
     "sglang.srt.lora.layers": without_pinning,
     "sglang.srt.lora.backend.torch_backend": without_pinning,
 }
