@@ -34,6 +34,8 @@ def read_mixture(config: Config, dense_layers: tuple[int, ...]) -> dict[str, Any
             f"{experts or 0} experts and {shared or 0} shared ones in {layers - len(dense_layers)} of {layers} layers "
             "are not supported; supported: at least 1 of each"
         )
+    if config.get("num_local_experts") not in (None, experts):  # transformers takes it for the other key
+        raise UnsupportedModel(f"num_local_experts = {config['num_local_experts']} beside n_routed_experts = {experts}")
     limits = chosen < groups
     if per_token < SUMMED or (limits and (per_token // chosen != SUMMED or experts < SUMMED * groups)):
         raise UnsupportedModel(

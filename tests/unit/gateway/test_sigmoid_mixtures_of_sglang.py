@@ -37,7 +37,9 @@ async def test_log_probs_are_those_of_transformers_also_on_the_recorded_experts(
     settings = EngineSettings(extra_args=("--enable-return-routed-experts",))
     with EngineServer(folder, settings, log=tmp_path / "engine.log") as server:
         request = Generate(rid="0" * 32, input_ids=prompt, temperature=1.0, max_new_tokens=OUTPUT, experts_from=0)
-        (piece,) = [piece async for piece in SGLang(server.url).generate(request, stream=False, timeout_s=300.0)]
+        engine = SGLang(server.url)
+        (piece,) = [piece async for piece in engine.generate(request, stream=False, timeout_s=300.0)]
+        await engine.close()
     length = PROMPT + len(piece.ids)
     rows = dataclasses.replace(
         synthetic_rows(0, rows=1, lengths=np.array([length], "<i4")),

@@ -161,6 +161,7 @@ REFUSED = (
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False is not supported"),
     ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1 in topk_group = 1"),
     ("glm4_moe", {"n_group": 4, "topk_group": 1}, "num_experts_per_tok = 4 in topk_group = 1 of n_group = 4"),
+    ("glm4_moe", {"num_local_experts": 4}, "num_local_experts = 4 beside n_routed_experts = 8"),
     ("glm4_moe", {"n_shared_experts": 0}, "8 experts and 0 shared ones"),
     ("glm4_moe", {"first_k_dense_replace": 3}, "in 0 of 3 layers are not supported"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported"),
