@@ -324,9 +324,11 @@ with warnings.catch_warnings(), importing():
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -399,6 +401,9 @@ __all__ = [
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
+    "ParamKey",
+    "ParamPredicate",
+    "ProcessGroupCollection",
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
@@ -423,6 +428,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "get_standard_config_overrides",
     "get_transformer_layer_offset",
     "is_layer_window_attention",
     "make_sharded_tensors_for_checkpoint",
