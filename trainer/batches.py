@@ -53,6 +53,7 @@ from turnlog.schemas.topics import BATCHES, ENGINES, SAMPLES, SESSIONS
 from turnlog.trainer import BatchGap, ExpertsUnfit, ImagesUnfit, TokensUnfit
 from turnlog.trainer.checkpoints.cursor import Cursor
 from turnlog.trainer.checkpoints.places import file_sha256
+from turnlog.trainer.families.family import family
 from turnlog.trainer.families.shape import ModelShape, VisionShape
 from turnlog.trainer.models.experts import attach_experts
 from turnlog.trainer.models.vision import RowImage, attach_pictures
@@ -339,7 +340,7 @@ async def trained_rows(manifest: SampleBatchFormed, role: Role, shape: ModelShap
     rows = await fetch_rows(manifest, role.blobs)
     check_vocabulary(manifest, rows, shape.vocabulary)
     check_lengths(manifest, rows, shape.positions)
-    if shape.vision:
+    if shape.vision or family(shape.kind).blind:
         return await with_pictures(manifest, rows, shape.vision, model, role.log, role.events, role.blobs)
     if not shape.mixture or role.settings.trainer.router_replay == "off":
         return rows
@@ -427,7 +428,7 @@ async def samples_of(manifest: SampleBatchFormed, log: Log, events: EventLog) ->
 async def with_pictures(
     manifest: SampleBatchFormed,
     rows: BatchRows,
-    vision: VisionShape,
+    vision: VisionShape | None,
     model: Path,
     log: Log,
     events: EventLog,
@@ -436,7 +437,8 @@ async def with_pictures(
     """Return the rows of a batch with their images. `model` is the folder with the processor's settings.
 
     Raises BlobError, LogError, ExpertsUnfit if a sample is not where the manifest says, and ImagesUnfit for an image
-    that cannot be read or that takes another number of tokens than its sample says.
+    that cannot be read or that takes another number of tokens than its sample says, and for any if there is no
+    `vision`.
     """
     named = await samples_of(manifest, log, events)
     refs = {one.image.sha256: one.image for sample in named for one in sample.images}
@@ -450,7 +452,7 @@ def laid_out(
     rows: BatchRows,
     images: Sequence[Sequence[ImageRef]],
     contents: Mapping[str, bytes],
-    vision: VisionShape,
+    vision: VisionShape | None,
     model: Path,
 ) -> BatchRows:
     """Return the rows with the images of each; `contents` maps sha256 to the file. Raises ImagesUnfit."""
@@ -464,6 +466,8 @@ def laid_out(
             if image.position >= length:
                 continue  # the rollout batch may have cut the sample's tail
             about = f"sample {rows.sample_ids[row]}: the image {image.image.sha256} at token {image.position}"
+            if vision is None:
+                raise ImagesUnfit(f"{about}: the trainer uses no images for this model: give it tasks of text alone")
             if image.image.sha256 not in arrays:
                 arrays[image.image.sha256] = _process_image(contents[image.image.sha256], model, about)
             pictures[-1].append(_make_picture(image, arrays[image.image.sha256], vision, about))

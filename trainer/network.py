@@ -314,7 +314,8 @@ class TrainedNetwork(Network):
         super().__init__(shape, weights, options, reference=reference, values=values)
         distributed = mcore.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self._wrapped = mcore.DistributedDataParallel(self._config, distributed, self.model)
-        self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped])
+        overrides = _parameter_groups(self._optimizer_config())
+        self.optimizer = mcore.get_megatron_optimizer(self._optimizer_config(), [self._wrapped], overrides)
         for one in self.optimizer.chained_optimizers:  # moments start at 0, so that step 0 can be saved
             one.init_state_fn(one.optimizer, one.config)
             for group in one.optimizer.param_groups:
@@ -369,6 +370,19 @@ class TrainedNetwork(Network):
             params_dtype=self._config.params_dtype,
             use_distributed_optimizer=True,
         )
+
+
+def _parameter_groups(config: Any) -> dict[Any, Any]:
+    """Return Megatron's groups of parameters, and in bfloat16 one more for each with parameters that stay in float32.
+
+    Megatron numbers the parameters of a group in another order than that of its optimizer if they have two dtypes, and
+    would save the state of one as another's.
+    """
+    groups: dict[Any, Any] = mcore.get_standard_config_overrides(config)
+    if config.bf16:
+        wide = mcore.ParamPredicate("float32", lambda parameter: parameter.dtype is torch.float32)
+        groups[mcore.ParamKey(predicate=wide)] = {"float32": 1.0}
+    return groups
 
 
 class FrozenWeights:

@@ -108,6 +108,7 @@ def check_layout(shape: ModelShape, options: LearnerOptions) -> None:
     shares = [
         ("tensor_parallel", tensor, "attention heads", shape.heads),
         ("tensor_parallel", tensor, "key-value heads", shape.groups),
+        ("tensor_parallel", tensor, "key heads of linear attention", shape.linear.key_heads if shape.linear else 0),
         ("pipeline_parallel", pipeline, "layers", shape.layers),
         ("expert_parallel", expert, "experts", shape.experts),
     ]

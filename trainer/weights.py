@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 import sys
@@ -41,7 +42,7 @@ from turnlog.infra.tensors.files import (
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore
 from turnlog.trainer.families.family import QUANTIZED, config_json, family
 from turnlog.trainer.families.shape import ModelShape
-from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, Tensor
+from turnlog.trainer.families.tensors import EMBEDDING, EXPERT, LAYER, OUTPUT, Grouped, Tensor
 from turnlog.trainer.models import lora
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,10 @@ def check_shapes(state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
                 f"{name} holds {tensor.dtype}, as quantized weights do; supported: {', '.join(CODES)}"
             )
     wanted = expected_shapes(shape)
+    own = family(shape.kind)
     left_out = tuple(f"model.layers.{shape.layers + layer}." for layer in range(shape.extra_layers))
-    found = {name: tuple(tensor.shape) for name, tensor in state.items() if not name.startswith(left_out)}
+    ignored = (*left_out, *own.carried)
+    found = {name: tuple(tensor.shape) for name, tensor in state.items() if not name.startswith(ignored)}
     if shape.tied:
         found.pop("lm_head.weight", None)
     for name in sorted(wanted.keys() | found.keys()):
@@ -89,9 +92,15 @@ def check_shapes(state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
 
 @torch.no_grad()
 def load_weights(model: Any, state: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
-    """Copy Hugging Face weights into this rank's part of `model`. Raises WeightsMismatch."""
-    state = family(shape.kind).dequantize(dict(state))
+    """Copy Hugging Face weights into this rank's part of `model`. Rank 0 keeps the tensors that the family carries.
+
+    Raises WeightsMismatch.
+    """
+    own = family(shape.kind)
+    state = own.dequantize(dict(state))
     check_shapes(state, shape)
+    if dist.get_rank() == 0:
+        model.carried = {name: tensor for name, tensor in state.items() if name.startswith(own.carried)}
     places = {name: (tensor, at) for tensor in tensors_of(shape) for at, name in enumerate(tensor.names)}
     rank = mcore.parallel_state.get_tensor_model_parallel_rank()
     size = mcore.parallel_state.get_tensor_model_parallel_world_size()
@@ -136,24 +145,36 @@ class Export:
         found = [(tensor, *held[tensor.names[0]]) for tensor in tensors]
         # Wide values first, so that each tensor is aligned for its dtype.
         self._plan: list[tuple[Tensor, int, torch.dtype]] = sorted(found, key=lambda each: -each[2].itemsize)
+        carried = {} if self._adapter else getattr(model, "carried", {})
+        ordered = sorted(carried.items(), key=lambda each: -each[1].itemsize)
+        widest = max(dtype.itemsize for _, _, dtype in self._plan)
+        self._before = [each for each in ordered if each[1].itemsize >= widest]
+        self._after = ordered[len(self._before) :]
 
     @property
     def specs(self) -> list[TensorSpec]:
         """Specifications of the tensors, in order."""
-        return [
+        own = [
             TensorSpec(name, _code(torch.float32 if self._adapter else dtype), size)
             for tensor, _, dtype in self._plan
             for name, size in tensor.parts
         ]
+        before, after = (
+            [TensorSpec(name, _code(tensor.dtype), tuple(tensor.shape)) for name, tensor in carried]
+            for carried in (self._before, self._after)
+        )
+        return before + own + after
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, values) at rank 0, nothing elsewhere. On a CPU the values may share memory with the model."""
+        yield from self._before
         for tensor, stage, dtype in self._plan:
             whole = self._at_rank_zero(tensor, stage, dtype)
             if whole is not None:
                 held = whole.cpu()
                 yield from _to_hugging_face(tensor, held.float() if self._adapter else held, self._shape)
+        yield from self._after
 
     def _at_rank_zero(self, tensor: Tensor, stage: int, dtype: torch.dtype) -> torch.Tensor | None:
         state = mcore.parallel_state
@@ -240,6 +261,27 @@ def split_qkv(fused: torch.Tensor, shape: ModelShape) -> tuple[torch.Tensor, tor
     return q.reshape(shape.heads * d, -1), k.reshape(kv, -1), v.reshape(kv, -1)
 
 
+def group_rows(stacked: torch.Tensor, grouped: Grouped) -> torch.Tensor:
+    """Arrange Hugging Face's rows as a parameter has them."""
+    counts = [grouped.groups * math.prod(section) for section in grouped.sections]
+    parts = [
+        section.reshape(grouped.groups, *sizes, *stacked.shape[1:]).transpose(1, 2).flatten(1, 3)
+        for section, sizes in zip(torch.split(stacked, counts), grouped.sections, strict=True)
+    ]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def ungroup_rows(held: torch.Tensor, grouped: Grouped) -> torch.Tensor:
+    """Return the inverse of `group_rows`."""
+    counts = [math.prod(section) for section in grouped.sections]
+    by_group = torch.split(held.reshape(grouped.groups, -1, *held.shape[1:]), counts, 1)
+    parts = [
+        section.reshape(grouped.groups, kinds, heads, rows, *held.shape[1:]).transpose(1, 2).flatten(0, 3)
+        for section, (heads, kinds, rows) in zip(by_group, grouped.sections, strict=True)
+    ]
+    return torch.cat(parts)
+
+
 def _to_megatron(tensor: Tensor, at: int, state: Mapping[str, torch.Tensor], shape: ModelShape) -> Whole:
     """Return the `at`-th parameter that the parts of `tensor` hold."""
     parts = tuple(state[name] for name, _ in tensor.parts)
@@ -249,6 +291,8 @@ def _to_megatron(tensor: Tensor, at: int, state: Mapping[str, torch.Tensor], sha
     if tensor.joined == "qkv":
         q, k, v = parts
         parts = (fuse_qkv(q, k, v, shape).reshape(-1, *q.shape[1:]),)
+    elif tensor.grouped:
+        parts = (group_rows(torch.cat(parts), tensor.grouped),)
     return Whole(parts, tensor.cut)
 
 
@@ -260,6 +304,8 @@ def _to_hugging_face(tensor: Tensor, held: torch.Tensor, shape: ModelShape) -> I
     parts: tuple[torch.Tensor, ...] = (held,)
     if tensor.joined == "shared":
         parts = (held,) * len(tensor.parts)
+    elif tensor.grouped:
+        parts = torch.split(ungroup_rows(held, tensor.grouped), _rows(tensor))
     elif tensor.joined:
         parts = split_qkv(held, shape) if tensor.joined == "qkv" else torch.split(held, _rows(tensor), 0)
     for (name, size), part in zip(tensor.parts, parts, strict=True):

@@ -63,6 +63,15 @@ OF_TWO = (
     "pp2-latent-replay-some",
     "cp2-latent-packed",
     "dp-latent-kept",
+    "tp2-hybrid-moved",
+    "pp2-hybrid-moved",
+    "tp2-sp-hybrid-packed",
+    "tp2-sp-hybrid-lora-moved",
+    "dp-hybrid-kept",
+    "dp-hybrid-packed-again",
+    "tp2-sp-ep2-hybrid-moved",
+    "pp2-hybrid-replay",
+    "ep2-hybrid-replay-lora",
 )
 OF_TWO_SHORT = (
     "tp2-sp-ep2-gpt_oss-replay",
@@ -71,6 +80,7 @@ OF_TWO_SHORT = (
     "dp-moved",
     "pp2-glm4-moved",
     "tp2-sp-ep2-latent-replay",
+    "tp2-hybrid-moved",
 )
 """Of OF_TWO, one of each parallelism and of each kind of model."""
 OF_FOUR = (

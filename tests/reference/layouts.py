@@ -8,11 +8,12 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. mistral, gemma3,
 gpt_oss: it is one of that family, with sliding windows. glm4, latent: it is one of GLM-4.5's kind, or of DeepSeek-V3's,
-whose first layer is dense. replay: its routing is recorded; some: except for every third row. images: rows have images,
-and the model has vision. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
-embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
-gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they
-map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
+whose first layer is dense. hybrid: the model has a gated delta net. replay: its routing is recorded; some: except for
+every third row. images: rows have images, and the model has vision. packed: rows are packed. again: layers are
+recomputed. tied: the output layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the
+same ranks resume from a checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0
+calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio
+against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
 from turnlog.trainer.families.shape import (
     TINY,
+    TINY_HYBRID,
+    TINY_HYBRID_MIXTURE,
     TINY_MIXTURE,
     TINY_VISION,
     LatentAttention,
@@ -127,7 +130,22 @@ OF_KIND = {
     "gemma3": windows.GEMMA3,
     "gpt_oss": windows.GPT_OSS,
 }
-WORDS = (*OF_KIND, "dp", "sp", "tied", "replay", "again", "packed", "moved", "kept", "lora", "called", "some", "images")
+WORDS = (
+    *OF_KIND,
+    "hybrid",
+    "dp",
+    "sp",
+    "tied",
+    "replay",
+    "again",
+    "packed",
+    "moved",
+    "kept",
+    "lora",
+    "called",
+    "some",
+    "images",
+)
 
 
 def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
@@ -149,7 +167,8 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         lora_alpha=8.0,
     )
     mixture = "expert_parallel" in shares or "replay" in words
-    model = TINY_MIXTURE if mixture else TINY_VISION if "images" in words else TINY
+    plain, routed = (TINY_HYBRID, TINY_HYBRID_MIXTURE) if "hybrid" in words else (TINY, TINY_MIXTURE)
+    model = routed if mixture else TINY_VISION if "images" in words else plain
     model = next((OF_KIND[word] for word in words if word in OF_KIND), model)
     shape = dataclasses.replace(model, tied="tied" in words)
     check_layout(shape, options)

@@ -38,6 +38,10 @@ BUILT_IN = {
     "qwen2": "qwen2:QWEN2",
     "qwen2_5_vl": "qwen2_5_vl:QWEN2_5_VL",
     "qwen3": "qwen3:QWEN3",
+    "qwen3_5": "qwen3_5:QWEN3_5",
+    "qwen3_5_moe": "qwen3_5_moe:QWEN3_5_MOE",
+    "qwen3_5_moe_text": "qwen3_5_moe:QWEN3_5_MOE_TEXT",
+    "qwen3_5_text": "qwen3_5:QWEN3_5_TEXT",
     "qwen3_moe": "qwen3_moe:QWEN3_MOE",
 }
 """model_type -> module of this package and its Family."""
@@ -121,6 +125,10 @@ class Family:
     """quant_method values of quantization_config whose weights are read; `dequantize` says how."""
     dequantize: Callable[[dict[str, Any]], dict[str, Any]] = _as_read
     """Returns the tensors that `tensors` names, from those of a folder. Raises WeightsMismatch."""
+    carried: tuple[str, ...] = ()
+    """Prefixes of Hugging Face names whose tensors the trainer does not use: an export has them as they were read."""
+    blind: bool = False
+    """Whether the models take images but the trainer does not: it refuses samples with images."""
     tower: Callable[[ModelShape, Any], Any] | None = None
     """Returns the vision tower as a torch module of a dtype, with meaningless weights."""
     also: tuple[str, ...] = ()

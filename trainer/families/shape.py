@@ -154,6 +154,22 @@ class SlidingWindow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Gated delta nets of the layers of kind linear_attention (models.gated_delta)."""
+
+    key_heads: int
+    """Number of heads of queries and keys."""
+    value_heads: int
+    """Number of heads of values and states, a multiple of key_heads."""
+    key_dim: int
+    """Size of a query or key."""
+    value_dim: int
+    """Size of a value."""
+    kernel: int
+    """Number of positions of the convolution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
     """Shape of Qwen2.5-VL's vision tower, which extracts features of images, and positions of images among a row's
     tokens.
@@ -219,6 +235,8 @@ class ModelShape:
     """Mixture of experts; None if every layer is dense."""
     latent: LatentAttention | None = None
     """Latent attention; None if the model has grouped-query attention."""
+    linear: LinearAttention | None = None
+    """Gated delta nets; None if no layer has one."""
     vision: VisionShape | None = None
     """Vision tower; None if the model reads only text."""
     extra_layers: int = 0
@@ -276,3 +294,18 @@ TINY_VISION = dataclasses.replace(
     ),
 )  # fmt: skip
 """TINY with vision."""
+TINY_HYBRID = dataclasses.replace(
+    TINY,
+    kind="qwen3_5_text",
+    rope=Rope(theta=10000.0, fraction=0.25),
+    layer_types=("linear_attention", "full_attention"),
+    linear=LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=8, kernel=4),
+)
+"""TINY with a gated delta net in its first layer."""
+TINY_HYBRID_MIXTURE = dataclasses.replace(
+    TINY_HYBRID,
+    kind="qwen3_5_moe_text",
+    ffn=32,
+    mixture=Mixture(experts=4, experts_per_token=2, expert_ffn=32, shared_ffn=32),
+)
+"""TINY_HYBRID with four experts per layer, two of them per token, and one for every token."""

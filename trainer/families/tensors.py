@@ -8,8 +8,23 @@ from typing import Literal
 
 from turnlog.trainer.families.shape import ModelShape
 
-Joined = Literal["", "qkv", "stacked", "shared"]
+Joined = Literal["", "qkv", "stacked", "shared", "grouped"]
 Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Arrangement of rows by group, of which tensor-parallel ranks take equally many.
+
+    Hugging Face's rows lie section by section, and within a section group by group. In the parameter each group has its
+    rows of every section.
+    """
+
+    groups: int
+    sections: tuple[tuple[int, int, int], ...]
+    """(heads, kinds, rows) per group. A head's rows of several kinds are adjacent in Hugging Face's tensor; in the
+    parameter all heads have their rows of the first kind, then all of the second.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +39,10 @@ class Tensor:
     """Dimension that tensor-parallel ranks share; None if each rank has all of it."""
     joined: Joined = ""
     """Arrangement of the parts. qkv: per query group [its q heads | k | v], stacked; stacked: each part is cut, then
-    they are stacked; shared: each part equals the parameter.
+    they are stacked; shared: each part equals the parameter; grouped: as `grouped` says.
     """
+    grouped: Grouped | None = None
+    """Arrangement of the stacked parts, if they are joined by it."""
     experts: int = 0
     """Number of experts whose parameters the one part holds, along its first dimension. `megatron` then has a "*" for
     the number of the expert. 0: the parameter is one.

@@ -31,10 +31,23 @@ TOWER: dict[str, Any] = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
     "fullatt_block_indexes": [0],
 }  # fmt: skip
+HYBRID: dict[str, Any] = {
+    **TINY, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MIXED: dict[str, Any] = {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 16}
+EYE: dict[str, Any] = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}  # fmt: skip
 SECTIONS = {"mrope_section": [1, 1, 2]}
 BASES: dict[str, dict[str, Any]] = {
     "gpt_oss": TINY | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "qwen3_moe": TINY | EXPERTS,
+    "qwen3_5": {"text_config": HYBRID, "vision_config": EYE},
+    "qwen3_5_moe": {"text_config": MIXED, "vision_config": EYE},
+    "qwen3_5_moe_text": MIXED,
+    "qwen3_5_text": HYBRID,
     "qwen2_5_vl": {"text_config": TINY | {"rope_scaling": {"type": "mrope", **SECTIONS}}, "vision_config": TOWER},
 }
 """Family -> its tiny model, where that is not TINY."""

@@ -1,0 +1,117 @@
+"""Qwen3.5's mixtures of experts: the layers of Qwen3.5, where beside the experts that a token is routed to stands one
+that every token passes, scaled by a gate. Defaults are those of transformers' Qwen3_5MoeTextConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from turnlog.trainer.families import qwen3_5
+from turnlog.trainer.families.family import Config
+from turnlog.trainer.families.shape import Mixture, ModelShape
+from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors, gated_tensors
+
+STACKED = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<part>gate_up|down)_proj")
+"""Names of tensors that hold all experts of a layer, as the Hugging Face Hub has them."""
+
+
+def read_mixture(config: Config) -> dict[str, Any]:
+    """Read the layers and their experts. Raises UnsupportedModel, KeyError."""
+    mixture = Mixture(
+        experts=config["num_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        expert_ffn=config["moe_intermediate_size"],
+        shared_ffn=config["shared_expert_intermediate_size"],
+    )
+    return {**qwen3_5.read_hybrid(config), "mixture": mixture, "ffn": mixture.shared_ffn}
+
+
+def _text(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
+    assert shape.mixture is not None
+    return qwen3_5.write_hybrid(shape, values) | {
+        "num_experts": shape.mixture.experts,
+        "num_experts_per_tok": shape.mixture.experts_per_token,
+        "moe_intermediate_size": shape.mixture.expert_ffn,
+        "shared_expert_intermediate_size": shape.mixture.shared_ffn,
+    }
+
+
+def _whole(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
+    return qwen3_5.nest_text(_text(shape, values), "qwen3_5_moe_text")
+
+
+def _feed_forward(shape: ModelShape, layer: int, h: str, m: str) -> Iterator[Tensor]:
+    assert shape.mixture is not None
+    yield from feed_forward_tensors(shape, layer, h, m)
+    h, m = f"{h}mlp.shared_expert", f"{m}mlp.shared_experts."
+    yield from gated_tensors(f"{h}.", m, shape.hidden, shape.mixture.shared_ffn)
+    yield Tensor(f"{m}gate_weight", ((f"{h}_gate.weight", (1, shape.hidden)),))
+
+
+def _tensors(shape: ModelShape, prefix: str = "model.") -> Iterator[Tensor]:
+    return decoder_tensors(shape, prefix=prefix, attention=qwen3_5.mixing_tensors, feed_forward=_feed_forward)
+
+
+def _whole_tensors(shape: ModelShape) -> Iterator[Tensor]:
+    return _tensors(shape, qwen3_5.DECODER)
+
+
+def unstack_experts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return one tensor per expert and matrix, as transformers writes them, for those that hold all of a layer."""
+    found = {}
+    for name, tensor in state.items():
+        place = STACKED.fullmatch(name)
+        if place is None:
+            found[name] = tensor
+            continue
+        for expert, matrices in enumerate(tensor):
+            parts = {"down": matrices}
+            if place["part"] == "gate_up":
+                parts = dict(zip(("gate", "up"), matrices.chunk(2), strict=True))
+            found |= {f"{place['layer']}{expert}.{part}_proj.weight": matrix for part, matrix in parts.items()}
+    return found
+
+
+def _options(shape: ModelShape) -> dict[str, Any]:
+    assert shape.mixture is not None
+    shared = {
+        "moe_shared_expert_intermediate_size": shape.mixture.shared_ffn,
+        "moe_shared_expert_gate": True,
+    }
+    return qwen3_5.hybrid_options(shape) | shared
+
+
+QWEN3_5_MOE_TEXT = dataclasses.replace(
+    qwen3_5.QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    absent=qwen3_5.DEFAULTS
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 512,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    read=read_mixture,
+    write=_text,
+    tensors=_tensors,
+    options=_options,
+    dequantize=unstack_experts,
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5_MOE_TEXT,
+    model_type="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text=qwen3_5.QWEN3_5.text,
+    write=_whole,
+    tensors=_whole_tensors,
+    carried=qwen3_5.QWEN3_5.carried,
+    blind=True,
+)
