@@ -6,6 +6,7 @@ changes.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -61,18 +62,21 @@ class CpuOperators(importlib.abc.MetaPathFinder):
         return None
 
 
+OPERATORS = "sgl_kernel.mamba"
+"""Module with operators in torch."""
 ASKED_FOR = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
 """Kernels that half-precision mixtures of experts use if their names resolve, and do without if not."""
 
 
 def _wrap_namespace(namespace: Any) -> Any:
     class OperatorNamespace(namespace):  # type: ignore[misc]
-        """The namespace, in which a missing name that ends in _cpu is an operator that raises, unless it is in
-        ASKED_FOR."""
+        """The namespace, in which a missing name that ends in _cpu is an operator of sgl_kernel.mamba, or one that
+        raises, unless it is in ASKED_FOR."""
 
         def __getattr__(self, name: str) -> Any:
-            named = name.endswith("_cpu") and name not in ASKED_FOR
-            return absent(name) if named else super().__getattr__(name)
+            if not name.endswith("_cpu") or name in ASKED_FOR:
+                return super().__getattr__(name)
+            return getattr(importlib.import_module(OPERATORS), name, None) or absent(name)
 
     return OperatorNamespace
 
@@ -128,6 +132,11 @@ def without_pinning(module: Any) -> None:
     module.torch = Unpinned(module.torch)
 
 
+def with_torch_norm(module: Any) -> None:
+    """Let gated norms compute with torch: without AMX, the module would run Triton."""
+    module.layernorm_fn = importlib.import_module(OPERATORS).layernorm_fn
+
+
 class Unpinned:
     """torch without pinned memory."""
 
@@ -159,6 +168,7 @@ def with_latent_prompts(module: Any) -> None:
 MENDED: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": with_plain_buffer,
     "sglang.srt.models.deepseek_common.attention_backend_handler": with_latent_prompts,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": with_torch_norm,
     "sglang.srt.lora.layers": without_pinning,
     "sglang.srt.lora.backend.torch_backend": without_pinning,
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from tests.each import each
+from turnlog.infra.embedded import engine_shim
 from turnlog.trainer import mcore
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
@@ -217,3 +220,58 @@ def test_kernels_are_given_the_layout_of_flash_linear_attention(packed: bool) ->
 
 def test_a_processor_has_no_kernels() -> None:
     assert gated_delta.delta_kernels("cpu") is None
+
+
+def operators() -> Any:
+    """Return the operators that an engine on a CPU computes with."""
+    path = Path(next(iter(engine_shim.__path__))) / "sgl_kernel" / "mamba.py"
+    spec = importlib.util.spec_from_file_location("mamba_operators", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_engine_that_continues_rows_from_its_pools_computes_what_the_trainer_does() -> None:
+    """Rows of 5 and 9 tokens, then two more of each, one at a time; a third row is padding."""
+    engine, random = operators(), torch.Generator().manual_seed(1)
+    length, (heads, shared, size, channels) = 11, (2, 2, 4, 6)
+
+    def rows(*sizes: int) -> torch.Tensor:
+        return torch.randn(length, 2, *sizes, generator=random)
+
+    x, weight = rows(channels), torch.randn(channels, 4, generator=random)
+    q, k, v = rows(heads, size), rows(heads, size), rows(heads * shared, size + 1)
+    a, b = rows(heads * shared), rows(heads * shared)
+    a_log, bias = torch.randn(2, heads * shared, generator=random)
+    g, beta = engine.fused_gdn_gating_cpu(a_log, a, b, bias)
+    spread = [x.repeat_interleave(shared, 2) for x in (q, k)]
+    wanted_rule = gated_delta_rule(*spread, v, g[0], beta[0])
+    wanted_convolution = gated_delta.causal_convolution(x, weight[:, None])
+    slots, ends = torch.tensor([2, 0, -1]), torch.tensor([0, 5, 14, 14])
+    convolved, states = torch.full((3, channels, 3), 7.0), torch.zeros(3, heads * shared, size + 1, size)
+
+    def prompts(table: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table[:5, 0], table[:9, 1]])
+
+    found = engine.causal_conv1d_fn_cpu(
+        prompts(x).T, weight, None, conv_states=convolved, has_initial_state=torch.zeros(3, dtype=torch.bool),
+        cache_indices=slots, query_start_loc=ends, activation="silu",
+    )  # fmt: skip
+    torch.testing.assert_close(found.T, prompts(wanted_convolution))
+    pool = {"initial_state": states, "initial_state_indices": slots}
+    named = {"q": q, "k": k, "v": v, "g": g[0], "beta": beta[0]}
+    packed = {name: prompts(table)[None] for name, table in named.items()}
+    found, *_ = engine.chunk_gated_delta_rule_cpu(**packed, **pool, cu_seqlens=ends)
+    torch.testing.assert_close(found[0], prompts(wanted_rule), atol=1e-5, rtol=1e-5)
+    for step in range(2):
+        at = torch.tensor([5 + step, 9 + step, 0]), torch.tensor([0, 1, 0])
+        found = engine.causal_conv1d_update_cpu(x[at], convolved, weight, None, "silu", conv_state_indices=slots)
+        torch.testing.assert_close(found[:2], wanted_convolution[at][:2])
+        found = engine.fused_sigmoid_gating_delta_rule_update_cpu(
+            A_log=a_log, dt_bias=bias, **{name: table[at][None] for name, table in zip("qkv", (q, k, v), strict=True)},
+            a=a[at], b=b[at], initial_state_source=states, initial_state_indices=slots, cu_seqlens=torch.arange(4),
+        )  # fmt: skip
+        torch.testing.assert_close(found[0, :2], wanted_rule[at][:2], atol=1e-5, rtol=1e-5)
+        assert not found[0, 2].any()
