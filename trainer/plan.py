@@ -76,7 +76,7 @@ class LearnerOptions:
     lora_alpha: float = 32.0
     """Adapters are scaled by alpha / rank."""
     publish: str = "merged"
-    """What engines get of adapters: merged | adapter."""
+    """Form in which engines get adapters: merged | adapter."""
     threads: int = 1
     """CPU threads of torch per rank."""
     vocabulary_multiple: int = 1
