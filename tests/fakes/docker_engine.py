@@ -447,7 +447,8 @@ class Boxes:
         uid, gid = config["User"].split(":")
         words = [str(self._bwrap), "--unshare-all", "--unshare-user", "--uid", uid, "--gid", gid, "--disable-userns",
                  "--hostname", config["Hostname"], "--die-with-parent", "--new-session", "--as-pid-1",
-                 "--cap-drop", host["CapDrop"][0], "--clearenv", "--setenv", "PATH", path, "--setenv", "HOME", "/"]  # fmt: skip
+                 "--cap-drop", host["CapDrop"][0], "--clearenv", "--setenv", "PATH", path,
+                 "--setenv", "HOME", "/"]  # fmt: skip
         words += ["--setenv", "HOSTNAME", config["Hostname"], "--setenv", "LD_LIBRARY_PATH", f"{PYTHON_HOME}/lib"]
         for variable in config["Env"]:
             words += ["--setenv", *variable.split("=", 1)]
