@@ -264,7 +264,7 @@ def _nearest(config: Config) -> str:
     """Describe how a config of an unknown family differs from that of the built-in family that is nearest to it."""
     nested = {one.text for one in _built_in() if isinstance(config.get(one.text), dict)}
     text = {key: value for name in nested for key, value in config[name].items()} | dict(config)
-    found: list[tuple[int, str, list[str]]] = []
+    found: list[tuple[int, int, str, list[str]]] = []
     for one in _built_in():
         known = {*COMMON, *one.absent, *one.supported_values, *one.also}
         other = sorted(
@@ -274,8 +274,9 @@ def _nearest(config: Config) -> str:
             if (key not in known and value) or value not in one.supported_values.get(key, (value,))
         )
         lacking = sorted(f"no {key}" for key in one.also if key not in config)
-        found.append((len(other) + len(lacking), one.model_type, other + lacking))
-    _, kind, differences = min(found)
+        defaulted = sum(key not in text for key in one.absent)
+        found.append((len(other) + len(lacking), defaulted, one.model_type, other + lacking))
+    *_, kind, differences = min(found)
     return f"; the nearest is {kind}, from which it differs by {', '.join(differences) or 'model_type alone'}"
 
 

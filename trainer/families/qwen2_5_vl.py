@@ -12,6 +12,8 @@ from turnlog.trainer.families.shape import ModelShape, Rope, VisionShape
 from turnlog.trainer.families.tensors import VISION, Sizes, Tensor, decoder_tensors
 
 THETA = 1_000_000.0
+IMAGE_TOKEN = 151655
+"""image_token_id where config.json lacks it."""
 TOWER: dict[str, Any] = {
     "depth": 32,
     "hidden_size": 3584,
@@ -50,7 +52,7 @@ def read_vision(config: Config) -> dict[str, Any]:
         merge=tower["spatial_merge_size"],
         window=tower["window_size"],
         unbounded=tuple(tower["fullatt_block_indexes"]),
-        token=config["image_token_id"],
+        token=config.get("image_token_id", IMAGE_TOKEN),
         sections=tuple(rope["mrope_section"]),
     )
     return {"vision": vision, "rope": Rope(theta=float(rope["rope_theta"]))}
@@ -136,7 +138,6 @@ QWEN2_5_VL = Family(
         "rms_norm_eps": 1e-5,
         "sliding_window": 4096,
         "max_window_layers": 80,
-        "image_token_id": 151655,
     },
     rope_theta=THETA,
     text="text_config",

@@ -12,7 +12,7 @@ from typing import Any
 from turnlog.trainer.families import qwen3_5
 from turnlog.trainer.families.family import Config
 from turnlog.trainer.families.shape import Mixture, ModelShape
-from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors, gated_tensors
+from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors
 
 STACKED = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<part>gate_up|down)_proj")
 """Names of tensors that hold all experts of a layer, as the Hugging Face Hub has them."""
@@ -44,11 +44,9 @@ def _whole(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _feed_forward(shape: ModelShape, layer: int, h: str, m: str) -> Iterator[Tensor]:
-    assert shape.mixture is not None
-    yield from feed_forward_tensors(shape, layer, h, m)
-    h, m = f"{h}mlp.shared_expert", f"{m}mlp.shared_experts."
-    yield from gated_tensors(f"{h}.", m, shape.hidden, shape.mixture.shared_ffn)
-    yield Tensor(f"{m}gate_weight", ((f"{h}_gate.weight", (1, shape.hidden)),))
+    yield from feed_forward_tensors(shape, layer, h, m, shared="shared_expert")
+    gate = (f"{h}mlp.shared_expert_gate.weight", (1, shape.hidden))
+    yield Tensor(f"{m}mlp.shared_experts.gate_weight", (gate,))
 
 
 def _tensors(shape: ModelShape, prefix: str = "model.") -> Iterator[Tensor]:

@@ -94,8 +94,13 @@ def attention_tensors(shape: ModelShape, layer: int, h: str, m: str) -> Iterator
     yield Tensor(f"{m}linear_proj.weight", ((f"{h}o_proj.weight", (shape.hidden, q)),), 1)
 
 
-def feed_forward_tensors(shape: ModelShape, layer: int, h: str, m: str) -> Iterator[Tensor]:
-    """Yield the tensors of SwiGLU, or of a router and its experts, which are whole on a rank."""
+def feed_forward_tensors(
+    shape: ModelShape, layer: int, h: str, m: str, *, shared: str = "shared_experts"
+) -> Iterator[Tensor]:
+    """Yield the tensors of SwiGLU, or of a router and its experts, which are whole on a rank.
+
+    `shared` is the Hugging Face name of the feed-forward layer that every token passes.
+    """
     h, m = f"{h}mlp.", f"{m}mlp."
     if shape.mixture is None or not shape.is_mixture(layer):
         yield from gated_tensors(h, m, shape.hidden, shape.ffn)
@@ -105,7 +110,7 @@ def feed_forward_tensors(shape: ModelShape, layer: int, h: str, m: str) -> Itera
     if mixture.sigmoid:
         yield Tensor(f"{m}router.expert_bias", ((f"{h}gate.e_score_correction_bias", (mixture.experts,)),))
     if mixture.shared_ffn:
-        yield from gated_tensors(f"{h}shared_experts.", f"{m}shared_experts.", shape.hidden, mixture.shared_ffn)
+        yield from gated_tensors(f"{h}{shared}.", f"{m}shared_experts.", shape.hidden, mixture.shared_ffn)
     for expert in range(mixture.experts):
         names = f"{h}experts.{expert}.", f"{m.removesuffix('.')}{EXPERT}{expert}."
         yield from gated_tensors(*names, shape.hidden, mixture.expert_ffn, cut=False)
