@@ -188,21 +188,21 @@ class MessageTraits(NamedTuple):
 
 
 class AnswerEnds(NamedTuple):
-    """How the template ends an assistant's message."""
+    """End of an assistant's message, as the template writes it."""
 
     marks: Mapping[str, int | None]
     """Texts at which an answer may end, with their ids: those of the model's configuration, and those by which the
     template ends an answer or begins the message after it. None: no special token."""
     written: frozenset[int]
-    """Those of the template."""
+    """Ids of the marks that the template writes."""
     closes: str
     """Text by which the template ends an answer that others follow; empty if only the mark of the next message does."""
     closing: str
     """All that the template writes behind the last text of a conversation."""
 
 
-class Tail(NamedTuple):
-    """What the template writes behind an answer, up to the point where the model continues."""
+class AnswerTail(NamedTuple):
+    """Text of the template behind an answer, up to the point where the model continues."""
 
     mark: str
     """Mark that ends the answer, or begins the next message."""
@@ -333,7 +333,7 @@ class Prompts:
             self._kinds[kind] = self._probe(kind)
         return self._kinds[kind]
 
-    def _encode_after(self, last: int, tail: Tail) -> list[int] | None:
+    def _encode_after(self, last: int, tail: AnswerTail) -> list[int] | None:
         mark = self._ends.marks[tail.mark]
         if mark is not None and last == mark:
             return self.tokens.encode(tail.text)
@@ -345,7 +345,7 @@ class Prompts:
 
     def _tail(
         self, answer: Mapping[str, Any], new: list[dict[str, Any]], tools: Any, now: datetime | None = None
-    ) -> Tail | None:
+    ) -> AnswerTail | None:
         """Return what the template writes behind an answer that calls the same tools; None if it cannot be found."""
         calls = [
             {**call, "function": {**call["function"], "arguments": {"a": ANSWERED}}}
@@ -428,13 +428,13 @@ class Prompts:
         return self.tokens.encode(head) + self.tokens.encode(tail) == self.tokens.encode(whole)
 
 
-def _find_end(text: str, marks: Iterable[str]) -> Tail | None:
+def _find_end(text: str, marks: Iterable[str]) -> AnswerTail | None:
     """Split a text at the first of some marks, the longest one that begins there."""
     places = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
     if not places:
         return None
     at, _, mark = min(places)
-    return Tail(mark, text[at + len(mark) :])
+    return AnswerTail(mark, text[at + len(mark) :])
 
 
 def _probe_answers(kind: MessageTraits) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
