@@ -76,7 +76,7 @@ def _no_options(_: ModelShape) -> dict[str, Any]:
     return {}
 
 
-def _unchanged(*_: Any) -> None:
+def _keep_model(*_: Any) -> None:
     return None
 
 
@@ -119,7 +119,7 @@ class Family:
     """Returns the ModuleSpec of layer `int`, counted over all pipeline stages; None: models.decoder.layer_spec. Imports
     torch modules only when called.
     """
-    finish: Callable[[ModelShape, Any], None] = _unchanged
+    finish: Callable[[ModelShape, Any], None] = _keep_model
     """Changes a built GPTModel, or the part of one pipeline stage, before it has weights."""
     quantized: tuple[str, ...] = ()
     """quant_method values of quantization_config whose weights are read; `dequantize` says how."""
