@@ -1,9 +1,17 @@
-# Everything here works on a machine that has Python 3.11, make and the package registries.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Everything here works on a machine that has Python 3.11, 3.12 or 3.13, make and the package registries.
+PYTHONS := 3.11 3.12 3.13
 BOOTSTRAP := .cache/bootstrap
 UV := $(BOOTSTRAP)/bin/uv
 BIN := .venv/bin
 ENVIRONMENT := .venv/.ready
+NUMBER := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+# The environment keeps its interpreter until PYTHON names another. A found one is started: pyenv's shims may start nothing.
+ifndef PYTHON
+PYTHON := $(or $(wildcard $(BIN)/python),$(shell for each in python3 $(PYTHONS:%=python%); do \
+  echo $(PYTHONS) | grep -qwF "$$($$each $(NUMBER) 2>/dev/null || echo none)" && command -v $$each && break; done))
+endif
+PYTHON_VERSION := $(if $(PYTHON),$(shell $(PYTHON) $(NUMBER) 2>/dev/null))
+LOCKS := locks/$(or $(filter $(PYTHONS),$(PYTHON_VERSION)),$(firstword $(PYTHONS)))
 # .pyc files halve the start time of every role; never inherit their prohibition.
 unexport PYTHONDONTWRITEBYTECODE
 export TURNLOG_FEEDER_DRAWS := $(STEPS)
@@ -23,7 +31,7 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml | head -1)
 WORKERS ?= 4
 IN_WORKERS := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 
-.PHONY: help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
+.PHONY: supported of-another-version help demo test test-long test-fresh test-compose test-kube test-secured screenshots templates lint check bench chaos soak learning mutants images sbom schemas docs lock gpu clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,7 +50,7 @@ endif
 test-long: $(ENVIRONMENT)  ## the tests that `make test` leaves out, and all property tests with 1,000 examples (hours)
 	@TURNLOG_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -m "long or hypothesis" $(IN_WORKERS)
 
-test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap)
+test-fresh:  ## the same on a bare Debian as a user without a name (root only; needs debootstrap; FRESH_SUITE=trixie: Python 3.13)
 	@tests/fresh.sh
 
 test-compose: $(ENVIRONMENT)  ## images and compose on a container engine (docker; as root, docker.io from Debian will do)
@@ -83,11 +91,12 @@ mutants: $(ENVIRONMENT)  ## mutate the fold: does a test notice? (SAMPLE=300, SE
 	@$(BIN)/python tests/mutants.py $(if $(ONLY),--only '$(ONLY)') $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
 
 IMAGES = processors,sandbox,agents,demo
-images:  ## container images turnlog/NAME (ONLY=processors,sandbox; CA=FILE of a proxy; trainer and engine take CUDA's wheels)
+IMAGE_PYTHON ?= 3.11
+images:  ## container images turnlog/NAME (ONLY=processors,sandbox; IMAGE_PYTHON=3.13; CA=FILE of a proxy; trainer and engine take CUDA's wheels)
 	@for name in $(subst $(comma), ,$(or $(ONLY),$(IMAGES))); do \
 	  DOCKER_BUILDKIT=1 docker build --quiet --target $$name --tag turnlog/$$name:$(VERSION) \
 	    --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
-	    $(if $(CA),--secret id=ca$(comma)src=$(CA)) $(if $(BASE),--build-arg BASE=$(BASE)) \
+	    --build-arg PYTHON=$(IMAGE_PYTHON) $(if $(CA),--secret id=ca$(comma)src=$(CA)) $(if $(BASE),--build-arg BASE=$(BASE)) \
 	    --file infra/deploy/images/Dockerfile . >/dev/null || exit 1; \
 	  docker image inspect --format '{{index .RepoTags 0}}  {{.Size}} bytes' turnlog/$$name:$(VERSION); \
 	done
@@ -98,12 +107,12 @@ LOCK_OF_trainer := gpu
 LOCK_OF_engine := gpu
 
 sbom: $(UV)  ## the Python packages of each image with their hashes, as CycloneDX in build/sbom (ONLY=processors,sandbox)
-	@test -x $(SBOM)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(SBOM)
-	@VIRTUAL_ENV=$(SBOM) $(UV) pip sync --quiet --require-hashes locks/sbom.lock
+	@$(call VENV,$(SBOM))
+	@VIRTUAL_ENV=$(SBOM) $(UV) pip sync --quiet --require-hashes $(LOCKS)/sbom.lock
 	@mkdir -p build/sbom
 	@$(foreach name,$(subst $(comma), ,$(or $(ONLY),$(IMAGES) trainer engine)),$(SBOM)/bin/python -W ignore -m cyclonedx_py requirements \
 	  --pyproject pyproject.toml --output-reproducible --no-validate --output-file build/sbom/$(name).cdx.json \
-	  locks/$(or $(LOCK_OF_$(name)),$(name)).lock && echo build/sbom/$(name).cdx.json &&) true
+	  locks/$(IMAGE_PYTHON)/$(or $(LOCK_OF_$(name)),$(name)).lock && echo build/sbom/$(name).cdx.json &&) true
 
 schemas: $(ENVIRONMENT)  ## rewrite schemas/avro from the event dataclasses
 	@$(BIN)/python -m turnlog.schemas.avsc
@@ -119,42 +128,58 @@ docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python docs/tools/grafana.py infra/deploy/monitoring/dashboards
 	@$(BIN)/python docs/tools/settings_page.py infra/deploy/helm/turnlog
 
-$(UV): locks/uv.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 is needed: install it or set PYTHON=/path/to/python3.11"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
-	  { echo "$(PYTHON) is $$($(PYTHON) -V); turnlog needs 3.11: set PYTHON=/path/to/python3.11"; exit 2; }
+supported:
+	@test -n "$(filter $(PYTHONS),$(PYTHON_VERSION))" || { echo "turnlog needs one of Python $(PYTHONS), and PYTHON is" \
+	  "'$(PYTHON)' $(PYTHON_VERSION): install one, or set PYTHON=/path/to/python3.13"; exit 2; }
+
+$(UV): locks/uv.txt | supported
 	@$(PYTHON) -m venv $(BOOTSTRAP)
 	@$(BOOTSTRAP)/bin/pip install --quiet --disable-pip-version-check --require-hashes -r locks/uv.txt
 	@touch $(UV)
 
-$(ENVIRONMENT): $(UV) locks/all.lock pyproject.toml
-	@echo "environment: installing $$(grep -c == locks/all.lock) pinned packages into .venv (7.4 GB, a minute or two)" >&2
-	@test -x $(BIN)/python || $(UV) venv --quiet --python $(PYTHON) .venv
-	@VIRTUAL_ENV=.venv $(UV) pip sync --quiet --require-hashes --compile-bytecode locks/all.lock
+# A new environment where there is none of that version.
+VENV = test "$$($(1)/bin/python $(NUMBER) 2>/dev/null)" = $(PYTHON_VERSION) || $(UV) venv --quiet --clear --python $(PYTHON) $(1)
+
+ifneq ($(shell cat $(ENVIRONMENT) 2>/dev/null),$(PYTHON_VERSION))
+$(ENVIRONMENT): of-another-version
+of-another-version: ;
+endif
+$(ENVIRONMENT): $(UV) $(LOCKS)/all.lock pyproject.toml | supported
+	@echo "environment: installing $$(grep -c == $(LOCKS)/all.lock) pinned packages into .venv (7.4 GB, a minute or two)" >&2
+	@$(call VENV,.venv)
+	@VIRTUAL_ENV=.venv $(UV) pip sync --quiet --require-hashes --compile-bytecode $(LOCKS)/all.lock
 	@VIRTUAL_ENV=.venv $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
-	@touch $(ENVIRONMENT)
+	@echo $(PYTHON_VERSION) >$(ENVIRONMENT)
 
 gpu: $(UV)  ## an environment for a machine with an NVIDIA GPU, in .venv-gpu (docs/your-own.md)
-	@test -x .venv-gpu/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-gpu
-	@VIRTUAL_ENV=.venv-gpu $(UV) pip sync --quiet --require-hashes --compile-bytecode locks/gpu.lock
+	@$(call VENV,.venv-gpu)
+	@VIRTUAL_ENV=.venv-gpu $(UV) pip sync --quiet --require-hashes --compile-bytecode $(LOCKS)/gpu.lock
 	@VIRTUAL_ENV=.venv-gpu $(UV) pip install --quiet --no-deps --no-build-isolation --editable .
 
-# One resolution of everything; the others are constrained by it. Only uv reads the dependency metadata of pyproject.toml
-# (SGLang's CUDA-only kernels stand behind an extra there), and only from the repository root.
-COMPILE = $(UV) pip compile --quiet --generate-hashes --no-emit-index-url --no-header \
-  --python-version 3.11 --python-platform x86_64-manylinux_2_34 pyproject.toml
-lock: $(UV)  ## resolve all locks again
-	@$(COMPILE) --extra dev -o locks/all.lock
-	@$(COMPILE) -c locks/all.lock -o locks/base.lock
-	@$(COMPILE) -c locks/all.lock --extra views -o locks/processors.lock
-	@$(COMPILE) -c locks/all.lock --extra sandbox -o locks/sandbox.lock
-	@$(COMPILE) -c locks/all.lock --extra demo -o locks/demo.lock
-	@$(COMPILE) --extra gpu -o locks/gpu.lock
-	@sed -E '/^openai==/,/[^\\]$$/d' locks/all.lock >.cache/without-openai  # SGLang's pin, older than what frameworks want
-	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/frameworks.lock
-	@$(filter-out pyproject.toml,$(COMPILE)) -c locks/all.lock --group sbom -o locks/sbom.lock
-	@echo 'verifiers[ta]==0.4.0' | $(filter-out pyproject.toml,$(COMPILE)) - -o locks/verifiers.lock  # of tests: users bring their own
-	@echo 'verifiers==0.3.1' | $(filter-out pyproject.toml,$(COMPILE)) - -o locks/verifiers-classic.lock
+# One resolution of everything for each Python; the others are constrained by it. Those of later Pythons keep the pins of
+# the first as far as they can. Only uv reads the dependency metadata of pyproject.toml (SGLang's CUDA-only kernels stand
+# behind an extra there), and only from the repository root.
+RESOLVE = $(UV) pip compile --quiet --generate-hashes --no-emit-index-url --no-header \
+  --python-version $* --python-platform x86_64-manylinux_2_34
+COMPILE = $(RESOLVE) pyproject.toml
+FOLLOW = -c locks/$*/all.lock
+lock: $(PYTHONS:%=lock-%)  ## resolve all locks again
+$(filter-out lock-$(firstword $(PYTHONS)),$(PYTHONS:%=lock-%)): lock-$(firstword $(PYTHONS))
+lock-%: $(UV)
+	@mkdir -p locks/$*
+	@test $* = $(firstword $(PYTHONS)) || cp locks/$(firstword $(PYTHONS))/*.lock locks/$*
+	@$(COMPILE) --extra dev -o locks/$*/all.lock
+	@$(COMPILE) $(FOLLOW) -o locks/$*/base.lock
+	@$(COMPILE) $(FOLLOW) --extra views -o locks/$*/processors.lock
+	@$(COMPILE) $(FOLLOW) --extra sandbox -o locks/$*/sandbox.lock
+	@$(COMPILE) $(FOLLOW) --extra demo -o locks/$*/demo.lock
+	@$(COMPILE) --extra gpu -o locks/$*/gpu.lock
+	@sed -E '/^openai==/,/[^\\]$$/d' locks/$*/all.lock >.cache/without-openai  # SGLang's pin, older than what frameworks want
+	@$(COMPILE) -c .cache/without-openai --group frameworks -o locks/$*/frameworks.lock
+	@$(RESOLVE) $(FOLLOW) --group sbom -o locks/$*/sbom.lock
+	@echo 'verifiers[ta]==0.4.0' | $(RESOLVE) - -o locks/$*/verifiers.lock  # of tests: users bring their own
+	@echo 'verifiers==0.3.1' | $(RESOLVE) - -o locks/$*/verifiers-classic.lock
+	@echo 'mcp==2.3.0' | $(RESOLVE) - -o locks/$*/mcp.lock
 
 clean:  ## remove the environment and caches, keep runs
 	@rm -rf .venv .cache build dist *.egg-info src/*.egg-info

@@ -83,7 +83,8 @@ def _image() -> None:
     part = KEPT / f"part-{os.getpid()}"
     (part / "opt").mkdir(parents=True)
     (part / "usr/lib").mkdir(parents=True)
-    for source in ("bin", "lib64", "lib/x86_64-linux-gnu", "lib/python3.11"):
+    libraries = [f"lib/{path.name}" for path in Path("/usr/lib").glob("python3.*")]
+    for source in ("bin", "lib64", "lib/x86_64-linux-gnu", *libraries):
         if Path("/usr", source).exists():
             linked = subprocess.run(["cp", "-al", f"/usr/{source}", part / "usr" / source], capture_output=True)
             if linked.returncode:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # make test-fresh: the suite on a bare Debian (python3, make, certificates, nothing else), as a user without a passwd
 # entry, a group or a capability. TESTS= picks some; FRESH_UID=0 runs it as root; FRESH_KEEP=1 keeps the environment
-# that the last run installed; FRESH_ROOT= is where the root lies; FRESH_MIRROR= is a Debian mirror other than the usual.
+# that the last run installed; FRESH_ROOT= is where the roots lie; FRESH_MIRROR= is a Debian mirror other than the usual.
+# FRESH_SUITE= is the release: bookworm has Python 3.11, trixie 3.13.
 #
 # The root has its own mounts, processes and IPC, but this machine's network: packages are fetched as `make test` does,
 # by the PIP_* and UV_* variables given here. Nothing is left in its /tmp and /var/tmp, or the run fails; in /dev/shm an
@@ -9,9 +10,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SUITE=bookworm PACKAGES=python3,python3-venv,make,ca-certificates
+SUITE=${FRESH_SUITE:-bookworm} PACKAGES=python3,python3-venv,make,ca-certificates
 uid=${FRESH_UID:-23456} folder=${FRESH_ROOT:-$PWD/.cache/fresh}
-root=$folder/root home=$root/srv/user
+root=$folder/$SUITE home=$root/srv/user
 
 missing=()
 for tool in debootstrap:debootstrap unshare:util-linux pivot_root:util-linux setpriv:util-linux git:git; do

@@ -84,7 +84,12 @@ class Authority:
         self.folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = self._signed(self._name, self._key.public_key(), x509.BasicConstraints(ca=True, path_length=None))
+        usage = x509.KeyUsage(
+            digital_signature=True, content_commitment=False, key_encipherment=False, data_encipherment=False,
+            key_agreement=False, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False,
+        )  # fmt: skip
+        limits = x509.BasicConstraints(ca=True, path_length=None)
+        certificate = self._signed(self._name, self._key.public_key(), limits, usage)
         self.file = folder / f"{name}.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
@@ -110,8 +115,13 @@ class Authority:
             self._name, subject, public, x509.random_serial_number(), now - datetime.timedelta(days=3),
             now + datetime.timedelta(days=days),
         )  # fmt: skip
-        for extension in extensions:
-            builder = builder.add_extension(extension, critical=False)
+        keys = (
+            x509.SubjectKeyIdentifier.from_public_key(public),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+        )  # Python 3.13 verifies by RFC 5280 to the letter
+        for extension in (*extensions, *keys):
+            critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+            builder = builder.add_extension(extension, critical=critical)
         return builder.sign(self._key, hashes.SHA256())
 
 

@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 UV = ROOT / ".cache/bootstrap/bin/uv"
+LOCKS = ROOT / "locks" / "{}.{}".format(*sys.version_info)
+"""The locks of this Python."""
 
 
 @contextmanager
@@ -28,10 +30,10 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def locked_python(name: str, missing: str) -> Path:
-    """The interpreter with what locks/NAME.lock pins; environments of earlier locks are removed. Skips the test with
+    """The interpreter with what LOCKS/NAME.lock pins; environments of earlier locks are removed. Skips the test with
     `missing` where no registry has it."""
-    lock, folder = ROOT / f"locks/{name}.lock", ROOT / f".cache/{name}"
-    made = folder / hashlib.sha256(lock.read_bytes()).hexdigest()[:12]
+    lock, folder = LOCKS / f"{name}.lock", ROOT / f".cache/{name}"
+    made = folder / f"{LOCKS.name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:12]}"
     with alone(folder):
         if not made.exists():
             for old in filter(Path.is_dir, folder.iterdir()):

@@ -58,7 +58,7 @@ OURSELVES, NO_CAPABILITIES = struct.pack("@Ii", 0x20080522, 0), bytes(24)
 CLONE = {"x86_64": 56, "aarch64": 220, "riscv64": 220}.get(os.uname().machine)
 """Number of clone(2) on this machine, if it is known; all take the flags first."""
 REHEARSALS = 9
-"""CPython 3.11 specializes a function at its eighth call."""
+"""CPython specializes a function at its eighth call (3.11), or sooner."""
 PASSED_BYTES = socket.CMSG_LEN(struct.calcsize("i"))
 """Bytes of the message by which a control socket comes."""
 EMPTY, NOTHING = "/opt/empty", "/opt/nothing"

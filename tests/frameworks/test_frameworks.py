@@ -1,5 +1,5 @@
 """Agents of docs/frameworks.md, as they stand there: several turns, tools in a real sandbox. For an environment of
-locks/frameworks.lock; tests/integration/test_frameworks.py runs it there."""
+frameworks.lock; tests/integration/test_frameworks.py runs it there."""
 
 from __future__ import annotations
 

@@ -10,12 +10,15 @@ import runpy
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import grimp
 import networkx
 import pytest
+
+from tests.each import each
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("schemas", "producers", "processors", "consumers", "sandbox_workers", "trainer", "infra", "plugins")
@@ -24,6 +27,8 @@ LONGEST = 700
 """Lines of a module; 500 are the aim."""
 SHORT = 25
 """Nodes of a function's tree: what has fewer may be written twice."""
+PYTHONS = ["3.11", "3.12", "3.13"]
+"""Versions that the package supports; each has its locks."""
 NEWLINE = "\n"
 LEFT = '"""Moved to '
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc", "impl"}
@@ -209,27 +214,46 @@ def test_the_repository_names_no_registry_host_and_no_machine(repository: list[P
     assert not said
 
 
-def test_the_cpu_lock_holds_no_cuda_kernels_and_the_others_follow_it() -> None:
-    pins = {}
-    for lock in ("all", "base", "demo", "processors"):
-        text = (ROOT / f"locks/{lock}.lock").read_text()
-        pins[lock] = dict(re.findall(r"^([A-Za-z0-9_.\[\]-]+)==(\S+)", text, re.MULTILINE))
-        assert "sglang-kernel" not in pins[lock]
+def pins(python: str, lock: str) -> dict[str, str]:
+    """Package -> version of a lock."""
+    text = (ROOT / f"locks/{python}/{lock}.lock").read_text()
+    return dict(re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==(\S+)", text, re.MULTILINE))
+
+
+@each("python", PYTHONS)
+def test_the_cpu_lock_holds_no_cuda_kernels_and_the_others_follow_it(python: str) -> None:
+    everything = pins(python, "all")
+    for lock in ("all", "base", "demo", "processors", "sandbox"):
+        text, pinned = (ROOT / f"locks/{python}/{lock}.lock").read_text(), pins(python, lock)
+        assert pinned.items() <= everything.items()
+        assert "sglang-kernel" not in pinned
         assert "://" not in text
-        assert text.count("--hash=sha256:") >= len(pins[lock])
-    for lock, pinned in pins.items():
-        for package, version in pinned.items():
-            assert pins["all"].get(package.partition("[")[0], pins["all"].get(package)) == version, (lock, package)
+        assert text.count("--hash=sha256:") >= len(pinned)
 
 
-def test_the_lock_of_the_frameworks_follows_the_others_but_for_what_sglang_holds_back() -> None:
-    pins = {}
-    for lock in ("all", "frameworks"):
-        text = (ROOT / f"locks/{lock}.lock").read_text()
-        pins[lock] = dict(re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==(\S+)", text, re.MULTILINE))
-    shared = pins["all"].keys() & pins["frameworks"].keys()
-    assert {name for name in shared if pins["all"][name] != pins["frameworks"][name]} == {"openai"}
-    assert {"openai-agents", "pydantic-ai-slim", "mini-swe-agent"} <= pins["frameworks"].keys()
+@each("python", PYTHONS)
+def test_the_lock_of_the_frameworks_follows_the_others_but_for_what_sglang_holds_back(python: str) -> None:
+    everything, frameworks = pins(python, "all"), pins(python, "frameworks")
+    shared = everything.keys() & frameworks.keys()
+    assert {name for name in shared if everything[name] != frameworks[name]} == {"openai"}
+    assert {"openai-agents", "pydantic-ai-slim", "mini-swe-agent"} <= frameworks.keys()
+
+
+@each("python", PYTHONS[1:])
+def test_a_later_python_has_the_pins_of_the_first_but_for_what_that_cannot_have(python: str) -> None:
+    first = {path.stem for path in (ROOT / "locks" / PYTHONS[0]).glob("*.lock")}
+    assert {path.stem for path in (ROOT / "locks" / python).glob("*.lock")} == first
+    for lock in first:
+        differing = dict(pins(PYTHONS[0], lock).items() ^ pins(python, lock).items())
+        assert differing.keys() <= {"pyyaml-ft", "typing-extensions"}, lock
+
+
+def test_the_locks_are_of_the_pythons_that_the_package_supports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest, newest = (tuple(map(int, one.split("."))) for one in (PYTHONS[0], PYTHONS[-1]))
+    assert project["requires-python"] == f">={PYTHONS[0]},<{newest[0]}.{newest[1] + 1}"
+    assert [f"3.{minor}" for minor in range(oldest[1], newest[1] + 1)] == PYTHONS
+    assert f"\nPYTHONS := {' '.join(PYTHONS)}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_help_starts_without_any_room() -> None:

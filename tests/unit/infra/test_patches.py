@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import marshal
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from turnlog.sandbox_workers.pooling.worker_pools import find_isolation_failure
 from turnlog.schemas.events import Outcome, SandboxLimits, SandboxSpec, ToolCallCompleted, ToolStatus
 from turnlog.schemas.types import BlobRef
 
+PYTHON = "python{}.{}".format(*sys.version_info)
 TESTS = """\
 import unittest
 import random
@@ -181,7 +183,7 @@ CHEATS = {
     "settings of pytest": "printf '[pytest]\\naddopts = --collect-only\\n' >pytest.ini",
     "a sitecustomize": f"cat >sitecustomize.py <<'E'\n{EXITS}E\ncp sitecustomize.py usercustomize.py",
     "one in its home": (
-        f"d=.local/lib/python3.11/site-packages; mkdir -p $d; cat >$d/usercustomize.py <<'E'\n{EXITS}E\n"
+        f"d=.local/lib/{PYTHON}/site-packages; mkdir -p $d; cat >$d/usercustomize.py <<'E'\n{EXITS}E\n"
     ),
     "a hook": f"{HOOK} | tee .git/hooks/post-applypatch >.git/hooks/pre-commit; chmod +x .git/hooks/*; echo >>calc.py",
     "attributes that name programs": (
@@ -189,7 +191,8 @@ CHEATS = {
         "echo '* filter=x' >.gitattributes"
     ),
     "compiled tests": (
-        f"mkdir __pycache__; base64 -d >__pycache__/test_calc.cpython-311.pyc <<'E'\n{cheat(PASSES)}\nE\necho >>calc.py"
+        f"mkdir __pycache__; base64 -d >__pycache__/test_calc.{sys.implementation.cache_tag}.pyc <<'E'\n"
+        f"{cheat(PASSES)}\nE\necho >>calc.py"
     ),
     "a process that goes on": (
         f"setsid sh -c \"while :; do cat >test_calc.py <<'E'\n{PASSES}E\nsleep 0.1; done\" >/dev/null 2>&1 &"

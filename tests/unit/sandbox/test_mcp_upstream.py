@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ SCRIPT: list[tuple[str, dict[str, Any]]] = [
     ("no such tool", {}),
 ]
 assert len(SCRIPT) == 20
+PYTHON = "python{}.{}".format(*sys.version_info)
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +56,8 @@ def reference(python: Path, script: Sequence[Any], *arguments: str) -> dict[str,
 
 def by_stdio(python: Path) -> McpServer:
     """The reference server in a sandbox, whose user may read the package and runs an interpreter of its own."""
-    packages = python.parents[1] / "lib/python3.11/site-packages"
-    return McpServer(
-        name="ref", command=["python3.11", str(HERE / "server.py"), "stdio"], env={"PYTHONPATH": str(packages)}
-    )
+    packages = python.parents[1] / f"lib/{PYTHON}/site-packages"
+    return McpServer(name="ref", command=[PYTHON, str(HERE / "server.py"), "stdio"], env={"PYTHONPATH": str(packages)})
 
 
 @pytest.fixture(autouse=True)

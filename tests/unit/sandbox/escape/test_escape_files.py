@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ REPLACED = ("link", "environ", "stream", "loop", "around", "twice", "fifo", "soc
 """Names at which a write puts a plain file, without following or opening what stood there."""
 TRAPS = (
     ".bashrc", ".bash_profile", ".profile", ".pythonrc.py", ".inputrc", ".pam_environment", "sitecustomize.py",
-    "usercustomize.py", "json.py", ".local/lib/python3.11/site-packages/usercustomize.py", ".config/x", "ls", "sh",
-    "turnlog/__init__.py", "pyvenv.cfg",
+    "usercustomize.py", "json.py", ".local/lib/python{}.{}/site-packages/usercustomize.py".format(*sys.version_info),
+    ".config/x", "ls", "sh", "turnlog/__init__.py", "pyvenv.cfg",
 )  # fmt: skip
 OURS = ("/opt/python/bin/python3", "/opt/init/turnlog/sandbox_workers/inside/init.py", "/usr/bin/env", "/etc/passwd")
 UNWRITABLE = {
