@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from transformers import AutoConfig
 
 from tests.each import each
+from tests.reference.parity import loaded_model, save_random
 from turnlog.trainer import UnsupportedModel, mcore, weights
 from turnlog.trainer.families.family import BUILT_IN, family, read_shape
 from turnlog.trainer.families.rope import KEYS
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
 
 TINY: dict[str, Any] = {
@@ -127,23 +127,19 @@ def logprobs_of_transformers(folder: Path) -> torch.Tensor:
     config = AutoConfig.from_pretrained(folder)
     made: Any = getattr(transformers, family(config.model_type).architecture)
     model = made._from_config(config, attn_implementation="eager").float().eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        found: torch.Tensor = model(TOKENS).logits.log_softmax(-1)
     written = (folder / "config.json").read_bytes()
-    model.save_pretrained(folder)
+    save_random(model, folder)
     (folder / "config.json").write_bytes(written)
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits.log_softmax(-1)
     return found
 
 
 def logprobs_of_trainer(folder: Path) -> torch.Tensor:
     shape, options = read_shape(folder), LearnerOptions()
     positions = torch.arange(TOKENS.size(1)).expand(3 if shape.vision else 1, len(TOKENS), -1)
+    model = loaded_model(shape, weights.read_weights(folder), options)
     with mcore.quiet(), torch.no_grad():
-        model = build_model(shape, model_config(shape, options), options)
-        weights.load_weights(model, weights.read_weights(folder), shape)
         logits: torch.Tensor = model(TOKENS, positions if shape.vision else positions[0], None)
     return logits[..., : shape.vocabulary].log_softmax(-1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, 
 
 from tests.fakes.batches import synthetic_rows, with_random_experts
 from tests.reference.layouts import LATENT, SIGMOID, weights_of
+from tests.reference.parity import check_export, check_written, loaded_model, save_random
 from tests.reference.plain import PlainLearner
 from turnlog.trainer import LayoutUnfit, UnsupportedModel, WeightsMismatch, mcore, weights
 from turnlog.trainer.families.costs import row_flops
-from turnlog.trainer.families.family import config_json, read_shape
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.experts import attach_experts
-from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
 
 SIZES: dict[str, Any] = {
@@ -87,23 +87,10 @@ def alone() -> Iterator[None]:
 
 def hugging_face(folder: Path, config: PreTrainedConfig) -> Any:
     """A small random model whose norms, biases and corrections are not trivial, saved as transformers saves it."""
-    generator = torch.Generator().manual_seed(3)
     of_config: Any = AutoModelForCausalLM.from_config
     model = of_config(config, attn_implementation="eager").float().eval()
-    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    with torch.no_grad():
-        for values in (*model.parameters(), *corrections):
-            values.add_(0.1 * torch.randn(values.shape, generator=generator))
-    model.save_pretrained(folder)
+    save_random(model, folder)
     return model
-
-
-def built(form: ModelShape, state: Mapping[str, torch.Tensor], options: LearnerOptions = ONE) -> Any:
-    """Megatron's model with these weights."""
-    with mcore.quiet():
-        megatron = build_model(form, model_config(form, options), options)
-    weights.load_weights(megatron, state, form)
-    return megatron
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -121,23 +108,16 @@ def test_log_probs_are_those_of_transformers_and_weights_come_back_exactly(tmp_p
     form, state = read_shape(tmp_path), weights.read_weights(tmp_path)
     tokens = torch.randint(0, 83, (3, 150), generator=torch.Generator().manual_seed(5))
     with mcore.quiet(), torch.no_grad():
-        megatron = built(form, state)
+        megatron = loaded_model(form, state, ONE)
         found = megatron(tokens, torch.arange(150).expand(3, -1), None).log_softmax(-1)
         wanted = model(tokens).logits.log_softmax(-1)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    exported = weights.export_weights(megatron, form)
-    assert exported.keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+    check_export(megatron, form, state)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name: str) -> None:
-    config = CONFIGS[name]
-    config.save_pretrained(tmp_path)
-    form = read_shape(tmp_path)
-    values = config_json(form, eos_token_id=0, pad_token_id=0)
-    type(config)(**{key: value for key, value in values.items() if key != "model_type"}).save_pretrained(tmp_path)
-    assert read_shape(tmp_path) == form
+    check_written(tmp_path, CONFIGS[name])
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -151,7 +131,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         weights.check_shapes({**state, **further}, read_shape(tmp_path))
     change(tmp_path, num_nextn_predict_layers=1)
     form = read_shape(tmp_path)
-    exported = weights.export_weights(built(form, {**state, **further}), form)
+    exported = weights.export_weights(loaded_model(form, {**state, **further}, ONE), form)
     assert exported.keys() == state.keys()
     with pytest.raises(WeightsMismatch, match=r"model\.layers\.4"):
         weights.check_shapes({**state, "model.layers.4.eh_proj.weight": torch.ones(64, 128)}, form)

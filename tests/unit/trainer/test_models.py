@@ -24,12 +24,12 @@ from transformers import (
 
 from tests.each import each
 from tests.fakes.offers import offering
+from tests.reference.parity import check_export, check_written, loaded_model, save_random
 from turnlog.names import EntryPointGroup
 from turnlog.trainer import ModelDamaged, UnsupportedModel, WeightsMismatch, mcore, weights
-from turnlog.trainer.families.family import as_dict, config_json, read_shape
+from turnlog.trainer.families.family import as_dict, read_shape
 from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, TINY_VISION, RopeScaling
 from turnlog.trainer.launch import process_group
-from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
 
 SIZES: dict[str, Any] = {
@@ -85,13 +85,9 @@ def alone() -> Iterator[None]:
 
 def hugging_face(folder: Path, config: PreTrainedConfig) -> Any:
     """A small random model whose norms and biases are not trivial, saved as transformers saves it."""
-    generator = torch.Generator().manual_seed(3)
     of_config: Any = AutoModelForCausalLM.from_config
     model = of_config(config, attn_implementation="eager").float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
+    save_random(model, folder)
     return model
 
 
@@ -100,17 +96,14 @@ def check_parity(folder: Path, config: PreTrainedConfig) -> None:
     model = hugging_face(folder, config)
     form, state = read_shape(folder), weights.read_weights(folder)
     tokens = torch.randint(0, 83, (3, 100), generator=torch.Generator().manual_seed(5))
-    options = LearnerOptions(vocabulary_multiple=16)
+    megatron = loaded_model(form, state, LearnerOptions(vocabulary_multiple=16))
     with mcore.quiet(), torch.no_grad():
-        megatron = build_model(form, model_config(form, options), options)
-        weights.load_weights(megatron, state, form)
         logits = megatron(tokens, torch.arange(100).expand(3, -1), None)
         wanted = model(tokens).logits
     assert logits.shape[-1] == 96
     torch.testing.assert_close(logits[..., :83], wanted, rtol=0, atol=1e-5)
-    exported = weights.export_weights(megatron, form)
-    assert exported.keys() == weights.expected_shapes(form).keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+    assert state.keys() == weights.expected_shapes(form).keys()
+    check_export(megatron, form, state)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -120,13 +113,7 @@ def test_logits_are_those_of_transformers_and_weights_come_back_exactly(tmp_path
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name: str) -> None:
-    config = CONFIGS[name]
-    config.save_pretrained(tmp_path)
-    form = read_shape(tmp_path)
-    values = config_json(form, eos_token_id=0, pad_token_id=0)
-    again = type(config)(**{key: value for key, value in values.items() if key != "model_type"})
-    again.save_pretrained(tmp_path)
-    assert read_shape(tmp_path) == form
+    check_written(tmp_path, CONFIGS[name])
 
 
 def test_checkpoints_record_the_values_that_they_always_have() -> None:

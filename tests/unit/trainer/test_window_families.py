@@ -26,17 +26,17 @@ from transformers import (
 
 from tests.each import each
 from tests.fakes.batches import synthetic_rows, with_random_experts
+from tests.reference.parity import check_export, check_written, loaded_model
 from tests.reference.plain import PlainLearner
 from tests.reference.windows import GEMMA3, GPT_OSS, MISTRAL, weights_of
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore, weights
 from turnlog.trainer.families.costs import row_flops
-from turnlog.trainer.families.family import config_json, read_shape
+from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.models.mxfp4 import dequantize
-from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 
 SIZES: dict[str, Any] = {
@@ -95,10 +95,7 @@ def saved(folder: Path, config: PreTrainedConfig) -> Any:
 def loaded(folder: Path, dtype: str = "float32") -> tuple[ModelShape, Any]:
     """Return the shape of a folder's model, and Megatron's model with its weights."""
     shape, options = read_shape(folder), LearnerOptions(vocabulary_multiple=16, dtype=dtype)
-    with mcore.quiet():
-        model = build_model(shape, model_config(shape, options), options)
-    weights.load_weights(model, weights.read_weights(folder), shape)
-    return shape, model
+    return shape, loaded_model(shape, weights.read_weights(folder), options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -110,20 +107,14 @@ def test_log_probs_are_those_of_transformers_and_weights_come_back_exactly(tmp_p
         found = ours(tokens, torch.arange(40).expand(2, -1), None)[..., :83].log_softmax(-1)
         wanted = theirs(tokens).logits.log_softmax(-1)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    state, exported = weights.read_weights(tmp_path), weights.export_weights(ours, shape)
-    assert exported.keys() == weights.expected_shapes(shape).keys() == state.keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+    state = weights.read_weights(tmp_path)
+    assert state.keys() == weights.expected_shapes(shape).keys()
+    check_export(ours, shape, state)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_folder_that_is_written_describes_the_same_model(tmp_path: Path, name: str) -> None:
-    config = CONFIGS[name]
-    config.save_pretrained(tmp_path)
-    shape = read_shape(tmp_path)
-    values = config_json(shape, eos_token_id=0, pad_token_id=0)
-    assert values["model_type"] == config.model_type
-    type(config)(**{key: value for key, value in values.items() if key != "model_type"}).save_pretrained(tmp_path)
-    assert read_shape(tmp_path) == shape
+    check_written(tmp_path, CONFIGS[name])
 
 
 @each(

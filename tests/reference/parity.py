@@ -1,0 +1,55 @@
+"""Models of transformers whose parameters are all random, and Megatron's models with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from turnlog.trainer import mcore, weights
+from turnlog.trainer.families.family import config_json, read_shape
+from turnlog.trainer.families.shape import ModelShape
+from turnlog.trainer.network import build_model, model_config
+from turnlog.trainer.plan import LearnerOptions
+
+CORRECTION = "e_score_correction_bias"
+"""Name of the buffer by which DeepSeek-V3's routers correct their choice."""
+
+
+@torch.no_grad()
+def save_random(model: Any, folder: Path, scale: float = 0.1) -> None:
+    """Move all parameters and corrections of a model of transformers at random, so that no norm or bias is trivial, and
+    save it."""
+    generator = torch.Generator().manual_seed(3)
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)]
+    for values in (*model.parameters(), *corrections):
+        values.add_(scale * torch.randn(values.shape, generator=generator))
+    model.save_pretrained(folder)
+
+
+def loaded_model(shape: ModelShape, state: Mapping[str, torch.Tensor], options: LearnerOptions) -> Any:
+    """Return Megatron's model with these weights."""
+    with mcore.quiet():
+        model = build_model(shape, model_config(shape, options), options)
+    weights.load_weights(model, state, shape)
+    return model
+
+
+def check_export(model: Any, shape: ModelShape, state: Mapping[str, torch.Tensor]) -> None:
+    """Check that an export of Megatron's model is what was loaded, bit for bit."""
+    exported = weights.export_weights(model, shape)
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
+
+
+def check_written(folder: Path, config: PreTrainedConfig) -> None:
+    """Check that transformers reads the config.json that the trainer writes for this model as the same model."""
+    config.save_pretrained(folder)
+    shape = read_shape(folder)
+    values = config_json(shape, eos_token_id=0, pad_token_id=0)
+    assert values["model_type"] == config.model_type
+    type(config)(**{key: value for key, value in values.items() if key != "model_type"}).save_pretrained(folder)
+    assert read_shape(folder) == shape
