@@ -17,6 +17,7 @@ from typing import Any, Final
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
+from turnlog.infra.embedded.ports import free_ports
 from turnlog.plugins.openenv.client import (
     CONNECT_S,
     DirectNetwork,
@@ -176,7 +177,7 @@ class StartedServer:
 
     def _command(self, outside: tuple[str, int], image: ImageCommand | None) -> Command:
         shared_ports = self._sandboxes.provider(self._plan.backend).name == "subprocess"
-        port = self._plan.port or (_free_port() if shared_ports else PORT)
+        port = self._plan.port or (free_ports(1)[0] if shared_ports else PORT)
         words = self._plan.command or (image.argv if image else ())
         settings = {
             "command": [word.replace("{port}", str(port)) for word in words],
@@ -315,9 +316,3 @@ class StartedPlace:
 
 def _describe_end(done: Execution) -> str:
     return done.reason or f"exit status {done.exit_code}"
-
-
-def _free_port() -> int:
-    with socket.socket() as tried:
-        tried.bind(("127.0.0.1", 0))
-        return int(tried.getsockname()[1])

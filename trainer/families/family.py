@@ -26,11 +26,11 @@ from turnlog.trainer.families.tensors import Tensor, decoder_tensors
 Config = Mapping[str, Any]
 """Content of config.json; where a family has `text`, with the decoder's keys among those of the whole."""
 BUILT_IN = {
-    "gemma3_text": "gemma3:GEMMA3",
-    "gpt_oss": "gpt_oss:GPT_OSS",
     "deepseek_v3": "deepseek_v3:DEEPSEEK_V3",
+    "gemma3_text": "gemma3:GEMMA3",
     "glm4_moe": "glm4_moe:GLM4_MOE",
     "glm4_moe_lite": "glm4_moe_lite:GLM4_MOE_LITE",
+    "gpt_oss": "gpt_oss:GPT_OSS",
     "kimi_k2": "deepseek_v3:KIMI_K2",
     "llama": "llama:LLAMA",
     "ministral": "mistral:MINISTRAL",

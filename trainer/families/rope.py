@@ -52,7 +52,7 @@ def read_rope(text: Mapping[str, Any], theta: float) -> Rope:
         )
     original = rope.get("original_max_position_embeddings") or text["max_position_embeddings"]
     try:
-        scaling = _READERS[kind]({**rope, "original_max_position_embeddings": int(original)}, text)
+        scaling = _READERS[kind]({**rope, "original_max_position_embeddings": int(original)})
     except KeyError as error:
         raise UnsupportedModel(f"rotary positions {dict(rope)} have no {error}") from error
     fraction = rope.get("partial_rotary_factor", text.get("partial_rotary_factor"))
@@ -88,11 +88,11 @@ def rope_json(rope: Rope) -> dict[str, Any]:
     return values
 
 
-def _linear(rope: Mapping[str, Any], _: Mapping[str, Any]) -> LinearScaling:
+def _linear(rope: Mapping[str, Any]) -> LinearScaling:
     return LinearScaling(factor=float(rope["factor"]))
 
 
-def _llama3(rope: Mapping[str, Any], _: Mapping[str, Any]) -> RopeScaling:
+def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
     return RopeScaling(
         factor=float(rope["factor"]),
         low=float(rope["low_freq_factor"]),
@@ -101,7 +101,7 @@ def _llama3(rope: Mapping[str, Any], _: Mapping[str, Any]) -> RopeScaling:
     )
 
 
-def _yarn(rope: Mapping[str, Any], _: Mapping[str, Any]) -> YarnScaling:
+def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     """Read YaRN. transformers and SGLang 0.5.21 agree on what passes; where they do not, a key is refused."""
     for key in ("attn_factor", "extrapolation_factor"):
         if rope.get(key, 1) != 1:
@@ -127,8 +127,8 @@ def _yarn(rope: Mapping[str, Any], _: Mapping[str, Any]) -> YarnScaling:
     return found
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scaling | None]] = {
-    "default": lambda *_: None,
+_READERS: dict[str, Callable[[Mapping[str, Any]], Scaling | None]] = {
+    "default": lambda _: None,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
