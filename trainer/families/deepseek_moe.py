@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from turnlog.trainer import UnsupportedModel
-from turnlog.trainer.families.family import Config
+from turnlog.trainer.families.family import Config, whole_number
 from turnlog.trainer.families.shape import Mixture, ModelShape, SigmoidRouting
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -26,14 +26,18 @@ SUMMED = 2
 
 def read_mixture(config: Config, dense_layers: tuple[int, ...]) -> dict[str, Any]:
     """Read the mixture and the number of layers that are left out. Raises UnsupportedModel, KeyError."""
-    experts, per_token = config["n_routed_experts"], config["num_experts_per_tok"]
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-    shared, layers = config["n_shared_experts"], config["num_hidden_layers"]
+    experts, shared = config["n_routed_experts"], config["n_shared_experts"]
+    layers = whole_number(config, "num_hidden_layers")
     if not experts or not shared or len(dense_layers) >= layers:
         raise UnsupportedModel(
             f"{experts or 0} experts and {shared or 0} shared ones in {layers - len(dense_layers)} of {layers} layers "
             "are not supported; supported: at least 1 of each"
         )
+    experts, shared, per_token, ffn = (
+        whole_number(config, key)
+        for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    groups, chosen = whole_number(config, "n_group", 1), whole_number(config, "topk_group", 1)
     if config.get("num_local_experts") not in (None, experts):  # transformers takes it for the other key
         raise UnsupportedModel(f"num_local_experts = {config['num_local_experts']} beside n_routed_experts = {experts}")
     limits = chosen < groups
@@ -46,9 +50,9 @@ def read_mixture(config: Config, dense_layers: tuple[int, ...]) -> dict[str, Any
     mixture = Mixture(
         experts=experts,
         experts_per_token=per_token,
-        expert_ffn=config["moe_intermediate_size"],
+        expert_ffn=ffn,
         dense_layers=dense_layers,
-        shared_ffn=shared * config["moe_intermediate_size"],
+        shared_ffn=shared * ffn,
         sigmoid=SigmoidRouting(factor=float(config["routed_scaling_factor"]), groups=groups, groups_per_token=chosen),
     )
     return {"mixture": mixture, "extra_layers": config.get("num_nextn_predict_layers") or 0}
@@ -56,7 +60,7 @@ def read_mixture(config: Config, dense_layers: tuple[int, ...]) -> dict[str, Any
 
 def first_layers(config: Config) -> tuple[int, ...]:
     """Return the layers that first_k_dense_replace makes dense."""
-    return tuple(range(min(config["first_k_dense_replace"], config["num_hidden_layers"])))
+    return tuple(range(min(config["first_k_dense_replace"], whole_number(config, "num_hidden_layers"))))
 
 
 def write_mixture(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from turnlog.trainer import UnsupportedModel
 from turnlog.trainer.families import deepseek_moe
-from turnlog.trainer.families.family import Config, Family
+from turnlog.trainer.families.family import Config, Family, whole_number
 from turnlog.trainer.families.rope import read_rope, rope_values
 from turnlog.trainer.families.shape import LatentAttention, ModelShape, YarnScaling
 from turnlog.trainer.families.tensors import Tensor, decoder_tensors
@@ -26,7 +26,7 @@ def read(config: Config) -> dict[str, Any]:
 
 def read_latent(config: Config) -> dict[str, Any]:
     """Read latent attention and its rotary positions. Raises UnsupportedModel, KeyError."""
-    rotated, heads = config["qk_rope_head_dim"], config["num_attention_heads"]
+    rotated, heads = whole_number(config, "qk_rope_head_dim"), whole_number(config, "num_attention_heads")
     for key, wanted in (("head_dim", rotated), ("num_key_value_heads", heads)):
         if config.get(key) not in (None, wanted):
             raise UnsupportedModel(f"{key} = {config[key]} is not supported beside latent attention: {wanted} is")
@@ -37,10 +37,10 @@ def read_latent(config: Config) -> dict[str, Any]:
     if ("mscale" in given) != ("mscale_all_dim" in given):
         raise UnsupportedModel("mscale or mscale_all_dim alone is not supported: engines and transformers differ then")
     latent = LatentAttention(
-        q_rank=config["q_lora_rank"],
-        kv_rank=config["kv_lora_rank"],
-        unrotated=config["qk_nope_head_dim"],
-        value=config["v_head_dim"],
+        q_rank=None if config["q_lora_rank"] is None else whole_number(config, "q_lora_rank"),
+        kv_rank=whole_number(config, "kv_lora_rank"),
+        unrotated=whole_number(config, "qk_nope_head_dim"),
+        value=whole_number(config, "v_head_dim"),
         interleaved=bool(config["rope_interleave"]),
     )
     return {"latent": latent, "rope": rope, "head_dim": rotated, "groups": heads}

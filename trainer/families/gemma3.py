@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from turnlog.trainer import UnsupportedModel
-from turnlog.trainer.families.family import NO_BIAS, Config, Family
+from turnlog.trainer.families.family import NO_BIAS, Config, Family, whole_number
 from turnlog.trainer.families.mistral import FULL, SLIDING, read_windows, windows_json
 from turnlog.trainer.families.rope import read_rope, rope_json
 from turnlog.trainer.families.shape import LayerType, ModelShape, Rope, YarnScaling
@@ -31,7 +31,7 @@ FLAT = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 
 def _read(config: Config) -> dict[str, Any]:
     pattern = config.get("sliding_window_pattern") or 6
-    layers = range(1, config["num_hidden_layers"] + 1)
+    layers = range(1, whole_number(config, "num_hidden_layers") + 1)
     types = config.get("layer_types") or [SLIDING if layer % pattern else FULL for layer in layers]
     found = read_windows({**config, "layer_types": types})
     if "sliding" in found:

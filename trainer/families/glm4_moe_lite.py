@@ -8,16 +8,17 @@ from typing import Any
 
 from turnlog.trainer import UnsupportedModel
 from turnlog.trainer.families import deepseek_moe, deepseek_v3
-from turnlog.trainer.families.family import Config, Family
+from turnlog.trainer.families.family import Config, Family, whole_number
 from turnlog.trainer.families.shape import ModelShape
 
 
 def read(config: Config) -> dict[str, Any]:
     """Read attention and mixture. Raises UnsupportedModel, KeyError."""
-    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (config["num_hidden_layers"] - 1)
+    layers = whole_number(config, "num_hidden_layers")
+    types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     dense = tuple(layer for layer, name in enumerate(types) if name == "dense")
     first = config.get("first_k_dense_replace", len(dense))  # read by engines, not by transformers
-    if dense != tuple(range(first)) or len(types) != config["num_hidden_layers"]:
+    if dense != tuple(range(first)) or len(types) != layers:
         raise UnsupportedModel(
             f"first_k_dense_replace = {first} and mlp_layer_types (by default dense, sparse, sparse, ...) with dense "
             f"layers {list(dense)} of {len(types)} are not supported; supported: the first layers, by both keys"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from turnlog.trainer.families.family import Config, Family
+from turnlog.trainer.families.family import Config, Family, whole_number
 from turnlog.trainer.families.mistral import FULL, SLIDING, read_windows, windows_json
 from turnlog.trainer.families.rope import read_rope
 from turnlog.trainer.families.shape import Mixture, ModelShape
@@ -28,7 +28,7 @@ YARN = {
 
 
 def _read(config: Config) -> dict[str, Any]:
-    layers = range(config["num_hidden_layers"])
+    layers = range(whole_number(config, "num_hidden_layers"))
     types = config.get("layer_types") or [FULL if layer % 2 else SLIDING for layer in layers]
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config = {**config, "rope_parameters": YARN}
@@ -36,9 +36,9 @@ def _read(config: Config) -> dict[str, Any]:
         **read_windows({**config, "layer_types": types}),
         "rope": read_rope(config, THETA),
         "mixture": Mixture(
-            experts=config["num_local_experts"],
-            experts_per_token=config["num_experts_per_tok"],
-            expert_ffn=config["intermediate_size"],
+            experts=whole_number(config, "num_local_experts"),
+            experts_per_token=whole_number(config, "num_experts_per_tok"),
+            expert_ffn=whole_number(config, "intermediate_size"),
         ),
     }
 

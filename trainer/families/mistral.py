@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from turnlog.trainer import UnsupportedModel
-from turnlog.trainer.families.family import NO_BIAS, Config, Family
+from turnlog.trainer.families.family import NO_BIAS, Config, Family, whole_number
 from turnlog.trainer.families.shape import LayerType, ModelShape, SlidingWindow
 
 FULL: LayerType = "full_attention"
@@ -46,7 +46,7 @@ def windows_json(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
 
 def _everywhere(config: Config) -> dict[str, Any]:
     kind = FULL if config["sliding_window"] is None else SLIDING
-    return read_windows({**config, "layer_types": [kind] * config["num_hidden_layers"]})
+    return read_windows({**config, "layer_types": [kind] * whole_number(config, "num_hidden_layers")})
 
 
 def _where_named(config: Config) -> dict[str, Any]:

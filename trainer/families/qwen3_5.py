@@ -48,7 +48,8 @@ FIELDS = {
 
 def read_hybrid(config: Config) -> dict[str, Any]:
     """Read the kinds of the layers, and the shape of the gated delta nets. Raises UnsupportedModel, KeyError."""
-    layers, interval = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    layers = whole_number(config, "num_hidden_layers")
+    interval = whole_number(config, "full_attention_interval", 4)
     kinds = config.get("layer_types") or [KINDS[layer % interval == interval - 1] for layer in range(layers)]
     if len(kinds) != layers or not set(kinds) <= set(KINDS):
         raise UnsupportedModel(f"layer_types {kinds} are not supported; supported: {layers} of {', '.join(KINDS)}")

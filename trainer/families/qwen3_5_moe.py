@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from turnlog.trainer.families import qwen3_5
-from turnlog.trainer.families.family import Config
+from turnlog.trainer.families.family import Config, whole_number
 from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors
 
@@ -21,10 +21,10 @@ STACKED = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<part>gate_up|do
 def read_mixture(config: Config) -> dict[str, Any]:
     """Read the layers and their experts. Raises UnsupportedModel, KeyError."""
     mixture = Mixture(
-        experts=config["num_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_ffn=config["moe_intermediate_size"],
-        shared_ffn=config["shared_expert_intermediate_size"],
+        experts=whole_number(config, "num_experts"),
+        experts_per_token=whole_number(config, "num_experts_per_tok"),
+        expert_ffn=whole_number(config, "moe_intermediate_size"),
+        shared_ffn=whole_number(config, "shared_expert_intermediate_size"),
     )
     return {**qwen3_5.read_hybrid(config), "mixture": mixture, "ffn": mixture.shared_ffn}
 

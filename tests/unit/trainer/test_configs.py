@@ -61,6 +61,8 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": TINY | {"rope_scaling": {"type": "mrope", **SECTIONS}}, "vision_config": TOWER},
 }
 """Family -> its tiny model, where that is not TINY."""
+NO_COUNTS = {"first_k_dense_replace"}
+"""Keys that may be 0."""
 KINDS = sorted({*BUILT_IN} - {"kimi_k2"})
 """Families that transformers knows by their name; Kimi K2 is DeepSeek-V3 by another one."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -200,3 +202,16 @@ def test_a_missing_key_has_the_value_that_transformers_gives_it(tmp_path: Path, 
     shape = read_shape(tmp_path)
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     assert read_shape(tmp_path) == shape
+
+
+@each("kind", KINDS)
+def test_a_count_that_is_no_whole_number_is_refused_by_its_key(tmp_path: Path, kind: str) -> None:
+    base = BASES.get(kind, TINY)
+    counts = {key: value for key, value in base.get("text_config", base).items() if isinstance(value, int)}
+    for key, value in counts.items():
+        if key not in NO_COUNTS:
+            config = json.loads(json.dumps(base))
+            config.get("text_config", config)[key] = str(value)
+            write_config(tmp_path, {"model_type": kind, **config})
+            with pytest.raises(UnsupportedModel, match=key):
+                read_shape(tmp_path)
