@@ -145,7 +145,8 @@ class CommitsExpired(LogError):
 
 
 class TransactionFailed(LogError):
-    """The transaction did not commit; nothing of it is visible."""
+    """The transaction did not commit; nothing of it is visible. A newer owner that starts at this moment can be the
+    cause: Kafka then answers a commit with UNKNOWN_SERVER_ERROR in the place of a fencing."""
 
 
 class Partition(NamedTuple):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 KEEP_ALIVE_S = 3.0
-"""Seconds after which a client of turns drops an idle connection. Below uvicorn's 5 s, so that the server never drops
-it while a request is being sent."""
+"""Seconds after which every client drops an idle connection. Below uvicorn's 5 s, so that the server never drops it
+while a request is being sent (httpx's own default is those same 5 s)."""
 
 
 @functools.cache
@@ -69,7 +69,14 @@ def direct(*, verify: ssl.SSLContext | None = None, **options: Any) -> httpx.Asy
 
     # httpx reads the proxy variables only if it creates the transport itself. It then fails even for a proxy that it
     # would not use, if it does not support its kind (SOCKS needs another package: ImportError).
-    return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(verify=verify or _authorities()), **options)
+    transport = httpx.AsyncHTTPTransport(verify=verify or _authorities(), limits=_limits())
+    return httpx.AsyncClient(transport=transport, **options)
+
+
+def _limits() -> httpx.Limits:
+    import httpx
+
+    return httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=KEEP_ALIVE_S)
 
 
 def _authorities() -> ssl.SSLContext:
@@ -101,7 +108,7 @@ def outside(**options: Any) -> httpx.AsyncClient:
     """Create a client for services outside the run. Services on this machine are still contacted directly."""
     import httpx
 
-    options = {"verify": _authorities(), **options}
+    options = {"verify": _authorities(), "limits": _limits(), **options}
     near = {f"all://{f'[{host}]' if ':' in host else host}": None for host in LOOPBACK}
     try:
         return httpx.AsyncClient(mounts=near, **options)

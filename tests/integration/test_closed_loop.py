@@ -32,6 +32,8 @@ from turnlog.settings import Settings, load
 from turnlog.verbs.report import newest_incarnations
 
 DRAWS = 3
+PATIENCE = 100
+"""Requests for the status before the views count as stuck; each takes a second or more."""
 SETTINGS = f"""
 [run]
 id = "closed-loop"
@@ -186,18 +188,20 @@ def test_a_rerun_from_the_first_checkpoint_gives_the_same_losses_bit_for_bit(loo
 
 def test_the_status_shows_roles_lag_and_versions(loop: Loop) -> None:
     def asked() -> Any:
-        return json.loads(loop.turnlog("status", "--json", file=loop.kept).stdout)
-
-    served: str | None = None
-    while served is None:  # the views follow the log, and move when one of their workers comes or goes
-        found = asked()
+        found = json.loads(loop.turnlog("status", "--json", file=loop.kept).stdout)
         assert found["views"].get("unavailable", MOVING) == MOVING
-        served = found["views"].get("newest_version")
+        return found
+
+    # The views follow the log, and move when one of their workers comes or goes.
+    for _ in range(PATIENCE):
+        found = asked()
+        newest = found["views"].get("newest_version")
+        if found["views"].get("steps") == DRAWS and newest == found["engines"]["engine-0"]["version"]:
+            break
+    else:
+        pytest.fail(f"the views did not catch up: {json.dumps(found, indent=1)}")
     assert {child["name"] for child in found["processes"]} >= {"kafka", "gateway-0", "assembler-0", "engine-0"}
     assert found["lag"]["assembler"] == {"agent.sessions": 0, "agent.turns": 0, "agent.token-snapshots": 0}
-    while found["views"].get("steps") != DRAWS or served != found["engines"]["engine-0"]["version"]:
-        found = asked()
-        served = found["views"].get("newest_version")
 
 
 def test_the_dashboard_of_a_run_that_is_up_shows_its_sessions(loop: Loop) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from turnlog.trainer import mcore, weights
@@ -20,14 +21,34 @@ CORRECTION = "e_score_correction_bias"
 
 
 @torch.no_grad()
-def save_random(model: Any, folder: Path, scale: float = 0.1) -> None:
+def save_random(model: Any, folder: Path, scale: float = 0.1, seed: int = 3) -> None:
     """Move all parameters and corrections of a model of transformers at random, so that no norm or bias is trivial, and
     save it."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     corrections = [buffer for name, buffer in model.named_buffers() if name.endswith(CORRECTION)]
     for values in (*model.parameters(), *corrections):
         values.add_(scale * torch.randn(values.shape, generator=generator))
     model.save_pretrained(folder)
+
+
+class ClosestChoice(TorchFunctionMode):
+    """The least difference, over all routers of a block of code, between the last expert chosen and the first left out.
+
+    Two correct implementations may choose differently where this is as small as their rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.margin = float("inf")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            scores, chosen = args[0].detach(), found.values.detach()
+            count = chosen.size(-1)
+            if count < scores.size(-1):
+                ranked = scores.sort(-1, descending=True).values
+                self.margin = min(self.margin, float((ranked[..., count - 1] - ranked[..., count]).min()))
+        return found
 
 
 def loaded_model(shape: ModelShape, state: Mapping[str, torch.Tensor], options: LearnerOptions) -> Any:

@@ -10,8 +10,10 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -27,6 +29,7 @@ from turnlog.infra.engine import SGLang, SGLangControl
 from turnlog.infra.environments.verifiers.judges import client
 from turnlog.infra.registry import HttpRegistry
 from turnlog.infra.roles import http_clients
+from turnlog.infra.roles.health import uvicorn_config
 from turnlog.infra.roles.starting import _gateway
 from turnlog.infra.s3 import S3Blobs
 from turnlog.plugins.exporters.alerts import targets
@@ -167,3 +170,12 @@ def test_no_other_module_makes_clients_that_would_ask_a_proxy() -> None:
         and (ast.unparse(node.func) in asking or any(one.arg == "trust_env" for one in node.keywords))
     ]
     assert not found
+
+
+async def test_clients_drop_an_idle_connection_before_our_servers_do() -> None:
+    """Otherwise a request may meet a connection that its server is closing, and fails though the server is well."""
+    server = uvicorn_config(Starlette())
+    for make in (http_clients.direct, http_clients.outside):
+        async with make() as client:
+            transport: Any = client._transport
+            assert transport._pool._keepalive_expiry == http_clients.KEEP_ALIVE_S < server.timeout_keep_alive
