@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import faust
@@ -454,23 +454,40 @@ def picture(outcomes: Mapping[str, int], steps: Any, versions: Any) -> dict[str,
     }
 
 
-def _beats(app: faust.App, health: Health, connection: Connection) -> None:
-    """Report a heartbeat if the streams advanced since the last check, or if no new records arrived that they could
-    have read.
+class Offsets(NamedTuple):
+    """Position and end of each assigned partition."""
 
-    Positions in changelogs are no evidence: this worker does not read what it writes there.
+    positions: Mapping[Any, Any]
+    ends: Mapping[Any, Any]
+
+
+def is_alive(before: Offsets, now: Offsets, *, whole: bool) -> bool:
+    """Return True if the streams advanced since the last check, or if the tables are `whole` and no records arrived
+    that the streams could have read. A recovery of tables that stands still is stuck.
+
+    Positions in changelogs are no evidence of whole tables: this worker does not read what it writes there.
     """
-    before: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    return bool(now.positions) and (now.positions != before.positions or (whole and now.ends == before.ends))
+
+
+def _tables_are_whole(app: faust.App) -> bool:
+    recovery: Any = app.tables.recovery  # type: ignore[attr-defined]
+    return recovery.completed.is_set() and not app.rebalancing
+
+
+def _beats(app: faust.App, health: Health, connection: Connection) -> None:
+    """Report a heartbeat whenever `is_alive` says so."""
+    before = Offsets({}, {})
 
     async def look() -> None:
         nonlocal before
         consumer: Any = app.consumer
         assigned = sorted(consumer.assignment())
         positions = {place: await consumer.position(place) for place in assigned}
-        ends = dict(await consumer.highwaters(*assigned)) if assigned else {}
-        if assigned and (positions != before[0] or ends == before[1]):
+        now = Offsets(positions, dict(await consumer.highwaters(*assigned)) if assigned else {})
+        if is_alive(before, now, whole=_tables_are_whole(app)):
             health.beat()
-        before = positions, ends
+        before = now
 
     async def patiently() -> None:
         # During a rebalance, or without a broker, there is nothing to check and no heartbeat to report.
@@ -482,9 +499,7 @@ def _beats(app: faust.App, health: Health, connection: Connection) -> None:
 
 def _pages(app: faust.App, tables: dict[str, Any], health: Health) -> None:
     def waiting() -> dict[str, str]:
-        recovery: Any = app.tables.recovery  # type: ignore[attr-defined]
-        whole = recovery.completed.is_set() and not app.rebalancing
-        return health.waiting | ({} if whole else {"tables": MOVING})
+        return health.waiting | ({} if _tables_are_whole(app) else {"tables": MOVING})
 
     async def views(web: Any, request: Any) -> Any:
         if "tables" in waiting():  # half a table looks like a whole one

@@ -13,7 +13,7 @@ from faust.tables.recovery import Recovery
 from faust.types import TP
 from faust.types.tuples import Message
 
-from turnlog.plugins.faust_views import MOVING, make_app
+from turnlog.plugins.faust_views import MOVING, Offsets, is_alive, make_app
 from turnlog.schemas.codec import Codec
 from turnlog.schemas.events import ALL
 from turnlog.settings import KafkaSettings, RunSettings, Settings
@@ -102,3 +102,14 @@ async def test_tables_are_not_shown_while_they_are_read_again(tmp_path: Path) ->
         app.tables.recovery.completed.set()
         answer = await http.get("/views")
         assert (answer.status, (await answer.json())["sessions"]) == (200, {"open": 1})
+
+
+def test_views_whose_tables_are_never_restored_are_not_alive() -> None:
+    before = Offsets({"changelog": 3, "source": 5}, {"changelog": 9, "source": 5})
+    advanced = Offsets({"changelog": 4, "source": 5}, before.ends)
+    more = Offsets(before.positions, {"changelog": 9, "source": 6})
+    assert is_alive(before, before, whole=True), "nothing more came"
+    assert is_alive(before, advanced, whole=False)
+    assert not is_alive(before, before, whole=False)
+    assert not is_alive(before, more, whole=True)
+    assert not is_alive(before, Offsets({}, {}), whole=True), "no partition is assigned"
