@@ -29,7 +29,7 @@ from turnlog.schemas.events.batches import HELD_GAP_MAX, HELD_OLD_CACHE_GAP_MAX
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import BooksOff, mcore
 from turnlog.trainer.algorithms.critic import Critic
-from turnlog.trainer.algorithms.logprobs import frozen_network, logprobs_by, own_logits, warm
+from turnlog.trainer.algorithms.logprobs import frozen_network, logprobs_by, score, warm
 from turnlog.trainer.algorithms.objective import Columns, Floats, ForwardPassResults, Objective
 from turnlog.trainer.algorithms.tokens import Measure, Tokens, bounded_ratio
 from turnlog.trainer.checkpoints.places import StorePlace
@@ -39,7 +39,6 @@ from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows, stand_in
 from turnlog.trainer.models.experts import unrouted_rows, without_experts
 from turnlog.trainer.network import TrainedNetwork, over_ranks
-from turnlog.trainer.network import entropy as token_entropy
 from turnlog.trainer.plan import ADAPTERS, LearnerOptions
 from turnlog.trainer.weights import Of, Tensors, export_files, export_weights
 
@@ -277,7 +276,10 @@ class Learner:
     ) -> tuple[Totals, dict[str, Floats] | None]:
         trained = int(rows.trained.sum())
         forward = _Forward(objective, columns, rows, self._out(rows), self.shape.vocabulary, tell_tokens, held)
-        self.policy.run(warm(rows), forward, forward_only=forward_only)
+        scored = rows.trained.astype(bool)
+        if columns.auxiliary is not None:
+            scored |= columns.auxiliary.numpy() != 0
+        self.policy.run(warm(rows), forward, forward_only=forward_only, scored=scored)
         totals = Totals.over_ranks(forward)
         if totals.trained != trained:
             raise BooksOff(f"the ranks trained {totals.trained} tokens, the batch counts {trained}")
@@ -340,12 +342,13 @@ class _Forward:
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
         output = model(batch.inputs, batch.positions, None)
-        return output, lambda logits: self._loss(logits, batch)
+        return output, lambda hidden: self._loss(model, hidden, batch)
 
-    def _loss(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        scaled = own_logits(logits, batch, self._vocabulary)
-        entropy = token_entropy(scaled if self._objective.trains_entropy else scaled.detach())
-        logprobs = -mcore.vocab_parallel_cross_entropy(scaled, batch.targets)  # overwrites `scaled`
+    def _loss(
+        self, model: Any, hidden: torch.Tensor, batch: PaddedRows
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        logprobs, entropy = score(model, hidden, batch, self._vocabulary)
+        entropy = entropy if self._objective.trains_entropy else entropy.detach()
         seen = self._tokens(logprobs, entropy, batch)
         token = self._objective(seen)
         masked = self._out[batch.places]

@@ -48,6 +48,8 @@ class PaddedRows:
     """[b] float32; packed [1, t]."""
     places: torch.Tensor
     """[b, s] int64, index of the target among all tokens of the batch; 0 for padding."""
+    scored: torch.Tensor | None = None
+    """[n] int64, the targets whose log-probs are computed, as indices of the flattened [b, s]."""
     experts: torch.Tensor | None = None
     """[b, s, layers, top_k] int64, if routing is replayed; None if routers choose."""
     features: torch.Tensor | None = None

@@ -3,21 +3,24 @@
 The model uses the local layer spec, torch RMSNorm and SDPA core attention on CPU and CUDA alike, so that the tested
 modules are the shipped ones. Megatron's checkpoint keys are the same as those of its TransformerEngine spec.
 
-The end of the module is for forward passes alone: frozen weights in place of the trained ones, columns gathered from
-all ranks, and the entropy with a gradient.
+The end of the module is for forward passes alone: frozen weights in place of the trained ones, and columns gathered
+from all ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from numpy.typing import NDArray
 
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import mcore
@@ -37,6 +40,7 @@ from turnlog.trainer.microbatches import (
 from turnlog.trainer.models import decoder, lora
 from turnlog.trainer.models.attention import RMSNorm
 from turnlog.trainer.models.experts import Replay, unrouted_rows
+from turnlog.trainer.models.output import HiddenOutput
 from turnlog.trainer.models.vision import Sight
 from turnlog.trainer.plan import LearnerOptions
 from turnlog.trainer.weights import global_name, load_weights
@@ -222,8 +226,7 @@ class Network:
             load_weights(self.model, reference, shape)
             self.reference = FrozenWeights(self.model)
         load_weights(self.model, weights, shape)
-        if values:
-            ValueHead.put_on(self.model)
+        (ValueHead if values else HiddenOutput).put_on(self.model)
         self._edges: tuple[int, ...] = ()
         self.model.register_forward_pre_hook(self._say_where_rows_stand, with_kwargs=True)
         self._sight = Sight(self.model) if shape.vision and self.model.pre_process else None
@@ -240,8 +243,12 @@ class Network:
         finally:
             self.model.to("cpu")
 
-    def run(self, rows: BatchRows, forward: Forward, *, forward_only: bool) -> None:
-        """Run this rank's microbatches through Megatron's schedule."""
+    def run(
+        self, rows: BatchRows, forward: Forward, *, forward_only: bool, scored: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Run this rank's microbatches through Megatron's schedule. `scored` [T] flags the tokens whose log-probs
+        `forward` wants, by default those that train.
+        """
         rank = mcore.parallel_state.get_data_parallel_rank()
         ranks = mcore.parallel_state.get_data_parallel_world_size()
         lengths, limit = rows.lengths.tolist(), self._options.microbatch_tokens
@@ -251,7 +258,8 @@ class Network:
         automatic = self._options.packing == "auto" and "packing" not in family(self.shape.kind).without
         if packing or (automatic and worth_packing(plan, lengths)):
             plan, packing = dealt(packing=True), True
-        batches = [self._laid_out(rows, one, packing) for one in plan[rank]]
+        wanted = torch.from_numpy(rows.trained.astype(bool) if scored is None else scored)
+        batches = [self._laid_out(rows, one, packing, wanted) for one in plan[rank]]
         self._schedule(
             forward_step_func=forward,
             data_iterator=self._iterate_microbatches(batches),
@@ -264,14 +272,17 @@ class Network:
         if self._replay:
             self._replay.clear()
 
-    def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool) -> PaddedRows:
+    def _laid_out(self, rows: BatchRows, microbatch: Microbatch, packing: bool, scored: torch.Tensor) -> PaddedRows:
         """Return this rank's part of a microbatch."""
         multiple = self._options.multiple
         batch = pad_rows(rows, microbatch, mcore.DEVICE, multiple=multiple)
         if packing:
             positions = [max(1, int(rows.lengths[row]) - 1) for row in microbatch] or [multiple]
             batch = pack_rows(batch, [-(-count // multiple) * multiple for count in positions])
-        return context_shard(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
+        batch = context_shard(batch, mcore.parallel_state.get_context_parallel_rank(), self._options.context_parallel)
+        # Found here, because a pass that asks a device where they are would wait for it.
+        found = scored[batch.places.cpu()].flatten().nonzero()[:, 0].to(mcore.DEVICE)
+        return dataclasses.replace(batch, scored=found)
 
     def _iterate_microbatches(self, batches: Sequence[PaddedRows]) -> Iterator[PaddedRows]:
         """Yield microbatches as forward passes take them; routers replay what their rows recorded."""
@@ -429,51 +440,3 @@ def over_ranks(column: torch.Tensor) -> torch.Tensor:
         last, stages = state.get_pipeline_model_parallel_last_rank(), state.get_pipeline_model_parallel_group()
         dist.broadcast(column, last, group=stages)
     return column.cpu()
-
-
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy -sum p log p over the whole vocabulary: [b, s, v / tensor parallel] -> [b, s], in nats.
-
-    The result has a gradient if `logits` have one.
-    """
-    found: torch.Tensor = _Entropy.apply(logits)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Entropy(torch.autograd.Function):
-    """Entropy with d H / d x = -p (log p + H), computed by each rank for its own columns."""
-
-    @staticmethod
-    def forward(context: Any, logits: torch.Tensor) -> torch.Tensor:
-        top, sums = _normaliser(logits)
-        found = sums[0].log() - sums[1] / sums[0]
-        if context.needs_input_grad[0]:
-            context.save_for_backward(logits - (top + sums[0].log())[..., None], found)
-        return found
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        logprobs, found = context.saved_tensors
-        slope: torch.Tensor = -logprobs.exp() * (logprobs.clamp(min=LOWEST) + found[..., None])
-        return gradient[..., None] * slope
-
-
-LOWEST = -1e4
-"""Replaces the log-prob of a column without mass, so that it contributes 0 times a finite number."""
-
-
-def _normaliser(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest logit, and the sums of exp(x) and exp(x) x over the whole vocabulary, for logits x less the
-    largest.
-    """
-    group = mcore.parallel_state.get_tensor_model_parallel_group()
-    alone = mcore.parallel_state.get_tensor_model_parallel_world_size() == 1
-    top = logits.max(-1).values
-    if not alone:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - top[..., None]
-    exp = shifted.exp()
-    sums = torch.stack([exp.sum(-1), torch.where(exp > 0, exp * shifted, 0.0).sum(-1)])
-    if not alone:
-        dist.all_reduce(sums, group=group)
-    return top, sums

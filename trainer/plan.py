@@ -29,20 +29,6 @@ JOIN_S = 600.0
 slowest disk."""
 
 
-def scaled_logits(
-    logits: torch.Tensor, temperature: torch.Tensor, *, first_column: int, vocabulary: int
-) -> torch.Tensor:
-    """Return logits / temperature in float32, with the columns that pad the vocabulary masked out of every softmax.
-
-    `logits` [b, s, v] are this rank's columns from `first_column` on; `temperature` is [b] or [b, s]. The result is a
-    new tensor.
-    """
-    scaled = logits.float() / temperature.reshape(*temperature.shape, *(1,) * (3 - temperature.dim()))
-    columns = torch.arange(first_column, first_column + logits.size(-1), device=logits.device)
-    padding = columns >= vocabulary
-    return scaled.masked_fill(padding, torch.finfo(torch.float32).min) if bool(padding.any()) else scaled
-
-
 ADAPTERS = ("lora_rank", "lora_alpha")
 """Options that a checkpoint of adapters records beside its model's shape; it loads only with the same values."""
 

@@ -22,8 +22,9 @@ from turnlog.trainer.algorithms.objective import Floats
 from turnlog.trainer.families.family import read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.microbatches import PaddedRows
+from turnlog.trainer.models.output import logprobs_and_entropy, output_weight
 from turnlog.trainer.network import Network, over_ranks
-from turnlog.trainer.plan import LearnerOptions, check_layout, scaled_logits
+from turnlog.trainer.plan import LearnerOptions, check_layout
 
 
 @torch.no_grad()
@@ -90,11 +91,27 @@ def warm(rows: BatchRows) -> BatchRows:
     return dataclasses.replace(rows, temperature=np.where(greedy, 1.0, rows.temperature).astype("<f4"))
 
 
-def own_logits(logits: torch.Tensor, batch: PaddedRows, vocabulary: int) -> torch.Tensor:
-    """Return scaled_logits of this rank's columns."""
-    columns = logits.size(-1)
-    first = mcore.parallel_state.get_tensor_model_parallel_rank() * columns
-    return scaled_logits(logits, batch.temperature, first_column=first, vocabulary=vocabulary)
+def score(
+    model: Any, hidden: torch.Tensor, batch: PaddedRows, vocabulary: int, *, entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-prob and entropy [b, s] of the scored targets from the output [b, s, h] of a network's model; 0
+    elsewhere. Without `entropy` the second is 0 everywhere."""
+    size, at = batch.targets.shape, batch.scored
+    if at is None:
+        raise ValueError("the microbatch does not say which of its targets are scored")
+    temperature = batch.temperature.reshape(len(batch.temperature), -1).expand(size)
+    found = logprobs_and_entropy(
+        hidden.flatten(0, 1)[at],
+        output_weight(model),
+        batch.targets.flatten()[at],
+        temperature.flatten()[at],
+        vocabulary=vocabulary,
+        entropy=entropy,
+    )
+    logprobs, entropies = (
+        torch.zeros(size.numel(), device=at.device).index_put((at,), one).view(size) for one in found
+    )
+    return logprobs, entropies
 
 
 class _LogProbs:
@@ -108,9 +125,11 @@ class _LogProbs:
     def __call__(self, batches: Iterator[PaddedRows], model: Any) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
         output = model(batch.inputs, batch.positions, None)
-        return output, lambda logits: self._keep(logits, batch)
+        return output, lambda hidden: self._keep(model, hidden, batch)
 
-    def _keep(self, logits: torch.Tensor, batch: PaddedRows) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        logprobs = -mcore.vocab_parallel_cross_entropy(own_logits(logits, batch, self._vocabulary), batch.targets)
+    def _keep(
+        self, model: Any, hidden: torch.Tensor, batch: PaddedRows
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        logprobs, _ = score(model, hidden, batch, self._vocabulary, entropy=False)
         self.found[batch.places[batch.trained]] = logprobs[batch.trained]
         return logprobs.sum(), batch.trained.sum().to(torch.int), {}

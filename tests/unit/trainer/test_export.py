@@ -31,6 +31,7 @@ from turnlog.trainer.checkpoints.publications import upload, version_event
 from turnlog.trainer.families.shape import TINY
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
+from turnlog.trainer.models.output import output_weight
 from turnlog.trainer.plan import LearnerOptions, imitation
 from turnlog.trainer.warm_start import random_weights
 from turnlog.trainer.weights import Of
@@ -70,7 +71,8 @@ async def steps(tmp_path: Path, request: pytest.FixtureRequest) -> Steps:
         learner.save(checkpoint, {})
         await publish(run, learner, version=1, checkpoint=checkpoint, of=of)
         with torch.no_grad(), mcore.quiet():
-            logits = learner.policy.model(TOKENS, torch.arange(6)[None], None)[..., : TINY.vocabulary].clone()
+            hidden = learner.policy.model(TOKENS, torch.arange(6)[None], None)
+            logits = (hidden @ output_weight(learner.policy.model).T)[..., : TINY.vocabulary].clone()
     return Steps(run, FolderPlace(checkpoint.parent), checkpoint, logits)
 
 

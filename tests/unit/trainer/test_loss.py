@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from turnlog.trainer.algorithms.tokens import Tokens
-from turnlog.trainer.plan import PolicyGradient, imitation, scaled_logits
+from turnlog.trainer.plan import PolicyGradient, imitation
 
 CLIP = PolicyGradient(0.2, 0.3)
 
@@ -70,18 +70,3 @@ def test_beyond_the_other_bound_the_gradient_pulls_back(ratio: float, advantage:
 def test_imitation_is_the_negative_logprob() -> None:
     logprobs = torch.tensor([-1.0, -2.0])
     assert torch.equal(imitation(tokens(logprobs, logprobs, logprobs)).value, torch.tensor([1.0, 2.0]))
-
-
-def test_temperature_divides_before_the_softmax_and_padding_columns_have_no_mass() -> None:
-    logits = torch.randn(2, 3, 10, generator=torch.Generator().manual_seed(0))
-    temperature = torch.tensor([1.0, 0.5])
-    scaled = scaled_logits(logits, temperature, first_column=0, vocabulary=7)
-    probabilities = scaled.softmax(-1)
-    wanted = (logits[..., :7] / temperature[:, None, None]).softmax(-1)
-    torch.testing.assert_close(probabilities[..., :7], wanted, rtol=1e-6, atol=1e-7)
-    assert float(probabilities[..., 7:].sum()) == 0.0
-
-
-def test_padding_is_found_in_the_columns_of_another_rank() -> None:
-    scaled = scaled_logits(torch.zeros(1, 1, 5), torch.ones(1), first_column=5, vocabulary=7)
-    assert (scaled[0, 0] == 0).tolist() == [True, True, False, False, False]
