@@ -27,12 +27,11 @@ class HiddenOutput(mcore.ColumnParallelLinear):  # type: ignore[misc]
 
     def forward(self, input_: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         """Map [s, b, h], or a tensor-parallel rank's part of s, to all of [s, b, h], as GPTModel calls an output layer.
-
-        The gradients of all tensor-parallel ranks are summed on the way back, since each has part of the columns.
+        Every tensor-parallel rank has the whole gradient of the result.
         """
         if self.sequence_parallel:
-            return mcore.gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True), None
-        return mcore.tensor_parallel.copy_to_tensor_model_parallel_region(input_), None
+            return mcore.gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
+        return input_, None
 
     @classmethod
     def put_on(cls, model: Any) -> None:
@@ -139,7 +138,9 @@ class _Scores(torch.autograd.Function):
                 to_weight.addmm_(products.T, hidden[part])
             elif to_weight is not None:
                 to_weight += products.T @ hidden[part]
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+        # Each tensor-parallel rank has what its columns add. Megatron's own sum, of a tensor that is not contiguous, is
+        # lost.
+        return _reduced(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
 
 
 def _parts(count: int, chunk: int) -> Iterator[slice]:
