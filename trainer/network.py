@@ -342,6 +342,9 @@ class TrainedNetwork(Network):
         does not see such a cycle: a process would keep every network that it has trained, and its groups' sockets.
         """
         self._wrapped.grad_accs.clear()
+        for module in self.model.modules():
+            if dispatcher := getattr(module, "token_dispatcher", None):
+                dispatcher.__dict__.clear()  # it keeps tensors of the last pass, whose graph has those hooks
         self._config.grad_scale_func = self._config.finalize_model_grads_func = None
         del self.optimizer
 

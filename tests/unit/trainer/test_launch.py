@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fakes.batches import append_batches, synthetic_model
+from tests.fakes.batches import append_batches, synthetic_model, synthetic_rows
 from tests.unit.trainer.test_draws import Run
 from turnlog.settings import Settings, from_tables
 from turnlog.trainer import LayoutUnfit, RankLost, TeacherUnfit
 from turnlog.trainer.checkpoints.cursor import find
 from turnlog.trainer.checkpoints.places import FolderPlace
-from turnlog.trainer.families.shape import TINY
+from turnlog.trainer.families.shape import TINY, TINY_MIXTURE, ModelShape
 from turnlog.trainer.launch import Beat, await_ranks, follower, meeting_place, process_group, ranks
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.loop import LearnerThread
-from turnlog.trainer.plan import LearnerOptions, LearningPlan, learning_plan
+from turnlog.trainer.plan import LearnerOptions, LearningPlan, imitation, learning_plan
 from turnlog.trainer.warm_start import random_weights
 
 DIES = """
@@ -78,9 +78,11 @@ def test_a_rank_that_goes_away_while_the_others_meet_it_ends_them_after_their_ti
         pass  # as it ends torch counts its groups from 0 again, by which gangs of later tests meet
 
 
-def test_a_model_does_not_outlive_its_group() -> None:
+@pytest.mark.parametrize("shape", [TINY, TINY_MIXTURE])
+def test_a_model_does_not_outlive_its_group(shape: ModelShape) -> None:
     with process_group():
-        learner = Learner(TINY, random_weights(TINY, 1), LearnerOptions(threads=1))
+        learner = Learner(shape, random_weights(shape, 1), LearnerOptions(threads=1))
+        learner.step(synthetic_rows(1), imitation, 1e-3)
         model = weakref.ref(learner.policy.model)
     del learner
     gc.collect()
