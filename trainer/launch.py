@@ -104,6 +104,7 @@ def process_group(
         for network in list(mcore.TRAINED):
             network.release()
         mcore.TRAINED.clear()
+        mcore.RotaryEmbedding.forward.cache_clear()  # its keys are modules, which hold a group
         mcore.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -320,6 +320,7 @@ with warnings.catch_warnings(), importing():
     )
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -404,6 +405,7 @@ __all__ = [
     "ParamKey",
     "ParamPredicate",
     "ProcessGroupCollection",
+    "RotaryEmbedding",
     "RouterReplay",
     "RouterReplayAction",
     "RowParallelLinear",
