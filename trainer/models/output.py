@@ -99,15 +99,15 @@ class _Scores(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), device=hidden.device)
         norms, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part in _parts(len(hidden), chunk):
-            x = _scaled(hidden[part], weight, temperature[part], padding)
-            top = _reduced(x.max(-1).values, dist.ReduceOp.MAX)
+            x = _compute_logits(hidden[part], weight, temperature[part], padding)
+            top = _all_reduce(x.max(-1).values, dist.ReduceOp.MAX)
             x -= top[:, None]
             target = x.gather(-1, own[part, None])[:, 0] * here[part]
             mass = x.exp()
             sums = [target, mass.sum(-1)]
             if entropy:
                 sums.append(mass.mul_(x.clamp_(min=LOWEST)).sum(-1))
-            target, total, *weighed = _reduced(torch.stack(sums))
+            target, total, *weighed = _all_reduce(torch.stack(sums))
             logprobs[part] = target - total.log()
             norms[part] = top + total.log()
             if entropy:
@@ -123,7 +123,7 @@ class _Scores(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden)
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if context.needs_input_grad[1] else None
         for part in _parts(len(hidden), context.chunk):
-            logprobs = _scaled(hidden[part], weight, temperature[part], context.padding).sub_(norms[part, None])
+            logprobs = _compute_logits(hidden[part], weight, temperature[part], context.padding).sub_(norms[part, None])
             slope = logprobs.exp()
             if for_entropies is None:
                 slope *= -wanted[part, None]
@@ -140,14 +140,16 @@ class _Scores(torch.autograd.Function):
                 to_weight += products.T @ hidden[part]
         # Each tensor-parallel rank has what its columns add. Megatron's own sum, of a tensor that is not contiguous, is
         # lost.
-        return _reduced(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+        return _all_reduce(to_hidden), None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
 
 
 def _parts(count: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
 
 
-def _scaled(hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, padding: int) -> torch.Tensor:
+def _compute_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, padding: int
+) -> torch.Tensor:
     """Return a chunk's logits / temperature in float32, with the last `padding` columns masked out of every softmax."""
     x = (hidden @ weight.T).float().div_(temperature)
     if padding:
@@ -155,7 +157,7 @@ def _scaled(hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tenso
     return x
 
 
-def _reduced(values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def _all_reduce(values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """Reduce over tensor-parallel ranks in place."""
     if mcore.parallel_state.get_tensor_model_parallel_world_size() > 1:
         dist.all_reduce(values, op=op, group=mcore.parallel_state.get_tensor_model_parallel_group())
