@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference.small_models import SMALL
+from turnlog.trainer.families.family import family
+
 ROOT = Path(__file__).parents[2]
 STEPS = 2
 OF_TWO = (
@@ -44,43 +47,20 @@ OF_TWO = (
     "pp2:opd",
     "tp2-sp-images-moved",
     "pp2-images-tied",
-    "tp2-gemma3-moved",
-    "tp2-sp-gemma3",
-    "pp2-gemma3-tied",
-    "cp2-packed-gemma3",
-    "tp2-sp-ep2-gpt_oss-replay",
-    "ep2-gpt_oss-moved",
-    "cp2-packed-gpt_oss",
-    "pp2-gpt_oss",
-    "tp2-mistral-lora-moved",
-    "cp2-mistral",
-    "pp2-glm4-moved",
-    "ep2-glm4-moved",
-    "tp2-sp-ep2-glm4-replay",
-    "tp2-sp-ep2-glm4-lora-moved",
-    "tp2-sp-ep2-latent-replay",
-    "tp2-sp-ep2-latent-lora-moved",
-    "pp2-latent-replay-some",
-    "cp2-latent-packed",
-    "dp-latent-kept",
-    "tp2-hybrid-moved",
-    "pp2-hybrid-moved",
-    "tp2-sp-hybrid-packed",
-    "tp2-sp-hybrid-lora-moved",
-    "dp-hybrid-kept",
-    "dp-hybrid-packed-again",
-    "tp2-sp-ep2-hybrid-moved",
-    "pp2-hybrid-replay",
-    "ep2-hybrid-replay-lora",
+    "dp-deepseek_v3-kept",
+    "dp-qwen3_5_text-kept",
+    "dp-qwen3_5_text-packed-again",
+    "tp2-sp-qwen3_5_text-packed",
+    "ep2-qwen3_5_moe_text-replay-lora",
 )
 OF_TWO_SHORT = (
     "tp2-sp-ep2-gpt_oss-replay",
     "pp2-tied-moved:ppo",
     "cp2-packed",
     "dp-moved",
-    "pp2-glm4-moved",
-    "tp2-sp-ep2-latent-replay",
-    "tp2-hybrid-moved",
+    "pp2-glm4_moe-moved",
+    "tp2-sp-ep2-deepseek_v3-replay",
+    "tp2-qwen3_5_text-moved",
 )
 """Of OF_TWO, one of each parallelism and of each kind of model."""
 OF_FOUR = (
@@ -92,6 +72,29 @@ OF_FOUR = (
     "tp2-sp-pp2-lora-again",
     "tp2-sp-pp2-images",
 )
+OF_DENSE = ("tp2-sp-{}-moved", "pp2-{}-moved", "cp2-packed-{}", "tp2-{}-lora-moved")
+OF_MIXTURES = (
+    "tp2-sp-ep2-{}-replay",
+    "ep2-{}-moved",
+    "pp2-{}-replay-some-moved",
+    "cp2-packed-{}",
+    "tp2-sp-ep2-{}-lora-moved",
+)
+
+
+def layouts_of(kind: str) -> list[str]:
+    """Return the layouts of two ranks that a family's small model is tested in: all that the family does not refuse."""
+    tested = OF_MIXTURES if SMALL[kind].mixture else OF_DENSE
+    refused = family(kind).without
+    return [each.format(kind) for each in tested if not ("context_parallel" in refused and each.startswith("cp"))]
+
+
+FAMILIES = {mixtures: [kind for kind in SMALL if bool(SMALL[kind].mixture) is mixtures] for mixtures in (False, True)}
+OF_FAMILIES = {
+    mixtures: tuple(name for kind in kinds for name in layouts_of(kind)) for mixtures, kinds in FAMILIES.items()
+}
+TESTED = (*OF_TWO, *OF_FOUR, *OF_FAMILIES[False], *OF_FAMILIES[True])
+"""Layouts that the table in docs/models.md names."""
 
 PEAKS = {
     "dp-kept-moved": {"save": [(10, 11), (6, 7)], "load": [(0, 3)] * 2},
@@ -102,11 +105,14 @@ PEAKS = {
 reshardable 24 + 12 / D and up to 8 that gloo takes, and to load, on one rank, 12 + 4. Besides comes what is small."""
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
         pytest.param(2, OF_TWO_SHORT, id="two ranks, each parallelism"),
         pytest.param(2, OF_TWO, id="two ranks", marks=pytest.mark.long),
+        pytest.param(2, OF_FAMILIES[False], id="two ranks, dense families", marks=pytest.mark.long),
+        pytest.param(2, OF_FAMILIES[True], id="two ranks, mixtures of experts", marks=pytest.mark.long),
         pytest.param(4, OF_FOUR, id="four ranks", marks=pytest.mark.long),
         pytest.param(8, ("tp2-pp2",), id="eight ranks", marks=pytest.mark.long),
     ],

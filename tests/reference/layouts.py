@@ -6,14 +6,12 @@ python -m tests.reference.layouts STEPS dp
 torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-tied dp:gspo
 
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
-parallel. The remaining ranks are data parallel. With ep or replay the model is a mixture of experts. mistral, gemma3,
-gpt_oss: it is one of that family, with sliding windows. glm4, latent: it is one of GLM-4.5's kind, or of DeepSeek-V3's,
-whose first layer is dense. hybrid: the model has a gated delta net. replay: its routing is recorded; some: except for
-every third row. images: rows have images, and the model has vision. packed: rows are packed. again: layers are
-recomputed. tied: the output layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the
-same ranks resume from a checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0
-calls the others, as in a run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio
-against recorded log-probs.
+parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
+with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
+except for every third row. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
+embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
+gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they
+map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.profiler import ProfilerActivity, profile
 
 from tests.fakes.batches import synthetic_rows, with_random_experts, with_random_pictures
-from tests.reference import windows
 from tests.reference.plain import (
     PlainCritic,
     PlainLearner,
@@ -47,24 +44,13 @@ from tests.reference.plain import (
     subtract_divergence,
     with_credits,
 )
+from tests.reference.small_models import SMALL, model_of
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer.algorithms.draws import METHODS
 from turnlog.trainer.algorithms.objective import ForwardPassResults
 from turnlog.trainer.algorithms.tokens import BUILT_IN, CriticRules
 from turnlog.trainer.calls import P, R, Ranks, RankZero, follow
-from turnlog.trainer.families.shape import (
-    TINY,
-    TINY_HYBRID,
-    TINY_HYBRID_MIXTURE,
-    TINY_MIXTURE,
-    TINY_VISION,
-    LatentAttention,
-    Mixture,
-    ModelShape,
-    Rope,
-    SigmoidRouting,
-    YarnScaling,
-)
+from turnlog.trainer.families.shape import TINY, ModelShape
 from turnlog.trainer.launch import layout_of, process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
@@ -96,43 +82,8 @@ divergence.
 """
 SHARES = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel", "ep": "expert_parallel"}
 
-SIGMOID = dataclasses.replace(
-    TINY_MIXTURE,
-    kind="glm4_moe",
-    layers=4,
-    qkv_bias=True,
-    rope=Rope(theta=10000.0, fraction=0.5),
-    mixture=Mixture(
-        experts=8,
-        experts_per_token=4,
-        expert_ffn=32,
-        dense_layers=(0,),
-        shared_ffn=32,
-        sigmoid=SigmoidRouting(factor=2.5),
-    ),
-)
-LATENT = dataclasses.replace(
-    SIGMOID,
-    kind="deepseek_v3",
-    groups=4,
-    head_dim=8,
-    qkv_bias=False,
-    qk_norm=False,
-    rope=Rope(theta=10000.0, scaling=YarnScaling(factor=4.0, original=16, shares=(1.0, 1.0))),
-    mixture=dataclasses.replace(SIGMOID.mixture, sigmoid=SigmoidRouting(factor=2.5, groups=4, groups_per_token=2)),
-    latent=LatentAttention(q_rank=40, kv_rank=24, unrotated=16, value=20),
-)
-"""Small models of GLM-4.5's and of DeepSeek-V3's kind: four layers, of which the first is dense."""
-OF_KIND = {
-    "glm4": SIGMOID,
-    "latent": LATENT,
-    "mistral": windows.MISTRAL,
-    "gemma3": windows.GEMMA3,
-    "gpt_oss": windows.GPT_OSS,
-}
 WORDS = (
-    *OF_KIND,
-    "hybrid",
+    *SMALL,
     "dp",
     "sp",
     "tied",
@@ -166,11 +117,8 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         lora_rank=4 if "lora" in words else 0,
         lora_alpha=8.0,
     )
-    mixture = "expert_parallel" in shares or "replay" in words
-    plain, routed = (TINY_HYBRID, TINY_HYBRID_MIXTURE) if "hybrid" in words else (TINY, TINY_MIXTURE)
-    model = routed if mixture else TINY_VISION if "images" in words else plain
-    model = next((OF_KIND[word] for word in words if word in OF_KIND), model)
-    shape = dataclasses.replace(model, tied="tied" in words)
+    model = SMALL[model_of(name)]
+    shape = dataclasses.replace(model, tied=True) if "tied" in words else model
     check_layout(shape, options)
     return shape, options
 

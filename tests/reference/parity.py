@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from turnlog.trainer import mcore, weights
-from turnlog.trainer.families.family import config_json, read_shape
+from turnlog.trainer.families.family import config_json, family, read_shape
 from turnlog.trainer.families.shape import ModelShape
 from turnlog.trainer.network import build_model, model_config
 from turnlog.trainer.plan import LearnerOptions
@@ -60,8 +60,8 @@ def loaded_model(shape: ModelShape, state: Mapping[str, torch.Tensor], options: 
 
 
 def check_export(model: Any, shape: ModelShape, state: Mapping[str, torch.Tensor]) -> None:
-    """Check that an export of Megatron's model is what was loaded, bit for bit."""
-    exported = weights.export_weights(model, shape)
+    """Check that an export of Megatron's model is what was loaded, bit for bit, by the names that the family exports."""
+    exported, state = weights.export_weights(model, shape), family(shape.kind).dequantize(dict(state))
     assert exported.keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())
 
@@ -74,3 +74,12 @@ def check_written(folder: Path, config: PreTrainedConfig) -> None:
     assert values["model_type"] == config.model_type
     type(config)(**{key: value for key, value in values.items() if key != "model_type"}).save_pretrained(folder)
     assert read_shape(folder) == shape
+
+
+def nontrivial_weights(shape: ModelShape, seed: int) -> weights.Tensors:
+    """Return random weights of which no norm, bias, sink or correction is trivial."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(size, generator=generator) * (0.05 if len(size) > 1 else 0.3)
+        for name, size in weights.expected_shapes(shape).items()
+    }

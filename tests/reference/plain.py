@@ -27,6 +27,9 @@ from turnlog.trainer.models.vision import PicturedRows
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient
 from turnlog.trainer.weights import tensors_of
 
+UNUSED_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "num_position_embeddings": 4}
+"""vision_config of models whose tower the trainer does not use."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
@@ -45,23 +48,30 @@ class PlainLearner:
         values = config_json(shape, eos_token_id=0, pad_token_id=0)
         text = values.get("text_config", values)
         text["pad_token_id"] = None  # transformers would exclude that row of the embedding from the gradient
-        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        of_config: Any = getattr(transformers, family(shape.kind).architecture)._from_config
-        self._model: Any = of_config(config, attn_implementation="eager").float()
-        self._model.load_state_dict(held_by_transformers(weights, shape), strict=not shape.tied)
+        network: Any = getattr(transformers, family(shape.kind).architecture)
+        if family(shape.kind).blind:
+            values["vision_config"] = UNUSED_TOWER
+        del values["model_type"]
+        config = network.config_class(**values)
+        self._model: Any = network._from_config(config, attn_implementation="eager").float()
+        tower = self._model.model.visual if hasattr(self._model.model, "visual") else None
+        other = self._model.load_state_dict(held_by_transformers(weights, shape), strict=False)
+        unused = {f"model.visual.{name}" for name in tower.state_dict()} if tower and not shape.vision else set()
+        assert not other.unexpected_keys
+        assert {*other.missing_keys} <= unused | ({"lm_head.weight"} if shape.tied else set())
         self._shape = shape
-        if shape.vision:
-            self._model.model.visual.requires_grad_(False)
+        if tower:
+            tower.requires_grad_(False)
         self._routing: torch.Tensor | None = None
         self._chosen: dict[int, torch.Tensor] = {}
         for layer in (layer for layer in range(shape.layers) if shape.is_mixture(layer)):
-            mlp = self._model.model.layers[layer].mlp
+            mlp = self._model.get_decoder().layers[layer].mlp
             if hasattr(mlp, "route_tokens_to_experts"):  # DeepSeek-V3 and GLM-4.5, whose gates return scores alone
                 mlp.route_tokens_to_experts = functools.partial(self._replay_scores, layer, mlp.route_tokens_to_experts)
             else:
                 router = mlp.router if hasattr(mlp, "router") else mlp.gate
                 router.register_forward_hook(functools.partial(self._replay_routing, layer))
-        self._names = list(self._model.state_dict())
+        self._names = [name for name in self._model.state_dict() if name not in unused]
         if options.lora_rank:
             _add_adapters(self._model, shape, options)
         self._clip = options.clip_grad
@@ -257,7 +267,8 @@ def _add_adapters(model: Any, shape: ModelShape, options: LearnerOptions) -> Non
         a = torch.nn.Parameter(first_factor(matrix, options.seed, options.lora_rank, columns))
         for name, size in tensor.parts:
             added = _LowRank(a, size[0], options.lora_alpha / options.lora_rank)
-            register_parametrization(model.get_submodule(name.removesuffix(".weight")), "weight", added)
+            module = _name_in_transformers(name, shape).removesuffix(".weight")
+            register_parametrization(model.get_submodule(module), "weight", added)
 
 
 class PlainCritic:
@@ -365,8 +376,7 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
     are siblings.
     """
     if shape.vision:
-        named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()}
-        return {f"model.{name}" if name.startswith("visual.") else name: tensor for name, tensor in named.items()}
+        return {_name_in_transformers(name, shape): tensor for name, tensor in weights.items()}
     if not any(".experts.0." in name for name in weights):
         return dict(weights)
     fused = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
@@ -378,6 +388,13 @@ def held_by_transformers(weights: Mapping[str, torch.Tensor], shape: ModelShape)
         )
         fused |= {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
     return fused
+
+
+def _name_in_transformers(name: str, shape: ModelShape) -> str:
+    """Return the name in transformers' model of a tensor that is not a matrix of an expert."""
+    if not shape.vision:
+        return name
+    return f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1)
 
 
 def of_row(rows: BatchRows, column: np.ndarray[tuple[int, ...], np.dtype[Any]], row: int) -> torch.Tensor:

@@ -9,13 +9,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from turnlog.trainer import WeightsMismatch
 from turnlog.trainer.families import qwen3_5
 from turnlog.trainer.families.family import Config, whole_number
 from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors
 
-STACKED = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<part>gate_up|down)_proj")
-"""Names of tensors that hold all experts of a layer, as the Hugging Face Hub has them."""
+SINGLE = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
+"""Names of tensors that hold a matrix of one expert, as transformers writes them. In folders of the Hugging Face Hub two
+tensors hold all experts of a layer.
+"""
 
 
 def read_mixture(config: Config) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def _whole(shape: ModelShape, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _feed_forward(shape: ModelShape, layer: int, h: str, m: str) -> Iterator[Tensor]:
-    yield from feed_forward_tensors(shape, layer, h, m, shared="shared_expert")
+    yield from feed_forward_tensors(shape, layer, h, m, shared="shared_expert", stacked=True)
     gate = (f"{h}mlp.shared_expert_gate.weight", (1, shape.hidden))
     yield Tensor(f"{m}mlp.shared_experts.gate_weight", (gate,))
 
@@ -57,19 +60,32 @@ def _whole_tensors(shape: ModelShape) -> Iterator[Tensor]:
     return _tensors(shape, qwen3_5.DECODER)
 
 
-def unstack_experts(state: dict[str, Any]) -> dict[str, Any]:
-    """Return one tensor per expert and matrix, as transformers writes them, for those that hold all of a layer."""
-    found = {}
-    for name, tensor in state.items():
-        place = STACKED.fullmatch(name)
-        if place is None:
-            found[name] = tensor
-            continue
-        for expert, matrices in enumerate(tensor):
-            parts = {"down": matrices}
-            if place["part"] == "gate_up":
-                parts = dict(zip(("gate", "up"), matrices.chunk(2), strict=True))
-            found |= {f"{place['layer']}{expert}.{part}_proj.weight": matrix for part, matrix in parts.items()}
+def stack_experts(state: dict[str, Any]) -> dict[str, Any]:
+    """Return two tensors per layer, as folders of the Hugging Face Hub have them, for those that hold a matrix each.
+
+    Raises WeightsMismatch.
+    """
+    import torch
+
+    found, layers = dict(state), dict[str, dict[int, dict[str, Any]]]()
+    for name in state:
+        if place := SINGLE.fullmatch(name):
+            experts = layers.setdefault(place["layer"], {})
+            experts.setdefault(int(place["expert"]), {})[place["part"]] = found.pop(name)
+    for layer, experts in layers.items():
+        if lacking := [
+            f"{layer}{expert}.{part}_proj.weight"
+            for expert in range(max(experts) + 1)
+            for part in ("gate", "up", "down")
+            if part not in experts.get(expert, {})
+        ]:
+            raise WeightsMismatch(f"the weights have no {lacking[0]}, but other matrices of that layer's experts")
+        each = [experts[expert] for expert in range(len(experts))]
+        try:
+            found[f"{layer}gate_up_proj"] = torch.stack([torch.cat([one["gate"], one["up"]]) for one in each])
+            found[f"{layer}down_proj"] = torch.stack([one["down"] for one in each])
+        except RuntimeError as error:
+            raise WeightsMismatch(f"the experts {layer}* differ in shape: {error}") from error
     return found
 
 
@@ -101,7 +117,7 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     write=_text,
     tensors=_tensors,
     options=_options,
-    dequantize=unstack_experts,
+    dequantize=stack_experts,
 )
 QWEN3_5_MOE = dataclasses.replace(
     QWEN3_5_MOE_TEXT,

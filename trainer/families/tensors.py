@@ -95,11 +95,12 @@ def attention_tensors(shape: ModelShape, layer: int, h: str, m: str) -> Iterator
 
 
 def feed_forward_tensors(
-    shape: ModelShape, layer: int, h: str, m: str, *, shared: str = "shared_experts"
+    shape: ModelShape, layer: int, h: str, m: str, *, shared: str = "shared_experts", stacked: bool = False
 ) -> Iterator[Tensor]:
     """Yield the tensors of SwiGLU, or of a router and its experts, which are whole on a rank.
 
-    `shared` is the Hugging Face name of the feed-forward layer that every token passes.
+    `shared` is the Hugging Face name of the feed-forward layer that every token passes. `stacked`: two tensors hold all
+    experts of the layer, [experts, 2 x expert_ffn, hidden] and [experts, hidden, expert_ffn].
     """
     h, m = f"{h}mlp.", f"{m}mlp."
     if shape.mixture is None or not shape.is_mixture(layer):
@@ -111,6 +112,12 @@ def feed_forward_tensors(
         yield Tensor(f"{m}router.expert_bias", ((f"{h}gate.e_score_correction_bias", (mixture.experts,)),))
     if mixture.shared_ffn:
         yield from gated_tensors(f"{h}{shared}.", f"{m}shared_experts.", shape.hidden, mixture.shared_ffn)
+    if stacked:
+        count, ffn, hidden = mixture.experts, mixture.expert_ffn, shape.hidden
+        for ours, theirs, size in (("fc1", "gate_up", (2 * ffn, hidden)), ("fc2", "down", (hidden, ffn))):
+            place = f"{m.removesuffix('.')}{EXPERT}*.linear_{ours}.weight"
+            yield Tensor(place, ((f"{h}experts.{theirs}_proj", (count, *size)),), experts=count)
+        return
     for expert in range(mixture.experts):
         names = f"{h}experts.{expert}.", f"{m.removesuffix('.')}{EXPERT}{expert}."
         yield from gated_tensors(*names, shape.hidden, mixture.expert_ffn, cut=False)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.fakes.batches import synthetic_rows
-from tests.reference.layouts import LATENT, SIGMOID, weights_of
+from tests.reference.layouts import weights_of
 from tests.reference.plain import PlainLearner
+from tests.reference.small_models import LATENT, SIGMOID
 from tests.tiny_model import tiny_tokenizer
 from turnlog.infra.embedded.servers import EngineServer
 from turnlog.infra.engine import Generate, SGLang

@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig, PreTrainedConfig
 
 from tests.fakes.batches import synthetic_rows, with_random_experts
-from tests.reference.layouts import LATENT, SIGMOID, weights_of
+from tests.reference.layouts import weights_of
 from tests.reference.parity import check_export, check_written, loaded_model, save_random
 from tests.reference.plain import PlainLearner
+from tests.reference.small_models import LATENT, SIGMOID
 from turnlog.trainer import LayoutUnfit, UnsupportedModel, WeightsMismatch, mcore, weights
 from turnlog.trainer.families.costs import row_flops
 from turnlog.trainer.families.family import read_shape
@@ -170,11 +171,10 @@ def test_what_the_models_do_not_compute_is_refused_by_name(tmp_path: Path) -> No
     ("shape", "options"),
     [
         (SIGMOID, {"packing": "on"}),
-        (LATENT, {"packing": "on", "recompute": "full"}),
         (SIGMOID, {"lora_rank": 4, "lora_alpha": 8.0}),
-        (LATENT, {"lora_rank": 4, "lora_alpha": 8.0}),
+        (LATENT, {"lora_rank": 4, "lora_alpha": 8.0, "packing": "on", "recompute": "full"}),
     ],
-    ids=["sigmoid", "latent", "sigmoid lora", "latent lora"],
+    ids=["sigmoid", "sigmoid lora", "latent lora"],
 )
 def test_steps_on_recorded_experts_are_those_of_transformers_and_a_checkpoint_goes_on(
     tmp_path: Path, shape: ModelShape, options: dict[str, Any]

@@ -25,14 +25,15 @@ from transformers import (
 from tests.each import each
 from tests.fakes.batches import synthetic_rows
 from tests.reference.parity import check_export, loaded_model, save_random
-from tests.reference.plain import PlainLearner, held_by_transformers
+from tests.reference.plain import PlainLearner
 from turnlog.infra.tensors.files import weight_files
 from turnlog.schemas.events.turns import ImageRef
 from turnlog.schemas.types import BlobRef
 from turnlog.trainer import ImagesUnfit, LayoutUnfit, UnsupportedModel, WeightsMismatch, mcore, weights
 from turnlog.trainer.batches import laid_out
 from turnlog.trainer.families.family import config_json, read_shape
-from turnlog.trainer.families.shape import TINY_HYBRID, TINY_HYBRID_MIXTURE, ModelShape
+from turnlog.trainer.families.qwen3_5_moe import stack_experts
+from turnlog.trainer.families.shape import TINY_HYBRID
 from turnlog.trainer.launch import process_group
 from turnlog.trainer.learner import Learner
 from turnlog.trainer.plan import LearnerOptions, PolicyGradient, check_layout
@@ -172,38 +173,43 @@ def test_tensors_that_do_not_train_come_back_in_their_own_types(tmp_path: Path) 
         weights.check_shapes({**state, "other.weight": torch.zeros(1)}, shape)
 
 
-def test_stacked_experts_are_read_and_come_back_one_by_one(tmp_path: Path) -> None:
-    saved(tmp_path, "whole mixture")
-    shape, state = read_shape(tmp_path), weights.read_weights(tmp_path)
-    stacked = {name: tensor for name, tensor in state.items() if ".experts." not in name}
-    for layer in range(SIZES["num_hidden_layers"]):
-        at = f"model.language_model.layers.{layer}.mlp.experts."
-        gate, up, down = (
-            torch.stack([state[f"{at}{expert}.{x}_proj.weight"] for expert in range(EXPERTS["num_experts"])])
-            for x in ("gate", "up", "down")
-        )
-        stacked |= {f"{at}gate_up_proj": torch.cat([gate, up], 1), f"{at}down_proj": down}
-    stacked["mtp.layers.0.mlp.experts.down_proj"] = torch.randn(6, 64, 16)
-    exported = Learner(shape, stacked, ONE).export()
-    assert exported.keys() == {*state, "mtp.layers.0.mlp.experts.down_proj"}
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in state.items())
+@each("name", ["mixture", "whole mixture"])
+def test_experts_are_exported_as_the_hub_has_them_and_read_in_both_forms(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """The Hub's folders have all experts of a layer in two tensors; transformers writes one per expert and matrix, and
+    reads both.
+    """
+    folder = tmp_path_factory.mktemp("model")
+    model = saved(folder, name)
+    shape, single = read_shape(folder), weights.read_weights(folder)
+    stacked = {**model.state_dict(), "mtp.layers.0.mlp.experts.down_proj": torch.randn(6, 64, 16)}
+    assert {key for key in stacked if ".experts." in key} != {key for key in single if ".experts." in key}
+    for state in (
+        stacked,
+        {**single, "mtp.layers.0.mlp.experts.down_proj": stacked["mtp.layers.0.mlp.experts.down_proj"]},
+    ):
+        exported = Learner(shape, state, ONE).export()
+        assert exported.keys() == stacked.keys()
+        assert all(torch.equal(tensor, stacked[key]) for key, tensor in exported.items())
+    save_file(exported, folder / "model.safetensors", metadata={"format": "pt"})
+    again = type(model).from_pretrained(folder).state_dict()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in exported.items() if not key.startswith("mtp."))
 
 
-@each(("shape", "packing"), [(TINY_HYBRID, "off"), (TINY_HYBRID, "on"), (TINY_HYBRID_MIXTURE, "on")])
-def test_steps_are_those_of_transformers_and_adamw(shape: ModelShape, packing: str) -> None:
-    initial, options = random_weights(shape, 1), dataclasses.replace(ONE, packing=packing)
-    learner, plain = Learner(shape, initial, options), PlainLearner(shape, initial, options)
-    for step in range(3):
-        rows = synthetic_rows(step)
-        ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
-        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-    after = plain.export()
-    ours_now = held_by_transformers(learner.export(), shape)
-    # AdamW turns a gradient that rounding made positive or negative into a whole step: a few values may differ.
-    other = {name: float(((tensor - after[name]).abs() > 1e-5).float().mean()) for name, tensor in ours_now.items()}
-    assert max(other.values()) < 1e-3, other
-    assert max(float((tensor - after[name]).abs().max()) for name, tensor in ours_now.items()) < 1e-3, "one step"
+@each(
+    ("change", "message"),
+    [
+        ({"3.up_proj.weight": None}, r"no model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight"),
+        ({"3.up_proj.weight": torch.zeros(15, 64)}, r"experts model\.layers\.1\.mlp\.experts\.\* differ in shape"),
+        ({"6.down_proj.weight": torch.zeros(64, 16)}, r"no model\.layers\.1\.mlp\.experts\.6\.gate_proj\.weight"),
+    ],
+)
+def test_experts_that_are_not_all_there_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    saved(tmp_path, "mixture")
+    state = weights.read_weights(tmp_path) | {f"model.layers.1.mlp.experts.{key}": x for key, x in change.items()}
+    with pytest.raises(WeightsMismatch, match=message):
+        stack_experts({key: tensor for key, tensor in state.items() if tensor is not None})
 
 
 def test_adapters_take_the_steps_of_a_plain_low_rank_model_and_nothing_else_moves(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Mistral, Ministral, Gemma 3 and gpt-oss against transformers: log-probs, steps, checkpoints, and weights there and
-back.
-"""
+"""Mistral, Ministral, Gemma 3 and gpt-oss against transformers: log-probs, checkpoints, and weights there and back."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ from transformers import (
 
 from tests.each import each
 from tests.fakes.batches import synthetic_rows, with_random_experts
-from tests.reference.parity import check_export, check_written, loaded_model
-from tests.reference.plain import PlainLearner
-from tests.reference.windows import GEMMA3, GPT_OSS, MISTRAL, weights_of
+from tests.reference.parity import check_export, check_written, loaded_model, nontrivial_weights
+from tests.reference.small_models import GEMMA3, GPT_OSS, MISTRAL
 from turnlog.processors.core.batches.rows import BatchRows
 from turnlog.trainer import UnsupportedModel, WeightsMismatch, mcore, weights
 from turnlog.trainer.families.costs import row_flops
@@ -179,31 +176,12 @@ def rows_of(shape: ModelShape, step: int) -> BatchRows:
     return with_random_experts(rows, shape, step, some=True) if shape.experts else rows
 
 
-@pytest.mark.parametrize("shape", [MISTRAL, GEMMA3, GPT_OSS], ids=lambda shape: shape.kind)
-@pytest.mark.parametrize(
-    "options",
-    [{"packing": "off"}, {"packing": "on", "recompute": "full"}, {"packing": "on", "lora_rank": 4, "lora_alpha": 8.0}],
-    ids=["padded", "packed and recomputed", "adapters"],
-)
-def test_steps_are_those_of_transformers_and_adamw(shape: ModelShape, options: dict[str, Any]) -> None:
-    given, chosen = weights_of(shape, 1), dataclasses.replace(ONE, **options)
-    learner, plain = Learner(shape, given, chosen), PlainLearner(shape, given, chosen)
-    for step in range(2):
-        rows = rows_of(shape, step)
-        ours, theirs = learner.step(rows, OBJECTIVE, 1e-3), plain.step(rows, OBJECTIVE, 1e-3)
-        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-    if not chosen.lora_rank:
-        wanted = plain.export()
-        assert all((tensor - wanted[name]).abs().max() < 1e-4 for name, tensor in learner.export().items())
-
-
 @pytest.mark.parametrize("shape", [GEMMA3, GPT_OSS], ids=lambda shape: shape.kind)
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, shape: ModelShape) -> None:
-    learner = Learner(shape, weights_of(shape, 1), ONE)
+    learner = Learner(shape, nontrivial_weights(shape, 1), ONE)
     learner.step(rows_of(shape, 0), OBJECTIVE, 1e-3)
     learner.save(tmp_path, {})
-    other = Learner(shape, weights_of(shape, 2), ONE)
+    other = Learner(shape, nontrivial_weights(shape, 2), ONE)
     other.restore(tmp_path)
     losses = [each.step(rows_of(shape, 1), OBJECTIVE, 1e-3).loss for each in (learner, other)]
     assert losses[0] == losses[1]

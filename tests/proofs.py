@@ -1,0 +1,20 @@
+"""Features of model families, and the tests that prove them. docs/tools/models_table.py reads these marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.each import each
+from tests.reference.small_models import SMALL
+
+
+def families_with(feature: str) -> list[str]:
+    """Return the model_types of which a test marked by `each_family(feature)` runs the small models."""
+    return [kind for kind, shape in SMALL.items() if feature != "router replay" or shape.mixture]
+
+
+def each_family(feature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that runs a test with the small model `shape` of every family that can have the feature."""
+    kinds = families_with(feature)
+    return each("shape", [SMALL[kind] for kind in kinds], ids=kinds)
