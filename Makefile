@@ -41,7 +41,7 @@ demo: $(ENVIRONMENT)  ## the whole loop on this machine (STEPS=5 for the impatie
 
 ifdef GPU
 test:  # the trainer on this machine's device, from the source tree, by whatever python3 has torch
-	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -p no:cacheprovider -s tests/gpu
+	@PYTHONPATH=src:$$PYTHONPATH python3 -m pytest -c /dev/null --rootdir tests/gpu --confcutdir tests/gpu -o markers=proves -p no:cacheprovider -s tests/gpu
 else
 test: $(ENVIRONMENT)  ## every test: units, contracts, real servers, one small closed loop (TESTS=tests/unit, WORKERS=2; GPU=1: a device)
 	@$(BIN)/python -m pytest $(if $(TESTS),$(TESTS),$(IN_WORKERS))
@@ -123,6 +123,7 @@ docs: $(ENVIRONMENT)  ## rewrite the generated pages
 	@$(BIN)/python docs/tools/metrics_page.py > docs/metrics.md
 	@$(BIN)/python docs/tools/fields_page.py > docs/fields.md
 	@$(BIN)/python docs/tools/index_page.py > docs/index-schema.md
+	@$(BIN)/python -m docs.tools.models_table
 	@$(BIN)/python -m turnlog.asyncapi_page > docs/asyncapi.yaml
 	@$(BIN)/python benchmarks/table.py --write
 	@$(BIN)/python docs/tools/grafana.py infra/deploy/monitoring/dashboards

@@ -7,14 +7,23 @@ from typing import Any
 
 from tests.each import each
 from tests.reference.small_models import SMALL
+from turnlog.trainer.families.family import family
+
+
+SETTINGS = {"packing": "packing", "LoRA": "lora_rank"}
+"""Feature -> the [trainer] setting by which a family refuses it."""
 
 
 def families_with(feature: str) -> list[str]:
-    """Return the model_types of which a test marked by `each_family(feature)` runs the small models."""
-    return [kind for kind, shape in SMALL.items() if feature != "router replay" or shape.mixture]
+    """Return the model_types with whose small models `each_family(feature)` runs a test."""
+    return [
+        kind
+        for kind, shape in SMALL.items()
+        if SETTINGS.get(feature) not in family(kind).without and (feature != "router replay" or shape.mixture)
+    ]
 
 
 def each_family(feature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that runs a test with the small model `shape` of every family that can have the feature."""
+    """Return a decorator that runs a test with the small model `shape` of every family that has the feature."""
     kinds = families_with(feature)
     return each("shape", [SMALL[kind] for kind in kinds], ids=kinds)

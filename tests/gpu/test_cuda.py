@@ -56,6 +56,7 @@ def test_packed_rows_in_bfloat16_are_near_padded_ones() -> None:
     assert found("packed")["norms"] == pytest.approx(found("bfloat16")["norms"], rel=0.05)
 
 
+@pytest.mark.proves("on a GPU", "qwen3")
 def test_the_shape_of_qwen3_0_6b_trains_and_is_exported() -> None:
     line = found("qwen3-0.6b")
     print(json.dumps({"what": "mfu", "value": round(line["tflops"] / PEAK_TFLOPS, 3)}), file=sys.__stdout__, flush=True)
@@ -64,6 +65,7 @@ def test_the_shape_of_qwen3_0_6b_trains_and_is_exported() -> None:
     assert line["export_bytes"] >= 2 * line["parameters"]
 
 
+@pytest.mark.proves("on a GPU", "qwen2")
 def test_adapters_of_a_7b_shape_take_a_step_within_one_device() -> None:
     line = found("lora-7b")
     assert line["grad_norm"] > 0

@@ -146,6 +146,7 @@ async def test_what_sglang_would_call_a_success_is_refused_by_name_and_the_old_w
     await loader
 
 
+@pytest.mark.proves("served on CPU", "qwen3")
 async def test_an_engine_serves_the_whole_of_what_was_published_as_what_changed(
     role: Role, engine_url: str, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def measured(loop: Loop, rows: BatchRows) -> tuple[StepResult, StepResult]:
         return learner.measure(rows, plan.objective), learner.measure(plain, plan.objective)
 
 
+@pytest.mark.proves("served on CPU", "qwen3_moe")
 def test_what_a_real_engine_routed_is_trained_and_narrows_the_gap_to_it(tmp_path: Path) -> None:
     loop = Loop(tmp_path, SETTINGS.replace("MODEL", str(mixture(tmp_path))))
     started = loop.turnlog("up")

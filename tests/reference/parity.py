@@ -60,7 +60,7 @@ def loaded_model(shape: ModelShape, state: Mapping[str, torch.Tensor], options: 
 
 
 def check_export(model: Any, shape: ModelShape, state: Mapping[str, torch.Tensor]) -> None:
-    """Check that an export of Megatron's model is what was loaded, bit for bit, by the names that the family exports."""
+    """Check that an export of Megatron's model is what was loaded, bit for bit, under the names of the family."""
     exported, state = weights.export_weights(model, shape), family(shape.kind).dequantize(dict(state))
     assert exported.keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in exported.items())

@@ -43,17 +43,7 @@ class PlainLearner:
     """A policy with transformers' eager attention and torch's AdamW."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, torch.Tensor], options: LearnerOptions) -> None:
-        import transformers
-
-        values = config_json(shape, eos_token_id=0, pad_token_id=0)
-        text = values.get("text_config", values)
-        text["pad_token_id"] = None  # transformers would exclude that row of the embedding from the gradient
-        network: Any = getattr(transformers, family(shape.kind).architecture)
-        if family(shape.kind).blind:
-            values["vision_config"] = UNUSED_TOWER
-        del values["model_type"]
-        config = network.config_class(**values)
-        self._model: Any = network._from_config(config, attn_implementation="eager").float()
+        self._model = _model_of(shape)
         tower = self._model.model.visual if hasattr(self._model.model, "visual") else None
         other = self._model.load_state_dict(held_by_transformers(weights, shape), strict=False)
         unused = {f"model.visual.{name}" for name in tower.state_dict()} if tower and not shape.vision else set()
@@ -243,6 +233,20 @@ def _adamw(parameters: Iterable[torch.Tensor], options: LearnerOptions, *heads: 
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     betas = (options.beta1, options.beta2)
     return torch.optim.AdamW(groups, betas=betas, weight_decay=options.weight_decay, foreach=False)
+
+
+def _model_of(shape: ModelShape) -> Any:
+    """Return transformers' model of this shape."""
+    import transformers
+
+    values = config_json(shape, eos_token_id=0, pad_token_id=0)
+    text = values.get("text_config", values)
+    text["pad_token_id"] = None  # transformers would exclude that row of the embedding from the gradient
+    if family(shape.kind).blind:
+        values["vision_config"] = UNUSED_TOWER
+    network: Any = getattr(transformers, family(shape.kind).architecture)
+    del values["model_type"]
+    return network._from_config(network.config_class(**values), attn_implementation="eager").float()
 
 
 class _LowRank(torch.nn.Module):

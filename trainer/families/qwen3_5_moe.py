@@ -16,8 +16,8 @@ from turnlog.trainer.families.shape import Mixture, ModelShape
 from turnlog.trainer.families.tensors import Tensor, decoder_tensors, feed_forward_tensors
 
 SINGLE = re.compile(r"(?P<layer>(?!mtp\.).*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
-"""Names of tensors that hold a matrix of one expert, as transformers writes them. In folders of the Hugging Face Hub two
-tensors hold all experts of a layer.
+"""Names of tensors that hold a matrix of one expert, as transformers writes them. In folders of the Hugging Face Hub,
+two tensors hold all experts of a layer.
 """
 
 

@@ -16,14 +16,18 @@ from docs.tools.catalogue_page import catalogue_page
 from docs.tools.fields_page import fields_page
 from docs.tools.index_page import index_page
 from docs.tools.metrics_page import metrics_page
+from docs.tools.models_table import models_table, parts_of_page, read_proofs
 from docs.tools.settings_page import settings_page
 from tests.agent_clis import PACKAGES
 from tests.each import each
 from tests.frameworks.clients import CLIENTS
+from tests.integration.test_trainer_layouts import TESTED
+from tests.reference.small_models import SMALL, model_of
 from turnlog import cli
 from turnlog.asyncapi_page import asyncapi_page
 from turnlog.infra.topics_admin import ACCESS, ROLES, VERBS, acls
 from turnlog.settings import Settings, from_tables
+from turnlog.trainer.families.family import BUILT_IN, family
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -137,6 +141,19 @@ def test_the_page_of_fields_is_what_the_dialects_do() -> None:
 
 def test_the_page_of_the_index_is_the_one_that_its_tables_give() -> None:
     assert (ROOT / "docs/index-schema.md").read_text() == index_page(), "make docs"
+
+
+def test_the_table_of_models_is_what_the_tests_prove() -> None:
+    assert parts_of_page()[1] == models_table(), "run `make docs`"
+
+
+def test_every_model_family_has_a_test_of_training_and_of_each_layout() -> None:
+    assert {*SMALL} == {*BUILT_IN}, "tests/reference/small_models.py"
+    assert {*read_proofs()["train"]} == {*BUILT_IN}
+    for kind in BUILT_IN:
+        tested = {word[:2] for name in TESTED if model_of(name) == kind for word in name.split("-")}
+        wanted = {"tp", "sp", "pp", *(["ep"] if SMALL[kind].mixture else [])}
+        assert tested >= wanted | ({"cp"} if "context_parallel" not in family(kind).without else set()), kind
 
 
 def test_the_events_page_is_what_the_catalogue_says() -> None:
