@@ -9,7 +9,6 @@ from tests.each import each
 from tests.reference.small_models import SMALL
 from turnlog.trainer.families.family import family
 
-
 SETTINGS = {"packing": "packing", "LoRA": "lora_rank"}
 """Feature -> the [trainer] setting by which a family refuses it."""
 

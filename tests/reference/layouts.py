@@ -8,8 +8,8 @@ torchrun --nproc-per-node 4 -m tests.reference.layouts 2 tp2-pp2 tp2-sp-ep2 cp2-
 A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp context, ep expert parallel; sp: sequence
 parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
 with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
-except for every third row. packed: rows are packed. again: layers are recomputed. tied: the output layer is the
-embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
+except for every third row. packed: rows are packed. again: layers are recomputed. tied, untied: whether the output
+layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
 gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they
 map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
@@ -87,6 +87,7 @@ WORDS = (
     "dp",
     "sp",
     "tied",
+    "untied",
     "replay",
     "again",
     "packed",
@@ -118,7 +119,7 @@ def layout(name: str) -> tuple[ModelShape, LearnerOptions]:
         lora_alpha=8.0,
     )
     model = SMALL[model_of(name)]
-    shape = dataclasses.replace(model, tied=True) if "tied" in words else model
+    shape = dataclasses.replace(model, tied="tied" in words) if {"tied", "untied"} & {*words} else model
     check_layout(shape, options)
     return shape, options
 
