@@ -9,9 +9,9 @@ A layout is named by the parallelism of its ranks: tp tensor, pp pipeline, cp co
 parallel. The remaining ranks are data parallel. A model_type is the family of the model; without one it is a Qwen3,
 with ep or replay one of Qwen3's mixtures of experts, with images a Qwen2.5-VL. replay: its routing is recorded; some:
 except for every third row. packed: rows are packed. again: layers are recomputed. tied, untied: whether the output
-layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a checkpoint that
-gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a run, and they
-map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
+layer is the embedding. moved: one rank resumes from the checkpoint at the end. kept: the same ranks resume from a
+checkpoint that gathers no optimizer state. lora: only low-rank adapters train. called: rank 0 calls the others, as in a
+run, and they map its rows. After a colon, one of OBJECTIVES replaces the clipped ratio against recorded log-probs.
 """
 
 from __future__ import annotations
